@@ -1,0 +1,289 @@
+#!/usr/bin/env python3
+"""Runs legs of the CI matrix, each in a fresh virtual environment: `leg.py NAME…` or `leg.py all`.
+
+Standard library only; what else is needed is installed by it, `uv` included. What the legs are is
+in `legs.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from legs import LEGS, Leg
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BUILD = REPOSITORY / "build" / "legs"
+OLDEST = (3, 10)
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a leg ended. ``why`` is empty when it passed."""
+
+    leg: str
+    result: str
+    seconds: float = 0.0
+    tests: int = 0
+    why: str = ""
+
+
+class LegFailed(Exception):
+    """A leg could not be set up; the message says why."""
+
+
+class CannotRun(Exception):
+    """A leg cannot run on this machine; the message says why."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when no leg failed. With CI=true a leg that cannot run has failed, too."""
+    parsed = _arguments(argv)
+    if parsed.json:
+        print(json.dumps(matrix()))
+        return 0
+    if sys.version_info < OLDEST:
+        return _complain(f"Python {'.'.join(map(str, OLDEST))} or later is needed")
+    legs = chosen(parsed.legs)
+    outcomes = [run(leg, keep=parsed.keep) for leg in legs]
+    return summarise(outcomes)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    listed = "\n".join(f"  {leg.name:12} {leg.what}" for leg in LEGS)
+    parser = argparse.ArgumentParser(
+        description="Runs legs of the CI matrix, each in a fresh virtual environment.",
+        epilog=f"legs (all but bench are in `all`):\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("legs", nargs="*", metavar="LEG", default=["all"])
+    parser.add_argument("--keep", action="store_true", help="keep the environment, use a kept one")
+    parser.add_argument("--json", action="store_true", help="print the matrix and run nothing")
+    return parser.parse_args(argv)
+
+
+def chosen(names: Sequence[str]) -> list[Leg]:
+    """The legs of these names, in the order of the matrix. Exits for a name that is no leg's."""
+    known = {leg.name for leg in LEGS}
+    unknown = [name for name in names if name != "all" and name not in known]
+    if unknown:
+        raise SystemExit(_complain(f"no leg is called {unknown[0]}: one of {', '.join(known)}"))
+    every = "all" in names
+    return [leg for leg in LEGS if leg.name in names or (every and leg.in_all)]
+
+
+def matrix() -> list[dict[str, Any]]:
+    """One job per leg and runner."""
+    return [
+        {"leg": leg.name, "python": leg.python, "runner": runner}
+        for leg in LEGS
+        for runner in leg.runners
+        if leg.in_all
+    ]
+
+
+# --- One leg
+
+
+def run(leg: Leg, *, keep: bool = False) -> Outcome:
+    """Makes the environment, checks that it is what the leg is about, runs the commands."""
+    began = time.monotonic()
+    print(f"\n=== {leg.name}: {leg.what}", flush=True)
+    reports = [BUILD / f"{leg.name}-{number}.xml" for number in range(len(leg.commands))]
+    try:
+        environment = prepare(leg, keep=keep)
+        failures = [execute(environment, *step) for step in zip(leg.commands, reports, strict=True)]
+        why = "; ".join(filter(None, failures))
+        result = FAILED if why else PASSED
+    except LegFailed as error:
+        result, why = FAILED, str(error)
+    except CannotRun as error:
+        result, why = (FAILED if os.environ.get("CI") == "true" else NOT_RUN), str(error)
+    if not keep:
+        shutil.rmtree(BUILD / leg.name, ignore_errors=True)
+    tests = sum(len(cases(report)) for report in reports if report.exists())
+    outcome = Outcome(leg.name, result, time.monotonic() - began, tests, why)
+    print(line_of(outcome), flush=True)
+    return outcome
+
+
+def prepare(leg: Leg, *, keep: bool) -> Path:
+    """The environment of a leg, made and checked. Raises ``LegFailed`` and ``CannotRun``."""
+    if platform.system() not in leg.systems:
+        raise CannotRun(f"only on {' and '.join(leg.systems)}")
+    environment = BUILD / leg.name
+    for report in BUILD.glob(f"{leg.name}-*.xml"):
+        report.unlink()
+    if not (keep and environment.exists()):
+        shutil.rmtree(environment, ignore_errors=True)
+        install(leg, environment)
+    check(leg, environment)
+    return environment
+
+
+def install(leg: Leg, environment: Path) -> None:
+    """Makes the environment and installs what the leg wants."""
+    uv, python = find_uv(), find_python(leg.python)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    must([uv, "venv", "--quiet", "--python", python, str(environment)])
+    overrides = BUILD / f"{leg.name}.overrides"
+    # An override replaces what anybody requires of a package: here, by nothing on any system.
+    overrides.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in leg.without))
+    target = ["--python", str(environment / "bin" / "python"), "--override", str(overrides)]
+    must([uv, "pip", "install", "--quiet", *target, *leg.install])
+
+
+def check(leg: Leg, environment: Path) -> None:
+    """That the environment is what the leg is about. Raises ``LegFailed``."""
+    names = [re.sub(r"[-_.]+", "-", name).lower() for name in installed(environment)]
+    missing = [name for name in leg.present if name not in names]
+    surplus = [name for name in leg.absent if name in names]
+    if missing or surplus:
+        raise LegFailed(f"the environment is wrong: missing {missing}, surplus {surplus}")
+
+
+def installed(environment: Path) -> list[str]:
+    """Names of the distributions in an environment."""
+    script = "from importlib import metadata as m; print([d.name for d in m.distributions()])"
+    script = script.replace("d.name", "d.metadata['Name']")
+    python = str(environment / "bin" / "python")
+    listed = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
+    return re.findall(r"'([^']+)'", listed.stdout)
+
+
+def execute(environment: Path, command: Sequence[str], report: Path) -> str:
+    """Runs a command of a leg and returns why it failed, if it did; a skipped test is a failure."""
+    is_pytest = "pytest" in command
+    arguments = [*command, f"--junit-xml={report}"] if is_pytest else list(command)
+    executable = environment / "bin" / command[0]
+    own = {"VIRTUAL_ENV": str(environment), "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
+    without = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    print(f"$ {' '.join(command)}", flush=True)
+    ended = subprocess.run(
+        [str(executable), *arguments[1:]], cwd=REPOSITORY, env={**without, **own}, check=False
+    )
+    if ended.returncode != 0:
+        return f"{' '.join(command)}: exit code {ended.returncode}"
+    skips = skipped(report) if is_pytest else []
+    return f"skipped what it is there to run: {'; '.join(skips)}" if skips else ""
+
+
+def cases(report: Path) -> list[ElementTree.Element]:
+    """The tests in a JUnit report."""
+    return list(ElementTree.parse(report).getroot().iter("testcase"))
+
+
+def skipped(report: Path) -> list[str]:
+    """The tests of a JUnit report that were skipped, with the reasons. Expected failures ran."""
+    return [
+        f"{case.get('classname')}.{case.get('name')} ({skip.text or skip.get('message')})"
+        for case in cases(report)
+        for skip in case.iter("skipped")
+        if skip.get("type") != "pytest.xfail"
+    ]
+
+
+def must(command: Sequence[str]) -> None:
+    """Runs a command that prepares a leg. Raises ``LegFailed``."""
+    print(f"$ {' '.join(command)}", flush=True)
+    if subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, check=False).returncode:
+        raise LegFailed(f"could not be set up: {' '.join(command)}")
+
+
+# --- Finding uv and Python
+
+
+def find_uv() -> str:
+    """A working uv: the one on the path, or one installed below `build`. Raises ``LegFailed``."""
+    own = BUILD / "uv"
+    for candidate in ("uv", str(own / "bin" / "uv")):
+        if answers([candidate, "--version"]):
+            return candidate
+    BUILD.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(own), "uv"]
+    if not answers([sys.executable, "-m", "pip", "--version"]):  # a Python without pip has venv
+        must([sys.executable, "-m", "venv", str(BUILD / "pip")])
+        pip[0] = str(BUILD / "pip" / "bin" / "python")
+    must(pip)
+    return str(own / "bin" / "uv")
+
+
+VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
+
+
+def find_python(version: str) -> str:
+    """The path of a Python of this version. Raises ``CannotRun`` when there is none."""
+    for candidate in pythons(version):
+        if answers([candidate, "-c", VERSION]) == version:
+            return candidate
+    if os.environ.get("GITHUB_ACTIONS"):
+        return version  # uv fetches it
+    raise CannotRun(f"no Python {version} here")
+
+
+def pythons(version: str) -> Iterator[str]:
+    """Where a Python of this version may be, likely places first."""
+    yield sys.executable
+    roots = [os.environ.get("PYENV_ROOT", ""), str(Path.home() / ".pyenv")]
+    for root in filter(None, roots):
+        found = Path(root).glob(f"versions/{version}.*/bin/python")
+        yield from map(str, sorted(found, reverse=True))
+    yield f"python{version}"
+    yield answers([find_uv(), "python", "find", "--no-python-downloads", version])
+
+
+def answers(command: Sequence[str]) -> str:
+    """What a command prints; nothing when it fails or does not exist."""
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return ended.stdout.strip()
+
+
+# --- What is printed
+
+
+def line_of(outcome: Outcome) -> str:
+    """One line about a leg."""
+    tests = f"{outcome.tests} tests" if outcome.tests else ""
+    return f"{outcome.leg:12} {outcome.result:8} {outcome.seconds:6.1f} s  {tests:10} {outcome.why}"
+
+
+def summarise(outcomes: Sequence[Outcome]) -> int:
+    """Prints how every leg ended, and one line about all of them; returns the exit code."""
+    print("\n=== summary")
+    for outcome in outcomes:
+        print(line_of(outcome).rstrip())
+    print(closing_line(outcomes), flush=True)
+    return 1 if any(outcome.result == FAILED for outcome in outcomes) else 0
+
+
+def closing_line(outcomes: Sequence[Outcome]) -> str:
+    """`9 legs passed, 1 not run: 812 tests in 540 s`"""
+    counts = {r: sum(o.result == r for o in outcomes) for r in (PASSED, FAILED, NOT_RUN)}
+    said = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
+    tests, seconds = sum(o.tests for o in outcomes), sum(o.seconds for o in outcomes)
+    return f"legs: {said}; {tests} tests in {seconds:.0f} s"
+
+
+def _complain(message: str) -> int:
+    print(f"ci/leg.py: error: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

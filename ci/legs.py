@@ -1,0 +1,160 @@
+"""The CI matrix, as data: what each leg is for, what is installed for it, what is run.
+
+Read by `leg.py`, which runs a leg here, and by the GitHub workflow, which runs one per job.
+Python 3.8 can read it, so that `leg.py` can say which Python it wants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PYTEST = ("python", "-m", "pytest")
+
+TEST_TOOLS = (
+    "anthropic>=0.40",
+    "httpx>=0.27",
+    "hypothesis>=6.100",
+    "openai>=2",
+    "pytest>=8",
+    "pytest-cov>=5",
+)
+"""The extra `test`, for legs that cannot install it from here (`tests/ci` compares the two)."""
+
+HOST_PYTHON = "3.11"
+HOST = ("vllm-mlx", "mlx", "mlx-lm")
+HARMONY = ("openai-harmony", "oss-harmony")
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One fresh virtual environment and the commands that must succeed in it.
+
+    ``install`` are arguments of ``uv pip install``; packages in ``without`` are left out of it,
+    although something depends on them. ``present`` and ``absent`` are looked up afterwards: they
+    are what makes the leg a leg of its own. A test that is skipped fails the leg.
+    ``systems`` and ``runners`` are where it can run, and where GitHub runs it.
+    """
+
+    name: str
+    what: str
+    install: tuple[str, ...]
+    commands: tuple[tuple[str, ...], ...]
+    python: str = HOST_PYTHON
+    without: tuple[str, ...] = ()
+    present: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    systems: tuple[str, ...] = ("Linux", "Darwin")
+    runners: tuple[str, ...] = ("ubuntu-latest",)
+    in_all: bool = True
+
+
+BELOW_HOST = (*PYTEST, "tests/core", "tests/protocols", "tests/ci", "tests/cli", "-m", "not served")
+
+FLOOR = 95
+"""Per cent of the lines and branches of `core` and `protocols` that their own tests must run."""
+
+MEASURED = (
+    (*BELOW_HOST, "--cov=vllm_mlx_harmony", "--cov-branch", "--cov-report="),
+    ("coverage", "report", f"--fail-under={FLOOR}", "--include=*/core/*,*/protocols/*"),
+)
+
+
+def core(
+    python: str,
+    harmony: str = "openai-harmony",
+    commands: tuple[tuple[str, ...], ...] = (BELOW_HOST,),
+) -> Leg:
+    """A leg without a host: the rooms below it, and the command line as far as it needs none."""
+    other = next(name for name in HARMONY if name != harmony)
+    return Leg(
+        name=f"core-{python}" if harmony == HARMONY[0] else harmony,
+        what=f"core and protocols on Python {python} with {harmony}, no host installed",
+        python=python,
+        install=("-e", ".", harmony, *TEST_TOOLS),
+        without=("vllm-mlx", "fastapi", "starlette", other),
+        present=(harmony, "pydantic"),
+        absent=(*HOST, "fastapi", other),
+        commands=commands,
+    )
+
+
+LEGS: tuple[Leg, ...] = (
+    Leg(
+        name="lint",
+        what="style, types and who may import whom",
+        install=("-e", ".", "--group", "lint"),
+        without=("vllm-mlx",),
+        absent=HOST,
+        commands=(
+            ("ruff", "check", "."),
+            ("ruff", "format", "--check", "."),
+            ("mypy", "vllm_mlx_harmony", "scripts", "ci"),
+            ("lint-imports",),
+        ),
+    ),
+    core("3.10"),
+    core("3.11"),
+    core("3.12", commands=MEASURED),
+    core("3.13"),
+    core("3.12", "oss-harmony"),
+    Leg(
+        name="served",
+        what="the real server, both engines, official clients",
+        install=("-e", ".[cpu,test]", "openai-agents>=0.3"),
+        present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
+        # Apart: the host gives mlx's default stream to its own thread, for the rest of the process.
+        commands=(
+            (*PYTEST, "tests/standin"),
+            (*PYTEST, "tests/host"),
+            (*PYTEST, "tests/served", "tests/cli"),
+        ),
+        runners=("ubuntu-latest", "macos-14"),
+    ),
+    Leg(
+        name="no-harmony",
+        what="no openai-harmony: a warning, and the host's own path",
+        install=("-e", ".[cpu,test]"),
+        without=HARMONY,
+        present=HOST,
+        absent=HARMONY,
+        commands=((*PYTEST, "tests/no_harmony"),),
+    ),
+    Leg(
+        name="no-cpu",
+        what="Linux without the extra `cpu`: everything that needs no mlx works, the rest says why",
+        install=("-e", ".[test]"),
+        present=HOST,
+        absent=("mlx-cpu",),
+        commands=((*PYTEST, "tests/no_cpu"),),
+        systems=("Linux",),
+    ),
+    Leg(
+        name="packaging",
+        what="wheel, editable and tool installs: armed, and gone when uninstalled",
+        install=("-e", ".[cpu,test]", "--group", "dev"),
+        present=HOST,
+        commands=((*PYTEST, "tests/packaging"),),
+        runners=("ubuntu-latest", "macos-14"),
+    ),
+    Leg(
+        name="demo",
+        what="the demo, without the extra `test`",
+        install=(".[cpu]",),
+        present=(*HOST, "openai-harmony"),
+        absent=("pytest",),
+        commands=(("vllm-mlx-harmony", "demo"),),
+        runners=("ubuntu-latest", "macos-14"),
+    ),
+    Leg(
+        name="bench",
+        what="cost per token, of a prompt and of the start of Python, against the host's own",
+        install=(".[cpu]",),
+        present=HOST,
+        commands=(
+            ("python", "ci/bench.py"),
+            ("python", "ci/bench_render.py"),
+            ("python", "ci/bench_reuse.py"),
+        ),
+        in_all=False,
+    ),
+)

@@ -1,0 +1,71 @@
+"""What the design says of every file: how it opens, its name, and that its imports are declared."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "vllm_mlx_harmony"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(REPOSITORY)) for path in MODULES]
+
+EMPTY_NAMES = {"utils", "helpers", "common", "manager", "handler", "wrapper", "misc"}
+
+THROUGH_THE_HOST = {
+    "huggingface_hub",
+    "mlx",
+    "mlx_lm",
+    "numpy",
+    "tokenizers",
+    "transformers",
+    "uvicorn",
+}
+"""What `vllm-mlx` itself depends on: whichever version it wants is the right one."""
+
+DISTRIBUTIONS = {
+    "vllm_mlx": "vllm-mlx",
+    "openai_harmony": "openai-harmony",
+    "pydantic_core": "pydantic",
+}
+"""By import name, where it is not the distribution's."""
+
+
+@pytest.mark.parametrize("path", MODULES, ids=NAMES)
+def test_a_file_opens_with_what_it_knows(path: Path) -> None:
+    said = ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    assert said, "no docstring"
+    assert len(said.splitlines()) <= 5
+
+
+def test_names_say_something() -> None:
+    assert {path.stem for path in MODULES} & EMPTY_NAMES == set()
+
+
+LOADED_BY_OTHERS = {"websockets"}
+"""uvicorn speaks WebSocket only where it finds a library that does."""
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = (REPOSITORY / "pyproject.toml").read_text("utf-8")
+    (listed,) = re.findall(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    declared = set(re.findall(r'"([a-z0-9-]+)', listed))
+    own = set(sys.stdlib_module_names) | {PACKAGE.name} | THROUGH_THE_HOST
+    imported = {name for path in MODULES for name in _imports(path)} - own
+    needed = {DISTRIBUTIONS.get(name, name) for name in imported} | LOADED_BY_OTHERS
+    assert needed == declared
+
+
+def _imports(path: Path) -> set[str]:
+    """Top-level names of what a file imports by absolute name, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found

@@ -1,0 +1,179 @@
+"""The script that runs the legs: what it lets pass, and that it can fail."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "ci"))
+leg = importlib.import_module("leg")
+legs = importlib.import_module("legs")
+
+HERE = Path(sys.executable).parent.parent
+
+TESTS = {
+    "passes": "def test_it(): pass",
+    "fails": "def test_it(): assert False",
+    "skips": "import pytest\ndef test_it(): pytest.skip('no host')\ndef test_other(): pass",
+    "skips the module": "import pytest\npytest.importorskip('no_such_module')\ndef test_it(): pass",
+    "expects to fail": "import pytest\n@pytest.mark.xfail\ndef test_it(): assert False",
+    "has no tests": "",
+}
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Environments and reports somewhere else."""
+    monkeypatch.setattr(leg, "BUILD", tmp_path / "legs")
+    (tmp_path / "legs").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("passes", ""),
+        ("fails", "exit code 1"),
+        ("skips", "no host"),
+        ("skips the module", "no_such_module"),
+        ("expects to fail", ""),
+        ("has no tests", "exit code 5"),
+    ],
+)
+def test_a_leg_fails_for_what_it_did_not_test(
+    build: Path, monkeypatch: pytest.MonkeyPatch, what: str, why: str
+) -> None:
+    (build / "test_it.py").write_text(TESTS[what])
+    (build / "test_beside.py").write_text(TESTS["passes"] if TESTS[what] else "")
+    monkeypatch.setattr(leg, "prepare", lambda one, keep: HERE)
+    command = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull)
+    one = legs.Leg("x", "a leg", (), ((*command, "--rootdir", str(build), str(build)),))
+    outcome = leg.run(one)
+    assert outcome.result == ("failed" if why else "passed"), outcome
+    assert why in outcome.why
+
+
+@pytest.mark.parametrize(
+    ("present", "absent", "fails"),
+    [
+        (("pytest",), ("no-such-thing",), False),
+        (("no-such-thing",), (), True),
+        ((), ("pytest",), True),
+    ],
+)
+def test_the_environment_is_what_the_leg_is_about(
+    present: tuple[str, ...], absent: tuple[str, ...], fails: bool
+) -> None:
+    one = legs.Leg("x", "a leg", (), (), present=present, absent=absent)
+    if fails:
+        with pytest.raises(leg.LegFailed, match=r"no-such-thing|pytest"):
+            leg.check(one, HERE)
+    else:
+        leg.check(one, HERE)
+
+
+@pytest.mark.parametrize(("ci", "result"), [("", "not run"), ("true", "failed")])
+@pytest.mark.parametrize("missing", ["python", "system"])
+def test_what_cannot_run_here_fails_in_ci(
+    build: Path, monkeypatch: pytest.MonkeyPatch, ci: str, result: str, missing: str
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    one = legs.Leg("x", "a leg", (), ())
+    one = replace(one, python="3.99") if missing == "python" else replace(one, systems=("Plan 9",))
+    assert leg.run(one).result == result
+
+
+def test_pythons_are_found() -> None:
+    here = "{}.{}".format(*sys.version_info)
+    assert leg.answers([leg.find_python(here), "-c", leg.VERSION]) == here
+
+
+@pytest.mark.parametrize(
+    ("results", "code", "line"),
+    [
+        (["passed", "passed"], 0, "legs: 2 passed; 6 tests in 3 s"),
+        (["passed", "not run"], 0, "legs: 1 passed, 1 not run; 6 tests in 3 s"),
+        (["passed", "failed"], 1, "legs: 1 passed, 1 failed; 6 tests in 3 s"),
+    ],
+)
+def test_closing_line(
+    results: list[str], code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = [leg.Outcome(f"leg{n}", result, 1.5, 3) for n, result in enumerate(results)]
+    assert leg.summarise(outcomes) == code
+    assert capsys.readouterr().out.splitlines()[-1] == line
+
+
+# --- The matrix
+
+
+def test_the_names_are_unique_and_all_means_all_but_bench() -> None:
+    names = [one.name for one in legs.LEGS]
+    assert len(names) == len(set(names))
+    assert {one.name for one in leg.chosen(["all"])} == set(names) - {"bench"}
+    assert [one.name for one in leg.chosen(["served", "lint"])] == ["lint", "served"]
+
+
+def test_an_unknown_leg_is_an_error() -> None:
+    with pytest.raises(SystemExit) as ended:
+        leg.chosen(["no-such-leg"])
+    assert ended.value.code == 2
+
+
+def test_github_runs_what_all_runs() -> None:
+    assert {job["leg"] for job in leg.matrix()} == {one.name for one in leg.chosen(["all"])}
+    assert {"leg": "served", "python": legs.HOST_PYTHON, "runner": "macos-14"} in leg.matrix()
+
+
+def pyproject() -> dict[str, Any]:
+    """The project's metadata, read by an interpreter that can."""
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10; mypy and coverage bring it there, and pytest, too
+        import tomli as tomllib
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
+
+
+def test_the_test_tools_are_the_extra() -> None:
+    extras = pyproject()["project"]["optional-dependencies"]
+    assert sorted(legs.TEST_TOOLS) == sorted(extras["test"])
+
+
+def test_every_extra_has_a_leg_with_it_and_one_without() -> None:
+    for extra in pyproject()["project"]["optional-dependencies"]:
+        given = [any(_asks_for(extra, item) for item in one.install) for one in legs.LEGS]
+        assert True in given, extra
+        assert False in given, extra
+
+
+def _asks_for(extra: str, requirement: str) -> bool:
+    return extra in requirement.partition("[")[2].rstrip("]").split(",")
+
+
+def test_every_test_directory_is_in_a_leg() -> None:
+    run = {part for one in legs.LEGS for command in one.commands for part in command}
+    found = {f"tests/{path.parent.name}" for path in (REPOSITORY / "tests").glob("*/test_*.py")}
+    assert found <= run
+
+
+def test_the_script_says_which_python_it_wants() -> None:
+    """It is read by whatever `python3` is; the message must not need a newer one to be parsed."""
+    for name in ("leg.py", "legs.py"):
+        ast.parse((REPOSITORY / "ci" / name).read_text("utf-8"), feature_version=(3, 8))
+    ended = subprocess.run(
+        [sys.executable, str(REPOSITORY / "ci" / "leg.py"), "no-such-leg"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)

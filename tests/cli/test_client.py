@@ -1,0 +1,82 @@
+"""The demo's client: events in, an answer out, and no silent end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from vllm_mlx_harmony.cli.client import Answer, events, take_in
+from vllm_mlx_harmony.cli.refused import Refused
+
+
+def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    """A chunk with one choice."""
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], "usage": None}
+
+
+def call(index: int, arguments: str, **first: Any) -> dict[str, Any]:
+    """A delta of a call; ``first`` is what only its first one has."""
+    function = {"arguments": arguments, **({"name": first["name"]} if first else {})}
+    own = {"id": first["id"], "type": "function"} if first else {}
+    return {"tool_calls": [{"index": index, **own, "function": function}]}
+
+
+CHUNKS = [
+    chunk({"role": "assistant", "content": None}),
+    chunk({"reasoning": "I ", "reasoning_content": "I "}),
+    chunk({"reasoning": "think.", "reasoning_content": "think."}),
+    chunk({"content": "Look:"}),
+    chunk(call(0, "", id="c0", name="f")),
+    chunk(call(0, '{"a":')),
+    chunk(call(0, "1}")),
+    chunk(call(1, "{}", id="c1", name="g")),
+    chunk({}, "tool_calls"),
+    {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}},
+]
+
+
+def test_answer() -> None:
+    answer = Answer()
+    for one in CHUNKS:
+        take_in(answer, one)
+    parts = [(part.key, part.name, part.deltas) for part in answer.parts]
+    assert parts == [
+        ("reasoning", "", ["I ", "think."]),
+        ("content", "", ["Look:"]),
+        ("tool_calls", "f", ['{"a":', "1}"]),
+        ("tool_calls", "g", ["{}"]),
+    ]
+    assert (answer.finish_reason, answer.prompt_tokens, answer.completion_tokens) == (
+        "tool_calls",
+        7,
+        5,
+    )
+    assert answer.chunks == len(CHUNKS)
+    functions = [call["function"] for call in answer.message()["tool_calls"]]
+    assert functions == [{"name": "f", "arguments": '{"a":1}'}, {"name": "g", "arguments": "{}"}]
+    assert answer.message()["reasoning_content"] == "I think."
+
+
+def test_a_plain_answer_has_no_calls() -> None:
+    answer = Answer()
+    take_in(answer, chunk({"content": "Hi"}, "stop"))
+    assert "tool_calls" not in answer.message()
+
+
+def test_events_end_at_done() -> None:
+    lines = [b": a comment\n", b'data: {"a": 1}\n', b"\n", b"data: [DONE]\n", b'data: {"a": 2}\n']
+    assert list(events(lines)) == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([b'data: {"a": 1}\n'], "without [DONE]"),
+        ([b"data: " + json.dumps({"error": {"message": "boom"}}).encode()], "boom"),
+    ],
+)
+def test_no_silent_end(lines: list[bytes], says: str) -> None:
+    with pytest.raises(Refused, match=says.replace("[", r"\[")):
+        list(events(lines))

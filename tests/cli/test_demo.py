@@ -1,0 +1,84 @@
+"""The demo, run: on both engines, in a pipe, at two widths; nothing is left running afterwards."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_mlx_harmony.cli import demo
+from vllm_mlx_harmony.cli.parse import parse
+
+pytestmark = pytest.mark.served
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def start(tmp_path: Path, *flags: str, columns: int = 80) -> subprocess.Popen[str]:
+    """The demo with a home of its own."""
+    paths = filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
+    own = {"HOME": str(tmp_path), "COLUMNS": str(columns), "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "vllm_mlx_harmony", "demo", *flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **own},
+    )
+
+
+def servers(home: Path) -> list[int]:
+    """Processes that serve the stand-in of this home."""
+    command = ["ps", "-wwaxo", "pid=,command="]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = (line.split(maxsplit=1) for line in listed.stdout.splitlines())
+    return [int(pid) for pid, line in lines if str(home) in line and " serve " in line]
+
+
+@pytest.mark.parametrize(
+    ("flags", "columns"), [((), 80), (("--continuous-batching",), 120)], ids=["simple", "batched"]
+)
+def test_demo(tmp_path: Path, flags: tuple[str, ...], columns: int) -> None:
+    process = start(tmp_path, *flags, columns=columns)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, out
+    assert "stand-in" in out
+    assert "\x1b" not in out, "no colours in a pipe"
+    assert max(len(line) for line in out.splitlines() if not line.startswith("$ ")) <= columns
+    right = [
+        line[columns // 2 :] for line in out.splitlines()
+    ]  # where two boxes stand side by side
+    said = re.sub(r"[\s│|]+", "", out + "".join(right))
+    for script in (demo.CALLS, demo.ANSWERS):
+        for message in parse(demo.ids_of(script))[0]:
+            assert re.sub(r"[\s|]+", "", message.text) in said
+    assert servers(tmp_path) == []
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Whoever runs these tests in the background may have SIGINT ignored, which is inherited."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "kill"])
+def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path)
+    until = time.monotonic() + 120
+    while not servers(tmp_path) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert servers(tmp_path), "the server was started"
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, servers(tmp_path)) == (130, []), out
+    assert "Traceback" not in out

@@ -1,0 +1,163 @@
+"""The command line as a program: help, version, failures, pipes, what it hands on to the host."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_mlx_harmony import __version__, _startup, host
+from vllm_mlx_harmony.__main__ import main
+
+PROGRAM = (sys.executable, "-m", "vllm_mlx_harmony")
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own."""
+    command = [*PROGRAM, *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=REPOSITORY, **options
+    )
+
+
+def test_help_names_every_command() -> None:
+    shown = run("--help")
+    assert shown.returncode == 0
+    for command in ("serve", "demo", "doctor", "render", "parse"):
+        assert re.search(rf"^    {command} ", shown.stdout, re.MULTILINE)
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"vllm-mlx-harmony {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("render",), ("parse", "--what")])
+def test_a_wrong_command_line_is_a_2(arguments: tuple[str, ...]) -> None:
+    ended = run(*arguments)
+    assert ended.returncode == 2
+    assert "usage: vllm-mlx-harmony" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_nobody_reads_the_output(tmp_path: Path) -> None:
+    file = tmp_path / "completion"
+    file.write_text("<|channel|>final<|message|>" + "a line\n" * 200_000)
+    command = subprocess.Popen(
+        [*PROGRAM, "parse", str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=REPOSITORY,
+    )
+    assert command.stdout is not None
+    assert command.stderr is not None
+    command.stdout.readline()
+    command.stdout.close()
+    assert command.stderr.read() == b""
+    assert command.wait(30) == 1
+
+
+def test_without_the_library_the_fix_is_named(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.modules['openai_harmony'] = None; from vllm_mlx_harmony import __main__;"
+        f"sys.exit(__main__.main(['parse', {str(tmp_path / 'c')!r}]))"
+    )
+    (tmp_path / "c").write_text("<|return|>")
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert "pip install openai-harmony" in ended.stderr
+
+
+# --- serve hands on to the host
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A host whose command line notes what it was started with."""
+    started: list[list[str]] = []
+    module = types.ModuleType("vllm_mlx.cli")
+    monkeypatch.setattr(module, "main", lambda: started.append(sys.argv), raising=False)
+    monkeypatch.setitem(sys.modules, "vllm_mlx", types.ModuleType("vllm_mlx"))
+    monkeypatch.setitem(sys.modules, "vllm_mlx.cli", module)
+    monkeypatch.setattr(sys, "argv", ["before"])
+    monkeypatch.delenv(_startup.SWITCH, raising=False)
+    return started
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["--help"],
+        ["some/model", "--port", "1234"],
+        ["some/model", "--tool-call-parser", "gpt-oss"],
+        ["--models-config", "models.yaml", "--", "x"],
+    ],
+)
+def test_serve_puts_the_flag_before_what_is_given(
+    given: list[str], command_line: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: list[bool] = []
+    monkeypatch.setattr(host, "install", lambda: installed.append(True))
+    assert main(["serve", *given]) == 0
+    assert installed == [True]
+    assert command_line == [["vllm-mlx", "serve", "--tool-call-parser", "harmony", *given]]
+
+
+def test_serve_installs_before_it_runs(
+    command_line: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    served = sys.modules["vllm_mlx.cli"]
+
+    def original(args: object) -> None:
+        """The host's own."""
+
+    served.serve_command = original  # type: ignore[attr-defined]
+    served.main = lambda: seen.append(served.serve_command is not original)  # type: ignore[attr-defined]
+    try:
+        assert main(["serve", "m"]) == 0
+    finally:
+        host.uninstall()
+    assert seen == [True]
+    assert served.serve_command is original  # type: ignore[attr-defined]
+
+
+def test_serve_switched_off(
+    command_line: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(_startup.SWITCH, "0")
+    assert main(["serve", "m"]) == 2
+    assert _startup.SWITCH in capsys.readouterr().err
+    assert command_line == []
+
+
+def test_serve_without_a_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(_startup.SWITCH, raising=False)
+    monkeypatch.setitem(sys.modules, "vllm_mlx", None)
+    monkeypatch.setitem(sys.modules, "vllm_mlx.cli", None)
+    assert main(["serve", "m"]) == 2
+    assert "pip install vllm-mlx" in capsys.readouterr().err
+
+
+def test_demo_without_mlx_names_the_fix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm_mlx", types.ModuleType("vllm_mlx"))
+    monkeypatch.setitem(sys.modules, "mlx", None)
+    monkeypatch.setitem(sys.modules, "mlx.core", None)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert main(["demo"]) == 2
+    assert "pip install 'vllm-mlx-harmony[cpu]'" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""The README does not lie: its example prints what it says, what it names is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.cli.process import serving
+from vllm_mlx_harmony.standin import Script
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+README = (REPOSITORY / "README.md").read_text("utf-8")
+
+SCRIPTS = (
+    Script(
+        "<|start|>user<|message|>What is the weather in Paris?",
+        "<|channel|>analysis<|message|>The user wants the weather. There is a tool for that.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>Let me look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json"
+        '<|message|>{"city":"Paris"}<|call|>',
+    ),
+    Script(
+        "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>18 °C, sunny",
+        "<|channel|>analysis<|message|>18 degrees, sunny.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It is 18 °C and sunny in Paris.<|return|>",
+    ),
+)
+
+
+def block(language: str) -> str:
+    """The only block of a language."""
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+@pytest.mark.parametrize("language", ["python", "text"])
+def test_the_example_is_the_only_one(language: str) -> None:
+    assert block(language)
+
+
+@pytest.mark.served
+@pytest.mark.parametrize("flags", [(), ("--continuous-batching",)], ids=["simple", "batched"])
+def test_the_example_prints_what_it_says(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    model = standin.write(tmp_path / "model", SCRIPTS)
+    (tmp_path / "home").mkdir()
+    named = ("--served-model-name", "gpt-oss-20b")
+    with serving(model, tmp_path / "home", [*named, *flags]) as server:
+        code = block("python").replace(":8000/", f":{server.port}/")
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        )
+    assert ended.stderr == ""
+    assert ended.stdout == block("text")
+
+
+def test_every_variable_is_one() -> None:
+    sources = (REPOSITORY / "vllm_mlx_harmony").rglob("*.py")
+    code = "".join(path.read_text("utf-8") for path in sources)
+    named = set(re.findall(r"^\| `([A-Z_]+)` \|", README, re.MULTILINE))
+    assert named
+    assert {name for name in named if f'"{name}"' not in code} == set()
+
+
+def test_every_command_is_one() -> None:
+    named = set(re.findall(r"^\| `vllm-mlx-harmony (\w+)", README, re.MULTILINE))
+    assert named == {"serve", "demo", "doctor", "render", "parse"}
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    script = (REPOSITORY / ".ci" / "run").read_text("utf-8")
+    (line,) = re.findall(r"^exec (.*) </dev/null$", script, re.MULTILINE)
+    assert re.search(rf"^{re.escape(line)} +#", README, re.MULTILINE)
+
+
+def test_links_lead_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    assert links
+    assert [link for link in links if not (REPOSITORY / link).exists()] == []

@@ -1,0 +1,107 @@
+"""render: what is printed is the prompt, to the byte; what has none is one line and a 2."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_mlx_harmony.__main__ import main
+from vllm_mlx_harmony.core import vocab
+
+ASKED = {"model": "m", "messages": [{"role": "user", "content": "Tab\there, <|end|> and é 🙂\r\n"}]}
+PROMPT = (
+    "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
+    "Knowledge cutoff: 2024-06\nCurrent date: 2026-01-02\n\nReasoning: medium\n\n"
+    "# Valid channels: analysis, commentary, final. Channel must be included for every message."
+    "<|end|><|start|>user<|message|>Tab\there, <|end|> and é 🙂\r\n<|end|><|start|>assistant"
+)
+
+
+@pytest.fixture
+def render(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> Any:
+    """Runs the command on a request: its exit code, standard output and standard error."""
+    monkeypatch.setenv("VLLM_MLX_HARMONY_DATE", "2026-01-02")
+
+    def run(content: str | bytes, *flags: str) -> tuple[int, bytes, str]:
+        file = tmp_path / "request.json"
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+        code = main(["render", str(file), *flags])
+        sys.stdout.flush()
+        out, error = capfdbinary.readouterr()
+        return code, out, error.decode()
+
+    return run
+
+
+def test_piped_is_the_prompt_to_the_byte(render: Any) -> None:
+    assert render(json.dumps(ASKED)) == (0, PROMPT.encode(), "")
+
+
+def test_coloured_is_the_same_text_without_what_a_terminal_would_act_on(
+    render: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    code, out, _ = render(json.dumps(ASKED))
+    text = out.decode()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    shown = PROMPT.replace("\r", "").expandtabs()
+    assert code == 0
+    assert "".join(shown.split()) in "".join(plain.split())
+    assert "\x1b[32m" in text, "the user's text has its own colour"
+    assert "\x1b[2m<|end|>" in text, "control tokens are dim"
+
+
+def test_json_has_ids_count_and_pieces(render: Any) -> None:
+    code, out, _ = render(json.dumps(ASKED), "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert vocab.encoding().decode(document["ids"]) == PROMPT
+    assert document["count"] == len(document["ids"])
+    assert "".join(piece["text"] for piece in document["pieces"]) == PROMPT
+    control = [piece["text"] for piece in document["pieces"] if piece["control"]]
+    assert control == re.findall(r"<\|\w+\|>", PROMPT.replace("<|end|> and", "and"))
+
+
+def test_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    content = io.TextIOWrapper(io.BytesIO(json.dumps(ASKED).encode()))
+    monkeypatch.setattr(sys, "stdin", content)
+    assert main(["render", "-"]) == 0
+    assert capsys.readouterr().out.endswith("<|start|>assistant")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
+        (b"\xff{}", "is not UTF-8 text"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[]", "must be a JSON object"),
+        ("{}", "model is required"),
+        ('{"model":"m","messages":[]}', "messages"),
+        ('{"model":"m","messages":[{"role":"tool","content":"x"}]}', "messages[0]"),
+        ('{"model":"m","messages":[{"role":"user","content":"x"}],"n":2}', "n:"),
+    ],
+)
+def test_bad_input_is_one_line(render: Any, content: str | bytes, says: str) -> None:
+    code, out, error = render(content)
+    assert (code, out) == (2, b"")
+    assert error.startswith("vllm-mlx-harmony: error: ")
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["render", str(tmp_path / "none.json")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert main(["render", str(tmp_path)]) == 2
+    assert "directory" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Tool names both ways (semantics A10; B, "Recipient")."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.turn import Call, Tool, Turn, User
+
+
+def names(*tools: str, called: tuple[str, ...] = (), builtin: tuple[str, ...] = ()) -> Names:
+    calls = tuple(Call(str(at), name, "{}") for at, name in enumerate(called))
+    return Names.of(Turn((User("?"), *calls), tuple(map(Tool, tools)), builtin_tools=builtin))
+
+
+@pytest.mark.parametrize(
+    ("tools", "name", "alias"),
+    [
+        (("get_weather",), "get_weather", "get_weather"),
+        (("get-weather.v2",), "get-weather.v2", "get-weather.v2"),
+        (("mcp__fs__read",), "mcp__fs__read", "mcp__fs__read"),
+        (("get the weather",), "get the weather", "get_the_weather"),
+        (("get the weather", "get_the_weather"), "get the weather", "get_the_weather_2"),
+        (("a b", "a<b", "a=b"), "a=b", "a_b_3"),
+        (("天気",), "天気", "tool"),
+        (("天気", "晴れ"), "晴れ", "tool_2"),
+        ((".x.",), ".x.", "x"),
+        (("a..b",), "a..b", "a_b"),
+        (("<|call|>",), "<|call|>", "call"),
+        ((" ",), " ", "tool"),
+    ],
+)
+def test_alias(tools: tuple[str, ...], name: str, alias: str) -> None:
+    found = names(*tools)
+    assert found.alias(name) == alias
+    assert found.recipient(name) == f"functions.{alias}"
+    assert found.addressee(f"functions.{alias}") == name
+
+
+def test_an_alias_never_changes_by_a_later_call() -> None:
+    before = names("a b")
+    after = names("a b", called=("a_b", "c d"))
+    assert after.alias("a b") == before.alias("a b") == "a_b"
+    assert after.alias("a_b") == "a_b_2"
+    assert after.addressee("functions.a_b_2") == "a_b"
+
+
+@pytest.mark.parametrize(
+    ("builtin", "tools", "called", "recipient"),
+    [
+        (("python",), (), "python", "python"),
+        (("browser",), (), "browser.open", "browser.open"),
+        (("browser",), ("browser.open",), "browser.open", "functions.browser.open"),
+        ((), (), "python", "functions.python"),
+    ],
+)
+def test_built_in_tools_are_addressed_by_their_own_name(
+    builtin: tuple[str, ...], tools: tuple[str, ...], called: str, recipient: str
+) -> None:
+    found = names(*tools, called=(called,), builtin=builtin)
+    assert found.recipient(called) == recipient
+    assert found.addressee(recipient) == called
+
+
+@pytest.mark.parametrize("tools", [("x", "x"), ("",)])
+def test_names_that_cannot_be_told_apart(tools: tuple[str, ...]) -> None:
+    declared = tuple(Tool(name, where=f"tools[{at}]") for at, name in enumerate(tools))
+    with pytest.raises(RequestError) as caught:
+        Names.of(Turn((User("?"),), declared))
+    assert caught.value.param == f"tools[{len(tools) - 1}]"
+
+
+@given(tools=st.lists(st.text(min_size=1), unique=True, max_size=8))
+def test_every_declared_name_comes_back(tools: list[str]) -> None:
+    found = names(*tools)
+    recipients = [found.recipient(name) for name in tools]
+    assert [found.addressee(recipient) for recipient in recipients] == tools
+    assert all(recipient.isascii() and " " not in recipient for recipient in recipients)

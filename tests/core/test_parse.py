@@ -1,0 +1,342 @@
+"""The state machine against every row of semantics B, cut in every way, and its invariants (C)."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai_harmony import Role, StreamableParser
+from rows import ANSWER, CALL, REASONING, ROWS, WELL_FORMED, Row
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Text
+from vllm_mlx_harmony.core.header import Header
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.parse import SIGNS, TRANSITIONS, Parser, Sign, State
+from vllm_mlx_harmony.core.turn import Tool, Turn
+
+Chunks = list[list[int]]
+
+
+def ids_of(text: str) -> list[int]:
+    return vocab.encoding().encode(text, allowed_special="all")
+
+
+def parser_of(row: Row) -> Parser:
+    return Parser(Names.of(Turn((), tuple(map(Tool, row.tools)))), row.stop)
+
+
+def deltas_of(parser: Parser, chunks: Chunks, *, cut: bool = False) -> list[Delta]:
+    """All deltas, adjacent text joined."""
+    fed = [delta for chunk in chunks for delta in parser.feed(chunk)]
+    joined: list[Delta] = []
+    for delta in [*fed, *parser.close("length" if cut else "stop")]:
+        if isinstance(delta, Text) and joined and isinstance(joined[-1], Text):
+            joined[-1] = Text(joined[-1].text + delta.text)
+        else:
+            joined.append(delta)
+    return joined
+
+
+def said(deltas: list[Delta]) -> tuple[tuple[str, ...], ...]:
+    messages: list[list[str]] = []
+    for delta in deltas:
+        if isinstance(delta, Opened):
+            named = [delta.name] if delta.kind is Kind.CALL else []
+            messages.append([delta.kind.value, *named, ""])
+        elif isinstance(delta, Text):
+            messages[-1][-1] += delta.text
+    return tuple(map(tuple, messages))
+
+
+def every_cut(ids: list[int]) -> list[Chunks]:
+    """Whole, id by id, with empty chunks, and in two at every place."""
+    return [
+        [ids],
+        [[token] for token in ids],
+        [chunk for token in ids for chunk in ([], [token])],
+        *([ids[:at], ids[at:]] for at in range(1, len(ids))),
+    ]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_row(row: Row) -> None:
+    deltas = deltas_of(parser_of(row), [ids_of(row.output)], cut=row.cut)
+    finished = deltas[-1]
+    assert said(deltas) == row.said
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.stop_sequence) == (row.finish, row.stopped_by)
+    closed = [delta.complete for delta in deltas if isinstance(delta, Closed)]
+    assert closed == [True] * (len(row.said) - 1) + [row.whole] * bool(row.said)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_any_chunking_gives_the_same(row: Row) -> None:
+    ids = ids_of(row.output)
+    whole = deltas_of(parser_of(row), [ids], cut=row.cut)
+    for chunks in every_cut(ids):
+        assert deltas_of(parser_of(row), chunks, cut=row.cut) == whole
+
+
+def test_every_state_knows_every_sign() -> None:
+    controls = set(Sign) - {Sign.TEXT}
+    assert all(controls <= set(signs) for signs in TRANSITIONS.values())
+    assert set(TRANSITIONS) == set(State)
+
+
+EMOJI = "🧑🏽‍🚀".encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "cut", "text"),
+    [
+        pytest.param([b"a", b"\xf0\x9f", b"\x98\x80", b"b"], False, "a😀b", id="split"),
+        pytest.param([b"a", b"\xf0\x9f", b"b"], False, "a\ufffdb", id="invalid in the middle"),
+        pytest.param([b"a", b"\xf0\x9f"], False, "a\ufffd", id="invalid at the end"),
+        pytest.param([b"b", b"\xf0\x9f"], True, "b", id="half a character, cut"),
+        pytest.param([b"\x80", b"ok"], False, "\ufffdok", id="text behind survives"),
+    ],
+)
+@pytest.mark.parametrize("header", ["<|channel|>final<|message|>", ""], ids=["body", "loose"])
+def test_utf8(header: str, body: list[bytes], cut: bool, text: str) -> None:
+    ids = ids_of(header) + [byte_id for part in body for byte_id in raw_ids(part)]
+    end = [] if cut else [vocab.RETURN]
+    for chunks in every_cut(ids + end):
+        deltas = deltas_of(Parser(), chunks, cut=cut)
+        assert said(deltas) == ((ANSWER, text),)
+
+
+def raw_ids(raw: bytes) -> list[int]:
+    """Ids of single bytes: how a model spells what is no UTF-8."""
+    found = {vocab.token_bytes(token): token for token in range(256)}
+    return [found[bytes([byte])] for byte in raw]
+
+
+def test_a_half_character_of_a_header_does_not_reach_the_body() -> None:
+    ids = raw_ids(b"\xf0\x9f") + ids_of("<|message|>Hi.<|return|>")
+    assert said(deltas_of(Parser(), [ids])) == ((ANSWER, "Hi."),)
+
+
+def test_reasoning_tokens_are_body_ids_of_reasoning() -> None:
+    output = (
+        "<|channel|>analysis<|message|>One two three.<|end|>"
+        "<|channel|>final<|message|>Hi.<|return|>"
+    )
+    finished = deltas_of(Parser(), [ids_of(output)])[-1]
+    assert isinstance(finished, Finished)
+    assert finished.usage.reasoning_tokens == len(ids_of("One two three."))
+    assert finished.usage.completion_tokens == len(ids_of(output))
+
+
+@pytest.mark.parametrize(
+    ("output", "stop", "done"),
+    [
+        ("<|channel|>final<|message|>Hi.", (), False),
+        ("<|channel|>final<|message|>Hi.<|end|>", (), False),
+        ("<|channel|>final<|message|>Hi.<|return|>", (), True),
+        ("<|channel|>final<|message|>Hi.<|endoftext|>", (), True),
+        ("<|channel|>commentary to=x<|message|>{}<|call|>", (), True),
+        ("<|channel|>final<|call|>", (), True),
+        ("<|channel|>final<|message|>Hi.", ("i",), True),
+    ],
+)
+def test_done_when_nothing_more_need_be_generated(
+    output: str, stop: tuple[str, ...], done: bool
+) -> None:
+    parser = Parser(stop=stop)
+    parser.feed(ids_of(output))
+    assert parser.done is done
+
+
+def test_an_output_behind_another_is_the_same_turn() -> None:
+    parser = Parser()
+    first = parser.feed(ids_of('<|channel|>commentary to=x<|message|>{"a":1}<|call|>'))
+    between = parser.resume()
+    second = parser.feed(ids_of("<|channel|>final<|message|>Hi.<|return|>"))
+    assert between == []
+    assert said(first) == (("call", "x", '{"a":1}'),)
+    assert second == [Opened(1, Kind.ANSWER), Text("Hi."), Closed()]
+    assert not parser.feed([1, 2, 3])
+
+
+def test_resuming_closes_what_was_left_open() -> None:
+    parser = Parser()
+    parser.feed(ids_of("<|channel|>commentary to=x<|message|>{}"))
+    assert parser.resume() == [Closed()]
+
+
+def test_within_a_message_that_the_prompt_began() -> None:
+    parser = Parser(within=Header(channel="final"))
+    deltas = deltas_of(parser, [ids_of(" and so on.<|return|>")])
+    assert said(deltas) == ((ANSWER, " and so on."),)
+
+
+def test_calls_are_opened_and_arguments_streamed_as_they_arrive() -> None:
+    parser = Parser()
+    assert parser.feed(ids_of("<|channel|>commentary to=functions.x<|message|>")) == [
+        Opened(0, Kind.CALL, "x")
+    ]
+    assert parser.feed(ids_of('{"a":')) == [Text('{"a":')]
+
+
+SPECIALS = st.sampled_from([*SIGNS, 200_000, 200_013, 201_088, 201_089, 10**9, -1])
+HEADERISH = st.sampled_from(
+    [
+        token
+        for word in (
+            "assistant",
+            "user",
+            "final",
+            "analysis",
+            "commentary",
+            " to=",
+            "functions",
+            ".x",
+            " json",
+        )
+        for token in ids_of(word)
+    ]
+)
+ANY_IDS = st.lists(
+    st.one_of(SPECIALS, HEADERISH, st.integers(0, vocab.STARTOFTEXT - 1)), max_size=60
+)
+
+
+@given(
+    ids=ANY_IDS,
+    cut=st.booleans(),
+    stop=st.sampled_from([(), ("a",), (" the", "he")]),
+    data=st.data(),
+)
+@settings(max_examples=400, deadline=None)
+def test_invariants_hold_for_any_ids(
+    ids: list[int], cut: bool, stop: tuple[str, ...], data: st.DataObject
+) -> None:
+    at = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=5)))
+    chunks = [ids[a:b] for a, b in zip([0, *at], [*at, len(ids)], strict=True)]
+    whole = deltas_of(Parser(stop=stop), [ids], cut=cut)
+    assert deltas_of(Parser(stop=stop), chunks, cut=cut) == whole
+    assert deltas_of(Parser(stop=stop), [[token] for token in ids], cut=cut) == whole
+    well_nested(whole)
+
+
+def well_nested(deltas: list[Delta]) -> None:
+    """(Opened Text* Closed)* Finished, indexes counting, nothing empty but a cut call."""
+    opened: Opened | None = None
+    count = 0
+    for delta in deltas[:-1]:
+        if isinstance(delta, Opened):
+            assert opened is None and delta.index == count
+            opened, count = delta, count + 1
+        elif isinstance(delta, Text):
+            assert opened is not None and delta.text
+        else:
+            assert isinstance(delta, Closed) and opened is not None
+            opened = None
+    assert opened is None and isinstance(deltas[-1], Finished)
+
+
+CONTROL_TEXT = "<|start|>a<|end|><|message|><|call|><|return|>"
+BODIES = st.text(max_size=20).map(lambda text: text.encode("utf-8", "replace").decode())
+
+
+def body_ids(text: str) -> list[int]:
+    return vocab.encode(text)
+
+
+@st.composite
+def transcripts(draw: st.DrawFn) -> list[int]:
+    """Well-formed outputs: as openai-harmony's own parser reads them."""
+    ids: list[int] = []
+    for position in range(draw(st.integers(1, 5))):
+        header = draw(
+            st.sampled_from(
+                [
+                    "<|channel|>analysis",
+                    "<|channel|>commentary",
+                    "<|channel|>final",
+                    "<|channel|>commentary to=functions.x <|constrain|>json",
+                    " to=functions.x<|channel|>commentary <|constrain|>json",
+                    "<|channel|>analysis to=functions.x code",
+                ]
+            )
+        )
+        body = draw(BODIES)
+        start = "<|start|>assistant" if position else ""
+        end = "<|call|>" if "to=" in header else "<|end|>"
+        ids += ids_of(f"{start}{header}<|message|>") + body_ids(body) + ids_of(end)
+    return ids
+
+
+@given(ids=transcripts())
+@settings(max_examples=300, deadline=None)
+def test_agrees_with_openai_harmony_on_well_formed_output(ids: list[int]) -> None:
+    assert said(deltas_of(Parser(), [ids])) == reference(ids)
+
+
+@pytest.mark.parametrize("row", WELL_FORMED, ids=lambda row: row.id)
+def test_reference_agrees_with_rows(row: Row) -> None:
+    assert reference(ids_of(row.output)) == row.said
+
+
+def reference(ids: list[int]) -> tuple[tuple[str, ...], ...]:
+    """What openai-harmony's parser makes of ``ids``, in the words of a row."""
+    parser = StreamableParser(vocab.encoding(), Role.ASSISTANT)
+    for token in ids:
+        parser.process(token)
+    parser.process_eos()
+    rows: list[tuple[str, ...]] = []
+    for message in parser.messages:
+        text = "".join(part.text for part in message.content)
+        if message.author.role is not Role.ASSISTANT:
+            continue
+        if message.recipient is not None:
+            name = message.recipient.removeprefix("functions.")
+            rows.append((CALL, name, text or "{}"))
+        elif text:
+            rows.append(
+                (
+                    {"analysis": REASONING, "commentary": "preamble"}.get(message.channel, ANSWER),
+                    text,
+                )
+            )
+    return tuple(rows)
+
+
+@given(text=st.text(max_size=40))
+def test_no_control_token_is_ever_shown_as_such(text: str) -> None:
+    """What looks like one in a body is the text the model wrote, and comes back as that."""
+    body = CONTROL_TEXT + text
+    ids = ids_of("<|channel|>final<|message|>") + body_ids(body) + [vocab.RETURN]
+    shown = body.encode("utf-8", "replace").decode()
+    expected = vocab.encoding().decode(body_ids(body))
+    assert said(deltas_of(Parser(), [ids])) in (((ANSWER, shown),), ((ANSWER, expected),))
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        "<|channel|>final<|message|>",
+        " to=x",
+        "assistant ",
+        "<|start|>",
+        "<|channel|>",
+        " ",
+        "\n",
+        "<|end|>",
+    ],
+    ids=repr,
+)
+def test_memory_does_not_grow_with_the_output(repeated: str) -> None:
+    parser = Parser()
+    chunk = ids_of(repeated) * 500
+    for _ in range(3):
+        parser.feed(chunk)
+    tracemalloc.start()
+    for _ in range(20):
+        parser.feed(chunk)
+    grown = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert grown < 20_000

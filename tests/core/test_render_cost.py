@@ -1,0 +1,246 @@
+"""A turn costs what is new in it: what was rendered before is not encoded again, and is the same.
+
+Counted, not timed: `ci/bench_render.py` has the milliseconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from vllm_mlx_harmony.core import render as module
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.render import opening, render
+from vllm_mlx_harmony.core.turn import (
+    Answer,
+    Call,
+    Effort,
+    Instructions,
+    Message,
+    Preamble,
+    Reasoning,
+    ResponseFormat,
+    Result,
+    Tool,
+    Turn,
+    User,
+)
+
+
+def forget() -> None:
+    for value in vars(module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+
+
+class Counted:
+    """What is expensive: the texts that were encoded, and the templates that were rendered."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.templates = 0
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+    """Counts from where everything is forgotten."""
+    forget()
+    counted, encode, template = Counted(), vocab.encode, module._template
+
+    def counting(text: str) -> list[int]:
+        if text != "assistant":  # the opening, in every prompt
+            counted.texts.append(text)
+        return encode(text)
+
+    def templating(*args: Any, **options: Any) -> list[int]:
+        counted.templates += 1
+        return template(*args, **options)
+
+    monkeypatch.setattr(vocab, "encode", counting)
+    monkeypatch.setattr(module, "_template", templating)
+    yield counted
+    forget()
+
+
+def parameters(*names: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
+
+
+def step(number: int, where: str = "messages[3]") -> list[Message]:
+    key = f"c{number}"
+    return [
+        Reasoning(f"I need {number}."),
+        Preamble(f"Reading {number}."),
+        Call(key, "read", f'{{"n":{number}}}'),
+        Result(key, f"This is {number}.", where),
+    ]
+
+
+def turn(*more: Message, rules: str = "Obey.", where: str = "messages[3]", **changes: Any) -> Turn:
+    """A conversation, of values made anew as from another request's JSON."""
+    messages = [Instructions("".join(list(rules))), User("Go."), *step(1), *step(2, where)]
+    tools = (Tool("read", "Reads.", parameters("n", "m")), Tool("write", "Writes."))
+    given = {"tools": tools, "date": "2026-01-01", **changes}
+    return Turn((*messages, Answer("Done."), User("More."), *more), **given)
+
+
+def read(description: str = "Reads.", **changes: Any) -> tuple[Tool, ...]:
+    given = {"parameters": parameters("n", "m"), **changes}
+    return Tool("read", description, **given), Tool("write", "Writes.")
+
+
+STEP_3 = ["I need 3.", "Reading 3.", '{"n":3}', "This is 3."]
+# What the next turn is -> how the texts begin that are encoded for it, templates rendered.
+COSTS: dict[str, tuple[Turn, list[str], int]] = {
+    "the same": (turn(), [], 0),
+    "one step more": (turn(*step(3)), STEP_3, 0),
+    "a step that was there, and its reasoning was not": (turn(*step(2)), ["I need 2."], 0),
+    "at another place in the request": (turn(where="input[9]"), [], 0),
+    "another effort": (turn(effort=Effort.HIGH), [], 1),
+    "another date": (turn(date="2026-01-02"), [], 1),
+    "other instructions": (turn(rules="Refuse."), ["# Instructions\n\nRefuse.\n\n# Tools"], 0),
+    "a response format": (turn(response_format=ResponseFormat()), ["# Instructions"], 0),
+    "another description": (turn(tools=read("Reads!")), ["# Instructions"], 1),
+    "another type": (turn(tools=read(parameters=parameters("n", "o"))), ["# Instructions"], 1),
+    "another order": (turn(tools=read(parameters=parameters("m", "n"))), ["# Instructions"], 1),
+    "no tools": (turn(tools=()), ["# Instructions\n\nObey."], 1),
+}
+
+
+@pytest.mark.parametrize(("after", "texts", "templates"), COSTS.values(), ids=COSTS.keys())
+def test_a_turn_costs_what_is_new(
+    counted: Counted, after: Turn, texts: list[str], templates: int
+) -> None:
+    render(Turn((User("Go."), Reasoning("Headers are texts too."))))
+    render(turn())
+    counted.texts, counted.templates = [], 0
+    warm = render(after)
+    assert [text[: len(start)] for text, start in zip(counted.texts, texts, strict=True)] == texts
+    assert counted.templates == templates
+    forget()
+    assert render(after) == warm
+
+
+# Parameters that Python takes for equal and JSON does not.
+ALIKE = [
+    ({"default": True}, {"default": 1}),
+    ({"default": 1}, {"default": 1.0}),
+    ({"default": 0}, {"default": False}),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE)
+def test_tools_that_only_look_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
+    def prompt(more: dict[str, Any]) -> tuple[int, ...]:
+        schema = {"type": "object", "properties": {"a": {"description": "A.", **more}}}
+        return render(turn(tools=(Tool("f", "F.", schema),))).ids
+
+    forget()
+    warm = [prompt(one), prompt(other)]
+    forget()
+    assert [prompt(other), prompt(one)] == warm[::-1]
+
+
+def test_tools_that_are_no_plain_json_are_rendered_each_time(counted: Counted) -> None:
+    plain = render(turn(tools=read()))
+    frozen = turn(tools=read(parameters=MappingProxyType(parameters("n", "m"))))
+    assert render(frozen) == render(frozen) == plain
+    assert counted.templates == 1 + 1 + 2  # the system message once, the tools each time
+
+
+def test_an_alias_is_part_of_what_is_remembered() -> None:
+    """Of a tool, and of a tool's result, whose header has it."""
+    tools = (Tool("do it"), Tool("do_it"))
+    call, result = Call("c", "do it", "{}"), Result("c", "ok")
+    forget()
+    two = render(Turn((User("Go."), call, result), tools))
+    one = render(Turn((User("Go."), call, result), tools[:1]))
+    forget()
+    assert one == render(Turn((User("Go."), call, result), tools[:1]))
+    assert one.ids != two.ids
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = module.recent.Recent[Any, Any](20_000)
+    monkeypatch.setattr(module, "_messages", small)
+    for number in range(200):
+        render(Turn((User(f"{number} " * 50),)))
+        assert small.size <= 20_000
+    assert 10 < len(small) < 200
+
+
+def test_what_it_takes_is_about_what_is_counted() -> None:
+    forget()
+    text = "word " * 10_000
+    ids = render(Turn((User(text),))).ids
+    counted = module._messages.size
+    assert 8 * len(ids) + sys.getsizeof(text) - 5_000 < counted
+    assert counted < 8 * len(ids) + sys.getsizeof(text) + 5_000
+    forget()
+
+
+# --- Long texts are encoded in parts, which no other thread has to wait for.
+
+WORDS = [
+    "a",
+    "Zz",
+    "it's",
+    "we'LL",
+    "9",
+    "1234",
+    "。",
+    "，",
+    "世界",
+    "é",
+    "e\u0301",
+    "ǅ",
+    "²",
+    "Ⅷ",
+    "٣",
+]
+SIGNS = ["🙂", "-", "'", "/", "_", "\u200d", "\ufeff", "x1"]
+SEAMS = st.sampled_from([*WORDS, *SIGNS, " ", "  ", "\n", "\r\n", "\t", "\u3000"])
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(SEAMS, max_size=60).map("".join), st.integers(1, 12))
+@example("we'LL go'S 1a\n\nb  c 世界。好 9\n", 2)
+def test_parts_are_encoded_as_the_whole(text: str, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_AT_ONCE", size)
+        assert list(module._encoded(text)) == vocab.encode(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=80), st.integers(1, 12))
+def test_parts_of_any_text_are_encoded_as_the_whole(text: str, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_AT_ONCE", size)
+        assert list(module._encoded(text)) == vocab.encode(text)
+
+
+LONG = {
+    "prose": "The quick brown fox, 1984.\n" * 8_000,
+    "lines without words": '  "a1": {"b2": [3, 4]},\n' * 8_000,
+    "one line": "word " * 40_000,
+    "a blob": "QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo0x3f9Kd2" * 4_000,
+    "Chinese": "这是一个很长的句子，没有空格。" * 12_000,
+    "hexadecimal": "0123456789abcdef" * 12_000,
+}
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG.keys())
+def test_no_part_is_long(counted: Counted, text: str) -> None:
+    whole = vocab.encode(text)
+    counted.texts = []
+    rendered = render(Turn((User(text),)))
+    body = rendered.ids[rendered.boundaries[0] :]
+    assert list(body[body.index(vocab.MESSAGE) + 1 : -1 - len(opening())]) == whole
+    assert max(map(len, counted.texts)) < 2 * module._AT_ONCE
+    assert "".join(counted.texts).endswith(text)

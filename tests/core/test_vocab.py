@@ -1,0 +1,256 @@
+"""The vocabulary: what is shipped, where it is rebuilt, which file wins, and which ids are text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_mlx_harmony.core import vocab
+
+CACHED = Path("vllm-mlx-harmony") / vocab.FILE_NAME
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's cache directory of its own, empty, and a process that has loaded nothing yet."""
+    home = tmp_path / "cache"
+    monkeypatch.setattr(vocab, "cache_dir", lambda: home / "vllm-mlx-harmony")
+    monkeypatch.setattr(vocab, "_encoding", None)
+    monkeypatch.delenv(vocab.BASE_VARIABLE, raising=False)
+    return home
+
+
+@pytest.fixture(scope="module")
+def official() -> bytes:
+    return vocab.official_file()
+
+
+CONTROL_TOKENS = {
+    "<|startoftext|>": vocab.STARTOFTEXT,
+    "<|endoftext|>": vocab.ENDOFTEXT,
+    "<|return|>": vocab.RETURN,
+    "<|constrain|>": vocab.CONSTRAIN,
+    "<|channel|>": vocab.CHANNEL,
+    "<|start|>": vocab.START,
+    "<|end|>": vocab.END,
+    "<|message|>": vocab.MESSAGE,
+    "<|call|>": vocab.CALL,
+}
+
+
+@pytest.mark.parametrize(("name", "token"), CONTROL_TOKENS.items())
+def test_control_tokens_have_the_ids_of_the_library(name: str, token: int) -> None:
+    assert vocab.encoding().encode(name, allowed_special="all") == [token]
+    assert token in vocab.CONTROL
+    assert vocab.token_bytes(token) == b""
+
+
+def test_control_is_exactly_what_the_library_calls_special() -> None:
+    encoding = vocab.encoding()
+    special = [token for token in range(vocab.SIZE) if encoding.is_special_token(token)]
+    assert special == list(vocab.CONTROL)
+    assert not encoding.is_special_token(vocab.SIZE)
+
+
+def test_bytes_of_every_id_are_those_of_the_official_file(official: bytes) -> None:
+    for line in official.splitlines():
+        token, rank = line.split()
+        assert vocab.token_bytes(int(rank)) == base64.b64decode(token)
+
+
+@pytest.mark.parametrize("token", [-1, *vocab.CONTROL[:30:7], vocab.SIZE - 1, vocab.SIZE, 2**70])
+def test_ids_that_are_no_text_have_no_bytes(token: int) -> None:
+    assert vocab.token_bytes(token) == b""
+    assert token not in vocab._token_bytes  # ids from outside cannot fill the memory
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plain",
+        "<|start|>assistant<|channel|>final<|message|>hi<|return|>",
+        "<|reserved_200013|>",
+        "東京 🙂 \u200b\n\t  x",
+        "\x00\ufffd",
+    ],
+)
+def test_text_is_always_ordinary_text(text: str) -> None:
+    ids = vocab.encode(text)
+    assert not set(ids) & set(vocab.CONTROL)
+    assert b"".join(map(vocab.token_bytes, ids)).decode() == text
+
+
+def test_lone_surrogates_become_replacement_characters() -> None:
+    ids = vocab.encode("a\ud83db\udc00")
+    assert b"".join(map(vocab.token_bytes, ids)).decode() == "a\ufffdb\ufffd"
+
+
+def test_loaded_once_whoever_asks(cache: Path) -> None:
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(vocab.encoding())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(map(id, found))) == 1
+
+
+def test_rebuilt_in_the_cache_and_used_from_there(cache: Path, official: bytes) -> None:
+    vocab.encoding()
+    file = cache / CACHED
+    assert file.read_bytes() == official
+    assert os.listdir(file.parent) == [file.name]  # nothing half-written stays
+    before = file.stat().st_mtime_ns
+    vocab._encoding = None
+    vocab.encoding()
+    assert file.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("damage", [b"", b"junk\n", None], ids=["empty", "junk", "one line short"])
+def test_a_damaged_cached_file_is_rebuilt(
+    cache: Path, official: bytes, damage: bytes | None
+) -> None:
+    file = cache / CACHED
+    file.parent.mkdir(parents=True)
+    short = official[: official.rindex(b"\n", 0, -1) + 1]  # every line of it is valid
+    file.write_bytes(short if damage is None else damage)
+    vocab.encoding()
+    assert file.read_bytes() == official
+
+
+def test_a_file_the_user_points_to_wins(
+    cache: Path, tmp_path: Path, official: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / vocab.FILE_NAME).write_bytes(official)
+    monkeypatch.setenv(vocab.BASE_VARIABLE, str(tmp_path))
+    vocab.encoding()
+    assert os.environ[vocab.BASE_VARIABLE] == str(tmp_path)
+    assert not cache.exists()
+
+
+def test_pointing_to_a_directory_without_the_file_is_as_not_pointing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(vocab.BASE_VARIABLE, str(tmp_path))
+    vocab.encoding()
+    assert os.environ[vocab.BASE_VARIABLE] == str(tmp_path)
+    assert (cache / CACHED).exists()
+
+
+def test_a_bad_file_the_user_points_to_is_named(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / vocab.FILE_NAME).write_bytes(b"not a vocabulary")
+    monkeypatch.setenv(vocab.BASE_VARIABLE, str(tmp_path))
+    environment = dict(os.environ)
+    with pytest.raises(vocab.VocabularyError, match=str(tmp_path)):
+        vocab.encoding()
+    assert dict(os.environ) == environment
+
+
+def test_the_environment_is_as_before(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = dict(os.environ)
+    vocab.encoding()
+    assert dict(os.environ) == environment
+
+
+class _Full:
+    """A disk that is full in some directories: they can be read, but not written to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *directories: Path) -> None:
+        self._directories = directories
+        self._mkstemp = vocab.tempfile.mkstemp
+        monkeypatch.setattr(vocab.tempfile, "mkstemp", self.mkstemp)
+
+    def mkstemp(self, **where: Any) -> tuple[int, str]:
+        if any(where["dir"].is_relative_to(full) for full in self._directories):
+            raise OSError(28, "No space left on device")
+        return self._mkstemp(**where)
+
+
+def test_a_cache_that_cannot_be_written_falls_back_to_a_temporary_one(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(vocab.tempfile, "tempdir", str(temporary))
+    _Full(monkeypatch, cache)
+    assert vocab.encoding().name
+    assert list(temporary.iterdir()) == []  # it is in memory now
+
+
+def test_a_file_where_the_cache_should_be_falls_back_too(cache: Path) -> None:
+    cache.write_text("")
+    assert vocab.encoding().name
+
+
+def test_no_home_directory_falls_back_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocab, "cache_dir", lambda: Path("~/.cache/vllm-mlx-harmony"))
+    assert vocab.encoding().name
+    assert not Path("~").exists()
+
+
+def test_no_room_anywhere_is_a_clear_error(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(vocab.tempfile, "tempdir", str(temporary))
+    _Full(monkeypatch, cache, temporary)
+    environment = dict(os.environ)
+    with pytest.raises(vocab.VocabularyError, match=vocab.BASE_VARIABLE):
+        vocab.encoding()
+    assert dict(os.environ) == environment
+
+
+def test_a_write_that_fails_half_way_leaves_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(source: str, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(vocab.os, "replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        vocab._write(cache, b"content")
+    assert list(cache.iterdir()) == []
+
+
+def test_what_is_shipped_is_the_official_file(official: bytes) -> None:
+    assert hashlib.sha256(official).hexdigest() == vocab.SHA256
+
+
+@pytest.mark.parametrize("packed", [b"", b"no xz"], ids=["empty", "not xz"])
+def test_damaged_shipped_data_says_reinstall(packed: bytes) -> None:
+    with pytest.raises(vocab.VocabularyError, match="reinstall"):
+        vocab.official_file(packed)
+
+
+_CHILD = "from vllm_mlx_harmony.core import vocab; print(vocab.encode('hello'))"
+
+
+def test_many_processes_at_once(tmp_path: Path) -> None:
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != vocab.BASE_VARIABLE},
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "LOCALAPPDATA": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    children = [
+        subprocess.Popen([sys.executable, "-c", _CHILD], env=environment, stdout=subprocess.PIPE)
+        for _ in range(6)
+    ]
+    outputs = {child.communicate(timeout=120)[0] for child in children}
+    assert outputs == {f"{vocab.encode('hello')}\n".encode()}
+    (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert file.name == vocab.FILE_NAME

@@ -1,0 +1,300 @@
+"""Checks any event stream of the Responses API, whoever made it: order, counters, ids, sums.
+
+Knows what the public schema and semantics demand of every stream. Refuses to know what was
+generated. A violation is an ``AssertionError`` that names the event.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from vllm_mlx_harmony.protocols.events import DONE, Event
+
+PARTS = {
+    "message": {"response.content_part": ("output_text", "response.output_text")},
+    "reasoning": {
+        "response.content_part": ("reasoning_text", "response.reasoning_text"),
+        "response.reasoning_summary_part": ("summary_text", "response.reasoning_summary_text"),
+    },
+}
+"""Per item: its parts, and the texts that go into them."""
+
+ARGUMENTS = {
+    "function_call": ("response.function_call_arguments", "arguments"),
+    "custom_tool_call": ("response.custom_tool_call_input", "input"),
+}
+"""Per item: the text it has without a part, and the field that has all of it."""
+
+PREFIXES = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "custom_tool_call": "ctc_",
+}
+
+ENDINGS = {
+    "response.completed": {"completed"},
+    "response.incomplete": {"incomplete", "cancelled"},
+    "response.failed": {"failed"},
+}
+
+INDICES = {
+    "response.content_part": "content_index",
+    "response.output_text": "content_index",
+    "response.reasoning_text": "content_index",
+    "response.reasoning_summary_part": "summary_index",
+    "response.reasoning_summary_text": "summary_index",
+}
+
+
+def from_wire(text: str) -> list[Event]:
+    """The events of a whole response body, as it stood on the wire; comments are none."""
+    assert text.endswith("\n\n"), "the stream ends within an event"
+    blocks = text[:-2].split("\n\n")
+    return [_from_block(block) for block in blocks if not block.startswith(":")]
+
+
+def _from_block(block: str) -> Event:
+    lines = [line.partition(": ") for line in block.split("\n") if not line.startswith(":")]
+    fields = {name: value for name, _, value in lines}
+    assert len(fields) == len(lines), f"a field twice in one event: {block!r}"
+    return Event(fields["data"], fields.get("event", ""))
+
+
+def check(events: Iterable[Event]) -> dict[str, Any]:
+    """The final response of a stream in which everything is as it must be."""
+    *body, last = events
+    assert last == DONE, f"the last event is {last}, not [DONE]"
+    return check_documents([_document(event) for event in body])
+
+
+def check_documents(documents: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The same for events that come without frames, as on a WebSocket."""
+    checker = _Checker()
+    for number, document in enumerate(documents):
+        said = f"event {number}: {json.dumps(document)[:400]}"
+        assert document.get("sequence_number") == number, f"wrong sequence_number in {said}"
+        _no_counters_inside(document, said)
+        try:
+            checker.read(document)
+        except (AssertionError, KeyError) as error:
+            raise AssertionError(f"{error!r} in {said}") from error
+    return checker.final()
+
+
+def _document(event: Event) -> dict[str, Any]:
+    assert len(event.data.splitlines()) == 1, f"not one line: {event.data!r}"
+    document = json.loads(event.data)
+    assert event.name == document["type"], f"the event is named {event.name!r}: {event.data}"
+    return document
+
+
+def _no_counters_inside(document: dict[str, Any], said: str) -> None:
+    """Indices count from 0, and only events are numbered. What a client declared is its own."""
+    said_by_us = {key: value for key, value in document.items() if key != "response"}
+    output = document.get("response", {}).get("output", [])
+    for key, value in _within([said_by_us, output]):
+        assert not key.endswith("_index") or value >= 0, f"{key} in {said}"
+    nested = [key for key, _ in _within([*said_by_us.values(), output])]
+    assert "sequence_number" not in nested, f"a nested sequence_number in {said}"
+
+
+def _within(value: object) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key, inner
+            yield from _within(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _within(inner)
+
+
+class _Item:
+    """An item that is open: what was told of it so far."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.added = document
+        self.type = document["type"]
+        self.texts: dict[str, str] = {}  # by the stem of their events
+        self.whole: set[str] = set()
+        self.parts: dict[str, str] = {}  # what stands in each part, once it is closed
+        self.open_parts: set[str] = set()
+
+
+class _Checker:
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.ended = ""
+        self.response: dict[str, Any] = {}
+        self.done: list[dict[str, Any]] = []
+        self.item: _Item | None = None
+        self.seen: set[str] = set()
+
+    def final(self) -> dict[str, Any]:
+        assert self.ended, "the stream has no ending"
+        return self.response
+
+    def read(self, event: dict[str, Any]) -> None:
+        assert not self.ended, f"an event behind {self.ended}"
+        kind = event["type"]
+        if kind in ("response.created", "response.queued", "response.in_progress"):
+            self.begin(kind, event["response"])
+        elif kind in ENDINGS:
+            self.end(kind, event["response"])
+        else:
+            assert self.begun[-1:] == ["response.in_progress"], f"{kind} before in_progress"
+            stem, _, what = kind.rpartition(".")
+            _READ[what](self, stem, event)
+
+    # The response
+
+    def begin(self, kind: str, response: dict[str, Any]) -> None:
+        self.begun.append(kind)
+        known = ["response.created", "response.queued", "response.in_progress"]
+        assert self.begun == [each for each in known if each in self.begun], "out of order"
+        assert self.begun[0] == "response.created"
+        expected = "in_progress" if kind == "response.in_progress" else None
+        assert response["status"] in ({expected} if expected else {"queued", "in_progress"})
+        assert response["output"] == [], "output before any item"
+        assert response["usage"] is None
+        self.same(response)
+
+    def same(self, response: dict[str, Any]) -> None:
+        assert response["object"] == "response"
+        assert response["id"].startswith("resp_")
+        changing = {"status", "output", "usage", "error", "incomplete_details", "completed_at"}
+        fixed = {key: value for key, value in response.items() if key not in changing}
+        before = self.response or response
+        assert fixed == {key: value for key, value in before.items() if key not in changing}
+        self.response = response
+
+    def end(self, kind: str, response: dict[str, Any]) -> None:
+        assert self.item is None, "an item is still open"
+        self.same(response)
+        self.ended = kind
+        assert response["status"] in ENDINGS[kind]
+        assert response["output"] == self.done, "the output is not the items that were done"
+        assert (response["error"] is not None) == (kind == "response.failed")
+        cut = response["status"] == "incomplete"
+        assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if cut else None)
+        whole = kind == "response.completed"
+        incomplete = [item["status"] == "incomplete" for item in self.done]
+        assert not any(incomplete[:-1] if not whole else incomplete), (
+            "an item cut, and not the last"
+        )
+        if response["status"] in ("completed", "incomplete"):
+            usage = response["usage"]
+            assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
+    # Items
+
+    def opened(self) -> _Item:
+        assert self.item is not None, "no item is open"
+        return self.item
+
+    def at(self, event: dict[str, Any]) -> _Item:
+        item = self.opened()
+        assert event["item_id"] == item.added["id"]
+        assert event["output_index"] == len(self.done)
+        index = INDICES.get(event["type"].rpartition(".")[0])
+        assert index is None or event[index] == 0, f"there is one part, and its {index} is 0"
+        return item
+
+    def added(self, stem: str, event: dict[str, Any]) -> None:
+        if stem != "response.output_item":
+            self.part_added(stem, event)
+            return
+        item = event["item"]
+        assert self.item is None, "the item before is still open"
+        assert event["output_index"] == len(self.done)
+        assert item["status"] == "in_progress"
+        assert item["id"].startswith(PREFIXES[item["type"]])
+        for key in (item["id"], item.get("call_id")):
+            assert key is None or key not in self.seen, f"{key} twice"
+            self.seen.add(key or "")
+        empty = ("content", "summary", "arguments", "input")
+        assert not any(item.get(name) for name in empty), "an item that begins with text"
+        self.item = _Item(item)
+
+    def item_done(self, event: dict[str, Any]) -> None:
+        item, document = self.opened(), event["item"]
+        assert event["output_index"] == len(self.done)
+        assert not item.open_parts, f"open: {item.open_parts}"
+        assert item.texts.keys() == item.whole, "a text without its .done"
+        changing = {"status", "content", "summary", "arguments", "input", "encrypted_content"}
+        for name in {*item.added, *document} - changing:
+            assert item.added[name] == document[name], name
+        assert ("encrypted_content" in item.added) == ("encrypted_content" in document)
+        assert document["status"] in ("completed", "incomplete")
+        if item.type in ARGUMENTS:
+            stem, name = ARGUMENTS[item.type]
+            assert document[name] == item.texts[stem]
+        else:
+            self.same_parts(item, document)
+        self.done.append(document)
+        self.item = None
+
+    def same_parts(self, item: _Item, document: dict[str, Any]) -> None:
+        assert document["content"], "an item with nothing in it"
+        for stem, name in (
+            ("response.content_part", "content"),
+            ("response.reasoning_summary_part", "summary"),
+        ):
+            texts = [part["text"] for part in document.get(name, [])]
+            assert texts == [item.parts[stem]] if stem in item.parts else texts == [], name
+            assert all(texts), "an empty part"
+
+    # Parts and texts
+
+    def part_added(self, stem: str, event: dict[str, Any]) -> None:
+        item = self.at(event)
+        kind, text = PARTS[item.type][stem]
+        assert event["part"]["type"] == kind
+        assert event["part"]["text"] == ""
+        assert stem not in {*item.parts, *item.open_parts}, "the part twice"
+        item.open_parts.add(stem)
+        item.texts[text] = ""
+
+    def delta(self, stem: str, event: dict[str, Any]) -> None:
+        item = self.at(event)
+        if item.type in ARGUMENTS:
+            assert stem == ARGUMENTS[item.type][0]
+            item.texts.setdefault(stem, "")
+        assert stem not in item.whole, "a delta behind .done"
+        assert event["delta"], "an empty delta"
+        item.texts[stem] += event["delta"]
+        if stem == "response.output_text":
+            assert event["logprobs"] == []
+
+    def text_done(self, stem: str, event: dict[str, Any]) -> None:
+        item = self.at(event)
+        name = ARGUMENTS[item.type][1] if item.type in ARGUMENTS else "text"
+        assert event[name] == item.texts.setdefault(stem, ""), ".done is not the sum of its deltas"
+        assert stem not in item.whole, ".done twice"
+        item.whole.add(stem)
+
+    def part_done(self, stem: str, event: dict[str, Any]) -> None:
+        item = self.at(event)
+        kind, text = PARTS[item.type][stem]
+        assert text in item.whole, "the part is done before its text"
+        assert event["part"]["type"] == kind
+        assert event["part"]["text"] == item.texts[text]
+        item.open_parts.remove(stem)
+        item.parts[stem] = event["part"]["text"]
+
+    def finish(self, stem: str, event: dict[str, Any]) -> None:
+        if stem == "response.output_item":
+            self.item_done(event)
+        elif stem.endswith("_part"):
+            self.part_done(stem, event)
+        else:
+            self.text_done(stem, event)
+
+
+_READ: dict[str, Callable[[_Checker, str, dict[str, Any]], None]] = {
+    "added": _Checker.added,
+    "delta": _Checker.delta,
+    "done": _Checker.finish,
+}

@@ -1,0 +1,566 @@
+"""The gate and the seams, on the real host: what is changed, when, and taken back."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm_mlx", reason="needs the host")
+
+import vllm_mlx.cli
+import vllm_mlx.server
+from fastapi.testclient import TestClient
+
+from vllm_mlx_harmony import host
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.host import contract, gate, models, mount, parts, seams
+from vllm_mlx_harmony.host.mount import Route
+from vllm_mlx_harmony.host.seams import Entry, Fact, Patch
+
+APP = vllm_mlx.server.app
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """Has the application build what it keeps from its first request on."""
+    web = TestClient(APP)
+    web.get("/v1/models")
+    web.get("/openapi.json")
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    host.uninstall()
+    before = snapshot()
+    yield
+    host.uninstall()
+    assert differences(before) == []
+
+
+Snapshot = dict[tuple[str, ...], Any]
+
+
+def snapshot() -> Snapshot:
+    """Every attribute of every loaded module of the host and of its classes, and the routes."""
+    found: Snapshot = {}
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] == "vllm_mlx" and isinstance(module, ModuleType):
+            for attribute, value in vars(module).items():
+                found[name, attribute] = value
+                if isinstance(value, type) and value.__module__ == name:
+                    found.update({(name, attribute, key): v for key, v in vars(value).items()})
+    table = vllm_mlx.tool_parsers.ToolParserManager.tool_parsers
+    found.update({("parser", name): parser for name, parser in table.items()})
+    found.update({("route", str(i)): route for i, route in enumerate(APP.router.routes)})
+    found.update({("app", name): value for name, value in vars(APP).items()})
+    return found
+
+
+CACHES = {"__warningregistry__", "_abc_impl", "openapi_schema", "_openapi_routes_version"}
+
+
+def differences(before: Snapshot) -> list[tuple[str, ...]]:
+    """Names whose object is another one now. Modules imported meanwhile do not count."""
+    after = snapshot()
+    modules = {name for name, *_ in before}
+    names = set(before) | {name for name in after if name[0] in modules}
+    changed = [
+        name
+        for name in names
+        if (name in before) is not (name in after) or before.get(name) is not after.get(name)
+    ]
+    return sorted(
+        name
+        for name in changed
+        if name[-1] not in CACHES and not isinstance(after.get(name), ModuleType)
+    )
+
+
+def flags(*arguments: str) -> argparse.Namespace:
+    """What the host's own parser makes of a command line."""
+    return vllm_mlx.cli.create_parser().parse_args(["serve", *arguments])
+
+
+class Served:
+    """Takes the place of the host's serve_command: notes what it sees when it runs."""
+
+    def __init__(self) -> None:
+        self.calls: list[argparse.Namespace] = []
+        self.changed: list[tuple[str, ...]] = []
+        self.before: Snapshot = {}
+
+    def __call__(self, args: argparse.Namespace) -> str:
+        self.calls.append(args)
+        self.changed = differences(self.before)
+        return "served"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    command = Served()
+    monkeypatch.setattr(vllm_mlx.cli, "serve_command", command)
+    command.before = snapshot()
+    yield command
+    host.uninstall()
+
+
+def again(original: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
+        return original(*args)
+
+    return called
+
+
+def shout(original: Callable[..., str]) -> Callable[..., str]:
+    return lambda *args: original(*args).upper()
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> tuple[seams.Seam, ...]:
+    """A small table on the real host, so that these tests say nothing about what we put in."""
+    rows: tuple[seams.Seam, ...] = (
+        Fact("vllm_mlx.cli:main", "is there", ()),
+        Patch("vllm_mlx.server:_sanitize_log_text", shout, "a function"),
+        Patch(
+            "vllm_mlx.engine.simple:SimpleEngine.is_mllm", lambda p: property(p.fget), "a property"
+        ),
+        Patch("vllm_mlx.engine.simple:SimpleEngine.is_healthy", again, "inherited"),
+        Entry(
+            "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers", "harmony", lambda p: p, "had"
+        ),
+        Entry(
+            "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers", "new", lambda p: p, "had not"
+        ),
+        Route("/v1/chat/completions", ["POST"], lambda: {"ours": True}, "in front"),
+        Route(
+            "/v1/models/{model_id}", ["GET"], lambda model_id: model_id, like=("/v1/models", "GET")
+        ),
+    )
+    monkeypatch.setattr(contract, "table", lambda _: rows)
+    monkeypatch.setattr(contract, "find", lambda _: parts.Parts(object, print, object))
+    return rows
+
+
+# --- the gate ---------------------------------------------------------------------------------
+
+CLOSED = [
+    (),
+    ("--tool-call-parser", "qwen"),
+    ("--tool-call-parser", "qwen", "--enable-auto-tool-choice"),
+    ("--reasoning-parser", "harmony"),
+    ("--tool-call-parser", "auto", "--enable-auto-tool-choice", "--reasoning-parser", "gpt_oss"),
+]
+
+
+@pytest.mark.parametrize("arguments", CLOSED, ids=" ".join)
+def test_without_the_flag_not_one_attribute_differs(
+    served: Served, table: object, arguments: tuple[str, ...]
+) -> None:
+    before = vars(flags("MODEL", *arguments))
+    host.install()
+    assert host.status().gated
+    assert vllm_mlx.cli.serve_command(flags("MODEL", *arguments)) == "served"
+    assert served.changed == []
+    assert vars(served.calls[0]) == before
+    assert not host.status().gated
+    assert not host.status().active
+
+
+OPEN = [
+    ("--tool-call-parser", "harmony"),
+    ("--tool-call-parser=gpt-oss",),
+    ("--tool-call-parser", "harmony", "--enable-auto-tool-choice", "--reasoning-parser", "harmony"),
+]
+
+
+@pytest.mark.parametrize("arguments", OPEN, ids=" ".join)
+def test_the_flag_alone_is_enough(
+    served: Served, table: object, arguments: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    host.install()
+    with caplog.at_level(logging.INFO):
+        assert vllm_mlx.cli.serve_command(flags("MODEL", *arguments)) == "served"
+    (args,) = served.calls
+    assert (args.enable_auto_tool_choice, args.reasoning_parser) == (True, "harmony")
+    assert ("vllm_mlx.server", "_sanitize_log_text") in served.changed
+    assert ("vllm_mlx.cli", "serve_command") not in served.changed
+    (line,) = [record.getMessage() for record in caplog.records if "active" in record.getMessage()]
+    for said in (
+        "vllm-mlx 0.6",
+        "openai-harmony",
+        "_sanitize_log_text",
+        "POST /v1/chat/completions",
+    ):
+        assert said in line
+
+
+def test_a_reasoning_parser_that_was_chosen_stays(served: Served, table: object) -> None:
+    host.install()
+    vllm_mlx.cli.serve_command(flags("M", "--tool-call-parser=harmony", "--reasoning-parser=qwen3"))
+    assert served.calls[0].reasoning_parser == "qwen3"
+
+
+def test_with_several_models_the_others_keep_their_flags(served: Served, table: object) -> None:
+    host.install()
+    vllm_mlx.cli.serve_command(flags("--models-config", "x.yaml", "--tool-call-parser=harmony"))
+    (args,) = served.calls
+    assert (args.enable_auto_tool_choice, args.reasoning_parser) == (False, None)
+    assert host.status().active
+
+
+def test_installing_twice_is_once(served: Served, table: object) -> None:
+    host.install()
+    first = vllm_mlx.cli.serve_command
+    host.install()
+    host.install(vars(vllm_mlx.cli))
+    assert vllm_mlx.cli.serve_command is first
+    assert first.__wrapped__ is served  # type: ignore[attr-defined]
+
+
+def test_activating_twice_is_once(table: tuple[seams.Seam, ...]) -> None:
+    first = contract.activate()
+    once = snapshot()
+    assert contract.activate("gpt-oss") is first
+    assert differences(once) == []
+    contract.deactivate()
+    contract.deactivate()
+    assert contract.active() is None
+
+
+def test_uninstalling_takes_the_gate_down_and_everything_back(
+    served: Served, table: object
+) -> None:
+    host.install()
+    vllm_mlx.cli.serve_command(flags("MODEL", "--tool-call-parser", "harmony"))
+    host.install()
+    assert differences(served.before) != []
+    host.uninstall()
+    assert differences(served.before) == []
+    assert vllm_mlx.cli.serve_command is served
+
+
+def test_both_namespaces_of_python_m_are_gated(served: Served, table: object) -> None:
+    main = {"serve_command": served}
+    host.install(main)
+    host.install()
+    assert main["serve_command"](flags("MODEL")) == "served"
+    assert served.changed == []
+    assert main["serve_command"] is served
+
+
+def test_a_host_without_serve_command_is_said_at_once() -> None:
+    with pytest.raises(HostError, match="serve_command"):
+        host.install({})
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs with the flag; the one line on standard error that goes with exit code 2."""
+    host.install()
+    before = snapshot()
+    with pytest.raises(SystemExit) as caught:
+        vllm_mlx.cli.serve_command(flags("MODEL", "--tool-call-parser", "harmony"))
+    assert caught.value.code == 2
+    assert [
+        name for name in differences(before) if name[:2] != ("vllm_mlx.cli", "serve_command")
+    ] == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vllm-mlx-harmony: error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("version", "works"),
+    [
+        ("0.6.0", True),
+        ("0.6.17", True),
+        ("0.6.1.post2", True),
+        ("0.5.9", False),
+        ("0.7.0", False),
+        ("0.7.0rc1", False),
+        ("1.6.0", False),
+        ("0.60.0", False),
+    ],
+)
+def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str, works: bool) -> None:
+    monkeypatch.setattr(contract.metadata, "version", lambda name: version)
+    assert (contract.unsupported() is None) is works
+
+
+def test_a_host_outside_the_range_is_refused(
+    served: Served,
+    table: object,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(contract, "host_version", lambda: "0.7.1")
+    assert "vllm-mlx 0.7.1 is not supported" in refused(capsys)
+    assert served.calls == []
+
+
+CHANGED = {
+    "gone": lambda patch: patch.delattr(vllm_mlx.server, "_sanitize_log_text"),
+    "other parameters": lambda patch: patch.setattr(
+        vllm_mlx.server, "_sanitize_log_text", lambda text, length: text
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_a_changed_seam_is_refused_and_nothing_is_patched(
+    served: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    rows = (
+        Patch("vllm_mlx.server:_is_loopback_host", lambda f: None, "first")
+        if hasattr(vllm_mlx.server, "_is_loopback_host")
+        else Patch("vllm_mlx.server:get_usage", lambda f: None, "first"),
+        Patch("vllm_mlx.server:_sanitize_log_text", shout, "second", ("value", "limit")),
+    )
+    monkeypatch.setattr(contract, "table", lambda _: rows)
+    monkeypatch.setattr(contract, "find", lambda _: parts.Parts(object, print, object))
+    with monkeypatch.context() as patch:
+        change(patch)
+        assert "vllm_mlx.server:_sanitize_log_text" in refused(capsys)
+    assert served.calls == []
+
+
+def test_a_part_that_cannot_be_loaded_is_refused(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = metadata.EntryPoint("harmony", "no_such_module:Thing", parts.TOOL_PARSERS)
+    monkeypatch.setattr(parts.metadata, "entry_points", lambda **_: [broken])
+    assert "no_such_module:Thing" in refused(capsys)
+
+
+def test_a_bug_of_ours_leaves_the_host_running_unpatched(
+    served: Served,
+    table: tuple[seams.Seam, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def bug(original: object) -> object:
+        raise RuntimeError("a bug")
+
+    rows = (*table, Patch("vllm_mlx.server:get_usage", bug, "last"))
+    monkeypatch.setattr(contract, "table", lambda _: rows)
+    host.install()
+    args = flags("MODEL", "--tool-call-parser", "harmony")
+    assert vllm_mlx.cli.serve_command(args) == "served"
+    assert served.changed == []
+    assert not args.enable_auto_tool_choice
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "RuntimeError: a bug" in line
+
+
+def test_a_flag_that_the_host_no_longer_has_is_no_crash(
+    served: Served, table: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.install()
+    args = argparse.Namespace(tool_call_parser="harmony")
+    assert vllm_mlx.cli.serve_command(args) == "served"
+    assert served.changed == []
+    assert "reasoning_parser" in capsys.readouterr().err
+
+
+def test_without_openai_harmony_one_warning_names_the_fix(
+    served: Served,
+    table: object,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "openai_harmony", None)
+    host.install()
+    args = flags("MODEL", "--tool-call-parser", "harmony")
+    before = dict(vars(args))
+    assert vllm_mlx.cli.serve_command(args) == "served"
+    assert served.changed == []
+    assert vars(args) == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install openai-harmony" in line
+
+
+def test_a_model_that_is_not_harmony_is_refused(
+    served: Served,
+    table: object,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def serve(args: argparse.Namespace) -> None:
+        raise models.NotHarmony("MODEL is not Harmony")
+
+    monkeypatch.setattr(vllm_mlx.cli, "serve_command", serve)
+    host.install()
+    with pytest.raises(SystemExit) as caught:
+        vllm_mlx.cli.serve_command(flags("MODEL", "--tool-call-parser", "harmony"))
+    assert caught.value.code == 2
+    assert "MODEL is not Harmony" in capsys.readouterr().err
+
+
+def test_importing_the_gate_imports_nothing_of_the_host() -> None:
+    import subprocess
+
+    source = (
+        "from vllm_mlx_harmony import host; host.status(); host.install({'serve_command': print});"
+        "heavy = {'vllm_mlx', 'fastapi', 'starlette', 'mlx', 'openai_harmony', 'pydantic'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    root = str(Path(host.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r}); {source}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[]\n"
+
+
+# --- seams ------------------------------------------------------------------------------------
+
+
+def test_what_is_applied_is_in_force_and_taken_back(table: tuple[seams.Seam, ...]) -> None:
+    before = snapshot()
+    undos = seams.apply_all(table)
+    assert vllm_mlx.server._sanitize_log_text("a") == "A"
+    changed = differences(before)
+    assert ("vllm_mlx.engine.simple", "SimpleEngine", "is_healthy") in changed
+    assert ("parser", "new") in changed
+    seams.undo_all(undos)
+    assert differences(before) == []
+    assert undos == []
+
+
+def test_two_patches_of_the_same_thing_are_undone_backwards() -> None:
+    before = snapshot()
+    rows = [Patch("vllm_mlx.server:_sanitize_log_text", shout, "once")] * 2
+    seams.undo_all(seams.apply_all(rows))
+    assert differences(before) == []
+
+
+def test_undoing_what_somebody_else_took_away_still_undoes_the_rest(
+    table: tuple[seams.Seam, ...],
+) -> None:
+    before = snapshot()
+    undos = seams.apply_all(table)
+    routes = APP.router.routes
+    routes.remove(next(route for route in routes if isinstance(route, mount.Mounted)))
+    seams.undo_all(undos)
+    assert differences(before) == []
+
+
+def takes(one: int, two: int = 0) -> None:
+    """A function with known parameters."""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fits"),
+    [
+        (None, True),
+        (("one", "two"), True),
+        (("one",), False),
+        (("two", "one"), False),
+        (("one", "..."), True),
+        (("two", "..."), True),
+        (("...",), True),
+        (("one", "three", "..."), False),
+    ],
+)
+def test_parameters(
+    monkeypatch: pytest.MonkeyPatch, parameters: tuple[str, ...] | None, fits: bool
+) -> None:
+    monkeypatch.setattr(vllm_mlx.server, "get_usage", takes)
+    assert (seams.find_problem("vllm_mlx.server:get_usage", parameters) is None) is fits
+
+
+@pytest.mark.parametrize(
+    ("seam", "said"),
+    [
+        (Fact("no_such_module_at_all:x", ""), "no_such_module_at_all"),
+        (Fact("vllm_mlx.server:no.such", ""), "vllm_mlx.server:no.such"),
+        (Patch("vllm_mlx.server:_no_such", shout, ""), "_no_such"),
+        (Fact("vllm_mlx.server:__name__", "", ()), "not a function"),
+        (Entry("vllm_mlx.server:app", "key", shout, ""), "not a dictionary"),
+        (Route("/no/such", ["GET"], print), "no route"),
+        (Route("/v1/chat/completions", ["PUT"], print), "no route"),
+        (Route("/new", ["GET"], print, like=("/no/such", "GET")), "no route"),
+        (Route("/x", ["GET"], print, app="vllm_mlx.server:no_app"), "no_app"),
+        (Route("/x", ["GET"], print, app="vllm_mlx.server:_metrics"), "_metrics"),
+    ],
+)
+def test_problems_are_found_before_anything_is_changed(seam: seams.Seam, said: str) -> None:
+    before = snapshot()
+    first = Patch("vllm_mlx.server:_sanitize_log_text", shout, "fine")
+    with pytest.raises(HostError, match=re.escape(said)):
+        seams.apply_all([first, seam])
+    assert differences(before) == []
+
+
+def test_a_replacement_may_be_named() -> None:
+    undos = seams.apply_all([Patch("vllm_mlx.server:get_usage", "builtins:repr", "by name")])
+    assert vllm_mlx.server.get_usage.startswith("<function get_usage")
+    seams.undo_all(undos)
+    assert callable(vllm_mlx.server.get_usage)
+
+
+# --- the whole of it --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", contract.FLAGS)
+def test_the_real_table_fits_the_real_host(name: str) -> None:
+    before = snapshot()
+    installation = contract.activate(name)
+    assert installation.version.startswith("0.6.")
+    assert "POST /v1/chat/completions" in installation.seams
+    assert host.status().parts[parts.PROMPT_RENDERERS]
+    assert differences(before) != []
+    host.uninstall()
+    assert differences(before) == []
+
+
+def test_every_row_of_the_table_says_why() -> None:
+    assert all(row.why for row in contract.table(contract.parts()))
+
+
+def used(file: Path) -> Iterator[str]:
+    """Targets in the host that a file of ours names: imports, and attributes of `server`."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_mlx."):
+            yield from (f"{node.module}:{name.name}" for name in node.names)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "server"
+        ):
+            yield f"vllm_mlx.server:{node.attr}"
+
+
+BASE_CLASS = "vllm_mlx.tool_parsers.abstract_tool_parser"  # its absence cannot be overlooked
+
+
+def test_whatever_is_used_of_the_host_is_in_the_table() -> None:
+    checked = {seam.target for seam in contract.USED} | {
+        seam.target for seam in contract.SEAMS if isinstance(seam, Patch)
+    }
+    for file in sorted(Path(host.__file__).parent.glob("*.py")):
+        for target in used(file):
+            assert target.startswith(BASE_CLASS) or any(
+                name == target or name.startswith(f"{target}.") for name in checked
+            ), f"{file.name} uses {target}"
+
+
+def test_the_flags_are_choices_of_the_hosts_own_parser() -> None:
+    for name in contract.FLAGS:
+        assert flags("MODEL", "--tool-call-parser", name).tool_call_parser == name
+    assert gate.ASKS == contract.FLAGS
+    assert flags("MODEL", "--reasoning-parser", "harmony").reasoning_parser == "harmony"

@@ -1,0 +1,182 @@
+"""The doctor: each thing that can be missing is named, and the exit code says whether one is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_mlx_harmony import _startup
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.host import doctor, gate
+
+
+def found(report: doctor.Report, what: str) -> doctor.Finding:
+    return next(finding for finding in report.findings if finding.what == what)
+
+
+@pytest.fixture
+def nothing_heavy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's part left out: these rows are about the rest."""
+    monkeypatch.setattr(doctor, "_host", lambda: iter(()))
+
+
+@pytest.fixture
+def armed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An interpreter as after an installation: the startup file in a site directory, and read."""
+    file = tmp_path / doctor.STARTUP_FILE
+    file.write_text("import vllm_mlx_harmony._startup; vllm_mlx_harmony._startup.arm()\n")
+    monkeypatch.setattr(doctor.site, "getsitepackages", lambda: [str(tmp_path)])
+    monkeypatch.setattr(sys, "meta_path", [_startup.Finder(), *sys.meta_path])
+    monkeypatch.delenv(_startup.SWITCH, raising=False)
+    return file
+
+
+def test_all_in_place(nothing_heavy: None, armed: Path) -> None:
+    report = doctor.doctor()
+    assert found(report, "startup file").detail == str(armed)
+    assert found(report, "armed").ok
+    assert found(report, "vocabulary").ok
+    assert found(report, "vllm-mlx-harmony").detail == gate.versions()["vllm-mlx-harmony"]
+
+
+def test_the_startup_file_is_missing(
+    nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    armed.unlink()
+    monkeypatch.setattr(sys, "path", [])
+    finding = found(doctor.doctor(), "startup file")
+    assert finding.ok is False
+    assert "vllm-mlx-harmony serve" in finding.detail
+
+
+def test_not_armed(nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finders = [finder for finder in sys.meta_path if not isinstance(finder, _startup.Finder)]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    assert found(doctor.doctor(), "armed").ok is False
+
+
+def test_switched_off(nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_startup.SWITCH, "0")
+    assert "VLLM_MLX_HARMONY=0" in found(doctor.doctor(), "switch").detail
+
+
+@pytest.mark.parametrize("name", ["vllm-mlx", "openai-harmony"])
+def test_a_distribution_is_missing(
+    nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(gate, "versions", lambda: {"vllm-mlx-harmony": "0.1.0"})
+    finding = found(doctor.doctor(), name)
+    assert finding.ok is False
+    assert f"pip install {name}" in finding.detail
+
+
+def test_the_fork_will_do(
+    nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"vllm-mlx": "0.6.0", "oss-harmony": "0.0.11"}
+    monkeypatch.setattr(gate, "versions", lambda: versions)
+    assert doctor.doctor().ok
+
+
+def test_the_vocabulary_does_not_load(
+    nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise vocab.VocabularyError("no place")
+
+    monkeypatch.setattr(vocab, "encoding", fail)
+    assert "no place" in found(doctor.doctor(), "vocabulary").detail
+
+
+@pytest.mark.parametrize(
+    ("files", "said", "ok"),
+    [
+        ({}, "not here", False),
+        ({"tokenizer.json": "{"}, "cannot be read", False),
+        (
+            {"tokenizer.json": json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}})},
+            "is not a Harmony model",
+            False,
+        ),
+    ],
+    ids=["no tokenizer", "broken", "another one"],
+)
+def test_a_model_directory(
+    nothing_heavy: None, armed: Path, tmp_path: Path, files: dict[str, str], said: str, ok: bool
+) -> None:
+    pytest.importorskip("tokenizers")
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    finding = found(doctor.doctor(str(tmp_path)), "model")
+    assert finding.ok is ok
+    assert said in finding.detail
+
+
+def test_a_model_that_is_nowhere(nothing_heavy: None, armed: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    assert "not here" in found(doctor.doctor("no-such-org/no-such-model"), "model").detail
+    assert "not here" in found(doctor.doctor("/no/such/directory"), "model").detail
+
+
+@pytest.mark.parametrize(
+    ("findings", "code", "text"),
+    [
+        (
+            [doctor.Finding(True, "a", "fine"), doctor.Finding(None, "bcd")],
+            0,
+            "ok  a    fine\n    bcd",
+        ),
+        ([doctor.Finding(False, "a", "broken")], 1, "NO  a  broken"),
+    ],
+)
+def test_main(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    findings: list[doctor.Finding],
+    code: int,
+    text: str,
+) -> None:
+    asked: list[Any] = []
+
+    def report(model: str | None) -> doctor.Report:
+        asked.append(model)
+        return doctor.Report(tuple(findings))
+
+    monkeypatch.setattr(doctor, "doctor", report)
+    assert doctor.main(["MODEL"]) == code
+    assert capsys.readouterr().out.startswith(text)
+    assert asked == ["MODEL"]
+
+
+def test_every_seam_of_the_real_host_is_listed(armed: Path) -> None:
+    pytest.importorskip("vllm_mlx")
+    from vllm_mlx_harmony.host import contract
+
+    report = doctor.doctor()
+    for row in contract.table(contract.parts()):
+        assert found(report, f"seam {row.label}").ok, str(report)
+    assert found(report, "supported").ok
+
+
+def test_a_changed_host_says_which_seam(armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm_mlx")
+    import vllm_mlx.server
+
+    monkeypatch.setattr(vllm_mlx.server, "load_model", lambda path: None)
+    report = doctor.doctor()
+    assert "load_model takes (path)" in found(report, "seam load_model").detail
+    assert not report.ok
+
+
+def test_an_unsupported_host_is_said_once(armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm_mlx")
+    from vllm_mlx_harmony.host import contract
+
+    monkeypatch.setattr(contract, "host_version", lambda: "0.9.0")
+    report = doctor.doctor()
+    assert "0.9.0 is not supported" in found(report, "supported").detail
+    assert not any(finding.what.startswith("seam") for finding in report.findings)

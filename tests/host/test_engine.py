@@ -1,0 +1,390 @@
+"""The host's real engines, with the stand-in loaded, as iterators of token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm_mlx")
+pytest.importorskip("mlx_lm")
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
+from vllm_mlx_harmony.core.turn import Limits, Sampling
+from vllm_mlx_harmony.host import sampling, window
+from vllm_mlx_harmony.host.engine import IdPrompt, Step, generate, hand_on_ids
+from vllm_mlx_harmony.host.prompts import PromptText
+from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.standin import Script
+
+ENGINES = ["simple", "batched"]
+INTERVALS = [2, 7, 64]
+"""Of the batched engine: how many ids it hands on at a time."""
+
+GREEDY = Settings(max_tokens=500, temperature=0.0, top_p=1.0)
+COUNT = "<|channel|>final<|message|>" + "".join(f" {n}" for n in range(80)) + "<|return|>"
+
+COMPLETIONS = {
+    "answer": "<|channel|>final<|message|>Hi.<|return|>",
+    "call": "<|channel|>commentary to=functions.x <|constrain|>json<|message|>{}<|call|>",
+    "endoftext": "<|channel|>final<|message|>Hi.<|endoftext|>",
+    "runs on": "<|channel|>commentary to=x<|message|>{}<|call|><|start|>assistant<|channel|>final",
+    "at once": "<|return|>",
+    "count": COUNT,
+    "again": "<|channel|>final<|message|>" + " a" * 30 + "<|return|>",
+}
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(vocab.encoding().encode(text, allowed_special="all"))
+
+
+def prompt(text: str) -> tuple[int, ...]:
+    return ids(f"<|start|>user<|message|>{text}<|end|><|start|>assistant")
+
+
+SCRIPTS = [
+    *(Script(f">{name}<", said) for name, said in COMPLETIONS.items()),
+    Script(">slow<", COUNT, delay_ms=30),
+    Script(">fails<", COUNT, fail_at=6),
+]
+
+
+def expected(name: str) -> tuple[int, ...]:
+    """The script's ids up to and with the first that ends the turn."""
+    said = ids(COMPLETIONS[name])
+    ends = [at for at, token in enumerate(said) if token in (vocab.RETURN, vocab.CALL, 199_999)]
+    return said[: ends[0] + 1]
+
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    loop = asyncio.new_event_loop()
+    yield lambda test: loop.run_until_complete(asyncio.wait_for(test, 60))
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return standin.write(tmp_path_factory.mktemp("standin"), SCRIPTS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _seams() -> Iterator[None]:
+    from mlx_lm.generate import GenerationBatch
+    from vllm_mlx.models.llm import MLXLanguageModel
+
+    with pytest.MonkeyPatch.context() as patch:
+        reporting = hand_on_ids(MLXLanguageModel.stream_generate)
+        patch.setattr(MLXLanguageModel, "stream_generate", reporting)
+        patch.setattr(GenerationBatch, "filter", sampling.keep_aligned(GenerationBatch.filter))
+        yield
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, directory: Path, run: Run) -> Iterator[Any]:
+    engine = make(request.param, directory)
+    run(engine.start())
+    yield engine
+    run(engine.stop())
+
+
+def make(kind: str, directory: Path, interval: int = 1) -> Any:
+    from vllm_mlx.engine.batched import BatchedEngine
+    from vllm_mlx.engine.simple import SimpleEngine
+
+    if kind == "simple":
+        return SimpleEngine(str(directory))
+    return BatchedEngine(str(directory), stream_interval=interval)
+
+
+async def steps(engine: Any, name: str, settings: Settings = GREEDY) -> list[Step]:
+    async with aclosing(generate(engine, prompt(f">{name}<"), settings)) as generated:
+        return [step async for step in generated]
+
+
+async def slowly(engine: Any, name: str) -> list[Step]:
+    """The steps, read by somebody who is slower than the model."""
+    got: list[Step] = []
+    async with aclosing(generate(engine, prompt(f">{name}<"), GREEDY)) as generated:
+        async for step in generated:
+            got.append(step)
+            await asyncio.sleep(0.02)
+    return got
+
+
+def said(generated: list[Step]) -> tuple[int, ...]:
+    return tuple(token for step in generated for token in step.ids)
+
+
+@pytest.mark.parametrize("name", COMPLETIONS)
+def test_every_id_arrives_and_the_one_that_ends_the_turn_is_the_last(
+    engine: Any, run: Run, name: str
+) -> None:
+    generated = run(steps(engine, name))
+    assert said(generated) == expected(name)
+    assert [step.finish for step in generated if step.finish] == ["stop"]
+    assert generated[-1].finish == "stop"
+
+
+@pytest.mark.parametrize("interval", INTERVALS)
+def test_any_stream_interval_gives_the_same_ids(directory: Path, run: Run, interval: int) -> None:
+    async def test() -> None:
+        engine = make("batched", directory, interval)
+        await engine.start()
+        for name in COMPLETIONS:
+            assert said(await steps(engine, name)) == expected(name)
+        assert max(len(step.ids) for step in await steps(engine, "count")) == interval
+        assert said(await slowly(engine, "count")) == expected("count")
+        await engine.stop()
+
+    run(test())
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 40])
+def test_cut_by_the_limit(engine: Any, run: Run, limit: int) -> None:
+    settings = Settings(max_tokens=limit, temperature=0.0, top_p=1.0)
+    generated = run(steps(engine, "count", settings))
+    assert said(generated) == expected("count")[:limit]
+    assert generated[-1].finish == "length"
+
+
+def test_an_end_at_the_limit_is_an_end(engine: Any, run: Run) -> None:
+    whole = expected("answer")
+    settings = Settings(max_tokens=len(whole), temperature=0.0, top_p=1.0)
+    generated = run(steps(engine, "answer", settings))
+    assert (said(generated), generated[-1].finish) == (whole, "stop")
+
+
+def test_a_slow_reader_loses_nothing(engine: Any, run: Run) -> None:
+    assert said(run(slowly(engine, "count"))) == expected("count")
+
+
+def test_a_failing_engine_is_an_output_error_and_the_next_request_is_served(
+    engine: Any, run: Run
+) -> None:
+    with pytest.raises(OutputError, match="the engine failed") as raised:
+        run(steps(engine, "fails"))
+    assert (raised.value.status, raised.value.code) == (500, "generation_failed")
+    assert said(run(steps(engine, "answer"))) == expected("answer")
+
+
+@asynccontextmanager
+async def begun(engine: Any, name: str) -> AsyncIterator[Any]:
+    async with aclosing(generate(engine, prompt(f">{name}<"), GREEDY)) as generated:
+        assert (await anext(generated)).ids
+        yield generated
+
+
+async def idle(engine: Any) -> None:
+    """Returns when the engine has nothing to do any more."""
+    while True:
+        lock = getattr(engine, "_generation_lock", None)
+        busy = lock.locked() if lock else engine._engine.engine.scheduler.has_requests()
+        if not busy:
+            return
+        await asyncio.sleep(0.01)
+
+
+def test_closed_early_it_stops_and_frees_the_engine(engine: Any, run: Run) -> None:
+    async def test() -> None:
+        async with begun(engine, "slow"):
+            pass
+        await asyncio.wait_for(idle(engine), 1.0)  # the whole answer would take 2.4 s
+        assert said(await steps(engine, "answer")) == expected("answer")
+
+    run(test())
+
+
+def test_cancelled_it_stops_and_frees_the_engine(engine: Any, run: Run) -> None:
+    async def test() -> None:
+        task = asyncio.ensure_future(steps(engine, "slow"))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.wait({task})
+        await asyncio.wait_for(idle(engine), 1.0)
+        assert said(await steps(engine, "answer")) == expected("answer")
+
+    run(test())
+
+
+def test_several_at_once_do_not_mix(engine: Any, run: Run) -> None:
+    """The simple engine would raise EngineBusy: it waits for its turn instead."""
+
+    async def test() -> None:
+        names = ["answer", "call", "count", "endoftext", "answer", "count"]
+        got = await asyncio.gather(*(steps(engine, name) for name in names))
+        assert [said(one) for one in got] == [expected(name) for name in names]
+
+    run(test())
+
+
+def test_it_waits_for_a_request_of_the_hosts_own(engine: Any, run: Run) -> None:
+    async def hosts_own() -> None:
+        async with aclosing(engine.stream_generate(prompt="Once", max_tokens=20)) as outputs:
+            async for _ in outputs:
+                await asyncio.sleep(0.01)
+
+    async def test() -> None:
+        theirs = asyncio.ensure_future(hosts_own())
+        await asyncio.sleep(0.05)
+        assert said(await steps(engine, "answer")) == expected("answer")
+        await theirs
+
+    run(test())
+
+
+SETTINGS = [
+    pytest.param({"logit_bias": ((vocab.RETURN, 100.0),)}, (vocab.RETURN,), id="logit bias"),
+    pytest.param({"temperature": 2.0, "top_k": 1}, expected("count"), id="top k"),
+    pytest.param({"temperature": 2.0, "top_p": 0.0001}, expected("count"), id="top p"),
+    pytest.param({"temperature": 2.0, "min_p": 1.0}, expected("count"), id="min p"),
+]
+
+
+@pytest.mark.parametrize(("changed", "answer"), SETTINGS)
+def test_settings_reach_the_model(
+    engine: Any, run: Run, changed: dict[str, Any], answer: tuple[int, ...]
+) -> None:
+    settings = Settings(**{"max_tokens": 500, "temperature": 0.0, "top_p": 1.0, **changed})
+    assert said(run(steps(engine, "count", settings))) == answer
+
+
+def test_a_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
+    """The bias lifts one id just over all others until the penalty takes it down again.
+
+    The stand-in gives its next id 50 and every other one 0.
+    """
+    lifted = {"max_tokens": 4, "temperature": 0.0, "logit_bias": ((ids(" 7")[0], 51.0),)}
+    plain = Settings(top_p=1.0, **lifted)
+    penalised = Settings(top_p=1.0, presence_penalty=2.0, **lifted)
+    assert len(set(said(run(steps(engine, "count", plain))))) == 1
+    assert len(set(said(run(steps(engine, "count", penalised))))) > 1
+
+
+def test_a_repetition_penalty_reaches_the_model(engine: Any, run: Run) -> None:
+    """It brings what was said down to what never was: then any of 200,000 ids may come."""
+    plain = Settings(max_tokens=12, temperature=1.0, top_p=1.0)
+    penalised = Settings(max_tokens=12, temperature=1.0, top_p=1.0, repetition_penalty=1e6)
+    assert said(run(steps(engine, "again", plain))) == expected("again")[:12]
+    assert said(run(steps(engine, "again", penalised))) != expected("again")[:12]
+
+
+def test_cached_ids_of_the_prompt_are_counted(engine: Any, run: Run) -> None:
+    async def test() -> None:
+        long = prompt("".join(f" {n}" for n in range(300)) + ">answer<")
+        first = [step async for step in generate(engine, long, GREEDY)]
+        goes_on = (*long, *said(first)[:-1], *prompt(">answer<"))
+        second = [step async for step in generate(engine, goes_on, GREEDY)]
+        assert first[0].cached_tokens == 0
+        assert 0 <= second[0].cached_tokens < len(goes_on)
+
+    run(test())
+
+
+def test_a_prompt_as_text_that_knows_its_ids(engine: Any, run: Run) -> None:
+    """What the host's own paths get from us: the simple engine takes the ids out of it."""
+
+    async def test() -> str:
+        text = PromptText.of(prompt(">answer<"))
+        outputs = engine.stream_generate(prompt=text, max_tokens=50, temperature=0.0)
+        return "".join([output.new_text async for output in outputs])
+
+    assert "Hi." in run(test())
+
+
+def test_a_multimodal_engine_takes_no_ids() -> None:
+    async def test() -> None:
+        await anext(generate(SimpleNamespace(is_mllm=True), (1,), GREEDY))
+
+    with pytest.raises(HostError, match="multimodal"):
+        asyncio.run(test())
+
+
+def test_nobody_else_notices_the_seam() -> None:
+    chunks = iter([SimpleNamespace(token=7)])
+    reporting = hand_on_ids(lambda model, prompt, **_: chunks)
+    assert reporting(None, "text") is chunks
+    assert reporting(None, prompt=[1, 2]) is chunks
+    watched = IdPrompt((1, 2))
+    assert [chunk.token for chunk in reporting(None, prompt=watched)] == [7]
+    assert (watched.take(), watched.take(), list(watched)) == ((7,), (), [1, 2])
+
+
+# --- Settings and window.
+
+
+def test_the_servers_defaults_count_where_the_request_names_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_mlx import server
+
+    monkeypatch.setattr(server, "_default_temperature", 0.25)
+    monkeypatch.setattr(server, "_default_top_k", 17)
+    monkeypatch.setattr(server, "_default_max_tokens", 77)
+    settled = sampling.settle(Sampling(), Limits())
+    assert (settled.temperature, settled.top_k, settled.max_tokens) == (0.25, 17, 77)
+    asked = sampling.settle(Sampling(temperature=0.0, top_k=3), Limits(max_tokens=5))
+    assert (asked.temperature, asked.top_k, asked.max_tokens) == (0.0, 3, 5)
+
+
+@pytest.mark.parametrize(("asked", "got"), [(0, 0), (-1, 0), (5, 5), (201_088, 0), (10**9, 0)])
+def test_top_k_that_keeps_everything_is_none(asked: int, got: int) -> None:
+    assert sampling.settle(Sampling(top_k=asked), Limits()).top_k == got
+
+
+@pytest.mark.parametrize("token", [-1, 201_088, 10**12])
+def test_a_bias_on_no_token_is_refused(token: int) -> None:
+    with pytest.raises(RequestError) as raised:
+        sampling.settle(Sampling(logit_bias=((token, 1.0),)), Limits())
+    assert (raised.value.status, raised.value.param) == (400, "logit_bias")
+
+
+@pytest.mark.parametrize(
+    ("room", "tokens", "left"),
+    [(None, 10**6, 500), (1000, 100, 500), (1000, 600, 400), (1000, 999, 1)],
+)
+def test_an_answer_gets_what_the_prompt_leaves(room: int | None, tokens: int, left: int) -> None:
+    assert window.fit(GREEDY, tokens, room).max_tokens == left
+
+
+@pytest.mark.parametrize("tokens", [1000, 1001, 10**6])
+def test_a_prompt_that_fills_the_window_is_refused_with_both_numbers(tokens: int) -> None:
+    with pytest.raises(RequestError) as raised:
+        window.fit(GREEDY, tokens, 1000)
+    assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
+    assert "1000" in raised.value.message
+    assert str(tokens) in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("content", "length"),
+    [
+        ('{"max_position_embeddings": 131072}', 131072),
+        ('{"text_config": {"max_position_embeddings": 4096}}', 4096),
+        ('{"max_position_embeddings": "many"}', None),
+        ("[]", None),
+        ("{broken", None),
+        (None, None),
+    ],
+)
+def test_the_window_is_read_from_the_configuration(
+    tmp_path: Path, content: str | None, length: int | None
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert window.context_length(SimpleNamespace(_model_path=str(tmp_path))) == length
+
+
+def test_a_model_that_is_nowhere_has_no_known_window() -> None:
+    assert window.context_length(SimpleNamespace(_model_path="nobody/no-such-model")) is None

@@ -1,0 +1,268 @@
+"""What is known of sequences: found again, for its owner alone, never above the budget."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_mlx_harmony.host.kv_tree import WIDTH, Tree, pack
+
+PLENTY = 1_000_000
+
+
+@dataclass(eq=False)
+class Piece:
+    """Held for the ids from ``start`` to ``end``; ten bytes each."""
+
+    sequence: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return 10 * (self.end - self.start)
+
+
+def add(tree: Tree[Piece], ids: Any, owner: object = "me") -> bool:
+    sequence = tuple(ids)
+    return tree.add(owner, pack(sequence), lambda start, end: Piece(sequence, start, end))
+
+
+def find(tree: Tree[Piece], ids: Any, owner: object = "me") -> int:
+    """Length of the known beginning, checked to be what was put in, piece after piece."""
+    sequence = tuple(ids)
+    known, pieces = tree.find(owner, pack(sequence))
+    at = 0
+    for piece in pieces:
+        assert piece.start == at and piece.sequence[: piece.end] == sequence[: piece.end]
+        at = piece.end
+    assert at == known
+    return known
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "expected"),
+    [
+        ([], [1, 2, 3], 0),
+        ([[1, 2, 3]], [1, 2, 3, 4], 3),
+        ([[1, 2, 3]], [1, 2, 3], 0),  # something must be left to compute
+        ([[1, 2], [1, 2, 3]], [1, 2, 3], 2),
+        ([[1, 2, 3]], [1, 2, 9, 9], 0),  # the middle of a piece is no place to go on from
+        ([[1, 2], [1, 2, 3, 4]], [1, 2, 9, 9], 2),
+        ([[1, 2], [1, 2, 3, 4]], [1, 2, 3, 4, 5], 4),
+        ([[1, 2, 3, 4], [1, 2]], [1, 2, 3, 4, 5], 4),  # put in the other way round
+        ([[1, 2, 3, 4], [1, 2]], [1, 2, 9], 2),
+        ([[1], [1, 2], [1, 2, 3], [1, 9]], [1, 9, 9], 2),
+        ([[1, 2, 3]], [2, 3, 4], 0),
+        ([[256, 1]], [1, 256, 1], 0),  # no match across the bytes of an id
+        ([[201_088, 0, 7]], [201_088, 0, 7, 7], 3),
+    ],
+)
+def test_longest_known_beginning_is_found(
+    known: list[list[int]], asked: list[int], expected: int
+) -> None:
+    tree: Tree[Piece] = Tree(PLENTY)
+    assert all(add(tree, ids) for ids in known)
+    assert find(tree, asked) == expected
+
+
+def test_a_piece_is_held_once_however_many_sequences_share_it() -> None:
+    tree: Tree[Piece] = Tree(PLENTY)
+    system = range(100)
+    add(tree, system)
+    for person in range(8):
+        add(tree, [*system, 500 + person, 1])
+        add(tree, [*system, 500 + person, 1])
+    assert tree.counters().nbytes == 10 * (100 + 8 * 2)
+    assert tree.counters().segments == 9
+
+
+def test_owners_never_meet() -> None:
+    tree: Tree[Piece] = Tree(PLENTY)
+    add(tree, [1, 2, 3], owner=("model", "alice"))
+    assert find(tree, [1, 2, 3, 4], owner=("model", "bob")) == 0
+    assert find(tree, [1, 2, 3, 4], owner=("other model", "alice")) == 0
+    assert find(tree, [1, 2, 3, 4], owner=("model", "alice")) == 3
+
+
+def test_least_recently_used_goes_first_and_beginnings_go_last() -> None:
+    tree: Tree[Piece] = Tree(40)
+    add(tree, [1])
+    add(tree, [1, 2])
+    add(tree, [1, 3])
+    assert find(tree, [1, 2, 0]) == 2  # now [1, 3] is the oldest
+    add(tree, [1, 4])
+    add(tree, [1, 5])
+    assert [find(tree, [1, last, 0]) for last in (2, 3, 4, 5)] == [2, 1, 2, 2]
+    assert tree.counters().evictions == 1
+
+
+def test_budget_of_one_entry_keeps_the_last_one() -> None:
+    tree: Tree[Piece] = Tree(30)
+    for first in range(5):
+        assert add(tree, [first, 0, 0])
+        assert tree.counters().nbytes == 30
+        assert find(tree, [first, 0, 0, 0]) == 3
+    assert tree.counters().evictions == 4
+
+
+def test_what_does_not_fit_throws_nothing_out() -> None:
+    tree: Tree[Piece] = Tree(50)
+    add(tree, [1, 1])
+    add(tree, [2, 2])
+    assert not add(tree, range(9))
+    assert not add(tree, [1, 1, *range(9)])  # nor does it together with its beginning
+    assert [find(tree, [1, 1, 0]), find(tree, [2, 2, 0])] == [2, 2]
+    assert tree.counters().refused == 2 and tree.counters().evictions == 0
+
+
+def test_no_budget_holds_nothing() -> None:
+    tree: Tree[Piece] = Tree(0)
+    assert not add(tree, [1])
+    assert find(tree, [1, 2]) == 0
+
+
+def test_thrown_out_while_in_use_stays_whole() -> None:
+    tree: Tree[Piece] = Tree(30)
+    add(tree, [1, 2])
+    known, pieces = tree.find("me", pack([1, 2, 3]))
+    add(tree, [7, 8, 9])
+    assert find(tree, [1, 2, 3]) == 0
+    assert known == 2 and pieces[0].sequence == (1, 2)
+    assert add(tree, [1, 2, 3])  # and what continued it is remembered from its beginning
+    assert find(tree, [1, 2, 3, 4]) == 3
+
+
+def test_beginning_that_goes_while_its_continuation_is_cut() -> None:
+    tree: Tree[Piece] = Tree(40)
+    add(tree, [1, 2])
+    cuts: list[tuple[int, int]] = []
+
+    def cut(start: int, end: int) -> Piece:
+        cuts.append((start, end))
+        if len(cuts) == 1:
+            add(tree, [5, 6, 7, 8])  # somebody else's; [1, 2] is out
+        return Piece((1, 2, 3, 4), start, end)
+
+    assert tree.add("me", pack([1, 2, 3, 4]), cut)
+    assert cuts == [(2, 4), (0, 4)]
+    assert find(tree, [1, 2, 3, 4, 5]) == 4
+
+
+def test_a_cut_that_fails_leaves_nothing_behind() -> None:
+    tree: Tree[Piece] = Tree(PLENTY)
+
+    def cut(start: int, end: int) -> Piece:
+        raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011 - the one above
+        tree.add("me", pack([1, 2]), cut)
+    assert find(tree, [1, 2, 3]) == 0 and tree.counters().segments == 0
+    assert add(tree, [1, 2])
+
+
+def test_forgotten_owners_leave_nothing() -> None:
+    tree: Tree[Piece] = Tree(PLENTY)
+    add(tree, [1, 2], owner=("a", 1))
+    add(tree, [1, 2, 3], owner=("a", 2))
+    add(tree, [1, 2], owner=("b", 1))
+    pieces = [weakref.ref(piece) for piece in tree.find(("a", 1), pack([1, 2, 3]))[1]]
+    tree.forget(lambda owner: isinstance(owner, tuple) and owner[0] == "a")
+    gc.collect()
+    assert [piece() for piece in pieces] == [None]
+    assert [find(tree, [1, 2, 3, 4], owner=("a", number)) for number in (1, 2)] == [0, 0]
+    assert find(tree, [1, 2, 3], owner=("b", 1)) == 2
+    assert tree.counters().nbytes == 20
+
+
+def test_forgetting_in_the_middle_of_another_call() -> None:
+    tree: Tree[Piece] = Tree(PLENTY)
+    add(tree, [1, 2], owner="going")
+    with tree._locked():
+        tree.forget(lambda owner: owner == "going")  # a finalizer may run anywhere
+    assert tree.counters().segments == 0
+
+
+def test_counters_tell_what_was_reused() -> None:
+    tree: Tree[Piece] = Tree(PLENTY)
+    find(tree, [1, 2, 3])
+    add(tree, [1, 2])
+    find(tree, [1, 2, 3])
+    counters = tree.counters()
+    assert (counters.hits, counters.misses) == (1, 1)
+    assert (counters.tokens_reused, counters.tokens_new) == (2, 4)
+    assert counters.budget == PLENTY
+
+
+def test_deep_conversations_need_no_stack() -> None:
+    tree: Tree[Piece] = Tree(PLENTY)
+    for length in range(1, 3000):
+        add(tree, range(length))
+    assert find(tree, range(3000)) == 2999
+
+
+def test_200_conversations_stay_flat() -> None:
+    tree: Tree[Piece] = Tree(2_000)
+    for person in range(200):
+        for turn in range(1, 5):
+            add(tree, [7, 7, *[person + 100] * (turn * 5)], owner=("model", str(person % 7)))
+            assert tree.counters().nbytes <= 2_000
+    assert len(tree._order) == tree.counters().segments
+    assert sum(node.nbytes for node in tree._order) == tree.counters().nbytes
+    assert len(tree._roots) <= 7
+
+
+def test_many_threads_at_once() -> None:
+    tree: Tree[Piece] = Tree(600)
+    failures: list[BaseException] = []
+
+    def converse(person: int) -> None:
+        try:
+            for turn in range(1, 300):
+                ids = [person % 3, *range(turn % 9)]
+                add(tree, ids)
+                assert find(tree, [*ids, 99]) <= len(ids)
+        except BaseException as error:  # noqa: BLE001 - of any kind
+            failures.append(error)
+
+    threads = [threading.Thread(target=converse, args=(person,)) for person in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert tree.counters().nbytes <= 600
+
+
+SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=7)
+
+
+@settings(deadline=None)
+@given(st.lists(SEQUENCES, max_size=25), SEQUENCES)
+def test_found_is_what_comparing_all_finds(known: list[list[int]], asked: list[int]) -> None:
+    tree: Tree[Piece] = Tree(PLENTY)
+    for ids in known:
+        add(tree, ids)
+    shared = [len(ids) for ids in known if asked[: len(ids)] == ids and len(ids) < len(asked)]
+    assert find(tree, asked) == max(shared, default=0)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 150), st.lists(st.tuples(st.integers(0, 1), SEQUENCES), max_size=40))
+def test_never_above_the_budget(budget: int, steps: list[tuple[int, list[int]]]) -> None:
+    tree: Tree[Piece] = Tree(budget)
+    for owner, ids in steps:
+        fits = add(tree, ids, owner)
+        counters = tree.counters()
+        assert counters.nbytes <= budget
+        assert counters.nbytes == sum(node.nbytes for node in tree._order)
+        assert not fits or find(tree, [*ids, 9], owner) == len(ids)
+    for node in tree._order:
+        assert len(node.ids) // WIDTH == node.end - (node.parent.end if node.parent else 0)

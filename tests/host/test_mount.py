@@ -1,0 +1,165 @@
+"""Routes in front of the real host's: dependencies, order, and what is passed on untouched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm_mlx", reason="needs the host")
+
+import vllm_mlx.server
+from fastapi.testclient import TestClient
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from vllm_mlx_harmony.host import mount, seams
+from vllm_mlx_harmony.host.mount import Route, pass_on
+
+APP = vllm_mlx.server.app
+
+
+@pytest.fixture(autouse=True)
+def same_routes() -> Iterator[None]:
+    """Every row leaves the very same routes in the same order."""
+    before = list(APP.router.routes)
+    yield
+    after = list(APP.router.routes)
+    assert list(map(id, after)) == list(map(id, before))
+
+
+TOKEN = "secret"
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host with an API key and three requests a minute, and a model that it knows of."""
+    server = vllm_mlx.server
+    monkeypatch.setattr(server, "_api_key", TOKEN)
+    limiter = server.RateLimiter(requests_per_minute=3, enabled=True)
+    monkeypatch.setattr(server, "_rate_limiter", limiter)
+
+
+def client() -> TestClient:
+    return TestClient(APP)  # not as a context manager: the host's lifespan is not wanted
+
+
+def post(path: str, key: str | None = TOKEN, **body: Any) -> Any:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return client().post(path, json=body, headers=headers)
+
+
+async def answer(request: Request) -> JSONResponse:
+    return JSONResponse({"ours": (await request.body()).decode()})
+
+
+async def retrieve(model_id: str) -> str:
+    return model_id
+
+
+async def behind(request: Request) -> Response:
+    await request.body()
+    return await pass_on(request)
+
+
+@pytest.fixture
+def mount_routes() -> Iterator[Callable[..., None]]:
+    undos: list[seams.Undo] = []
+    yield lambda *routes: undos.extend(seams.apply_all(routes))
+    seams.undo_all(undos)
+
+
+CHAT = "/v1/chat/completions"
+NEW = "/v1/models/{model_id:path}"
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        Route(CHAT, ["POST"], answer),
+        Route("/v1/new", ["POST"], answer, like=(CHAT, "POST")),
+    ],
+    ids=["in front", "new"],
+)
+def test_api_key_and_rate_limit_hold_on_our_routes(
+    guarded: None, mount_routes: Callable[..., None], route: Route
+) -> None:
+    mount_routes(route)
+    assert post(route.path, None).status_code == 401
+    assert post(route.path, "wrong").status_code == 401
+    statuses = [post(route.path, n=n).status_code for n in range(5)]
+    assert statuses == [200, 200, 200, 429, 429]
+
+
+def test_our_route_answers_and_the_others_do_not_change(mount_routes: Callable[..., None]) -> None:
+    schema = client().get("/openapi.json").content
+    APP.openapi_schema = None
+    mount_routes(
+        Route(CHAT, ["POST"], answer),
+        Route(NEW, ["GET"], retrieve, like=("/v1/models", "GET")),
+    )
+    assert post(CHAT, a="é").json() == {"ours": '{"a":"é"}'}
+    assert client().get("/v1/models/org/name").json() == "org/name"
+    assert client().get("/v1/models").json()["object"] == "list"
+    assert client().get("/openapi.json").content == schema
+
+
+def test_the_route_has_the_very_dependencies_of_the_one_behind(
+    mount_routes: Callable[..., None],
+) -> None:
+    original = next(route for route in APP.router.routes if route.path == CHAT)  # type: ignore[attr-defined]
+    at = APP.router.routes.index(original)
+    mount_routes(Route(CHAT, ["POST"], answer))
+    ours = APP.router.routes[at]
+    assert isinstance(ours, mount.Mounted)
+    assert APP.router.routes[at + 1] is original
+    assert [d.dependency for d in ours.dependencies] == [
+        d.dependency
+        for d in original.dependencies  # type: ignore[attr-defined]
+    ]
+    assert ours.dependencies
+
+
+BODIES: Mapping[str, bytes] = {
+    "no model": b'{"messages":[{"role":"user","content":"hi"}]}',
+    "unknown model": b'{"model":"nope","messages":[{"role":"user","content":"h\\u00e9"}]}',
+    "invalid": b'{"model":1,"messages":{}}',
+    "not json": b"{",
+    "empty": b"",
+    "large": json.dumps(
+        {"model": "x", "messages": [{"role": "user", "content": "a" * 10**6}]}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize(
+    "path", [CHAT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
+)
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_passed_on_is_answered_as_without_us(
+    mount_routes: Callable[..., None], path: str, body: bytes
+) -> None:
+    def ask() -> tuple[int, bytes, str | None]:
+        web = TestClient(APP, raise_server_exceptions=False)
+        got = web.post(path, content=body, headers={"content-type": "application/json"})
+        return got.status_code, got.content, got.headers.get("content-type")
+
+    alone = ask()
+    mount_routes(Route(path, ["POST"], behind))
+    assert ask() == alone
+
+
+def test_passed_on_counts_once_against_the_rate_limit(
+    guarded: None, mount_routes: Callable[..., None]
+) -> None:
+    mount_routes(Route("/v1/embeddings", ["POST"], behind))
+    statuses = [post("/v1/embeddings", x=1).status_code for _ in range(4)]
+    assert statuses == [422, 422, 422, 429]  # the host finds the body wrong, three times
+
+
+def test_nothing_behind_a_new_path(mount_routes: Callable[..., None]) -> None:
+    mount_routes(Route("/v1/new", ["POST"], behind, like=(CHAT, "POST")))
+    with pytest.raises(LookupError, match="/v1/new"):
+        post("/v1/new")

@@ -1,0 +1,595 @@
+"""Responses around the engine, without a model: what is kept, who is told, who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm_mlx")
+
+from event_checker import check, check_documents
+from starlette.datastructures import Headers
+from vllm_mlx import server
+from vllm_mlx.engine.base import GenerationOutput
+
+from vllm_mlx_harmony.core.deltas import (
+    Closed,
+    Delta,
+    Failed,
+    Finished,
+    Kind,
+    Opened,
+    Started,
+    Text,
+    Usage,
+)
+from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.core.turn import Answer, Defaults, Instructions, Stamp, User
+from vllm_mlx_harmony.host import contract, responses_background, responses_keeping
+from vllm_mlx_harmony.host.responses_background import Background, Running
+from vllm_mlx_harmony.host.responses_compact import COMPACT
+from vllm_mlx_harmony.host.responses_keeping import (
+    KeptAnswer,
+    Recall,
+    keeping,
+    new_key,
+    read,
+    told,
+)
+from vllm_mlx_harmony.host.responses_socket import (
+    MOST_WAITING,
+    Conversation,
+    SocketRoute,
+    converse,
+)
+from vllm_mlx_harmony.host.store import Kept, MemoryStore
+from vllm_mlx_harmony.protocols.events import Event
+
+KEY = new_key()
+STAMP = Stamp(KEY, 1_754_352_000, "gpt-oss-20b")
+ID = f"resp_{KEY}"
+SAID: list[list[Delta]] = [
+    [Started(3)],
+    [Opened(0, Kind.ANSWER), Text("Hel")],
+    [Text("lo."), Closed()],
+    [Finished("stop", None, Usage(3, 2))],
+]
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    store = MemoryStore()
+    monkeypatch.setattr(responses_keeping, "server_store", lambda: store)
+    monkeypatch.setattr("vllm_mlx_harmony.host.responses.server_store", lambda: store)
+    return store
+
+
+def answer(**fields: Any) -> KeptAnswer:
+    body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be kind.", **fields}
+    context = SimpleNamespace(messages=(Instructions("Be kind."), User("Hi"), Answer("Hello.")))
+    return KeptAnswer(read(body, Defaults()), STAMP, context)
+
+
+async def deltas(
+    groups: list[list[Delta]] = SAID, error: Exception | None = None
+) -> AsyncIterator[list[Delta]]:
+    for group in groups:
+        yield group
+    if error is not None:
+        raise error
+
+
+async def events_of(
+    kept: KeptAnswer, groups: list[list[Delta]] = SAID, error: Exception | None = None
+) -> list[Event]:
+    source: Any = deltas(groups, error)
+    return [event async for event in told(keeping(source, kept, known=False), kept)]
+
+
+# --- Kept before anybody is told.
+
+
+def test_kept_before_the_last_event(store: MemoryStore) -> None:
+    async def test() -> list[bool]:
+        kept = answer()
+        source: Any = deltas()
+        return [
+            store.get(ID) is not None async for _ in told(keeping(source, kept, known=False), kept)
+        ]
+
+    known = asyncio.run(test())
+    assert known[-1] is True
+    assert not any(known[:-1])
+    kept = store.get(ID)
+    assert kept is not None
+    assert kept.messages == (User("Hi"), Answer("Hello."))
+    assert (kept.document["status"], kept.document["id"]) == ("completed", ID)
+    assert kept.input_items[0]["content"] == [{"type": "input_text", "text": "Hi"}]
+
+
+def test_not_kept_unless_it_is_to_be(store: MemoryStore) -> None:
+    documents = [json.loads(event.data) for event in asyncio.run(events_of(answer(store=False)))]
+    assert check_documents(documents)["store"] is False
+    assert store.get(ID) is None
+
+
+class Full:
+    def put(self, _: Kept) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_a_full_disk_takes_no_answer_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(responses_keeping, "server_store", Full)
+    documents = [json.loads(event.data) for event in asyncio.run(events_of(answer()))]
+    assert check_documents(documents)["status"] == "completed"
+    assert "disk is full" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(OutputError("out of memory"), "out of memory"), (KeyError("a bug"), "internal error")],
+)
+def test_a_failed_answer_is_kept(store: MemoryStore, error: Exception, message: str) -> None:
+    events = asyncio.run(events_of(answer(), SAID[:2], error))
+    final = check_documents(json.loads(event.data) for event in events)
+    assert (final["status"], final["error"]["message"]) == ("failed", message)
+    assert final["output"][0]["status"] == "incomplete"
+    kept = store.get(ID)
+    assert kept is not None
+    assert kept.document == final
+
+
+@pytest.mark.parametrize(
+    ("stream", "groups", "known", "expected"),
+    [
+        pytest.param(True, [], False, False, id="refused before it began"),
+        pytest.param(True, SAID[:1], False, True, id="begun"),
+        pytest.param(False, SAID[:2], False, False, id="nobody knows its id"),
+        pytest.param(True, [], True, True, id="known from the start"),
+    ],
+)
+def test_a_failed_answer_is_kept_if_a_client_knows_it(
+    store: MemoryStore, stream: bool, groups: list[list[Delta]], known: bool, expected: bool
+) -> None:
+    async def test() -> None:
+        kept = answer(stream=stream)
+        source: Any = deltas(groups, OutputError("x"))
+        async for group in keeping(source, kept, known=known):
+            for delta in group:
+                kept.feed(delta)
+
+    with pytest.raises(HarmonyFailure):
+        asyncio.run(test())
+    assert (store.get(ID) is not None) is expected
+
+
+def test_the_last_delta_is_written_once() -> None:
+    async def test() -> tuple[list[Event], list[Event]]:
+        kept = answer()
+        kept.feed(Started(3))
+        last = await kept.end(Failed(OutputError("first")))
+        return last, kept.feed(Failed(OutputError("second")))
+
+    first, second = asyncio.run(test())
+    assert first is second
+
+
+# --- What a request refers to.
+
+
+def put(store: MemoryStore, key: str = KEY) -> Kept:
+    items = [{"id": f"msg_{key}8000", "type": "message", "role": "user", "content": "Hi"}]
+    output = [{"id": f"msg_{key}0000", "type": "message", "role": "assistant", "content": "Ho"}]
+    kept = Kept(f"resp_{key}", {"output": output}, items, (User("Hi"), Answer("Ho")))
+    store.put(kept)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        (f"msg_{KEY}0000", "Ho"),
+        (f"msg_{KEY}8000", "Hi"),
+        (f"msg_{KEY}0001", None),
+        (f"msg_{'0' * 20}0000", None),
+        ("msg_of_somebody_else", None),
+        ("", None),
+    ],
+)
+def test_items_are_found_by_their_id(store: MemoryStore, item: str, text: str | None) -> None:
+    put(store)
+    found = Recall().item(item)
+    assert (found and found["content"]) == text
+
+
+def test_a_connection_remembers_more_than_the_store(store: MemoryStore) -> None:
+    kept = put(MemoryStore())
+    recall = Recall({kept.id: kept})
+    body = {"model": "m", "input": "More", "previous_response_id": kept.id}
+    assert read(body, Defaults(), recall).turn.messages == (*kept.messages, User("More"))
+    with pytest.raises(RequestError) as caught:
+        read(body, Defaults())
+    assert (caught.value.status, caught.value.code) == (404, "previous_response_not_found")
+
+
+# --- In the background.
+
+
+class Lent:
+    engine = SimpleNamespace()
+
+    def __init__(self) -> None:
+        self.released = False
+
+    async def release(self) -> None:
+        self.released = True
+
+
+def job() -> Any:
+    tracker = SimpleNamespace(finish=lambda **_: None)
+    return SimpleNamespace(lease=Lent(), tracker=tracker)
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Puts what a turn generates in the place of the real thing."""
+
+    def put_in(source: Any) -> None:
+        monkeypatch.setattr(responses_background, "run", source)
+
+    return put_in
+
+
+def asynchronous(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+async def slowly(_: Any) -> AsyncIterator[list[Delta]]:
+    for group in SAID:
+        yield group
+        await asyncio.sleep(0.01)
+
+
+async def for_ever(given: Any) -> AsyncIterator[list[Delta]]:
+    try:
+        yield SAID[0]
+        yield SAID[1]
+        await asyncio.sleep(60)
+    finally:
+        await given.lease.release()
+
+
+async def collected(running: Running, start: int = 0) -> list[Event]:
+    return [event async for event in running.follow(start)]
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 7, 100])
+def test_followed_from_anywhere(turns: Callable[[Any], None], start: int) -> None:
+    turns(slowly)
+
+    async def test() -> None:
+        running = Background().start(job(), answer(background=True))
+        live = await collected(running, start)
+        assert check(running.events)["status"] == "completed"
+        assert live == await collected(running, start) == running.events[start:]
+
+    asynchronous(test)
+
+
+def test_cancelled_while_it_runs(turns: Callable[[Any], None], store: MemoryStore) -> None:
+    turns(for_ever)
+
+    async def test() -> None:
+        given = job()
+        running = Background().start(given, answer(background=True))
+        while len(running.events) < 6:
+            await asyncio.sleep(0)
+        await asyncio.gather(running.cancel(), running.cancel())
+        assert given.lease.released
+        final = check(running.events)
+        assert (final["status"], final["output"][0]["status"]) == ("cancelled", "incomplete")
+        assert running.document() == final
+        kept = store.get(ID)
+        assert kept is not None
+        assert kept.document == final
+
+    asynchronous(test)
+
+
+def test_cancelled_before_it_began(turns: Callable[[Any], None]) -> None:
+    turns(for_ever)
+
+    async def test() -> None:
+        given = job()
+        running = Background().start(given, answer(background=True))
+        assert running.document()["status"] == "queued"
+        await running.cancel()
+        assert given.lease.released
+        assert check(running.events)["status"] == "cancelled"
+
+    asynchronous(test)
+
+
+def test_what_has_ended_stays_as_it_is(turns: Callable[[Any], None]) -> None:
+    turns(slowly)
+
+    async def test() -> None:
+        running = Background().start(job(), answer(background=True))
+        await collected(running)
+        await running.cancel()
+        assert running.document()["status"] == "completed"
+
+    asynchronous(test)
+
+
+def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
+    turns(slowly)
+
+    async def test() -> None:
+        background = Background(most_events=20)
+        for number in range(4):
+            kept = answer(background=True)
+            kept._stamp = Stamp(f"{number:020x}", 0, "m")
+            await collected(background.start(job(), kept))
+        remembered = [background.get(f"resp_{number:020x}") is not None for number in range(4)]
+        assert remembered == [False, False, True, True]
+        assert await background.forget(f"resp_{3:020x}") is True
+        assert await background.forget(f"resp_{3:020x}") is False
+
+    asynchronous(test)
+
+
+# --- Shorter.
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ([Opened(0, Kind.REASONING), Text("Hm."), Closed()], None),
+        (
+            [Opened(0, Kind.REASONING), Text("Hm."), Closed(), Opened(1, Kind.ANSWER), Text("So.")],
+            "So.",
+        ),
+    ],
+)
+def test_a_compaction_is_what_was_answered(said: list[Delta], text: str | None) -> None:
+    asked: Any = COMPACT.read({"model": "m", "input": "Hi", "stream": True}, Defaults())
+    assert (asked.stream, asked.store) == (False, False)
+    assert isinstance(asked.turn.messages[-1], User)
+    emitter = COMPACT.emitter(asked, STAMP, None)
+    for delta in [*said, Finished("stop", None, Usage(3, 2))]:
+        assert emitter.feed(delta) == []
+    if text is None:
+        with pytest.raises(OutputError):
+            emitter.result()
+        return
+    document = emitter.result()
+    user, sealed = document["output"]
+    assert (user["role"], document["usage"]["output_tokens"]) == ("user", 2)
+    again = read({"model": "m", "input": [sealed]}, Defaults())
+    assert again.turn.messages == (User(text),)
+
+
+# --- The routes, on the host's application.
+
+
+class Foreign:
+    """A model that is not Harmony, as an engine."""
+
+    is_mllm = False
+    model_name = "foreign"
+    tokenizer = SimpleNamespace()
+    preserve_native_tool_format = False
+
+    async def chat(self, **_: Any) -> GenerationOutput:
+        return GenerationOutput("Bonjour.", prompt_tokens=3, completion_tokens=2)
+
+
+@pytest.fixture
+def _foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_engine", Foreign())
+    monkeypatch.setattr(server, "_model_name", "foreign")
+
+
+@pytest.fixture
+def _active() -> Iterator[None]:
+    contract.activate()
+    yield
+    contract.deactivate()
+
+
+def send(method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+    async def sending() -> httpx.Response:
+        transport = httpx.ASGITransport(server.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+            return await client.request(method, path, json=body, headers=headers)
+
+    return asyncio.run(sending())
+
+
+@pytest.mark.usefixtures("_foreign")
+def test_the_host_answers_for_its_other_models() -> None:
+    body = {"model": "foreign", "input": "Bonjour ?", "previous_response_id": None}
+    theirs = send("POST", "/v1/responses", body).json()
+    contract.activate()
+    try:
+        ours = send("POST", "/v1/responses", body).json()
+        # What continues one of the host's own answers is for the host to find.
+        more = send("POST", "/v1/responses", {**body, "previous_response_id": ours["id"]})
+    finally:
+        contract.deactivate()
+    assert ours.keys() == theirs.keys()
+    assert [item["content"] for item in ours["output"]] == [
+        item["content"] for item in theirs["output"]
+    ]
+    assert more.status_code == 200
+
+
+ONE = f"/v1/responses/{ID}"
+PATHS = [
+    pytest.param("POST", "/v1/responses", {"model": "foreign", "input": "Hi"}, id="create"),
+    pytest.param("POST", "/v1/responses/compact", {"model": "x", "input": "Hi"}, id="compact"),
+    pytest.param("POST", "/v1/responses/input_tokens", {"model": "x", "input": "Hi"}, id="count"),
+    pytest.param("GET", ONE, None, id="retrieve"),
+    pytest.param("DELETE", ONE, None, id="delete"),
+    pytest.param("GET", f"{ONE}/input_items", None, id="input items"),
+    pytest.param("POST", f"{ONE}/cancel", None, id="cancel"),
+]
+
+
+@pytest.mark.usefixtures("_foreign", "_active")
+@pytest.mark.parametrize(("method", "path", "body"), PATHS)
+def test_the_key_and_the_limit_hold_everywhere(
+    monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
+) -> None:
+    monkeypatch.setattr(server, "_api_key", "sesame")
+    right = {"authorization": "Bearer sesame"}
+    limiter = server.RateLimiter(requests_per_minute=1, enabled=True)
+    monkeypatch.setattr(server, "_rate_limiter", limiter)
+    refused = send(method, path, body, authorization="Bearer wrong")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert send(method, path, body, **right).status_code in (200, 404)
+    limited = send(method, path, body, **right)
+    assert (limited.status_code, limited.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert int(limited.headers["retry-after"]) > 0
+
+
+@pytest.mark.usefixtures("_active")
+@pytest.mark.parametrize(
+    ("query", "status", "param"),
+    [
+        ("", 200, None),
+        ("?stream=false", 200, None),
+        ("?include=reasoning.encrypted_content", 200, None),
+        ("?stream=true", 400, "stream"),
+        ("?stream=true&starting_after=x", 400, "starting_after"),
+        ("?stream=true&starting_after=-1", 400, "starting_after"),
+    ],
+)
+def test_queries(store: MemoryStore, query: str, status: int, param: str | None) -> None:
+    put(store)
+    response = send("GET", f"{ONE}{query}")
+    assert response.status_code == status
+    if param is not None:
+        assert response.json()["error"]["param"] == param
+
+
+# --- The WebSocket, without one.
+
+
+class Socket:
+    """Sends what it was told to send, and is silent then, or hangs up."""
+
+    scope: dict[str, Any] = {"type": "websocket", "path": "/v1/responses", "headers": []}  # noqa: RUF012
+    headers: dict[str, str] = {}  # noqa: RUF012
+    client = None
+
+    def __init__(self, *texts: str, hangs_up: bool = False) -> None:
+        self._texts = list(texts)
+        self._hangs_up = hangs_up
+        self._closed = asyncio.Event()
+        self.sent: list[dict[str, Any]] = []
+        self.code: int | None = None
+        self.accepted = False
+        self.denied: int | None = None
+
+    async def accept(self) -> None:
+        self.accepted = True
+
+    async def send_denial_response(self, response: Any) -> None:
+        self.denied = response.status_code
+
+    async def receive(self) -> dict[str, Any]:
+        if self._texts:
+            return {"type": "websocket.receive", "text": self._texts.pop(0)}
+        if not self._hangs_up:
+            await self._closed.wait()
+        return {"type": "websocket.disconnect", "code": 1000}
+
+    async def send_text(self, text: str) -> None:
+        self.sent.append(json.loads(text))
+
+    async def close(self, code: int = 1000, reason: str = "") -> None:
+        self.code = code
+        self._closed.set()
+
+
+@pytest.mark.parametrize(
+    ("headers", "key", "status"),
+    [
+        ({}, None, None),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, None, None),
+        ({"host": "localhost:8000", "origin": "http://localhost:3000"}, None, 403),
+        ({"host": "localhost:8000", "origin": "https://elsewhere.example"}, None, 403),
+        ({"host": "localhost:8000", "origin": "null"}, None, 403),
+        ({}, "sesame", 401),
+        ({"authorization": "Bearer wrong"}, "sesame", 401),
+        ({"Authorization": "Bearer sesame"}, "sesame", None),
+    ],
+)
+def test_who_may_connect(
+    monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], key: str | None, status: int | None
+) -> None:
+    monkeypatch.setattr(server, "_api_key", key)
+    socket: Any = Socket(hangs_up=True)
+    socket.headers = Headers(headers)
+    asyncio.run(converse(socket))
+    assert socket.denied == status
+    assert socket.accepted is (status is None)
+
+
+def test_a_connection_does_not_last_for_ever() -> None:
+    async def test() -> None:
+        socket: Any = Socket()
+        await Conversation(socket, lifetime=0.01).last()
+        assert [event["error"]["code"] for event in socket.sent] == [
+            "websocket_connection_limit_reached"
+        ]
+        assert socket.code == 1000
+
+    asynchronous(test)
+
+
+def test_a_flood_ends_the_connection() -> None:
+    async def test() -> None:
+        socket: Any = Socket(*["{}"] * (MOST_WAITING + 2))
+        await Conversation(socket).last()
+        assert socket.code == 1013
+
+    asynchronous(test)
+
+
+@pytest.mark.usefixtures("_foreign")
+def test_a_model_that_is_not_harmony_has_no_websocket() -> None:
+    async def test() -> None:
+        message = {"type": "response.create", "model": "foreign", "input": "Bonjour ?"}
+        socket: Any = Socket(json.dumps(message))
+        talking = asyncio.ensure_future(Conversation(socket, lifetime=5).last())
+        while not socket.sent:
+            await asyncio.sleep(0.01)
+        talking.cancel()
+        assert (socket.sent[0]["type"], socket.sent[0]["error"]["param"]) == ("error", "model")
+
+    asynchronous(test)
+
+
+def test_the_route_is_added_and_taken_away() -> None:
+    route = SocketRoute("/v1/responses", "a test")
+    before = list(server.app.router.routes)
+    assert route.problem() is None
+    undo = route.apply()
+    assert server.app.router.routes[:-1] == before
+    undo()
+    after = server.app.router.routes
+    assert len(after) == len(before)
+    assert all(one is other for one, other in zip(after, before, strict=True))
+    assert "missing" in (SocketRoute("/", "", "vllm_mlx.server:nothing").problem() or "")

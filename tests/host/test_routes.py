@@ -1,0 +1,503 @@
+"""The routes on the host's real application, without a model: who answers, how, what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm_mlx")
+
+from fastapi import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from vllm_mlx import server
+from vllm_mlx.engine.base import GenerationOutput
+
+from vllm_mlx_harmony.core.deltas import Delta, Finished, Started, Usage
+from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
+from vllm_mlx_harmony.host import answers, contract, serving
+from vllm_mlx_harmony.host.answers import Job, run
+from vllm_mlx_harmony.host.engine import Step
+from vllm_mlx_harmony.host.leases import Budget
+from vllm_mlx_harmony.host.refusals import failure_of, refuse
+from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.host.streams import EventStream, frames
+from vllm_mlx_harmony.protocols import chat
+from vllm_mlx_harmony.protocols.events import Event
+
+PATH = "/v1/chat/completions"
+
+
+class Foreign:
+    """A model that is not Harmony, as an engine."""
+
+    is_mllm = False
+    model_name = "foreign"
+    tokenizer = SimpleNamespace()
+    preserve_native_tool_format = False
+
+    async def chat(self, **_: Any) -> GenerationOutput:
+        return GenerationOutput("Bonjour.", prompt_tokens=3, completion_tokens=2)
+
+    async def stream_chat(self, **_: Any) -> AsyncIterator[GenerationOutput]:
+        for n, word in enumerate(("Bon", "jour", "."), start=1):
+            done = n == 3
+            yield GenerationOutput(
+                word, new_text=word, completion_tokens=n, finished=done, prompt_tokens=3
+            )
+
+
+@pytest.fixture
+def _foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_engine", Foreign())
+    monkeypatch.setattr(server, "_model_name", "foreign")
+    monkeypatch.setattr(server.time, "time", lambda: 1_754_352_000.0)
+    monkeypatch.setattr(server.uuid, "uuid4", lambda: SimpleNamespace(hex="f" * 32))
+
+
+@pytest.fixture
+def _active() -> Iterator[None]:
+    contract.activate()
+    yield
+    contract.deactivate()
+
+
+@asynccontextmanager
+async def application() -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(server.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+        yield client
+
+
+def send(content: bytes, path: str = PATH, **headers: str) -> httpx.Response:
+    async def sent() -> httpx.Response:
+        async with application() as client:
+            kind = {"content-type": "application/json"}
+            return await client.post(path, content=content, headers={**kind, **headers})
+
+    return asyncio.run(sent())
+
+
+def get(path: str, **headers: str) -> httpx.Response:
+    async def sent() -> httpx.Response:
+        async with application() as client:
+            return await client.get(path, headers=headers)
+
+    return asyncio.run(sent())
+
+
+def asked(**fields: Any) -> bytes:
+    user = {"role": "user", "content": "Bonjour ?"}
+    return json.dumps({"model": "foreign", "messages": [user], **fields}).encode()
+
+
+# --- Models that are not Harmony.
+
+BODIES = [
+    pytest.param(asked(), id="whole"),
+    pytest.param(asked(stream=True), id="streamed"),
+    pytest.param(asked(stream=True, stream_options={"include_usage": True}), id="with usage"),
+    pytest.param(asked(messages="x"), id="not valid"),
+    pytest.param(asked(temperature="hot"), id="a field that is not valid"),
+    pytest.param(asked(n=3, logprobs=True), id="what ours would refuse"),
+    pytest.param(asked(max_tokens=10**9), id="over the limit"),
+    pytest.param(b'  {"model" : "foreign", "messages":[] }\n', id="white space"),
+]
+
+
+def unsigned(response: httpx.Response) -> bytes:
+    """The body without the id, which the host draws anew each time."""
+    return b"".join(
+        part for part in response.content.split(b'"') if not part.startswith(b"chatcmpl-")
+    )
+
+
+@pytest.mark.usefixtures("_foreign")
+@pytest.mark.parametrize("body", BODIES)
+def test_the_host_answers_for_its_other_models_as_without_us(body: bytes) -> None:
+    theirs = send(body)
+    contract.activate()
+    try:
+        ours = send(body)
+    finally:
+        contract.deactivate()
+    assert ours.status_code == theirs.status_code
+    assert ours.headers.items() == theirs.headers.items()
+    assert unsigned(ours) == unsigned(theirs)
+
+
+@pytest.mark.usefixtures("_foreign", "_active")
+def test_a_request_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    limiter = server.RateLimiter(requests_per_minute=2, enabled=True)
+    monkeypatch.setattr(server, "_rate_limiter", limiter)
+    assert [send(asked()).status_code for _ in range(3)] == [200, 200, 429]
+
+
+class Registry:
+    """Several models, of which one is used at a time at most; counts what is lent."""
+
+    registered_model_names = ("foreign", "other")
+
+    def __init__(self) -> None:
+        self.lent = 0
+        self.most = 0
+        self.acquired: list[str] = []
+
+    def has_model(self, name: str) -> bool:
+        return name in self.registered_model_names
+
+    async def acquire(self, name: str) -> Any:
+        self.acquired.append(name)
+        self.lent += 1
+        self.most = max(self.most, self.lent)
+        return SimpleNamespace(engine=Foreign(), release=self.release)
+
+    async def release(self) -> None:
+        self.lent -= 1
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    registry = Registry()
+    monkeypatch.setattr(server, "_model_manager", registry)
+    monkeypatch.setattr(server, "_model_name", None)
+    return registry
+
+
+@pytest.mark.usefixtures("_active")
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_two_leases_are_held_for_one_request(registry: Registry, stream: bool) -> None:
+    assert send(asked(model="other", stream=stream)).status_code == 200
+    assert (registry.acquired, registry.most, registry.lent) == (["other", "other"], 1, 0)
+
+
+@pytest.mark.usefixtures("_active")
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "nobody"}, 404, "model"),
+        ({"model": None}, 400, "model"),
+        ({"model": 3}, 400, "model"),
+    ],
+)
+def test_without_a_model_nothing_is_loaded(
+    registry: Registry, fields: dict[str, Any], status: int, param: str
+) -> None:
+    response = send(asked(**fields))
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+    assert registry.acquired == []
+
+
+# --- Errors, in the shape of the API, also where the host raises them.
+
+
+@pytest.mark.usefixtures("_active")
+def test_no_model_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_engine", None)
+    monkeypatch.setattr(server, "_model_name", None)
+    response = send(asked())
+    assert response.status_code == 503
+    assert response.json()["error"]["type"] == "server_error"
+
+
+@pytest.mark.usefixtures("_foreign", "_active")
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
+def test_the_key_is_asked_for_first(
+    monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+) -> None:
+    monkeypatch.setattr(server, "_api_key", "sesame")
+    for response in (send(b"{", **headers), get("/v1/models/foreign", **headers)):
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    right = {"authorization": "Bearer sesame"}
+    assert get("/v1/models/foreign", **right).json()["id"] == "foreign"
+
+
+@pytest.mark.usefixtures("_foreign", "_active")
+def test_whatever_goes_wrong_in_us_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: Any) -> None:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(serving, "acquire", broken)
+    response = send(asked())
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert "a bug" not in response.text
+
+
+ERRORS = [
+    pytest.param(HTTPException(404, "no model"), 404, "model_not_found", "model", None, id="404"),
+    pytest.param(HTTPException(504, "late"), 504, "timeout", None, None, id="504"),
+    pytest.param(HTTPException(503, "not yet"), 503, "server_unavailable", None, None, id="503"),
+    pytest.param(
+        HTTPException(429, "slow down", {"Retry-After": "7"}), 429, None, None, "7", id="429"
+    ),
+    pytest.param(
+        HTTPException(503, {"error": "busy", "message": "later"}),
+        503,
+        "server_unavailable",
+        None,
+        None,
+        id="a detail with parts",
+    ),
+    pytest.param(RequestError("x", param="y"), 400, None, "y", None, id="ours"),
+    pytest.param(HostError("x", retry_after=3), 503, "server_unavailable", None, "3", id="later"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code", "param", "retry_after"), ERRORS)
+def test_refusals(
+    error: Any, status: int, code: str | None, param: str | None, retry_after: str | None
+) -> None:
+    failure = failure_of(error)
+    assert (failure.status, failure.code, failure.param) == (status, code, param)
+    response = refuse(chat.error_body, failure)
+    assert response.status_code == status
+    assert response.headers.get("retry-after") == retry_after
+    assert json.loads(response.body)["error"]["message"]
+
+
+# --- A turn: whatever way it ends, the engine is free and accounted for.
+
+
+class Lent:
+    """A lease on an engine that is none; says when it was given back."""
+
+    tenant = "somebody"
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.released = 0
+
+    async def release(self) -> None:
+        self.released += 1
+
+
+class Tracked:
+    """The host's accounting; the first result counts."""
+
+    def __init__(self) -> None:
+        self.results: list[str] = []
+        self.tokens: tuple[int, int] | None = None
+
+    def observe_ttft(self) -> None:
+        pass
+
+    def finish(self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+        if not self.results:
+            self.tokens = (prompt_tokens, completion_tokens)
+        self.results.append(result)
+
+
+class Context:
+    """A context that says nothing but how a turn begins and ends."""
+
+    done = False
+
+    def render_for_completion(self) -> tuple[int, ...]:
+        return (1, 2, 3)
+
+    def start(self) -> list[Delta]:
+        return [Started(3)]
+
+    def append_output(self, ids: tuple[int, ...]) -> list[Delta]:
+        self.done = 99 in ids
+        return []
+
+    def finish(self, reason: Any, cached_tokens: int) -> list[Delta]:
+        return [Finished(reason, None, Usage(3, 2, cached_tokens=cached_tokens))]
+
+
+class Engine:
+    """Serves one at a time; what it generates is put in the place of the real thing."""
+
+    def __init__(self) -> None:
+        self._generation_lock = asyncio.Lock()
+
+
+def job(engine: Any, total: float = 5.0) -> Job:
+    settings = Settings(max_tokens=10, temperature=0.0, top_p=1.0)
+    return Job(Lent(engine), Context(), settings, Budget.start(total), Tracked())  # type: ignore[arg-type]
+
+
+Generate = Callable[..., AsyncIterator[Step]]
+
+
+async def two(*_: Any) -> AsyncIterator[Step]:
+    yield Step((7,), cached_tokens=2)
+    yield Step((8,), "length")
+
+
+async def endless(*_: Any) -> AsyncIterator[Step]:
+    while True:
+        yield Step((7,))
+        await asyncio.sleep(0)
+
+
+async def stopped(*_: Any) -> AsyncIterator[Step]:
+    yield Step((99,))
+    raise AssertionError("nobody asked for more")
+
+
+async def failing(*_: Any) -> AsyncIterator[Step]:
+    yield Step((7,))
+    raise OutputError("out of memory")
+
+
+async def silent(*_: Any) -> AsyncIterator[Step]:
+    yield Step((7,))
+    await asyncio.sleep(60)
+
+
+async def swallowing(*_: Any) -> AsyncIterator[Step]:
+    """Ends when it is cancelled, as the host's iterator does."""
+    yield Step((7,))
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        return
+
+
+async def everything(turn: Job) -> list[Delta]:
+    return [delta async for group in run(turn) for delta in group]
+
+
+async def the_beginning(turn: Job) -> None:
+    deltas = run(turn)
+    await anext(deltas)
+    await anext(deltas)
+    await deltas.aclose()
+
+
+async def nothing(turn: Job) -> None:
+    deltas = run(turn)
+    await anext(deltas)
+    await deltas.aclose()
+
+
+async def until_cancelled(turn: Job) -> None:
+    reading = asyncio.ensure_future(everything(turn))
+    await asyncio.sleep(0.02)
+    reading.cancel()
+    await asyncio.wait({reading})
+    assert reading.cancelled()
+
+
+ENDINGS = [
+    pytest.param(two, everything, None, "success", (3, 2), id="to its end"),
+    pytest.param(stopped, everything, None, "success", (3, 2), id="a stop string"),
+    pytest.param(failing, everything, OutputError, "error", (0, 0), id="a failing engine"),
+    pytest.param(silent, everything, HostError, "timeout", (0, 0), id="silence"),
+    pytest.param(swallowing, everything, HostError, "timeout", (0, 0), id="silence, swallowed"),
+    pytest.param(endless, the_beginning, None, "client_closed", (0, 0), id="closed"),
+    pytest.param(endless, nothing, None, "client_closed", (0, 0), id="closed before the first id"),
+    pytest.param(endless, until_cancelled, None, "client_closed", (0, 0), id="cancelled"),
+    pytest.param(
+        swallowing, until_cancelled, None, "client_closed", (0, 0), id="cancelled, quietly"
+    ),
+]
+
+
+@pytest.mark.parametrize(("generated", "read", "error", "result", "tokens"), ENDINGS)
+def test_whatever_way_a_turn_ends(
+    generated: Generate,
+    read: Callable[[Job], Awaitable[Any]],
+    error: type[Exception] | None,
+    result: str,
+    tokens: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(answers, "generate", generated)
+        engine = Engine()
+        turn = job(engine, total=0.1)
+        if error is None:
+            await read(turn)
+        else:
+            with pytest.raises(error):
+                await read(turn)
+        assert turn.lease.released == 1  # type: ignore[attr-defined]
+        assert turn.tracker.results[0] == result  # type: ignore[attr-defined]
+        assert turn.tracker.tokens == tokens  # type: ignore[attr-defined]
+        monkeypatch.setattr(answers, "generate", two)
+        assert len(await everything(job(engine))) == 2  # and the next one has its turn
+
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+def test_a_turn_ends_with_what_was_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "generate", two)
+    deltas = asyncio.run(everything(job(Engine())))
+    assert deltas == [Started(3), Finished("length", None, Usage(3, 2, cached_tokens=2))]
+
+
+def test_an_engine_that_batches_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(answers, "generate", two)
+        engine = SimpleNamespace()
+        turns = [run(job(engine)) for _ in range(3)]
+        for turn in turns:  # nobody waits for anybody
+            await anext(turn)
+        for turn in turns:
+            await turn.aclose()
+
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+# --- A stream that nobody reads to its end.
+
+
+class Silence:
+    """An emitter that writes a word per delta."""
+
+    def feed(self, delta: Delta) -> list[Event]:
+        return [Event(type(delta).__name__)]
+
+    def result(self) -> dict[str, Any]:
+        raise AssertionError("it is streamed")
+
+
+async def receive() -> dict[str, Any]:
+    await asyncio.sleep(60)
+    return {"type": "http.disconnect"}
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2])
+def test_a_stream_whose_reader_fails_frees_the_engine(
+    sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when the garbage collector comes by, but at once."""
+
+    async def test() -> None:
+        messages: list[Any] = []
+
+        async def send(message: Any) -> None:
+            messages.append(message)
+            if len(messages) > sent:
+                raise OSError("the client has gone")
+
+        monkeypatch.setattr(answers, "generate", endless)
+        turn = job(Engine())
+        deltas = run(turn)
+        begun = await anext(deltas)
+        request = Request({"type": "http", "headers": []}, receive)
+        guarded = server._disconnect_guard(frames(begun, deltas, Silence()), request)
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        with pytest.raises(ClientDisconnect):
+            await EventStream(guarded, deltas)(scope, receive, send)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert turn.lease.released == 1  # type: ignore[attr-defined]
+
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(test(), 10))
+    finally:
+        gc.enable()

@@ -1,0 +1,176 @@
+"""Text in, tool calls and content out: whole, and cut anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm_mlx")
+
+from vllm_mlx_harmony.host.tool_parser import HarmonyToolParser
+
+ANALYSIS = "<|channel|>analysis<|message|>Thinking.<|end|><|start|>assistant"
+PARIS = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Paris"}'
+ROME = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Rome"}'
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+ODD = {"type": "function", "function": {"name": "my tool!"}}
+REQUEST = {"tools": [WEATHER, ODD]}
+
+Calls = list[tuple[str, str]]
+
+ROWS = [
+    pytest.param("", [], None, id="nothing"),
+    pytest.param("Hello", [], "Hello", id="plain text"),
+    pytest.param("<|channel|>final<|message|>Hi 🙂<|return|>", [], "Hi 🙂", id="an answer"),
+    pytest.param("<|channel|>final<|message|>Hi", [], "Hi", id="without its end token"),
+    pytest.param(ANALYSIS + "<|channel|>final<|message|>Hi", [], "Hi", id="reasoning is left out"),
+    pytest.param(ANALYSIS, [], None, id="only reasoning"),
+    pytest.param(PARIS + "<|call|>", [("weather", '{"city":"Paris"}')], None, id="a call"),
+    pytest.param(PARIS, [("weather", '{"city":"Paris"}')], None, id="a call without its end token"),
+    pytest.param(
+        ANALYSIS + "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant" + PARIS,
+        [("weather", '{"city":"Paris"}')],
+        "Let me see.",
+        id="a preamble and a call",
+    ),
+    pytest.param(
+        " to=functions.weather<|channel|>commentary json<|message|>{}<|call|>",
+        [("weather", "{}")],
+        None,
+        id="the recipient in the role",
+    ),
+    pytest.param(
+        "<|channel|>analysis to=functions.weather<|message|>{}<|call|>",
+        [("weather", "{}")],
+        None,
+        id="a call on the analysis channel",
+    ),
+    pytest.param(
+        f"{PARIS}<|call|><|start|>assistant{ROME}<|call|>",
+        [("weather", '{"city":"Paris"}'), ("weather", '{"city":"Rome"}')],
+        None,
+        id="two calls",
+    ),
+    pytest.param(
+        f"{PARIS}<|call|><|start|>assistant{PARIS}<|call|>",
+        [("weather", '{"city":"Paris"}')] * 2,
+        None,
+        id="the same call twice",
+    ),
+    pytest.param(
+        "<|channel|>commentary to=functions.my_tool<|message|>é not JSON<|call|>",
+        [("my tool!", "é not JSON")],
+        None,
+        id="arguments as they are, the name as declared",
+    ),
+    pytest.param(
+        "<|channel|>commentary to=functions.weather<|message|><|call|>",
+        [("weather", "{}")],
+        None,
+        id="no arguments",
+    ),
+    pytest.param(
+        '<|channel|>final <|constrain|>json<|message|>{"a":1}',
+        [],
+        '{"a":1}',
+        id="json is no tool",
+    ),
+    pytest.param("a < b <| c <|end", [], "a < b <| c <|end", id="what is no control token"),
+]
+
+
+@pytest.mark.parametrize(("text", "calls", "content"), ROWS)
+def test_whole(text: str, calls: Calls, content: str | None) -> None:
+    found = HarmonyToolParser(None).extract_tool_calls(text, REQUEST)
+    assert [(call["name"], call["arguments"]) for call in found.tool_calls] == calls
+    assert (found.content, found.tools_called) == (content, bool(calls))
+    assert len({call["id"] for call in found.tool_calls}) == len(calls)
+
+
+def pieces(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]
+
+
+class Client:
+    """Puts together what streamed, as a client does."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.calls: dict[int, dict[str, Any]] = {}
+
+    def take(self, delta: dict[str, Any] | None) -> None:
+        for field in delta or {}:
+            assert field in ("content", "tool_calls")
+        self.content += (delta or {}).get("content", "")
+        for call in (delta or {}).get("tool_calls", ()):
+            made = self.calls.setdefault(call["index"], {"arguments": "", "ids": []})
+            made["ids"] += [call["id"]] if "id" in call else []
+            made["name"] = call["function"].get("name", made.get("name"))
+            made["arguments"] += call["function"]["arguments"]
+
+
+def streamed(parser: HarmonyToolParser, parts: list[str]) -> Client:
+    client, before = Client(), ""
+    for part in parts:
+        client.take(
+            parser.extract_tool_calls_streaming(before, before + part, part, request=REQUEST)
+        )
+        before += part
+    client.take(parser.finalize_streaming(before))
+    return client
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(("text", "calls", "content"), ROWS)
+def test_in_pieces(text: str, calls: Calls, content: str | None, size: int) -> None:
+    client = streamed(HarmonyToolParser(None), pieces(text, size))
+    assert [(call["name"], call["arguments"]) for call in client.calls.values()] == calls
+    assert client.content == (content or "")
+    assert all(len(call["ids"]) == 1 for call in client.calls.values())
+    assert "<|channel" not in client.content
+
+
+def test_arguments_stream_as_they_arrive() -> None:
+    parser = HarmonyToolParser(None)
+    head, tail = PARIS[:-6], PARIS[-6:]
+    parser.extract_tool_calls_streaming("", head, head, request=REQUEST)
+    delta = parser.extract_tool_calls_streaming(head, PARIS, tail, request=REQUEST)
+    assert delta == {"tool_calls": [{"index": 0, "function": {"arguments": tail}}]}
+
+
+@pytest.mark.parametrize("again", ["reset", "start"])
+def test_a_second_answer_does_not_see_the_first(again: str) -> None:
+    parser = HarmonyToolParser(None)
+    parser.extract_tool_calls_streaming("", PARIS, PARIS, request=REQUEST)
+    if again == "reset":
+        parser.reset()
+    client = streamed(parser, pieces("<|channel|>final<|message|>Hi", 5))
+    assert (client.content, client.calls) == ("Hi", {})
+
+
+def test_ids_are_better_than_text_where_there_are_any() -> None:
+    parser = HarmonyToolParser(None)
+    answer = [200005, 17196, 200008, 13225, 200002]  # <|channel|>final<|message|>Hello<|return|>
+    delta = parser.extract_tool_calls_streaming("", "Hello", "Hello", delta_token_ids=answer)
+    assert delta == {"content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    "request_context",
+    [None, {}, {"tools": None}, {"tools": ["x", {"function": None}, {"function": {"name": 1}}]},
+     {"tools": [WEATHER, WEATHER]}],
+)  # fmt: skip
+def test_any_request_will_do(request_context: Any) -> None:
+    found = HarmonyToolParser().extract_tool_calls(PARIS, request_context)
+    assert [call["name"] for call in found.tool_calls] == ["weather"]
+
+
+def test_the_host_keeps_tool_messages_structured() -> None:
+    assert HarmonyToolParser.supports_native_format()
+
+
+@pytest.mark.parametrize("text", ["\ud83d", "<|channel|>final<|message|>\ud83d"])
+def test_half_a_surrogate_pair_is_survived(text: str) -> None:
+    assert HarmonyToolParser().extract_tool_calls(text).content == "?"

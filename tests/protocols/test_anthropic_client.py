@@ -1,0 +1,166 @@
+"""The Messages API as the official client sees it, over what a model really writes: every row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from anthropic_checker import Checker, checked
+from hypothesis import given
+from hypothesis import strategies as st
+from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Started, Text, Usage
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.parse import Parser
+from vllm_mlx_harmony.core.turn import Stamp, Tool, Turn
+from vllm_mlx_harmony.protocols.anthropic import Display, Emitter
+from vllm_mlx_harmony.protocols.anthropic.input import INVALID_JSON
+from vllm_mlx_harmony.protocols.events import Event
+
+pytest.importorskip("anthropic")
+
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+STAMP = Stamp("fedcba9876543210fedcba9876543210", 1_754_352_000, "gpt-oss-20b")
+DISPLAYS: tuple[Display, ...] = ("shown", "sealed", "hidden")
+Chunks = Sequence[Sequence[int]]
+
+
+class Backwards:
+    """A seal that is not the text, and that JSON need not escape."""
+
+    def seal(self, text: str) -> str:
+        return text[::-1].encode().hex()
+
+    def unseal(self, sealed: str) -> str | None:
+        return bytes.fromhex(sealed).decode()[::-1]
+
+
+def deltas_of(row: Row, chunks: Chunks) -> list[Delta]:
+    parser = Parser(Names.of(Turn((), tuple(map(Tool, row.tools)))), row.stop)
+    fed = [delta for chunk in chunks for delta in parser.feed(chunk)]
+    return [Started(0), *fed, *parser.close("length" if row.cut else "stop")]
+
+
+def streamed(deltas: Iterable[Delta], thinking: Display = "shown") -> list[Event]:
+    emitter = Emitter(STAMP, Backwards(), stream=True, thinking=thinking)
+    return [event for delta in deltas for event in emitter.feed(delta)]
+
+
+def whole(deltas: Iterable[Delta], thinking: Display = "shown") -> dict[str, Any]:
+    emitter = Emitter(STAMP, Backwards(), stream=False, thinking=thinking)
+    for delta in deltas:
+        emitter.feed(delta)
+    return emitter.result()
+
+
+def accumulated(events: Iterable[Event]) -> Message:
+    """What the official client has in the end, its models strict about every event."""
+    snapshot: Any = None
+    buffers: dict[int, bytes] = {}
+    for event in events:
+        EVENT.validate_json(event.data)
+        document = json.loads(event.data)
+        snapshot = accumulate_event(event=document, current_snapshot=snapshot, json_bufs=buffers)
+    return Message.model_validate(snapshot.to_dict())
+
+
+def check(events: Iterable[Event]) -> Checker:
+    return checked([(event.name, event.data) for event in events])
+
+
+def told(message: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The content as rows write it; preamble and answer are both text, input is JSON again."""
+    return [
+        ("call", block["name"], json.dumps(block["input"]))
+        if block["type"] == "tool_use"
+        else (block["type"], block[block["type"]])
+        for block in message["content"]
+    ]
+
+
+def expected(row: Row) -> list[tuple[str, ...]]:
+    words = {REASONING: "thinking", PREAMBLE: "text", ANSWER: "text"}
+    return [
+        (kind, rest[0], json.dumps(input_of(rest[1]))) if kind == CALL else (words[kind], *rest)
+        for kind, *rest in row.said
+    ]
+
+
+def input_of(arguments: str) -> dict[str, Any]:
+    """What the client has of a row's arguments: the rows that are cut in them have no member."""
+    try:
+        parsed: dict[str, Any] = json.loads(arguments or "{}")
+    except ValueError:
+        return {INVALID_JSON: arguments}
+    return parsed
+
+
+REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_row(row: Row) -> None:
+    ids = vocab.encoding().encode(row.output, allowed_special="all")
+    message = whole(deltas_of(row, [ids]))
+    assert told(message) == expected(row)
+    reason = "stop_sequence" if row.stopped_by else REASONS[row.finish]
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, row.stopped_by)
+    for block in message["content"]:
+        if block["type"] == "thinking":
+            assert Backwards().unseal(block["signature"]) == block["thinking"]
+
+
+@pytest.mark.parametrize("thinking", DISPLAYS)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_streamed_and_accumulated_it_is_the_same(row: Row, thinking: Display) -> None:
+    ids = vocab.encoding().encode(row.output, allowed_special="all")
+    for chunks in ([ids], [[token] for token in ids]):
+        deltas = deltas_of(row, chunks)
+        events, result = streamed(deltas, thinking), whole(deltas, thinking)
+        assert accumulated(events) == Message.model_validate(result)
+        assert check(events).message == result
+    assert whole(deltas_of(row, [ids]), thinking) == result
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_pings_change_nothing(row: Row) -> None:
+    ids = vocab.encoding().encode(row.output, allowed_special="all")
+    events = streamed(deltas_of(row, [ids]))
+    pinged = [
+        each for event in events for each in (("ping", '{"type":"ping"}'), (event.name, event.data))
+    ]
+    assert checked(pinged).message == check(events).message
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> list[Delta]:
+    """A turn of any messages; arguments are whatever a model may write."""
+    text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+    nearly = st.sampled_from(['{"a":', '"b', '",', "1", "}", "[", "]", "\\", "true", " ", '"', "{"])
+    deltas: list[Delta] = [Started(draw(st.integers(0, 9)))]
+    kinds = draw(st.lists(st.sampled_from(Kind), max_size=6))
+    for index, kind in enumerate(kinds):
+        called = kind is Kind.CALL
+        deltas.append(Opened(index, kind, draw(text) if called else ""))
+        pieces = st.lists(text | nearly) if called else st.lists(text, min_size=1)
+        deltas.extend(map(Text, draw(pieces)))
+        deltas.append(Closed(draw(st.booleans())))
+    reason = draw(st.sampled_from(["tool_calls" if Kind.CALL in kinds else "stop", "length"]))
+    counts = (deltas[0].prompt_tokens, *draw(st.tuples(*[st.integers(0, 99)] * 3)))  # type: ignore[union-attr]
+    return [*deltas, Finished(reason, draw(st.none() | text), Usage(*counts))]  # type: ignore[arg-type]
+
+
+@given(turns(), st.sampled_from(DISPLAYS))
+def test_any_turn_is_a_stream_that_says_the_same(deltas: list[Delta], thinking: Display) -> None:
+    events, result = streamed(deltas, thinking), whole(deltas, thinking)
+    json.dumps(result, allow_nan=False).encode()
+    assert check(events).message == result
+    assert accumulated(events) == Message.model_validate(result)

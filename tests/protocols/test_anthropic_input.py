@@ -1,0 +1,191 @@
+"""Arguments of a call on the left, what is sent as ``partial_json`` on the right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from vllm_mlx_harmony.protocols.anthropic.input import INVALID_JSON, MAX_DEPTH, ObjectText
+
+
+def sent(pieces: Iterable[str]) -> list[str]:
+    reader = ObjectText()
+    return [*map(reader.feed, pieces), reader.close()]
+
+
+def invalid(text: str, **members: Any) -> dict[str, Any]:
+    return {**members, INVALID_JSON: text}
+
+
+OBJECTS = [
+    "{}",
+    '{"a":1}',
+    '{"a": "x", "b" : [1, 2.5, -0, 1e3, -1.5E-7], "c": {"d": null, "e": [true, false]}}',
+    '{"a":[],"b":{},"c":[[],[{}]]}',
+    '{"":"","a\\"b":"\\\\"}',
+    '{"a":"\\u00e9 \\ud83d\\ude00 é 😀 \\n"}',
+    '{"a":1,"a":2}',
+    '{"a":' + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1) + "}",
+    '{"a":' + "9" * 300 + "}",
+]
+SPACED = [' {"a" : "é\\u00e9"}\n', "\n\t{ }\r\n "]
+
+NO_OBJECTS: list[tuple[str, dict[str, Any]]] = [
+    # the text; what the client has, beside the text itself
+    ("hello", {}),
+    ("[1,2]", {}),
+    ('"text"', {}),
+    ("null", {}),
+    ("{", {}),
+    ('{"a', {}),
+    ('{"a"', {}),
+    ('{"a":', {}),
+    ('{"a":1', {}),  # 1, or the beginning of 12
+    ('{"a":tru', {}),
+    ('{"a":true', {"a": True}),
+    ('{"a":1,', {"a": 1}),
+    ('{"a":1,"b', {"a": 1}),
+    ('{"a":1,"b":"rm -rf /tm', {"a": 1, "b": None}),  # half a value is taken back
+    ('{"a":"x\\', {"a": None}),
+    ('{"a":"x\\u00', {"a": None}),
+    ('{"a":"\\ud83d', {"a": None}),
+    ('{"a":"\\ud83d\\u', {"a": None}),
+    ('{"a":{"b":"c', {"a": None}),
+    ('{"a":{"b":"c"},"d":[1,[2', {"a": {"b": "c"}, "d": None}),
+    ('{"a\\"é":["x', {'a"é': None}),
+    ('{"a":1} and more', {"a": 1}),
+    ('{"a":1}{"b":2}', {"a": 1}),
+    ("{} x", {}),
+    ('{"a":1]', {"a": 1}),
+    ('{"a":[1}', {"a": None}),
+    ('{"a":1,}', {"a": 1}),
+    ('{"a":[1,]}', {"a": None}),
+    ('{"a" 1}', {}),
+    ("{a:1}", {}),
+    ('{"a":x}', {}),
+    ('{"a":NaN}', {}),
+    ('{"a":01}', {}),
+    ('{"a":1.}', {}),
+    ('{"a":٣}', {}),
+    ('{"a":1e999}', {}),
+    ('{"a":' + "9" * 5000 + "}", {}),
+    ('{"a":0.' + "1" * 400 + "}", {}),
+    ('{"a":"two\nlines"}', {"a": None}),
+    ('{"a":"\\x"}', {"a": None}),
+    ('{"a":"\\ud83d"}', {"a": None}),
+    ('{"a":"\\ude00"}', {"a": None}),
+    ('{"a":trueish}', {"a": True}),
+    ('{"a":' * (MAX_DEPTH + 1), {"a": None}),
+]
+
+
+@pytest.mark.parametrize("text", OBJECTS)
+def test_an_object_is_sent_as_it_is(text: str) -> None:
+    assert "".join(sent([text])) == text
+    assert "".join(sent(text)) == text
+
+
+@pytest.mark.parametrize("text", SPACED)
+def test_white_space_around_an_object_is_not(text: str) -> None:
+    assert "".join(sent(text)) == text.strip()
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t "])
+def test_nothing_is_nothing(text: str) -> None:
+    assert "".join(sent(text)) == ""
+
+
+@pytest.mark.parametrize(("text", "members"), NO_OBJECTS, ids=[t[:40] for t, _ in NO_OBJECTS])
+def test_what_is_no_object_is_handed_over_whole(text: str, members: dict[str, Any]) -> None:
+    whole, by_character = "".join(sent([text])), "".join(sent(text))
+    assert whole == by_character
+    assert json.loads(whole) == invalid(text, **members)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        (['{"a', '":"x', 'y","b":', "1", "2", "}"], ["{", '"a":"x', 'y"', "", "", ',"b":12', "}"]),
+        (['{"a":"', "\\", 'n"}'], ['{"a":"', "", '\\n"', "}"]),
+        (['{"a":"', "\\ud8", "3d\\ude", '00"}'], ['{"a":"', "", "", '\\ud83d\\ude00"', "}"]),
+        (['{"a":t', "rue}"], ["{", '"a":true', "}"]),
+        (['{"a":1} ', "x"], ['{"a":1', "", ',"INVALID_JSON":"{\\"a\\":1} x"}']),
+        (["oh", " no"], ["", "", '{"INVALID_JSON":"oh no"}']),
+    ],
+)
+def test_text_is_sent_as_it_arrives(pieces: list[str], expected: list[str]) -> None:
+    assert sent(pieces) == expected
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    # Characters only: half a surrogate pair is none, and no client takes it.
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> list[str]:
+    """JSON, or JSON that was cut, or had something put into it, or anything; in pieces."""
+    text: str = draw(
+        TEXT
+        | st.builds(
+            json.dumps,
+            st.dictionaries(TEXT, JSON, max_size=4),
+            ensure_ascii=st.booleans(),
+            indent=st.sampled_from([None, 2]),
+        )
+    )
+    at = draw(st.integers(0, len(text)))
+    junk = draw(st.sampled_from(["", "", "}", '"', "\\", ",", "\n", "1", "]", "x"]))
+    text = draw(st.sampled_from([text, text[:at], text[:at] + junk + text[at:]]))
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def strictly(text: str) -> Any:
+    """``text`` as Python reads it; ``None`` for what is not JSON by the letter."""
+
+    def no_constant(_: str) -> None:
+        raise ValueError
+
+    try:
+        return json.loads(text, parse_constant=no_constant)
+    except ValueError:
+        return None
+
+
+@given(pieces())
+@example(['{"\\ud83d', '\\ude00":"\\ud83d"}'])
+def test_any_text_in_any_pieces(cut: list[str]) -> None:
+    text = "".join(cut)
+    whole = "".join(sent(cut))
+    assert whole == "".join(sent([text])) == "".join(sent(text))
+    read, expected = json.loads(whole or "{}"), strictly(text)
+    if isinstance(expected, dict) and "\\ud" not in text:
+        assert read == expected
+    elif text.strip() and not isinstance(expected, dict):
+        assert read[INVALID_JSON] == text
+
+
+@given(pieces())
+@example(['{"a":"x', '\\ud83d"}'])
+def test_the_official_client_can_parse_it_at_every_moment(cut: list[str]) -> None:
+    jiter = pytest.importorskip("jiter")
+    seen = ""
+    for piece in sent(cut):
+        seen += piece
+        if piece:
+            assert isinstance(jiter.from_json(seen.encode(), partial_mode=True), dict)
+    assert not seen or jiter.from_json(seen.encode()) == json.loads(seen)

@@ -1,0 +1,724 @@
+"""The Messages API, inwards: bodies on the left, turns (or the guilty field) on the right."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.context import StreamingHarmonyContext
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.render import render
+from vllm_mlx_harmony.core.turn import (
+    Answer,
+    Call,
+    Defaults,
+    Effort,
+    Instructions,
+    Limits,
+    Message,
+    Preamble,
+    Reasoning,
+    ResponseFormat,
+    Result,
+    Sampling,
+    Stamp,
+    Tool,
+    Turn,
+    User,
+)
+from vllm_mlx_harmony.protocols.anthropic import MessagesRequest, read
+
+DATA = Path(__file__).parent / "data"
+STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+HELLO = [{"role": "user", "content": "Hello"}]
+SERVER = Defaults(
+    effort=Effort.HIGH, identity="You are Ada.", date="2025-08-05", builtin_tools=("python",)
+)
+
+
+class Mark:
+    """A seal that everybody can read."""
+
+    def seal(self, text: str) -> str:
+        return f"sealed:{text}"
+
+    def unseal(self, sealed: str) -> str | None:
+        return sealed.removeprefix("sealed:") if sealed.startswith("sealed:") else None
+
+
+def request(**fields: Any) -> MessagesRequest:
+    body = {"model": "m", "max_tokens": 99, "messages": HELLO, **fields}
+    return read(json.loads(json.dumps(body)), Defaults(), Mark())
+
+
+def turn(**fields: Any) -> Turn:
+    return request(**fields).turn
+
+
+def guilty(body: object) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        read(body, Defaults(), Mark())
+    assert caught.value.status == 400
+    return caught.value
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [*blocks]}
+
+
+def assistant(*blocks: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": [*blocks]}
+
+
+def text(said: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": said, **more}
+
+
+def thinking(shown: str, signature: str = "c2ln") -> dict[str, Any]:
+    return {"type": "thinking", "thinking": shown, "signature": signature}
+
+
+def use(given: Any, name: str = "f", key: str = "c1") -> dict[str, Any]:
+    return {"type": "tool_use", "id": key, "name": name, "input": given}
+
+
+def result(content: Any, key: str = "c1", **more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": key, "content": content, **more}
+
+
+def image() -> dict[str, Any]:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    return {"type": "image", "source": source, "content": 3}
+
+
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
+MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
+    "user": ({"role": "user", "content": "Hi"}, [User("Hi")]),
+    "user, nothing typed": ({"role": "user", "content": ""}, [User("")]),
+    "user, blocks are lines": (user(text("a"), text("b\n"), text("c")), [User("a\nb\nc")]),
+    "user, cache_control": (user(text("a", **CACHED)), [User("a")]),
+    "user, an empty block": (user(text(""), text("a")), [User("a")]),
+    "user, control token is text": (user(text("<|start|>")), [User("<|start|>")]),
+    "system": ({"role": "system", "content": "Be brief."}, [Instructions("Be brief.")]),
+    "system, blocks": (
+        {"role": "system", "content": [text("a"), text("b")]},
+        [Instructions("a\nb")],
+    ),
+    "system, empty": ({"role": "system", "content": ""}, []),
+    "result": (user(result("42")), [Result("c1", "42", "messages[0].content[0]")]),
+    "result, nothing": (user(result(None)), [Result("c1", "", "messages[0].content[0]")]),
+    "result, blocks are lines": (
+        user(result([text("a"), text("b")])),
+        [Result("c1", "a\nb", "messages[0].content[0]")],
+    ),
+    "result, with an image": (
+        user(result([text("Look:"), image(), text("nice")])),
+        [
+            Result(
+                "c1",
+                "Look:\n[an image was left out: text only]\nnice",
+                "messages[0].content[0]",
+            )
+        ],
+    ),
+    "result, with others": (
+        user(result([{"type": "document", "source": {}}, {"type": "tool_reference"}])),
+        [
+            Result(
+                "c1",
+                "[a file was left out: text only]\n"
+                "[a part of type 'tool_reference' was left out: text only]",
+                "messages[0].content[0]",
+            )
+        ],
+    ),
+    "result, failed": (
+        user(result("no such file", is_error=True)),
+        [Result("c1", "Error: no such file", "messages[0].content[0]")],
+    ),
+    "result, failed and says so": (
+        user(result("error 3", is_error=True)),
+        [Result("c1", "error 3", "messages[0].content[0]")],
+    ),
+    "result, failed without a word": (
+        user(result("", is_error=True)),
+        [Result("c1", "Error", "messages[0].content[0]")],
+    ),
+    "result, did not fail": (
+        user(result("fine", is_error=False)),
+        [Result("c1", "fine", "messages[0].content[0]")],
+    ),
+    "results come first, then what the user says": (
+        user(text("And"), result("1"), text("then?"), result("2", "c2")),
+        [
+            Result("c1", "1", "messages[0].content[1]"),
+            Result("c2", "2", "messages[0].content[3]"),
+            User("And\nthen?"),
+        ],
+    ),
+    "assistant, answer": ({"role": "assistant", "content": "Hi"}, [Answer("Hi")]),
+    "assistant, nothing": (assistant(), []),
+    "assistant, reasoning and answer": (
+        assistant(thinking("Hm"), text("Hi")),
+        [Reasoning("Hm"), Answer("Hi")],
+    ),
+    "assistant, preamble and answer": (
+        assistant(text("Well,"), thinking("Hm"), text("Hi")),
+        [Preamble("Well,"), Reasoning("Hm"), Answer("Hi")],
+    ),
+    "assistant, call": (assistant(use({"a": 1})), [Call("c1", "f", '{"a":1}')]),
+    "assistant, text beside a call is a preamble": (
+        assistant(thinking("Hm"), text("Look"), use({}), use({}, key="c2"), text("So.")),
+        [
+            Reasoning("Hm"),
+            Preamble("Look"),
+            Call("c1", "f", "{}"),
+            Call("c2", "f", "{}"),
+            Preamble("So."),
+        ],
+    ),
+    "assistant, input compact, non-ASCII kept": (
+        assistant(use({"a": [1, 2.5, None], "é": "\u2028😀"})),
+        [Call("c1", "f", '{"a":[1,2.5,null],"é":"\u2028😀"}')],
+    ),
+    "assistant, what was no JSON is itself again": (
+        assistant(use({"a": None, "INVALID_JSON": '{"a":"x'})),
+        [Call("c1", "f", '{"a":"x')],
+    ),
+    "assistant, INVALID_JSON of the tool's own": (
+        assistant(use({"INVALID_JSON": 3})),
+        [Call("c1", "f", '{"INVALID_JSON":3}')],
+    ),
+    "thinking, sealed text wins": (
+        assistant(thinking("H…", "sealed:Hm, hm."), text("a")),
+        [Reasoning("Hm, hm."), Answer("a")],
+    ),
+    "thinking, dropped and restored": (
+        assistant(thinking("", "sealed:Hm"), text("a")),
+        [Reasoning("Hm"), Answer("a")],
+    ),
+    "thinking, foreign": (assistant(thinking("Hm"), text("a")), [Reasoning("Hm"), Answer("a")]),
+    "thinking, no signature": (
+        assistant({"type": "thinking", "thinking": "Hm"}, text("a")),
+        [Reasoning("Hm"), Answer("a")],
+    ),
+    "thinking, dropped and foreign": (assistant(thinking(""), text("a")), [Answer("a")]),
+    "redacted_thinking, ours": (
+        assistant({"type": "redacted_thinking", "data": "sealed:Hm"}, text("a")),
+        [Reasoning("Hm"), Answer("a")],
+    ),
+    "redacted_thinking, foreign": (
+        assistant({"type": "redacted_thinking", "data": "EuY="}, text("a")),
+        [Answer("a")],
+    ),
+    "what another server's tools did": (
+        assistant(
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": {"type": "x"}},
+            {"type": "mcp_tool_use", "id": 3},
+            text("a"),
+        ),
+        [Answer("a")],
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "expected"), MESSAGES.values(), ids=MESSAGES)
+def test_messages(message: dict[str, Any], expected: list[Message]) -> None:
+    # Something behind it: a last message of the assistant is the beginning of the answer.
+    assert turn(messages=[message, *HELLO]).messages == (*expected, User("Hello"))
+
+
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message], str | None]] = {
+    "a call in the assistant's next message": (
+        [assistant(thinking("a"), text("b")), assistant(use({})), user(result("1"))],
+        [
+            Reasoning("a"),
+            Preamble("b"),
+            Call("c1", "f", "{}"),
+            Result("c1", "1", "messages[2].content[0]"),
+        ],
+        None,
+    ),
+    "two answers": (
+        [assistant(text("a")), assistant(text("b")), *HELLO],
+        [Answer("a"), Answer("b"), User("Hello")],
+        None,
+    ),
+    "system behind the user": (
+        [*HELLO, {"role": "system", "content": "Now."}],
+        [User("Hello"), Instructions("Now.")],
+        None,
+    ),
+    "prefill": ([*HELLO, {"role": "assistant", "content": "It is"}], [User("Hello")], "It is"),
+    "prefill behind its reasoning": (
+        [*HELLO, assistant(thinking("Hm"), text("It is"))],
+        [User("Hello"), Reasoning("Hm")],
+        "It is",
+    ),
+    "prefill behind a preamble": (
+        [*HELLO, assistant(text("Well."), text("It is"))],
+        [User("Hello"), Preamble("Well.")],
+        "It is",
+    ),
+    "prefill in two messages": (
+        [*HELLO, assistant(text("Well.")), assistant(text("It is")), assistant()],
+        [User("Hello"), Preamble("Well.")],
+        "It is",
+    ),
+    "an empty message of the assistant": (
+        [*HELLO, {"role": "assistant", "content": ""}],
+        [User("Hello")],
+        None,
+    ),
+    "only reasoning": ([*HELLO, assistant(thinking("Hm"))], [User("Hello"), Reasoning("Hm")], None),
+    "a preamble and reasoning": (
+        [*HELLO, assistant(text("a"), thinking("Hm"))],
+        [User("Hello"), Preamble("a"), Reasoning("Hm")],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected", "prefill"), CONVERSATIONS.values(), ids=CONVERSATIONS
+)
+def test_conversations(messages: list[Any], expected: list[Message], prefill: str | None) -> None:
+    asked = turn(messages=messages)
+    assert (asked.messages, asked.prefill) == (tuple(expected), prefill)
+
+
+def test_a_prefill_is_continued_in_final() -> None:
+    asked = turn(messages=[*HELLO, assistant(text("It is"))])
+    prompt = vocab.encoding().decode_utf8(render(asked).ids)
+    assert prompt.endswith("<|start|>assistant<|channel|>final<|message|>It is")
+
+
+@pytest.mark.parametrize(
+    ("system", "expected"),
+    [
+        ("Be brief.", ["Be brief."]),
+        ("", []),
+        (None, []),
+        ([], []),
+        ([text("a"), text("b", **CACHED), text("")], ["a", "b"]),
+        ([text("x-anthropic-billing-header: cc_version=2; cch=1;"), text("a")], ["a"]),
+        ("x-anthropic-billing-header: cc_version=2; cch=1;\nBe brief.", ["Be brief."]),
+        ("No x-anthropic-billing-header: here", ["No x-anthropic-billing-header: here"]),
+    ],
+)
+def test_system(system: Any, expected: list[str]) -> None:
+    assert turn(system=system).messages == (*map(Instructions, expected), User("Hello"))
+
+
+SCHEMA = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "properties": {"a": {"type": "string"}},
+    "additionalProperties": False,
+}
+BARE = {"name": "f", "input_schema": SCHEMA}
+
+FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
+    # name: fields of the body, field of the turn, its value
+    "no tools": ({}, "tools", ()),
+    "tools": (
+        {"tools": [{**BARE, "description": "Does.", **CACHED, "strict": True}]},
+        "tools",
+        (Tool("f", "Does.", SCHEMA, "tools[0]"),),
+    ),
+    "custom tool": (
+        {"tools": [{**BARE, "type": "custom"}]},
+        "tools",
+        (Tool("f", "", SCHEMA, "tools[0]"),),
+    ),
+    "typed tool with a schema": (
+        {"tools": [{**BARE, "type": "web_search_20250305"}]},
+        "tools",
+        (Tool("f", "", SCHEMA, "tools[0]"),),
+    ),
+    "tool without parameters": (
+        {"tools": [{"name": "f", "input_schema": {}}]},
+        "tools",
+        (Tool("f", "", {}, "tools[0]"),),
+    ),
+    "Anthropic's tools are left out": (
+        {
+            "tools": [
+                {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+                {"type": "bash_20250124", "name": "bash"},
+                {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+                {"type": "computer_20250124", "name": "computer", "display_width_px": 1},
+                {"type": "mcp_toolset", "mcp_server_name": "x", "name": 3, "description": {}},
+                BARE,
+            ]
+        },
+        "tools",
+        (Tool("f", "", SCHEMA, "tools[5]"),),
+    ),
+    "tool_choice auto": (
+        {"tools": [BARE], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        "tools",
+        (Tool("f", "", SCHEMA, "tools[0]"),),
+    ),
+    "tool_choice none": ({"tools": [BARE], "tool_choice": {"type": "none"}}, "tools", ()),
+    "max_tokens, stop_sequences": (
+        {"max_tokens": 7, "stop_sequences": ["a", "", "\n"]},
+        "limits",
+        Limits(max_tokens=7, stop=("a", "\n")),
+    ),
+    "sampling": (
+        {"temperature": 0, "top_p": 0.9, "top_k": 40},
+        "sampling",
+        Sampling(temperature=0, top_p=0.9, top_k=40),
+    ),
+    "sampling, nulls": (
+        {"temperature": None, "top_p": None, "top_k": None},
+        "sampling",
+        Sampling(),
+    ),
+    "top_k of all": ({"top_k": -1}, "sampling", Sampling(top_k=0)),
+    "format": (
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        "response_format",
+        ResponseFormat(SCHEMA),
+    ),
+    "format, as it was called": (
+        {"output_format": {"type": "json_schema", "schema": SCHEMA}},
+        "response_format",
+        ResponseFormat(SCHEMA),
+    ),
+    "no format": ({"output_config": {"format": None}}, "response_format", None),
+    "effort": ({"output_config": {"effort": "xhigh"}}, "effort", Effort.HIGH),
+    "no effort": ({"output_config": {"effort": None}}, "effort", Effort.MEDIUM),
+    "adaptive": ({"thinking": {"type": "adaptive"}}, "effort", Effort.MEDIUM),
+    "enabled": ({"thinking": {"type": "enabled", "budget_tokens": 60000}}, "effort", Effort.MEDIUM),
+    "disabled": ({"thinking": {"type": "disabled"}}, "effort", Effort.LOW),
+    "disabled, with an effort": (
+        {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
+        "effort",
+        Effort.HIGH,
+    ),
+    "what changes nothing": (
+        {
+            "metadata": {"user_id": "u"},
+            "service_tier": "auto",
+            "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
+            "betas": ["x"],
+            "container": None,
+            "cache_control": {"type": "ephemeral"},
+            "anything": [1],
+        },
+        "messages",
+        (User("Hello"),),
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "name", "expected"), FIELDS.values(), ids=FIELDS)
+def test_fields(fields: dict[str, Any], name: str, expected: object) -> None:
+    assert getattr(turn(**fields), name) == expected
+
+
+def test_what_is_left_out_is_noted() -> None:
+    asked = request(tools=[BARE, {"type": "web_search_20250305", "name": "web_search"}])
+    assert asked.notes == (
+        "tools[1] (web_search_20250305) was left out: the caller does not define it",
+    )
+    assert request(tools=[BARE]).notes == ()
+
+
+def test_the_server_decides_what_the_request_leaves_open() -> None:
+    body = {"model": "m", "max_tokens": 9, "messages": HELLO}
+    asked = read(body, SERVER, Mark()).turn
+    assert (asked.effort, asked.identity, asked.date) == (Effort.HIGH, "You are Ada.", "2025-08-05")
+    assert asked.builtin_tools == ("python",)
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(None, False), (False, False), (True, True)])
+def test_stream_and_model(sent: bool | None, expected: bool) -> None:
+    asked = request(stream=sent, model="gpt-oss")
+    assert (asked.stream, asked.model) == (expected, "gpt-oss")
+
+
+def test_counting_needs_no_limit_and_changes_nothing_else() -> None:
+    body = {"model": "m", "messages": HELLO, "system": "Be brief.", "tools": [BARE]}
+    counted = read(body, SERVER, Mark(), counting=True).turn
+    asked = read({**body, "max_tokens": 9, "stream": True}, SERVER, Mark()).turn
+    assert render(counted).ids == render(asked).ids
+    assert guilty(body).param == "max_tokens"
+
+
+BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
+    ({"role": "developer", "content": "a"}, ".role"),
+    ({"role": "user"}, ".content"),
+    ({"role": "user", "content": None}, ".content"),
+    ({"role": "user", "content": 3}, ".content"),
+    (user("a"), ".content[0]"),
+    (user({}), ".content[0].type"),
+    (user({"type": None}), ".content[0].type"),
+    (user({"type": {}}), ".content[0].type"),
+    (user({"type": "text"}), ".content[0].text"),
+    (user(text("a"), {"type": "text", "text": 3}), ".content[1].text"),
+    (user(text("a"), image()), ".content[1]"),
+    (user({"type": "document", "source": {"type": "text", "data": "a"}}), ".content[0]"),
+    (user({"type": "whatever"}), ".content[0]"),
+    (user(thinking("a")), ".content[0]"),
+    (user(use({})), ".content[0]"),
+    (user({"type": "tool_result", "content": "a"}), ".content[0].tool_use_id"),
+    (user(result("a", "")), ".content[0].tool_use_id"),
+    (user(result(3)), ".content[0].content"),
+    (user(result(["a"])), ".content[0].content[0]"),
+    (user(result([{"type": "text"}])), ".content[0].content[0].text"),
+    (user(result("a", is_error="yes")), ".content[0].is_error"),
+    ({"role": "system", "content": [image()]}, ".content[0]"),
+    (assistant(image()), ".content[0]"),
+    (assistant(result("a")), ".content[0]"),
+    (assistant({"type": "thinking", "signature": "a"}), ".content[0].thinking"),
+    (assistant({"type": "redacted_thinking"}), ".content[0].data"),
+    (assistant({**use({}), "id": ""}), ".content[0].id"),
+    (assistant({"type": "tool_use", "name": "f", "input": {}}), ".content[0].id"),
+    (assistant({"type": "tool_use", "id": "c", "input": {}}), ".content[0].name"),
+    (assistant({"type": "tool_use", "id": "c", "name": "f"}), ".content[0].input"),
+    (assistant(use("{}")), ".content[0].input"),
+    (assistant(use([])), ".content[0].input"),
+]
+
+
+@pytest.mark.parametrize(("message", "where"), BAD_MESSAGES)
+def test_bad_messages_name_the_block(message: dict[str, Any], where: str) -> None:
+    body = {"model": "m", "max_tokens": 9, "messages": [*HELLO, message, *HELLO]}
+    error = guilty(body)
+    assert error.param == f"messages[1]{where}"
+    assert error.param in error.message
+
+
+LAST = [
+    (assistant(text("It is ")), "messages[1].content[0]"),
+    (assistant(text("It is"), text("\n")), "messages[1].content[1]"),
+    (assistant(text("a"), use({})), "messages[1].content[1]"),
+]
+
+
+@pytest.mark.parametrize(("message", "where"), LAST)
+def test_what_cannot_be_continued(message: dict[str, Any], where: str) -> None:
+    error = guilty({"model": "m", "max_tokens": 9, "messages": [*HELLO, message]})
+    assert error.param == where
+    assert where in error.message
+
+
+BAD_FIELDS: list[tuple[str, Any, str]] = [
+    ("model", None, "model"),
+    ("model", "", "model"),
+    ("messages", [], "messages"),
+    ("messages", "Hello", "messages"),
+    ("messages", [3], "messages[0]"),
+    ("max_tokens", None, "max_tokens"),
+    ("max_tokens", 0, "max_tokens"),
+    ("max_tokens", "9", "max_tokens"),
+    ("system", 3, "system"),
+    ("system", [3], "system[0]"),
+    ("system", [{"type": "text"}], "system[0].text"),
+    ("system", [{"type": "image"}], "system[0]"),
+    ("stream", "yes", "stream"),
+    ("stop_sequences", "a", "stop_sequences"),
+    ("stop_sequences", [3], "stop_sequences[0]"),
+    ("temperature", -1, "temperature"),
+    ("temperature", float("nan"), "temperature"),
+    ("top_p", 2, "top_p"),
+    ("top_k", 1.5, "top_k"),
+    ("tools", {}, "tools"),
+    ("tools", [3], "tools[0]"),
+    ("tools", [{"input_schema": {}}], "tools[0].name"),
+    ("tools", [{"name": "f"}], "tools[0].input_schema"),
+    ("tools", [{"name": "f", "type": "custom"}], "tools[0].input_schema"),
+    ("tools", [{"name": "f", "input_schema": []}], "tools[0].input_schema"),
+    ("tools", [{"name": "f", "type": 3}], "tools[0].type"),
+    ("tool_choice", "auto", "tool_choice"),
+    ("tool_choice", {}, "tool_choice.type"),
+    ("tool_choice", {"type": "any"}, "tool_choice"),
+    ("tool_choice", {"type": "tool", "name": "f"}, "tool_choice"),
+    ("thinking", True, "thinking"),
+    ("thinking", {"type": "always"}, "thinking.type"),
+    ("thinking", {"type": "enabled", "budget_tokens": 0}, "thinking.budget_tokens"),
+    ("output_config", [], "output_config"),
+    ("output_config", {"effort": "huge"}, "output_config.effort"),
+    ("output_config", {"effort": 3}, "output_config.effort"),
+    ("output_config", {"format": {"type": "xml"}}, "output_config.format.type"),
+    ("output_config", {"format": {"type": "json_schema"}}, "output_config.format.schema"),
+    ("output_format", {"type": "json_schema", "schema": 3}, "output_format.schema"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "param"), BAD_FIELDS)
+def test_bad_fields_are_named(field: str, value: Any, param: str) -> None:
+    error = guilty({"model": "m", "max_tokens": 9, "messages": HELLO, field: value})
+    assert error.param == param
+    assert field in error.message
+
+
+def nested(depth: int) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for _ in range(depth):
+        document = {"content": [document], "type": "tool_result"}
+    return document
+
+
+@pytest.mark.parametrize(
+    "body",
+    [None, True, 3, "text", [], [{}], {}, nested(100_000)],
+    ids=["null", "true", "int", "str", "list", "nested list", "empty", "deep"],
+)
+def test_what_is_no_request_at_all(body: object) -> None:
+    guilty(body)
+
+
+# --- Requests as real clients send them.
+
+
+def recorded(name: str) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text())["body"]
+    return body
+
+
+def test_claude_code() -> None:
+    asked = read(recorded("claude-code-turn2"), Defaults(), Mark())
+    assert (asked.model, asked.stream, asked.thinking, asked.notes) == ("m", True, "shown", ())
+    assert asked.turn.messages == (
+        Instructions("You are a Claude agent, built on Anthropic's Claude Agent SDK."),
+        Instructions("(5615 characters of text)"),
+        User("(306 characters of text)\nPlease run it"),
+        Instructions("(6062 characters of text)"),
+        Reasoning("I should run the shell."),
+        Preamble("Running the command."),
+        Call(
+            "toolu_34e6805cb8d142b09fd6547c",
+            "Bash",
+            '{"command":"echo marker-$((40+2))","description":"(13 characters of text)"}',
+        ),
+        Result("toolu_34e6805cb8d142b09fd6547c", "marker-42", "messages[3].content[0]"),
+    )
+    assert len(asked.turn.tools) == 24
+    assert asked.turn.effort is Effort.HIGH
+    assert asked.turn.limits == Limits(max_tokens=32000)
+
+
+def test_opencode() -> None:
+    asked = read(recorded("opencode-messages-turn2"), Defaults(), Mark())
+    assert (asked.stream, len(asked.turn.tools), asked.turn.prefill) == (True, 10, None)
+    assert [type(message) for message in asked.turn.messages] == [
+        Instructions, User, Reasoning, Preamble, Call, Result,
+    ]  # fmt: skip
+
+
+LOOP = (
+    "<|channel|>analysis<|message|>I should run the shell.<|end|><|start|>assistant"
+    "<|channel|>commentary<|message|>Running the command.<|end|><|start|>assistant"
+    "<|channel|>commentary to=functions.Bash <|constrain|>json<|message|>"
+    '{"command":"echo é","description":"(13 characters of text)"}<|call|>'
+)
+ANSWERED = "<|start|>functions.Bash to=assistant<|channel|>commentary<|message|>marker-42<|end|>"
+
+
+@pytest.mark.parametrize("dropped", ["kept", "shortened", "dropped", "omitted by the server"])
+def test_a_tool_loop_goes_on_where_the_model_stopped(dropped: str) -> None:
+    """Prompt 2 is prompt 1, what was generated, the result, and the assistant's turn to go on."""
+    first = recorded("claude-code-turn1")
+    if dropped == "omitted by the server":
+        first["thinking"]["display"] = "omitted"
+    asked = read({**first, "stream": False}, Defaults(), Mark())
+    context, emitter = StreamingHarmonyContext(asked.turn, STAMP), asked.emitter(STAMP)
+    prompt = context.render_for_completion()
+    output = vocab.encoding().encode(LOOP, allowed_special="all")
+    for delta in [*context.start(), *context.append_output(output), *context.finish("stop")]:
+        emitter.feed(delta)
+    content = emitter.result()["content"]
+    if dropped == "omitted by the server":
+        assert content[0]["thinking"] == ""
+    content[0]["thinking"] = {"shortened": "I sh…", "dropped": ""}.get(
+        dropped, content[0]["thinking"]
+    )
+    answered = user(result("marker-42", content[2]["id"], **CACHED))
+    messages = [*first["messages"], assistant(*content), answered]
+    messages[0]["content"][1].pop("cache_control")  # Claude Code moves the mark along
+    second = read({**first, "messages": messages}, Defaults(), Mark())
+    tail = vocab.encoding().encode(ANSWERED + "<|start|>assistant", allowed_special="all")
+    assert render(second.turn).ids == (*prompt, *output, *tail)
+
+
+# --- Any JSON at all.
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+TEXT = st.text() | st.just("\ud83d")
+KINDS = st.sampled_from(
+    ["text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image", "x_tool_result"]
+)
+ANY_BLOCK = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": KINDS | JSON,
+        **dict.fromkeys(("text", "thinking", "signature", "data", "id", "name"), TEXT | JSON),
+        "input": st.dictionaries(TEXT, JSON) | JSON,
+        "tool_use_id": TEXT | JSON,
+        "content": JSON | st.lists(st.fixed_dictionaries({"type": KINDS, "text": TEXT})),
+        "is_error": st.booleans() | JSON,
+    },
+)
+ROLE = st.sampled_from(["user", "assistant", "system"])
+ANY_MESSAGE = st.fixed_dictionaries(
+    {"role": ROLE | JSON, "content": TEXT | st.lists(ANY_BLOCK, max_size=3) | JSON}
+)
+PLAUSIBLE = st.sampled_from([value for _, value, _ in BAD_FIELDS])
+BODY = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(sorted({field for field, _, _ in BAD_FIELDS}), PLAUSIBLE | JSON),
+        "model": st.just("m") | JSON,
+        "max_tokens": st.just(9) | JSON,
+        "messages": st.lists(ANY_MESSAGE, max_size=3) | JSON,
+    },
+)
+ONE = {"model": st.just("m"), "max_tokens": st.just(9)}
+NEARLY = st.fixed_dictionaries({**ONE, "messages": st.lists(ANY_MESSAGE, min_size=1, max_size=3)})
+
+
+@given(JSON | BODY | NEARLY)
+def test_any_json_is_a_request_or_a_request_error(body: object) -> None:
+    with suppress(RequestError):
+        asked = read(body, Defaults(), Mark())
+        json.dumps(asdict(asked.turn), ensure_ascii=False).encode()
+
+
+TEXT_BLOCK = st.builds(text, TEXT)
+GOOD_MESSAGE = st.one_of(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": TEXT}),
+    st.builds(
+        user, TEXT_BLOCK, st.builds(result, TEXT | st.lists(TEXT_BLOCK), is_error=st.booleans())
+    ),
+    st.builds(
+        assistant,
+        st.builds(thinking, TEXT, TEXT),
+        TEXT_BLOCK,
+        st.builds(use, st.dictionaries(TEXT, JSON, max_size=2)),
+    ),
+)
+
+
+@given(st.lists(GOOD_MESSAGE, max_size=4))
+def test_any_good_body_is_a_turn_that_can_be_encoded(messages: list[dict[str, Any]]) -> None:
+    body = {"model": "m", "max_tokens": 9, "messages": [*messages, *HELLO]}
+    document = asdict(read(body, Defaults(), Mark()).turn)
+    json.dumps(document, ensure_ascii=False).encode()  # no half of a surrogate pair is left

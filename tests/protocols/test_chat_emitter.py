@@ -1,0 +1,351 @@
+"""Chat Completions, outwards: deltas on the left, what is on the wire on the right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vllm_mlx_harmony.core.deltas import (
+    Closed,
+    Delta,
+    Failed,
+    Finished,
+    Kind,
+    Opened,
+    Started,
+    Text,
+    Usage,
+)
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
+from vllm_mlx_harmony.core.turn import Defaults, Stamp
+from vllm_mlx_harmony.protocols.chat import Emitter, error_body, read
+from vllm_mlx_harmony.protocols.events import DONE, Event, frame
+
+STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+USAGE = Usage(prompt_tokens=80, completion_tokens=20, reasoning_tokens=7, cached_tokens=64)
+USAGE_BODY = {
+    "prompt_tokens": 80,
+    "completion_tokens": 20,
+    "total_tokens": 100,
+    "prompt_tokens_details": {"cached_tokens": 64},
+    "completion_tokens_details": {"reasoning_tokens": 7},
+}
+SIGNED = {"id": f"chatcmpl-{STAMP.key}", "created": STAMP.created, "model": STAMP.model}
+ROLE = {"role": "assistant", "content": None, "refusal": None}
+FIRST, SECOND, THIRD, FOURTH = (f"call_0123456789abcdef0123000{index}" for index in range(4))
+"""The ids of calls, by their place among the messages of the answer."""
+
+
+def message(kind: Kind, *texts: str, name: str = "", complete: bool = True) -> list[Delta]:
+    return [Opened(0, kind, name), *map(Text, texts), Closed(complete)]
+
+
+def reasoning(*texts: str) -> list[Delta]:
+    return message(Kind.REASONING, *texts)
+
+
+def preamble(*texts: str) -> list[Delta]:
+    return message(Kind.PREAMBLE, *texts)
+
+
+def answer(*texts: str) -> list[Delta]:
+    return message(Kind.ANSWER, *texts)
+
+
+def call(name: str, *texts: str, complete: bool = True) -> list[Delta]:
+    return message(Kind.CALL, *texts, name=name, complete=complete)
+
+
+def told(*messages: list[Delta], end: Delta) -> list[Delta]:
+    numbered = (
+        replace(delta, index=index) if isinstance(delta, Opened) else delta
+        for index, each in enumerate(messages)
+        for delta in each
+    )
+    return [Started(80, 64), *numbered, end]
+
+
+def emitted(deltas: Iterable[Delta], *, include_usage: bool = False) -> list[Event]:
+    emitter = Emitter(STAMP, stream=True, include_usage=include_usage)
+    return [event for delta in deltas for event in emitter.feed(delta)]
+
+
+def chunks(events: Iterable[Event]) -> list[dict[str, Any]]:
+    return [json.loads(event.data) for event in events if event != DONE]
+
+
+def whole(deltas: Iterable[Delta]) -> dict[str, Any]:
+    emitter = Emitter(STAMP, stream=False)
+    assert [event for delta in deltas for event in emitter.feed(delta)] == []
+    return emitter.result()
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def opened(index: int, key: str, name: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": ""}
+    return {"tool_calls": [{"index": index, "id": key, "type": "function", "function": function}]}
+
+
+def argued(index: int, text: str) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def called(key: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+STOP, CALLS, CUT = (Finished(r, None, USAGE) for r in ("stop", "tool_calls", "length"))
+
+ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str, dict[str, Any]]] = {
+    # name: deltas, the deltas on the wire between role and finish, finish reason, the message
+    "a plain answer": (
+        told(answer("Hel", "lo"), end=STOP),
+        [{"content": "Hel"}, {"content": "lo"}, {}],
+        "stop",
+        {"content": "Hello"},
+    ),
+    "reasoning and answer": (
+        told(reasoning("Hm", "."), answer("Hi"), end=STOP),
+        [thought("Hm"), thought("."), {"content": "Hi"}, {}],
+        "stop",
+        {"content": "Hi", **thought("Hm.")},
+    ),
+    "several of each are joined by line breaks": (
+        told(
+            reasoning("a", "b"), preamble("c"), reasoning("d"), preamble("e"), answer("f"), end=STOP
+        ),
+        [
+            thought("a"),
+            thought("b"),
+            {"content": "c"},
+            thought("\nd"),
+            {"content": "\ne"},
+            {"content": "\nf"},
+            {},
+        ],
+        "stop",
+        {"content": "c\ne\nf", **thought("ab\nd")},
+    ),
+    "only a call": (
+        told(call("f", '{"a"', ":1}"), end=CALLS),
+        [opened(0, FIRST, "f"), argued(0, '{"a"'), argued(0, ":1}"), {}],
+        "tool_calls",
+        {"content": None, "tool_calls": [called(FIRST, "f", '{"a":1}')]},
+    ),
+    "reasoning, preamble, two identical calls": (
+        told(reasoning("Hm"), preamble("Look"), call("f", "{}"), call("f", "{}"), end=CALLS),
+        [
+            thought("Hm"),
+            {"content": "Look"},
+            opened(0, THIRD, "f"),
+            argued(0, "{}"),
+            opened(1, FOURTH, "f"),
+            argued(1, "{}"),
+            {},
+        ],
+        "tool_calls",
+        {
+            "content": "Look",
+            **thought("Hm"),
+            "tool_calls": [called(THIRD, "f", "{}"), called(FOURTH, "f", "{}")],
+        },
+    ),
+    "the line break waits for the later text, over a call": (
+        told(preamble("a"), call("f", "{}"), answer("b"), end=CALLS),
+        [
+            {"content": "a"},
+            opened(0, SECOND, "f"),
+            argued(0, "{}"),
+            {"content": "\nb"},
+            {},
+        ],
+        "tool_calls",
+        {"content": "a\nb", "tool_calls": [called(SECOND, "f", "{}")]},
+    ),
+    "cut inside a call": (
+        told(call("f", '{"a', complete=False), end=CUT),
+        [opened(0, FIRST, "f"), argued(0, '{"a'), {}],
+        "length",
+        {"content": None, "tool_calls": [called(FIRST, "f", '{"a')]},
+    ),
+    "cut while thinking": (
+        told(reasoning("Hm"), end=CUT),
+        [thought("Hm"), {"content": ""}],
+        "length",
+        {"content": "", **thought("Hm")},
+    ),
+    "nothing at all": (told(end=STOP), [{"content": ""}], "stop", {"content": ""}),
+    "what JSON must escape": (
+        told(answer('"\\\n\x00\u2028é', "😀</script>"), call('a"b', '{"é":"\\u00e9"}'), end=CALLS),
+        [
+            {"content": '"\\\n\x00\u2028é'},
+            {"content": "😀</script>"},
+            opened(0, SECOND, 'a"b'),
+            argued(0, '{"é":"\\u00e9"}'),
+            {},
+        ],
+        "tool_calls",
+        {
+            "content": '"\\\n\x00\u2028é😀</script>',
+            "tool_calls": [called(SECOND, 'a"b', '{"é":"\\u00e9"}')],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("deltas", "wire", "reason", "_"), ROWS.values(), ids=ROWS)
+def test_streamed(deltas: list[Delta], wire: list[Any], reason: str, _: object) -> None:
+    events = emitted(deltas)
+    assert events[-1] == DONE
+    assert events.count(DONE) == 1
+    expected = [
+        {
+            **SIGNED,
+            "object": "chat.completion.chunk",
+            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}],
+        }
+        for delta in (ROLE, *wire)
+    ]
+    expected[-1]["choices"][0]["finish_reason"] = reason
+    assert chunks(events) == expected
+
+
+@pytest.mark.parametrize(("deltas", "_", "reason", "expected"), ROWS.values(), ids=ROWS)
+def test_not_streamed(deltas: list[Delta], _: object, reason: str, expected: Any) -> None:
+    assert whole(deltas) == {
+        **SIGNED,
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "refusal": None, **expected},
+                "logprobs": None,
+                "finish_reason": reason,
+            }
+        ],
+        "usage": USAGE_BODY,
+    }
+
+
+@pytest.mark.parametrize(("deltas", "wire", "reason", "_"), ROWS.values(), ids=ROWS)
+def test_usage_has_its_own_last_chunk(
+    deltas: list[Delta], wire: list[Any], reason: str, _: object
+) -> None:
+    *others, last = chunks(emitted(deltas, include_usage=True))
+    plain = chunks(emitted(deltas))
+    assert others == [{**chunk, "usage": None} for chunk in plain]
+    assert all("usage" not in chunk for chunk in plain)
+    assert last == {
+        **SIGNED,
+        "object": "chat.completion.chunk",
+        "choices": [],
+        "usage": USAGE_BODY,
+    }
+
+
+@pytest.mark.parametrize(("deltas", "wire", "reason", "_"), ROWS.values(), ids=ROWS)
+def test_on_the_wire_a_chunk_is_one_ascii_line(
+    deltas: list[Delta], wire: list[Any], reason: str, _: object
+) -> None:
+    for event in emitted(deltas, include_usage=True):
+        assert event.data.isascii()
+        assert len(event.data.splitlines()) == 1
+        assert frame(event) == f"data: {event.data}\n\n"
+
+
+def test_the_role_goes_out_before_anything_is_generated() -> None:
+    (event,) = Emitter(STAMP, stream=True).feed(Started(80))
+    assert json.loads(event.data)["choices"][0]["delta"] == ROLE
+
+
+def test_many_calls_have_as_many_ids() -> None:
+    answered = whole(told(*(call("f", "{}") for _ in range(300)), end=CALLS))
+    ids = [each["id"] for each in answered["choices"][0]["message"]["tool_calls"]]
+    assert len(set(ids)) == 300
+    assert {len(each) for each in ids} == {len("call_") + 24}
+
+
+@pytest.mark.parametrize("begun", [0, 1, 3], ids=["at once", "after the role", "in the answer"])
+def test_a_failure_in_a_stream_is_an_error_and_the_end(begun: int) -> None:
+    failure = OutputError("the engine died")
+    deltas = told(answer("Hel"), end=STOP)[:begun]
+    *before, error, done = emitted([*deltas, Failed(failure)], include_usage=True)
+    assert before == emitted(deltas, include_usage=True)
+    assert json.loads(error.data) == error_body(failure)
+    assert done == DONE
+
+
+def test_a_failure_not_streamed_is_raised() -> None:
+    failure = HostError("the engine is gone")
+    with pytest.raises(HostError) as caught:
+        whole(told(answer("Hel"), end=Failed(failure)))
+    assert caught.value is failure
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_there_is_no_result_before_the_end_nor_of_a_stream(stream: bool) -> None:
+    emitter = Emitter(STAMP, stream=stream)
+    for delta in told(answer("Hel"), end=STOP)[: None if stream else -1]:
+        emitter.feed(delta)
+    with pytest.raises(OutputError):
+        emitter.result()
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_makes_the_emitter_it_asked_for(stream: bool, include_usage: bool) -> None:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "stream": stream,
+        "stream_options": {"include_usage": include_usage},
+    }
+    emitter = read(body, Defaults()).emitter(STAMP)
+    deltas = told(answer("Hel"), end=STOP)
+    events = [event for delta in deltas for event in emitter.feed(delta)]
+    assert events == (emitted(deltas, include_usage=include_usage) if stream else [])
+
+
+def test_no_text_is_kept_while_streaming() -> None:
+    emitter = Emitter(STAMP, stream=True)
+    for delta in told(reasoning("a"), call("f", "b"), answer("c"), end=STOP):
+        emitter.feed(delta)
+        assert not emitter._parts
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "param", "code"),
+    [
+        (RequestError("no", param="n"), "invalid_request_error", "n", None),
+        (
+            RequestError("no", param="messages", code="context_length_exceeded"),
+            "invalid_request_error",
+            "messages",
+            "context_length_exceeded",
+        ),
+        (RequestError("no", status=401), "invalid_request_error", None, "invalid_api_key"),
+        (
+            RequestError("no", status=404, param="model", code="model_not_found"),
+            "invalid_request_error",
+            "model",
+            "model_not_found",
+        ),
+        (RequestError("no", status=429), "requests", None, "rate_limit_exceeded"),
+        (OutputError("no"), "server_error", None, "generation_failed"),
+        (HostError("no", retry_after=3), "server_error", None, "server_unavailable"),
+        (HarmonyFailure("no", status=504), "server_error", None, None),
+    ],
+)
+def test_errors_have_openais_shape(
+    error: HarmonyFailure, kind: str, param: str | None, code: str | None
+) -> None:
+    assert error_body(error) == {
+        "error": {"message": "no", "type": kind, "param": param, "code": code}
+    }

@@ -1,0 +1,406 @@
+"""A conversation through an API, turn by turn: each prompt goes on where the model stopped.
+
+What the model generates is a row; what the client sends back is what the API showed it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rows import ROWS, Row
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.context import StreamingHarmonyContext
+from vllm_mlx_harmony.core.deltas import Delta
+from vllm_mlx_harmony.core.render import Rendered, opening, render
+from vllm_mlx_harmony.core.replay import Output, Replay, View, _segments
+from vllm_mlx_harmony.core.turn import (
+    Answer,
+    Call,
+    Defaults,
+    Limits,
+    Reasoning,
+    Result,
+    Stamp,
+    Tool,
+    Turn,
+    User,
+)
+from vllm_mlx_harmony.protocols import anthropic, chat, responses
+
+MIB = 2**20
+DEFAULTS = Defaults(date="2026-01-01")
+
+
+class Plain:
+    """A seal that everybody can read."""
+
+    def seal(self, text: str) -> str:
+        return f"sealed:{text}"
+
+    def unseal(self, sealed: str) -> str | None:
+        return sealed.removeprefix("sealed:") if sealed.startswith("sealed:") else None
+
+
+def ids_of(text: str) -> list[int]:
+    return vocab.encoding().encode(text, allowed_special="all")
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return vocab.encoding().decode(list(ids))
+
+
+# --- Clients: what was said to the model so far, and what they make of an answer.
+
+
+class Client:
+    """Speaks one API, and keeps of the answers what that API's agents keep."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+        self.open_calls: list[str] = []
+
+    def asked(self) -> Any:
+        raise NotImplementedError
+
+    def hears(self, document: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def speaks(self, text: str) -> None:
+        """Answers every call with ``text``, or says it as the user."""
+        results = [self.result(key, text) for key in self.open_calls]
+        self.say(results) if results else self.said.append({"role": "user", "content": text})
+        self.open_calls = []
+
+    def say(self, results: list[dict[str, Any]]) -> None:
+        self.said += results
+
+    def result(self, key: str, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatClient(Client):
+    """Sends no reasoning back, as most do, and the content of calls as null."""
+
+    def asked(self) -> Any:
+        tool = {"type": "function", "function": {"name": "x"}}
+        return chat.read({"model": "m", "messages": self.said, "tools": [tool]}, DEFAULTS)
+
+    def hears(self, document: dict[str, Any]) -> None:
+        message = document["choices"][0]["message"]
+        kept = {name: message.get(name) for name in ("role", "content", "tool_calls")}
+        self.open_calls = [call["id"] for call in message.get("tool_calls") or ()]
+        if kept["content"] or self.open_calls:
+            self.said.append(kept)
+
+    def result(self, key: str, text: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": key, "content": text}
+
+
+class ReasoningChatClient(ChatClient):
+    """Sends back what it was given, and writes the arguments anew."""
+
+    def hears(self, document: dict[str, Any]) -> None:
+        super().hears(document)
+        message = document["choices"][0]["message"]
+        if self.said and self.said[-1]["role"] == "assistant":
+            self.said[-1] |= {"reasoning_content": message.get("reasoning_content")}
+        for call in message.get("tool_calls") or ():
+            try:
+                arguments = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
+            except ValueError:
+                continue
+            call["function"]["arguments"] = arguments
+
+
+class MessagesClient(Client):
+    def asked(self) -> Any:
+        tool = {"name": "x", "input_schema": {"type": "object"}}
+        body = {"model": "m", "max_tokens": 999, "messages": self.said, "tools": [tool]}
+        return anthropic.read(body, DEFAULTS, Plain())
+
+    def hears(self, document: dict[str, Any]) -> None:
+        content = document["content"]
+        self.open_calls = [block["id"] for block in content if block["type"] == "tool_use"]
+        if any(block["type"] != "thinking" for block in content):
+            self.said.append({"role": "assistant", "content": content})
+
+    def result(self, key: str, text: str) -> dict[str, Any]:
+        return {"type": "tool_result", "tool_use_id": key, "content": text}
+
+    def say(self, results: list[dict[str, Any]]) -> None:
+        self.said.append({"role": "user", "content": results})
+
+
+class ResponsesClient(Client):
+    """Sends the items back without their ids and without reasoning."""
+
+    def asked(self) -> Any:
+        tool = {"type": "function", "name": "x", "parameters": None, "strict": False}
+        body = {"model": "m", "input": self.said, "tools": [tool], "store": False}
+        return responses.read(body, DEFAULTS, Plain())
+
+    def hears(self, document: dict[str, Any]) -> None:
+        kept = [item for item in document["output"] if item["type"] != "reasoning"]
+        self.open_calls = [item["call_id"] for item in kept if item["type"] == "function_call"]
+        self.said += [{k: v for k, v in item.items() if k != "id"} for item in kept]
+
+    def result(self, key: str, text: str) -> dict[str, Any]:
+        return {"type": "function_call_output", "call_id": key, "output": text}
+
+
+CLIENTS = [ChatClient, ReasoningChatClient, MessagesClient, ResponsesClient]
+
+
+# --- A server, without one.
+
+
+def answered(
+    client: Client, row: Row, key: int, view: View | None
+) -> tuple[StreamingHarmonyContext, dict[str, Any]]:
+    """The turn that generates ``row`` for what ``client`` asks, remembered; and its answer."""
+    asked = client.asked()
+    renderer: Callable[[Turn], Rendered] = partial(render, replay=view)
+    stamp = Stamp(f"{key:020x}" + "0" * 12, 0, "m")
+    context = StreamingHarmonyContext(asked.turn, stamp, renderer)
+    emitter = asked.emitter(stamp)
+    deltas: list[Delta] = context.start()
+    deltas += context.append_output(ids_of(row.output))
+    deltas += context.finish("length" if row.cut else "stop")
+    for delta in deltas:
+        emitter.feed(delta)
+    for output in context.outputs:
+        if view is not None:
+            view.remember(output)
+    return context, emitter.result()
+
+
+def is_whole(row: Row) -> bool:
+    """Whether all that was generated can be placed again."""
+    transcript = "<|call|>" in row.output[: -len("<|call|>")]
+    behind = any(row.output.find(end) not in (-1, len(row.output) - len(end)) for end in ENDS)
+    header_cut = row.cut and not row.whole and not row.said
+    return not (transcript or behind or header_cut)
+
+
+ENDS = ("<|return|>", "<|endoftext|>")
+PLAIN = [row for row in ROWS if not row.stop and row.tools == ("x",) and is_whole(row)]
+SHOWN = [row for row in PLAIN if any(part[0] != "reasoning" for part in row.said)]
+LOOPS = [row for row in SHOWN if any(p[0] == "call" for p in row.said) and not row.cut]
+CALLS = [row for row in LOOPS if all(part[0] != "answer" for part in row.said)]
+
+
+def converse(client: Client, rows: Sequence[Row], view: View | None) -> list[tuple[int, ...]]:
+    """Everything that was prompted and generated, a sequence for each turn, and the last prompt."""
+    client.speaks("Go.")
+    seen = []
+    for key, row in enumerate(rows, 1):
+        context, document = answered(client, row, key, view)
+        seen.append(context.render_for_completion())
+        client.hears(document)
+        client.speaks(f"Result {key}.")
+    return [*seen, render(client.asked().turn, replay=view).ids]
+
+
+def without_terminator(ids: Sequence[int]) -> tuple[int, ...]:
+    ended = ids[-1] in (vocab.RETURN, vocab.ENDOFTEXT)
+    return tuple(ids[:-1] if ended else ids)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("row", CALLS, ids=lambda row: row.id)
+def test_a_loop_goes_on_behind_what_was_generated(client: type[Client], row: Row) -> None:
+    *turns, last = converse(client(), [row, row, row], Replay(MIB).view("m"))
+    for before, after in zip(turns, [*turns[1:], last], strict=True):
+        assert text_of(after).startswith(text_of(without_terminator(before)))
+        assert after[: len(before) - 1] == before[:-1]
+
+
+NO_REASONING = [row for row in SHOWN if all(part[0] != "reasoning" for part in row.said)]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("row", NO_REASONING, ids=lambda row: row.id)
+def test_where_nothing_is_dropped_all_of_it_is_placed(client: type[Client], row: Row) -> None:
+    first, last = converse(client(), [row], Replay(MIB).view("m"))
+    generated = without_terminator(first)
+    assert last[: len(generated)] == generated
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(CLIENTS), st.lists(st.sampled_from(CALLS), min_size=1, max_size=6))
+def test_any_loop_goes_on(client: type[Client], rows: list[Row]) -> None:
+    *turns, last = converse(client(), rows, Replay(MIB).view("m"))
+    for before, after in zip(turns, [*turns[1:], last], strict=True):
+        assert after[: len(before) - 1] == before[:-1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(SHOWN), min_size=1, max_size=6))
+def test_every_api_comes_to_the_same_prompts(rows: list[Row]) -> None:
+    """As soon as replay knows what the contents were: Chat joins them."""
+    histories = [converse(client(), rows, Replay(MIB).view("m")) for client in CLIENTS]
+    assert all(history == histories[0] for history in histories)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(CLIENTS), st.lists(st.sampled_from(SHOWN), min_size=1, max_size=6))
+def test_answered_turns_lose_their_reasoning(client: type[Client], rows: list[Row]) -> None:
+    """A6 on what was generated: behind the last answer all of it stands, before it none."""
+    answer = next(row for row in SHOWN if row.id == "reasoning, answer")
+    *_, last = converse(client(), [*rows, answer], Replay(MIB).view("m"))
+    assert "<|channel|>analysis<|message|>" not in text_of(last)
+
+
+KEPT = ' to=functions.x<|channel|>commentary code<|message|>{"a": 1}<|call|>'
+THOUGHT = Row(
+    "reasoning, call in another form",
+    f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{KEPT}",
+    (("reasoning", "Hm."), ("call", "x", '{"a": 1}')),
+)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_what_is_left_without_reasoning_is_as_it_was(client: type[Client]) -> None:
+    answer = next(row for row in SHOWN if row.id == "reasoning, answer")
+    first, *_, last = converse(client(), [THOUGHT, answer], Replay(MIB).view("m"))
+    asked = text_of(first).removesuffix(THOUGHT.output)
+    assert text_of(last).startswith(f"{asked}{KEPT}<|start|>functions.x to=assistant")
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("row", SHOWN, ids=lambda row: row.id)
+def test_without_replay_a_prompt_is_what_the_client_sent(client: type[Client], row: Row) -> None:
+    spoken = client()
+    *_, last = converse(spoken, [row, row], None)
+    assert last == render(spoken.asked().turn, Replay(MIB).view("m")).ids
+
+
+# --- Segments, for any output.
+
+CONTROL = [vocab.START, vocab.CHANNEL, vocab.MESSAGE, vocab.END, vocab.CALL, vocab.RETURN]
+WORDS = [
+    "analysis",
+    "final",
+    "commentary",
+    "assistant",
+    " to=functions.x",
+    "user",
+    "Hm",
+    " 🙂",
+    "{}",
+]
+TOKENS = st.one_of(
+    st.sampled_from([*CONTROL, vocab.CONSTRAIN, vocab.ENDOFTEXT, vocab.STARTOFTEXT, 201_050]),
+    st.sampled_from([token for word in WORDS for token in vocab.encode(word)]),
+)
+ASKED = Turn((User("Go."),), (Tool("x"),))
+
+
+def generated(ids: Sequence[int], cut: bool, chunks: int = 0) -> StreamingHarmonyContext:
+    context = StreamingHarmonyContext(ASKED, Stamp("1" * 32, 0, "m"))
+    for start in range(0, len(ids), chunks or max(len(ids), 1)):
+        context.append_output(ids[start : start + (chunks or len(ids))])
+    context.finish("length" if cut else "stop")
+    return context
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(TOKENS, max_size=40), st.booleans(), st.integers(1, 3))
+def test_segments_are_the_output_in_a_row(ids: list[int], cut: bool, chunks: int) -> None:
+    context = generated(ids, cut, chunks)
+    whole = context.render_for_completion()
+    (output,) = context.outputs
+    assert output.messages == context.messages[1:]
+    segments = _segments(output)
+    if not segments:
+        assert not output.messages or output.begins[-1] >= len(output.ids)
+        return
+    for begin in output.begins[1:]:
+        behind_one = output.ids[begin - 1] in (vocab.END, vocab.CALL)
+        assert behind_one or output.ids[begin] in (vocab.START, vocab.CHANNEL)
+    placed = [token for segment in segments for token in segment.ids]
+    body = [*opening(), *without_terminator(whole[len(whole) - len(output.ids) + 2 :])]
+    shorter = body[: len(placed) - (placed[-1] in (vocab.END, vocab.CALL))]
+    left_out = body[len(shorter) :]
+    assert placed[: len(shorter)] == shorter
+    assert vocab.MESSAGE not in left_out  # only a header that was cut
+    assert placed[-1] in (vocab.END, vocab.CALL)
+    added = body[: len(placed)] != placed
+    if added and output.ids[-1] not in (vocab.RETURN, vocab.ENDOFTEXT):
+        assert placed[-2] not in (vocab.START, vocab.CHANNEL)  # nothing of a header before it
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(TOKENS, max_size=40), st.booleans(), st.integers(1, 7))
+def test_any_chunks_give_the_same_output(ids: list[int], cut: bool, chunks: int) -> None:
+    """As far as the model's turn goes: no chunk goes on behind its end here."""
+    ends = (at for at, token in enumerate(ids) if token in TURN_ENDS)
+    ids = ids[: next(ends, len(ids)) + 1]
+    assert generated(ids, cut, chunks).outputs == generated(ids, cut).outputs
+
+
+TURN_ENDS = (vocab.CALL, vocab.RETURN, vocab.ENDOFTEXT)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(TOKENS, max_size=40), st.booleans())
+def test_a_segment_is_read_as_its_message(ids: list[int], cut: bool) -> None:
+    """Each one that stands alone, between others: junk behind it is none before a ``<|start|>``."""
+    for output in generated(ids, cut).outputs:
+        for message, segment in zip(output.messages, _segments(output), strict=False):
+            if segment.stands_alone and segment.ids[:2] == tuple(opening()):
+                said = generated([*segment.ids[2:], vocab.START], False).messages[1:]
+                assert [type(one) for one in said] == [type(message)]
+
+
+def test_tools_of_the_server_make_several_outputs() -> None:
+    context = StreamingHarmonyContext(ASKED, Stamp("1" * 32, 0, "m"))
+    context.append_output(ids_of("<|channel|>analysis to=functions.x code<|message|>{}<|call|>"))
+    call = context.messages[-1]
+    assert isinstance(call, Call)
+    context.append_tool_output([Result(call.id, "4")])
+    context.append_output(ids_of("<|channel|>final<|message|>Four.<|return|>"))
+    context.finish("stop")
+    assert [output.messages for output in context.outputs] == [(call,), (Answer("Four."),)]
+    view = Replay(MIB).view("m")
+    for output in context.outputs:
+        view.remember(output)
+    prompt = render(Turn((*context.messages, User("Why?")), (Tool("x"),)), replay=view).ids
+    assert (
+        prompt[: len(context.render_for_completion()) - 1] == context.render_for_completion()[:-1]
+    )
+
+
+def test_what_a_stop_string_ended_is_not_remembered() -> None:
+    turn = Turn((User("Go."),), limits=Limits(stop=("two",)))
+    context = StreamingHarmonyContext(turn, Stamp("1" * 32, 0, "m"))
+    context.append_output(ids_of("<|channel|>final<|message|>one two three"))
+    context.finish("stop")
+    assert context.messages[1:] == (Answer("one "),)
+    assert context.outputs == ()
+
+
+def test_what_a_prefill_began_is_not_remembered() -> None:
+    turn = Turn((User("Go."),), prefill="One")
+    context = StreamingHarmonyContext(turn, Stamp("1" * 32, 0, "m"))
+    context.append_output(ids_of(" two.<|return|>"))
+    context.finish("stop")
+    assert context.outputs == ()
+
+
+def test_an_output_is_not_there_before_it_has_ended() -> None:
+    context = StreamingHarmonyContext(ASKED, Stamp("1" * 32, 0, "m"))
+    context.append_output(ids_of("<|channel|>analysis<|message|>Hm.<|end|>"))
+    assert context.outputs == ()
+    context.finish("stop")
+    ids = (*opening(), *ids_of("<|channel|>analysis<|message|>Hm.<|end|>"))
+    assert context.outputs == (
+        Output(ASKED.messages, (Reasoning("Hm."),), ids, begins=(2,), ended=len(ids)),
+    )

@@ -1,0 +1,178 @@
+"""Responses as the official client sees them: its models, its accumulator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import pytest
+from event_checker import check
+from rows import ROWS, Row
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import (
+    Closed,
+    Delta,
+    Failed,
+    Finished,
+    Kind,
+    Opened,
+    Started,
+    Text,
+    Usage,
+)
+from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.parse import Parser
+from vllm_mlx_harmony.core.turn import Defaults, Stamp
+from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest, read
+from vllm_mlx_harmony.protocols.responses.resource import page
+
+pytest.importorskip("openai", minversion="2")
+
+from openai import omit
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses.response_item_list import ResponseItemList
+from pydantic import BaseModel, TypeAdapter
+
+STAMP = Stamp("fedcba9876543210fedcba9876543210", 1_754_352_000, "gpt-oss-20b")
+MODELS: dict[str, type[BaseModel]] = {
+    get_args(model.model_fields["type"].annotation)[0]: model
+    for model in get_args(get_args(ResponseStreamEvent)[0])
+}
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]},
+]
+
+
+class Plain:
+    def seal(self, text: str) -> str:
+        return text
+
+    def unseal(self, sealed: str) -> str | None:
+        return sealed
+
+
+def request(stream: bool, **fields: Any) -> ResponsesRequest:
+    body = {"model": "m", "input": "Hi", "stream": stream, **fields}
+    return read(body, Defaults(), Plain())
+
+
+def streamed(deltas: Iterable[Delta], **fields: Any) -> list[Event]:
+    emitter = request(True, **fields).emitter(STAMP, lambda: 1.5)
+    return [event for delta in deltas for event in emitter.feed(delta)]
+
+
+def whole(deltas: Iterable[Delta], **fields: Any) -> dict[str, Any]:
+    emitter = request(False, **fields).emitter(STAMP, lambda: 1.5)
+    for delta in deltas:
+        emitter.feed(delta)
+    return emitter.result()
+
+
+def modelled(events: Iterable[Event]) -> list[Any]:
+    """The events as the client's models, each validated by the one of its type."""
+    return [MODELS[event.name].model_validate_json(event.data) for event in events if event.name]
+
+
+def accumulated(events: Iterable[Any]) -> Any:
+    state = ResponseStreamState(input_tools=omit, text_format=omit)
+    for event in events:
+        state.handle_event(event)
+    return state._completed_response
+
+
+def deltas_of(row: Row) -> list[Delta]:
+    tools = [{"type": "function", "name": name} for name in row.tools]
+    parser = Parser(Names.of(request(True, tools=tools).turn), row.stop)
+    ids = vocab.encoding().encode(row.output, allowed_special="all")
+    fed = [delta for token in ids for delta in parser.feed([token])]
+    return [Started(5), *fed, *parser.close("length" if row.cut else "stop")]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=["plainly", "with everything"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_row(row: Row, asked: dict[str, Any]) -> None:
+    deltas = deltas_of(row)
+    events = modelled(streamed(deltas, **asked))
+    expected = Response.model_validate(whole(deltas, **asked))
+    final = accumulated(events)
+    assert events[-1].response == expected
+    if expected.status == "completed":  # the client has nothing to show for another end
+        assert final.output_text == expected.output_text
+        parsed = {"parsed", "parsed_arguments"}
+        shown = [without(item.to_dict(mode="json"), parsed) for item in final.output]
+        assert shown == [without(item.to_dict(mode="json"), parsed) for item in expected.output]
+        assert (final.id, final.usage) == (expected.id, expected.usage)
+    said = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert said == expected.output_text
+
+
+def without(value: Any, names: set[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: without(each, names) for key, each in value.items() if key not in names}
+    return [without(each, names) for each in value] if isinstance(value, list) else value
+
+
+def call(name: str, *texts: str) -> list[Delta]:
+    said = [Opened(0, Kind.CALL, name), *map(Text, texts), Closed()]
+    return [Started(1), *said, Finished("tool_calls", None, Usage(1, 2))]
+
+
+TOOLS = [
+    {"type": "custom", "name": "patch", "format": {"type": "text"}},
+    {"type": "web_search"},
+    {
+        "type": "namespace",
+        "name": "crm",
+        "description": "Customers.",
+        "tools": [{"type": "function", "name": "find"}],
+    },
+]
+
+
+@pytest.mark.parametrize(
+    "deltas", [call("patch", '{"input":"', "a", '"}'), call("crm__find", "{", "}")]
+)
+def test_calls(deltas: list[Delta]) -> None:
+    events = modelled(streamed(deltas, tools=TOOLS))
+    expected = Response.model_validate(whole(deltas, tools=TOOLS))
+    assert events[-1].response == expected
+    assert accumulated(events).output[0].call_id == expected.output[0].call_id  # type: ignore[union-attr]
+
+
+FAILED = [Started(1), Opened(0, Kind.ANSWER), Text("Hel"), Failed(OutputError("no"))]
+
+
+@pytest.mark.parametrize("fields", [{}, {"background": True}])
+def test_a_failure(fields: dict[str, Any]) -> None:
+    events = streamed(FAILED, **fields)
+    check(events)
+    models = modelled(events)
+    assert models[-1].response.error.code == "server_error"
+    assert models[-1].response.output[0].status == "incomplete"
+
+
+def test_the_union_reads_every_event() -> None:
+    adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    for event in streamed(call("x", "{}"))[:-1]:
+        assert adapter.validate_json(event.data).type == event.name
+
+
+def test_input_items() -> None:
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "message", "role": "assistant", "content": "Hello", "phase": "final_answer"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "r"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "f", "input": "a"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": "r"},
+    ]
+    listed = page(request(False, input=items).input_items(STAMP), {"order": "asc"})
+    read_back = ResponseItemList.model_validate_json(json.dumps(listed))
+    assert [item.type for item in read_back.data] == [item.get("type", "message") for item in items]

@@ -1,0 +1,560 @@
+"""Responses, outwards: what a model generated on the left, items and events on the right."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from event_checker import check, check_documents, from_wire
+from hypothesis import given
+from hypothesis import strategies as st
+from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import (
+    Closed,
+    Delta,
+    Failed,
+    Finished,
+    Kind,
+    Opened,
+    Started,
+    Text,
+    Usage,
+)
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.parse import Parser
+from vllm_mlx_harmony.core.turn import Defaults, Stamp
+from vllm_mlx_harmony.protocols.events import DONE, Event, frame
+from vllm_mlx_harmony.protocols.responses import Emitter, ResponsesRequest, api, error_body, read
+
+STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+KEY = STAMP.key[:20]
+USAGE = Usage(prompt_tokens=80, completion_tokens=20, reasoning_tokens=7, cached_tokens=64)
+STOP, CALLS, CUT = (Finished(reason, None, USAGE) for reason in ("stop", "tool_calls", "length"))
+
+
+class Reverse:
+    def seal(self, text: str) -> str:
+        return text[::-1]
+
+    def unseal(self, sealed: str) -> str | None:
+        return sealed[::-1]
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "name": "x"},
+    {"type": "custom", "name": "patch"},
+    {
+        "type": "namespace",
+        "name": "crm",
+        "tools": [{"type": "function", "name": "find"}, {"type": "custom", "name": "note"}],
+    },
+]
+
+
+def request(stream: bool, **fields: Any) -> ResponsesRequest:
+    body = {"model": "m", "input": "Hi", "tools": TOOLS, "stream": stream, **fields}
+    return read(body, Defaults(), Reverse())
+
+
+def emitted(deltas: Iterable[Delta], **fields: Any) -> list[Event]:
+    emitter = request(True, **fields).emitter(STAMP, lambda: 1_754_352_009.7)
+    return [event for delta in deltas for event in emitter.feed(delta)]
+
+
+def whole(deltas: Iterable[Delta], **fields: Any) -> dict[str, Any]:
+    emitter = request(False, **fields).emitter(STAMP, lambda: 1_754_352_009.7)
+    assert [event for delta in deltas for event in emitter.feed(delta)] == []
+    return emitter.result()
+
+
+def told(*messages: list[Delta], end: Delta) -> list[Delta]:
+    return [Started(80, 64), *(delta for each in messages for delta in each), end]
+
+
+def said(index: int, kind: Kind, *texts: str, name: str = "", complete: bool = True) -> list[Delta]:
+    return [Opened(index, kind, name), *map(Text, texts), Closed(complete)]
+
+
+def documents(events: Iterable[Event]) -> list[dict[str, Any]]:
+    return [json.loads(event.data) for event in events if event != DONE]
+
+
+# --- Every row of semantics B.
+
+
+def deltas_of(row: Row, chunks: Iterable[Sequence[int]]) -> list[Delta]:
+    tools = [{"type": "function", "name": name} for name in row.tools]
+    parser = Parser(Names.of(request(True, tools=tools).turn), row.stop)
+    fed = [delta for chunk in chunks for delta in parser.feed(chunk)]
+    return [Started(5), *fed, *parser.close("length" if row.cut else "stop")]
+
+
+def ids_of(row: Row) -> list[int]:
+    return vocab.encoding().encode(row.output, allowed_special="all")
+
+
+def item_of(index: int, part: tuple[str, ...], status: str) -> dict[str, Any]:
+    key = f"{KEY}{index:04x}"
+    kind, text = part[0], part[-1]
+    if kind == CALL:
+        return {
+            "id": f"fc_{key}",
+            "type": "function_call",
+            "status": status,
+            "call_id": f"call_{key}",
+            "name": part[1],
+            "arguments": text,
+        }
+    if kind == REASONING:
+        return {
+            "id": f"rs_{key}",
+            "type": "reasoning",
+            "status": status,
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": text}],
+        }
+    return {
+        "id": f"msg_{key}",
+        "type": "message",
+        "status": status,
+        "role": "assistant",
+        "phase": {PREAMBLE: "commentary", ANSWER: "final_answer"}[kind],
+        "content": [{"type": "output_text", "annotations": [], "logprobs": [], "text": text}],
+    }
+
+
+def items_of(row: Row) -> list[dict[str, Any]]:
+    last = len(row.said) - 1
+    return [
+        item_of(at, part, "completed" if row.whole or at < last else "incomplete")
+        for at, part in enumerate(row.said)
+    ]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_row(row: Row) -> None:
+    answered = whole(deltas_of(row, [ids_of(row)]))
+    cut = row.finish == "length"
+    assert answered["output"] == items_of(row)
+    assert answered["status"] == ("incomplete" if cut else "completed")
+    assert answered["incomplete_details"] == ({"reason": "max_output_tokens"} if cut else None)
+    assert answered["completed_at"] == (None if cut else 1_754_352_009)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_streamed_is_the_same_however_it_was_cut(row: Row) -> None:
+    ids = ids_of(row)
+    expected = whole(deltas_of(row, [ids]))
+    at = random.Random(row.id).randint(0, len(ids))
+    for chunks in ([ids], [[token] for token in ids], [ids[:at], ids[at:]]):
+        assert check(emitted(deltas_of(row, chunks))) == expected
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_summary_and_seal_change_only_the_reasoning(row: Row) -> None:
+    deltas = deltas_of(row, [[token] for token in ids_of(row)])
+    asked = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+    expected = items_of(row)
+    for item in expected:
+        if item["type"] == "reasoning":
+            text = item["content"][0]["text"]
+            item["summary"] = [{"type": "summary_text", "text": text}]
+            item["encrypted_content"] = text[::-1]
+    final = check(emitted(deltas, **asked))
+    assert final["output"] == expected
+    assert final == whole(deltas, **asked)
+
+
+# --- The events, one by one.
+
+
+def test_the_events_of_reasoning_and_answer() -> None:
+    deltas = told(said(0, Kind.REASONING, "a", "b"), said(1, Kind.ANSWER, "c"), end=STOP)
+    asked = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+    events = documents(emitted(deltas, **asked))
+    reasoning, answer = f"rs_{KEY}0000", f"msg_{KEY}0001"
+    at = {"item_id": reasoning, "output_index": 0}
+    within, summed = {**at, "content_index": 0}, {**at, "summary_index": 0}
+    there = {"item_id": answer, "output_index": 1, "content_index": 0}
+    empty = {"type": "output_text", "annotations": [], "logprobs": [], "text": ""}
+    first = {"id": reasoning, "type": "reasoning", "summary": [], "content": []}
+    second = {"id": answer, "type": "message", "role": "assistant", "phase": "final_answer"}
+    final = events[-1]["response"]["output"]
+    expected: list[tuple[str, dict[str, Any]]] = [
+        ("output_item.added", {"output_index": 0, "item": {
+            **first, "status": "in_progress", "encrypted_content": None}}),
+        ("content_part.added", {**within, "part": {"type": "reasoning_text", "text": ""}}),
+        ("reasoning_summary_part.added", {**summed, "part": {"type": "summary_text", "text": ""}}),
+        ("reasoning_text.delta", {**within, "delta": "a"}),
+        ("reasoning_summary_text.delta", {**summed, "delta": "a"}),
+        ("reasoning_text.delta", {**within, "delta": "b"}),
+        ("reasoning_summary_text.delta", {**summed, "delta": "b"}),
+        ("reasoning_text.done", {**within, "text": "ab"}),
+        ("content_part.done", {**within, "part": {"type": "reasoning_text", "text": "ab"}}),
+        ("reasoning_summary_text.done", {**summed, "text": "ab"}),
+        ("reasoning_summary_part.done", {**summed, "part": {"type": "summary_text", "text": "ab"}}),
+        ("output_item.done", {"output_index": 0, "item": final[0]}),
+        ("output_item.added", {"output_index": 1, "item": {
+            **second, "status": "in_progress", "content": []}}),
+        ("content_part.added", {**there, "part": empty}),
+        ("output_text.delta", {**there, "delta": "c", "logprobs": []}),
+        ("output_text.done", {**there, "text": "c", "logprobs": []}),
+        ("content_part.done", {**there, "part": {**empty, "text": "c"}}),
+        ("output_item.done", {"output_index": 1, "item": final[1]}),
+    ]  # fmt: skip
+    assert events[2:-1] == [
+        {"type": f"response.{kind}", "sequence_number": number, **fields}
+        for number, (kind, fields) in enumerate(expected, 2)
+    ]
+    assert [event["type"] for event in (*events[:2], events[-1])] == [
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+    ]
+
+
+def called(name: str, *texts: str, complete: bool = True) -> list[Delta]:
+    return told(said(0, Kind.CALL, *texts, name=name, complete=complete), end=CALLS)
+
+
+def test_the_events_of_a_call_in_a_namespace() -> None:
+    events = documents(emitted(called("crm__find", '{"a"', ":1}")))[2:-1]
+    at = {"item_id": f"fc_{KEY}0000", "output_index": 0}
+    item = {"id": f"fc_{KEY}0000", "type": "function_call", "call_id": f"call_{KEY}0000",
+            "name": "find", "namespace": "crm"}  # fmt: skip
+    kind = "response.function_call_arguments"
+    assert events == [
+        {"type": "response.output_item.added", "sequence_number": 2, "output_index": 0,
+         "item": {**item, "status": "in_progress", "arguments": ""}},
+        {"type": f"{kind}.delta", "sequence_number": 3, **at, "delta": '{"a"'},
+        {"type": f"{kind}.delta", "sequence_number": 4, **at, "delta": ":1}"},
+        {"type": f"{kind}.done", "sequence_number": 5, **at, "arguments": '{"a":1}',
+         "name": "find"},
+        {"type": "response.output_item.done", "sequence_number": 6, "output_index": 0,
+         "item": {**item, "status": "completed", "arguments": '{"a":1}'}},
+    ]  # fmt: skip
+
+
+FREEFORM: list[tuple[tuple[str, ...], list[str]]] = [
+    (('{"inp', 'ut":"*** Be', "gin\\", 'n\\"\\ud83d', "\\ude00", '"}'),
+     ["*** Be", "gin", '\n"', "😀"]),
+    (('{"input":""}',), []),
+    (("*** Begin", " Patch"), ["*** Begin", " Patch"]),
+    (('{"patch":"a"}',), ['{"patch":"a"}']),
+    (("{", "}"), ["{}"]),
+    (('{"inp',), ['{"inp']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("texts", "deltas"), FREEFORM)
+@pytest.mark.parametrize("name", ["patch", "crm__note"])
+def test_a_freeform_call(name: str, texts: tuple[str, ...], deltas: list[str]) -> None:
+    events = emitted(called(name, *texts))
+    (item,) = check(events)["output"]
+    assert [e["delta"] for e in documents(events) if e["type"].endswith(".delta")] == deltas
+    addressed = {"name": "patch"} if name == "patch" else {"name": "note", "namespace": "crm"}
+    assert item == {
+        "id": f"ctc_{KEY}0000",
+        "type": "custom_tool_call",
+        "status": "completed",
+        "call_id": f"call_{KEY}0000",
+        "input": "".join(deltas),
+        **addressed,
+    }
+    assert whole(called(name, *texts))["output"] == [item]
+
+
+def test_the_ids_are_those_that_every_api_gives() -> None:
+    deltas = told(said(0, Kind.REASONING, "a"), said(1, Kind.CALL, "{}", name="x"), end=CALLS)
+    assert whole(deltas)["output"][1]["call_id"] == STAMP.call_id(1)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+
+
+@given(st.lists(st.tuples(st.sampled_from(Kind), st.lists(TEXT, min_size=1)), max_size=5))
+def test_whatever_is_said(messages: list[tuple[Kind, list[str]]]) -> None:
+    names = {Kind.CALL: "patch"}
+    turn = told(
+        *(said(at, kind, *texts, name=names.get(kind, ""))
+          for at, (kind, texts) in enumerate(messages)),
+        end=STOP,
+    )  # fmt: skip
+    fields = {"reasoning": {"summary": "detailed"}}
+    events = emitted(turn, **fields)
+    assert check(events) == whole(turn, **fields)
+    assert all(event.data.isascii() and len(event.data.splitlines()) == 1 for event in events)
+    assert from_wire("".join(map(frame, events))) == events
+
+
+# --- The response object.
+
+
+def test_the_response_has_every_field() -> None:
+    assert whole(told(said(0, Kind.ANSWER, "Hi"), end=STOP), tools=None) == {
+        "id": f"resp_{STAMP.key}",
+        "object": "response",
+        "created_at": 1_754_352_000,
+        "completed_at": 1_754_352_009,
+        "status": "completed",
+        "model": "gpt-oss-20b",
+        "output": [item_of(0, (ANSWER, "Hi"), "completed")],
+        "error": None,
+        "incomplete_details": None,
+        "background": False,
+        "conversation": None,
+        "frequency_penalty": 0.0,
+        "instructions": None,
+        "max_output_tokens": None,
+        "max_tool_calls": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "presence_penalty": 0.0,
+        "previous_response_id": None,
+        "prompt": None,
+        "prompt_cache_key": None,
+        "prompt_cache_retention": None,
+        "reasoning": {"effort": "medium", "summary": None},
+        "safety_identifier": None,
+        "service_tier": "default",
+        "store": True,
+        "temperature": 1.0,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": 1.0,
+        "truncation": "disabled",
+        "user": None,
+        "usage": {
+            "input_tokens": 80,
+            "input_tokens_details": {"cached_tokens": 64, "cache_write_tokens": 0},
+            "output_tokens": 20,
+            "output_tokens_details": {"reasoning_tokens": 7},
+            "total_tokens": 100,
+        },
+    }
+
+
+SCHEMA = {"type": "object", "properties": {}}
+NAMED = {"type": "json_schema", "name": "n"}
+
+REPEATED: list[tuple[dict[str, Any], str, Any]] = [
+    ({"instructions": "Be brief."}, "instructions", "Be brief."),
+    ({"max_output_tokens": 7}, "max_output_tokens", 7),
+    ({"max_tool_calls": 2}, "max_tool_calls", 2),
+    ({"metadata": {"a": "b"}}, "metadata", {"a": "b"}),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls", False),
+    ({"presence_penalty": 0.5}, "presence_penalty", 0.5),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "resp_1"),
+    ({"prompt_cache_key": "k"}, "prompt_cache_key", "k"),
+    ({"safety_identifier": "s"}, "safety_identifier", "s"),
+    ({"service_tier": "flex"}, "service_tier", "default"),
+    ({"store": False}, "store", False),
+    ({"temperature": 0}, "temperature", 0),
+    ({"top_p": 0.5}, "top_p", 0.5),
+    ({"truncation": "auto"}, "truncation", "auto"),
+    ({"user": "u"}, "user", "u"),
+    ({"tool_choice": "none"}, "tool_choice", "none"),
+    (
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+        "tool_choice",
+        {"type": "allowed_tools", "mode": "auto", "tools": []},
+    ),
+    (
+        {"reasoning": {"effort": "XHigh", "summary": "concise"}},
+        "reasoning",
+        {"effort": "xhigh", "summary": "concise"},
+    ),
+    (
+        {"reasoning": {"generate_summary": "auto"}},
+        "reasoning",
+        {"effort": "medium", "summary": "auto"},
+    ),
+    ({"reasoning": {"summary": "none"}}, "reasoning", {"effort": "medium", "summary": None}),
+    (
+        {"text": {"verbosity": "low", "format": {"type": "json_object"}}},
+        "text",
+        {"verbosity": "low", "format": {"type": "json_object"}},
+    ),
+    (
+        {"text": {"format": {**NAMED, "schema": SCHEMA, "strict": True}}},
+        "text",
+        {
+            "verbosity": "medium",
+            "format": {**NAMED, "description": None, "schema": SCHEMA, "strict": True},
+        },
+    ),
+    (
+        {"tools": [{"type": "function", "name": "f", "x": 1}, {"type": "web_search", "y": 2}]},
+        "tools",
+        [
+            {"type": "function", "name": "f", "x": 1, "description": None, "parameters": None,
+             "strict": None},
+            {"type": "web_search", "y": 2},
+        ],
+    ),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "f"}]}]},
+        "tools",
+        [{"type": "namespace", "name": "n", "description": "",
+          "tools": [{"type": "custom", "name": "f"}]}],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "name", "expected"), REPEATED)
+def test_the_response_repeats_what_was_asked(
+    fields: dict[str, Any], name: str, expected: Any
+) -> None:
+    assert whole(told(end=STOP), **fields)[name] == expected
+
+
+def test_without_a_clock_nobody_knows_when_it_was_completed() -> None:
+    emitter = request(False).emitter(STAMP)
+    for delta in told(end=STOP):
+        emitter.feed(delta)
+    assert emitter.result()["completed_at"] is None
+
+
+# --- Ends that are none.
+
+HALF: list[Delta] = [
+    Started(80),
+    *said(0, Kind.REASONING, "Hm"),
+    *said(1, Kind.ANSWER, "Hel")[:-1],
+]
+FAILURES: list[tuple[HarmonyFailure, str]] = [
+    (OutputError("no"), "server_error"),
+    (HostError("no"), "server_error"),
+    (HostError("no", status=429), "rate_limit_exceeded"),
+    (RequestError("no"), "invalid_prompt"),
+]
+
+
+@pytest.mark.parametrize("begun", range(len(HALF) + 1))
+@pytest.mark.parametrize(("failure", "code"), FAILURES)
+def test_a_failure_closes_what_is_open(begun: int, failure: HarmonyFailure, code: str) -> None:
+    events = emitted([*HALF[:begun], Failed(failure)])
+    final = check(events)
+    assert final["status"] == "failed"
+    assert final["error"] == {"code": code, "message": "no"}
+    assert final["usage"] is None
+
+
+def test_a_message_without_a_word_is_none() -> None:
+    turn = told(said(0, Kind.REASONING), said(1, Kind.ANSWER, "Hi"), said(2, Kind.ANSWER), end=STOP)
+    final = check(emitted(turn))
+    assert final["output"] == [item_of(1, (ANSWER, "Hi"), "completed")]
+    assert final == whole(turn)
+
+
+def test_an_item_that_failed_is_incomplete() -> None:
+    final = check(emitted([*HALF, Failed(OutputError("no"))]))
+    assert final["output"] == [
+        item_of(0, (REASONING, "Hm"), "completed"),
+        item_of(1, (ANSWER, "Hel"), "incomplete"),
+    ]
+
+
+def test_a_failure_not_streamed_is_raised() -> None:
+    failure = HostError("the engine is gone")
+    with pytest.raises(HostError) as caught:
+        whole([*HALF, Failed(failure)])
+    assert caught.value is failure
+
+
+def test_there_is_no_result_before_the_end() -> None:
+    emitter = request(False).emitter(STAMP)
+    for delta in HALF:
+        emitter.feed(delta)
+        with pytest.raises(OutputError):
+            emitter.result()
+
+
+@pytest.mark.parametrize("begun", range(len(HALF) + 1))
+def test_cancelled(begun: int) -> None:
+    emitter = request(True).emitter(STAMP)
+    events = [event for delta in HALF[:begun] for event in emitter.feed(delta)]
+    final = check([*events, *emitter.cancel()])
+    assert final["status"] == "cancelled"
+    assert final == emitter.document()
+
+
+def test_a_response_can_be_looked_at_while_it_is_made() -> None:
+    emitter = request(True, background=True, include=["reasoning.encrypted_content"]).emitter(STAMP)
+    seen = [emitter.document()]
+    for delta in HALF:
+        emitter.feed(delta)
+        seen.append(emitter.document())
+    assert [document["status"] for document in seen] == ["queued"] + ["in_progress"] * len(HALF)
+    last = seen[-1]["output"]
+    assert [item["status"] for item in last] == ["completed", "in_progress"]
+    assert last[1]["content"][0]["text"] == "Hel"
+    assert [item.get("encrypted_content") for item in last] == ["mH", None]
+    assert [len(document["output"]) for document in seen] == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_in_the_background_it_is_queued_first() -> None:
+    events = documents(emitted(told(said(0, Kind.ANSWER, "Hi"), end=STOP), background=True))
+    begun = [(event["type"], event["response"]["status"]) for event in events[:3]]
+    assert begun == [
+        ("response.created", "queued"),
+        ("response.queued", "queued"),
+        ("response.in_progress", "in_progress"),
+    ]
+    assert check_documents(events)["status"] == "completed"
+
+
+# --- Speed: what a text costs.
+
+
+def test_a_text_is_one_event_made_without_encoding_anything_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def encode(_: object) -> str:
+        raise AssertionError("a document is encoded for a text")
+
+    for kind, name in ((Kind.ANSWER, ""), (Kind.REASONING, ""), (Kind.CALL, "x")):
+        emitter = request(True).emitter(STAMP)
+        emitter.feed(Started(80))
+        emitter.feed(Opened(0, kind, name))
+        emitter.feed(Text("0999"))
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "encode", encode)
+            sizes = {len(emitter.feed(Text(f"{n:04}"))[0].data) for n in range(1000, 2000)}
+        assert max(sizes) - min(sizes) <= len("1000") - len("2")  # the number of the event grows
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_streamed_makes_no_events(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(Emitter, "_event", lambda *told: made.append(told) or DONE)
+    emitter = request(stream).emitter(STAMP)
+    for delta in told(said(0, Kind.ANSWER, "Hi"), end=STOP):
+        emitter.feed(delta)
+    assert bool(made) is stream
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (RequestError("no", param="input[0]"), "invalid_request_error", None),
+        (RequestError("no", status=401), "invalid_request_error", "invalid_api_key"),
+        (RequestError("no", status=429), "requests", "rate_limit_exceeded"),
+        (OutputError("no"), "server_error", "generation_failed"),
+        (HostError("no", retry_after=3), "server_error", "server_unavailable"),
+    ],
+)
+def test_errors_have_openais_shape(error: HarmonyFailure, kind: str, code: str | None) -> None:
+    assert error_body(error) == {
+        "error": {"message": "no", "type": kind, "param": error.param, "code": code}
+    }

@@ -1,0 +1,90 @@
+"""Freeform input: arguments on the left, what the tool is given on the right."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_mlx_harmony.protocols.responses.freeform import FreeformInput, wrap
+
+ROWS = {
+    "plain": ('{"input":"abc"}', "abc"),
+    "empty": ('{"input":""}', ""),
+    "white space": (' {\n "input" :\t"abc" }\n', "abc"),
+    "every escape": (r'{"input":"\"\\\/\b\f\n\r\t\u00e9"}', '"\\/\b\f\n\r\té'),
+    "a pair": (r'{"input":"a\ud83d\ude00b"}', "a😀b"),
+    "a pair in capitals": (r'{"input":"\uD83D\uDE00"}', "😀"),
+    "not escaped": ('{"input":"é😀"}', "é😀"),
+    "line breaks that JSON forbids": ('{"input":"a\nb\tc"}', "a\nb\tc"),
+    "first half alone": (r'{"input":"a\ud83db"}', "a\ufffdb"),
+    "first half before an escape": (r'{"input":"\ud83d\n"}', "\ufffd\n"),
+    "first half twice": (r'{"input":"\ud83d\ud83d\ude00"}', "\ufffd😀"),
+    "first half at the end": (r'{"input":"\ud83d"}', "\ufffd"),
+    "second half alone": (r'{"input":"\ude00!"}', "\ufffd!"),
+    "an unknown escape": (r'{"input":"\d+\q"}', r"\d+\q"),
+    "too few digits": (r'{"input":"\u12x"}', r"\u12x"),
+    "too few digits at the end": (r'{"input":"\u12"}', r"\u12"),
+    "more fields": ('{"input":"abc","why":"x"}', "abc"),
+    "junk behind": ('{"input":"abc"} abc "', "abc"),
+    "cut in the string": ('{"input":"ab', "ab"),
+    "cut in an escape": ('{"input":"ab\\', "ab"),
+    "cut in digits": ('{"input":"ab\\u00', "ab"),
+    "cut behind half a pair": ('{"input":"ab\\ud83d', "ab\ufffd"),
+    "cut in the opening": ('{"inp', '{"inp'),
+    "nothing": ("", ""),
+    "only white space": (" \n", " \n"),
+    "the text itself": ("*** Begin Patch\n\"\\n\"", "*** Begin Patch\n\"\\n\""),
+    "a string": ('"abc"', '"abc"'),
+    "another field": ('{"patch":"abc"}', '{"patch":"abc"}'),
+    "another field first": ('{"a":1,"input":"abc"}', '{"a":1,"input":"abc"}'),
+    "a longer name": ('{"inputs":"abc"}', '{"inputs":"abc"}'),
+    "not a string": ('{"input":["abc"]}', '{"input":["abc"]}'),
+    "no fields": ("{}", "{}"),
+    "too much space to be an opening": (" " * 300 + '{"input":"a"}', " " * 300 + '{"input":"a"}'),
+}  # fmt: skip
+
+
+def unwrapped(*pieces: str) -> str:
+    freeform = FreeformInput()
+    return "".join([*map(freeform.feed, pieces), freeform.close()])
+
+
+@pytest.mark.parametrize(("arguments", "expected"), ROWS.values(), ids=ROWS)
+def test_unwrapped(arguments: str, expected: str) -> None:
+    assert unwrapped(arguments) == expected
+    for cut in range(len(arguments)):
+        assert unwrapped(arguments[:cut], arguments[cut:]) == expected
+    assert unwrapped(*arguments) == expected
+
+
+@given(st.text(), st.booleans(), st.lists(st.integers(0, 60)))
+def test_what_was_wrapped_comes_back_however_it_is_cut(
+    text: str, ascii_only: bool, cuts: list[int]
+) -> None:
+    text = text.encode("utf-16", "replace").decode("utf-16")
+    arguments = json.dumps({"input": text}) if ascii_only else wrap(text)
+    ends = [0, *sorted(cuts), len(arguments)]
+    pieces = [arguments[a:b] for a, b in pairwise(ends)]
+    assert unwrapped(*pieces) == text
+
+
+@given(st.text('{"input: \\u12d83e\n'), st.lists(st.integers(0, 20)))
+def test_any_arguments_are_the_same_however_they_are_cut(text: str, cuts: list[int]) -> None:
+    ends = [0, *sorted(cuts), len(text)]
+    pieces = [text[a:b] for a, b in pairwise(ends)]
+    assert unwrapped(*pieces) == unwrapped(*text) == unwrapped(text)
+
+
+def test_it_streams() -> None:
+    freeform = FreeformInput()
+    shown = [freeform.feed(piece) for piece in ('{"inp', 'ut":"', "ab", "c\\", "n", 'd"', "}")]
+    assert shown == ["", "", "ab", "c", "\n", "d", ""]
+
+
+def test_the_text_itself_streams_too() -> None:
+    freeform = FreeformInput()
+    assert [freeform.feed(piece) for piece in ("*** Be", "gin")] == ["*** Be", "gin"]

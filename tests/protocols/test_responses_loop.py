@@ -1,0 +1,148 @@
+"""A tool loop in the shape Codex sends it: the second prompt continues the first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from event_checker import check
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.context import StreamingHarmonyContext
+from vllm_mlx_harmony.core.render import render
+from vllm_mlx_harmony.core.turn import Defaults, Instructions, Result, Stamp
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest, read
+
+DATA = Path(__file__).parent / "data"
+SERVER = Defaults(date="2025-08-05")
+STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+
+
+class Reverse:
+    def seal(self, text: str) -> str:
+        return "sealed:" + text[::-1]
+
+    def unseal(self, sealed: str) -> str | None:
+        return sealed.removeprefix("sealed:")[::-1] if sealed.startswith("sealed:") else None
+
+
+def recorded(name: str) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((DATA / f"responses-{name}.json").read_text())["body"]
+    return body
+
+
+def ids_of(text: str) -> list[int]:
+    return vocab.encoding().encode(text, allowed_special="all")
+
+
+def generated(asked: ResponsesRequest, output: str) -> tuple[list[int], dict[str, Any], Any]:
+    """The ids of prompt and output, the final response, and the context, of one turn."""
+    context = StreamingHarmonyContext(asked.turn, STAMP)
+    emitter = asked.emitter(STAMP)
+    deltas = [
+        *context.start(),
+        *(delta for token in ids_of(output) for delta in context.append_output([token])),
+        *context.finish("stop"),
+    ]
+    events = [event for delta in deltas for event in emitter.feed(delta)]
+    assert check(events) == emitter.result()
+    return list(context.render_for_completion()), emitter.result(), context
+
+
+START = "<|start|>assistant"
+THOUGHT = "<|channel|>analysis<|message|>I should look.<|end|>"
+PREAMBLE = "<|channel|>commentary<|message|>Let me look: é 😀.<|end|>"
+
+
+def called(recipient: str, arguments: str) -> str:
+    header = f"<|channel|>commentary to=functions.{recipient} <|constrain|>json<|message|>"
+    return f"{START}{header}{arguments}<|call|>"
+
+
+def opaque(item: dict[str, Any]) -> dict[str, Any]:
+    """The item as a client sends it back that reads only what is sealed."""
+    return {**item, "content": [], "summary": []} if item["type"] == "reasoning" else item
+
+
+def result_of(call: dict[str, Any]) -> dict[str, Any]:
+    return {"type": f"{call['type']}_output", "call_id": call["call_id"], "output": "marker-42\n"}
+
+
+ECHO = '{"cmd": "echo é"}'
+PATCH = '*** Begin\n+a "é"\n'
+
+LOOPS = {
+    "function": (
+        "codex-turn1",
+        called("exec_command", ECHO),
+        {"type": "function_call", "name": "exec_command", "arguments": ECHO},
+    ),
+    "namespace": (
+        "codex-turn1",
+        called("multi_agent_v1__close_agent", "{}"),
+        {"type": "function_call", "name": "close_agent", "namespace": "multi_agent_v1"},
+    ),
+    "freeform": (
+        "codex-custom-turn1",
+        called("apply_patch", '{"input":"*** Begin\\n+a \\"é\\"\\n"}'),
+        {"type": "custom_tool_call", "name": "apply_patch", "input": PATCH},
+    ),
+}
+
+
+@pytest.mark.parametrize("sent_back", [dict, opaque], ids=["all", "opaque"])
+@pytest.mark.parametrize(("name", "call", "expected"), LOOPS.values(), ids=LOOPS)
+def test_the_second_prompt_continues_the_first(
+    name: str, call: str, expected: dict[str, Any], sent_back: Any
+) -> None:
+    body = recorded(name)
+    first, response, _ = generated(
+        read(body, SERVER, Reverse()), f"{THOUGHT}{START}{PREAMBLE}{call}"
+    )
+    output = response["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", expected["type"]]
+    assert expected.items() <= output[-1].items()
+
+    sent = [*body["input"], *map(sent_back, output), result_of(output[-1])]
+    again = read({**body, "input": sent}, SERVER, Reverse())
+    second = list(render(again.turn).ids)
+    assert again.notes == ()
+    assert second[: len(first)] == first
+    rest = vocab.encoding().decode_utf8(second[len(first) :])
+    assert rest.endswith(f"to=assistant<|channel|>commentary<|message|>marker-42\n<|end|>{START}")
+    assert rest.count("<|message|>") == 1
+
+
+def test_a_stored_conversation_goes_on_from_its_messages() -> None:
+    body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be brief.",
+            "tools": [{"type": "function", "name": "look"}]}  # fmt: skip
+    # Arguments as no JSON writer would give them back: the messages themselves are continued.
+    asked = read(body, SERVER, Reverse())
+    first, response, context = generated(asked, THOUGHT + called("look", ' {"a" : "\\u00e9"} '))
+    history = asked.conversation(context.messages)
+    assert Instructions("Be brief.") not in history
+    again = read(
+        {**body, "input": [result_of(response["output"][-1])], "previous_response_id": "resp_1"},
+        SERVER,
+        Reverse(),
+        history,
+    )
+    second = list(render(again.turn).ids)
+    assert second[: len(first)] == first
+    assert again.turn.messages[-1] == Result(
+        response["output"][-1]["call_id"], "marker-42\n", "input[0]"
+    )
+
+
+def test_other_instructions_take_the_place_of_the_old_ones() -> None:
+    body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be brief."}
+    asked = read(body, SERVER, Reverse())
+    _, _, context = generated(asked, "<|channel|>final<|message|>Hello.<|return|>")
+    history = asked.conversation(context.messages)
+    again = read({**body, "input": "More", "instructions": "Be kind."}, SERVER, Reverse(), history)
+    text = vocab.encoding().decode_utf8(list(render(again.turn).ids))
+    assert "Be kind." in text
+    assert "Be brief." not in text
+    assert text.index("Hi") < text.index("Hello.") < text.index("More")

@@ -1,0 +1,77 @@
+"""Real servers for the tests: one per engine and session, and a way to start others.
+
+Every server has a home of its own and is stopped by its pid, whatever the tests do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from vllm_mlx_harmony import standin
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
+
+import server as served
+
+Start = Callable[..., served.Server]
+
+
+@pytest.fixture(scope="session")
+def standin_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stand-in all session servers run. Each test module gives it its own scripts."""
+    return standin.write(tmp_path_factory.mktemp("standin") / "gpt-oss-standin")
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real gpt-oss architecture, tiny, with random weights."""
+    return standin.write_tiny(tmp_path_factory.mktemp("tiny") / "gpt-oss-tiny")
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterator[Start]:
+    """Starts servers; see `served.start`. Those still running at the end are stopped.
+
+    ``start(*flags, engine="simple", model=standin_dir, command=HOST, env=None, ready=True)``
+    """
+    running: list[served.Server] = []
+
+    def started(
+        *flags: str,
+        engine: str = "simple",
+        model: Path | None = None,
+        command: Sequence[str] = served.HOST,
+        env: Mapping[str, str] | None = None,
+        ready: bool = True,
+    ) -> served.Server:
+        one = served.start(
+            model or standin_dir,
+            *served.ENGINES[engine],
+            *flags,
+            home=tmp_path_factory.mktemp("home"),
+            command=command,
+            env=env,
+            ready=ready,
+        )
+        running.append(one)
+        return one
+
+    yield started
+    for one in running:
+        one.stop()
+
+
+@pytest.fixture(scope="session", params=list(served.ENGINES))
+def engine(request: pytest.FixtureRequest) -> str:
+    """The name of each of the host's engines in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def bare_host(start: Start, engine: str) -> served.Server:
+    """The host with the stand-in on one engine, without any Harmony flag: the host's own path."""
+    return start(engine=engine)

@@ -1,0 +1,167 @@
+"""A real host as a process: started on a free port with a home of its own, stopped by its pid.
+
+Knows processes and `/health`. Refuses to know what is served.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+INSTALLED = Path(sysconfig.get_path("purelib"), "vllm_mlx_harmony_startup.pth").exists()
+"""Whether the plugin is installed here, and so in every server that is started."""
+
+ENGINES: dict[str, tuple[str, ...]] = {"simple": (), "batched": ("--continuous-batching",)}
+"""Flags that choose each of the host's engines."""
+
+HOST = (str(Path(sys.executable).with_name("vllm-mlx")), "serve")
+"""The host's own command. The plugin is in it when it is installed: its `.pth` is read."""
+
+MODULE = (sys.executable, "-m", "vllm_mlx.cli", "serve")
+"""The same, started as a module: the host's command line is then called `__main__`."""
+
+EXPLICIT = (sys.executable, "-m", "vllm_mlx_harmony", "serve")
+"""The plugin's own command, for an environment where it is on the path but not installed."""
+
+HARMONY = HOST if INSTALLED else EXPLICIT
+"""The command that has the plugin in it, here."""
+
+STARTING = 120.0
+"""Seconds a server may take until it is ready; two busy cores need about 15."""
+
+
+class DidNotStart(RuntimeError):
+    """The process ended or was not healthy in time. The message ends with the log's last lines."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running host. ``base_url`` has no path: ``http://127.0.0.1:PORT``."""
+
+    process: subprocess.Popen[bytes]
+    base_url: str
+    model: Path
+    home: Path
+    log_path: Path
+    ready_after: float
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server."""
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        """Everything the server has printed so far."""
+        return self.log_path.read_text("utf-8", "replace")
+
+    def client(self, timeout: float = 60.0) -> httpx.Client:
+        """A plain HTTP client of this server; the caller closes it."""
+        return httpx.Client(base_url=self.base_url, timeout=timeout)
+
+    def stop(self, patience: float = 10.0) -> int:
+        """Ends the process, gently at first. Returns its exit code; a second call does nothing."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+def start(
+    model: Path,
+    *flags: str,
+    home: Path,
+    command: Sequence[str] = HOST,
+    env: Mapping[str, str] | None = None,
+    ready: bool = True,
+) -> Server:
+    """Starts ``command model --host 127.0.0.1 --port FREE flags…`` and waits until it is healthy.
+
+    ``home`` becomes the process's home directory, and holds its log: the host keeps a prefix cache
+    in the user's cache directory, which two tests must not share. ``env`` is added to this
+    process's environment. Without ``ready`` it returns at once (for servers that must not start).
+    Raises ``DidNotStart``.
+    """
+    port = free_port()
+    home.mkdir(parents=True, exist_ok=True)
+    log_path = home / "server.log"
+    arguments = [*command, str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=home,
+            env=_environment(home, env or {}),
+        )
+    began = time.monotonic()
+    url = f"http://127.0.0.1:{port}"
+    server = Server(process, url, model, home, log_path, ready_after=0.0)
+    if not ready:
+        return server
+    _wait_until_healthy(server, began)
+    return Server(process, url, model, home, log_path, time.monotonic() - began)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _environment(home: Path, extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with everything the host stores moved into ``home``."""
+    here = [] if INSTALLED else [str(REPOSITORY)]  # what is installed must not be shadowed
+    paths = [*here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {
+        "HOME": str(home),
+        "XDG_CACHE_HOME": str(home / ".cache"),
+        "XDG_CONFIG_HOME": str(home / ".config"),
+        "XDG_DATA_HOME": str(home / ".local" / "share"),
+        "HF_HOME": str(home / ".cache" / "huggingface"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**os.environ, **own, **extra}
+
+
+def _wait_until_healthy(server: Server, began: float) -> None:
+    while time.monotonic() - began < STARTING:
+        if server.process.poll() is not None:
+            raise DidNotStart(f"exit code {server.process.returncode}\n{_tail(server)}")
+        if _is_healthy(server):
+            return
+        time.sleep(0.1)
+    server.stop()
+    raise DidNotStart(f"not healthy after {STARTING:.0f} s\n{_tail(server)}")
+
+
+def _is_healthy(server: Server) -> bool:
+    try:
+        answer = httpx.get(f"{server.base_url}/health", timeout=5.0)
+    except httpx.TransportError:
+        return False
+    return answer.status_code == 200 and answer.json().get("model_loaded") is not False
+
+
+def _tail(server: Server) -> str:
+    return "\n".join(server.log.splitlines()[-40:])

@@ -1,0 +1,235 @@
+"""Chat Completions through the real server and the official client: every row, streamed and not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row
+from server import HARMONY
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+    from openai.types.chat import ChatCompletion
+    from server import Server
+
+    Start = Callable[..., Server]
+
+pytestmark = pytest.mark.served
+
+FLAG = ("--tool-call-parser", "harmony")
+ENDS = (vocab.RETURN, vocab.CALL, vocab.ENDOFTEXT)
+
+
+def ids(text: str) -> list[int]:
+    return vocab.encoding().encode(text, allowed_special="all")
+
+
+def generated(row: Row) -> bool:
+    """Whether an engine can generate the row: nothing comes after its end, and something before."""
+    output = ids(row.output)
+    return bool(output) and not any(token in ENDS for token in output[:-1])
+
+
+SERVED = [row for row in ROWS if generated(row)]
+
+ROUND = "Weather in Paris?"
+ROUND_CALL = (
+    "<|channel|>analysis<|message|>Ask the tool.<|end|><|start|>assistant<|channel|>commentary"
+    "<|message|>One moment.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    '<|constrain|>json<|message|>{"city": "Zürich"}<|call|>'
+)
+ROUND_ANSWER = "<|channel|>final<|message|>It is 18 °C in Zürich.<|return|>"
+WAVE = "<|channel|>final<|message|>" + "🙂👍🏽 " * 20 + "<|return|>"
+
+SCRIPTS = [
+    *(Script(f"<|message|>{row.id}<|end|>", row.output) for row in SERVED),
+    Script(f"<|message|>{ROUND}<|end|>", ROUND_CALL),
+    Script("<|start|>functions.weather to=assistant", ROUND_ANSWER),
+    Script("<|message|>Wave.<|end|>", WAVE),
+    *(
+        Script(f"Who is guest {n}?", f"<|channel|>final<|message|>{'I am ' * n}{n}<|return|>")
+        for n in range(8)
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+    standin.rescript(standin_dir, SCRIPTS)
+    server = start(*FLAG, engine=engine, command=HARMONY)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    base = f"{server.base_url}/v1"
+    with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(client: OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def tools(*names: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+def ask(client: OpenAI, *, stream: bool, **request: Any) -> ChatCompletion:
+    """The answer; streamed, as the client's own accumulator puts it together."""
+    if not stream:
+        return client.chat.completions.create(**request)
+    state = ChatCompletionStreamState()
+    with client.chat.completions.create(
+        **request, stream=True, stream_options={"include_usage": True}
+    ) as chunks:
+        for chunk in chunks:
+            state.handle_chunk(chunk)
+    return state.current_completion_snapshot
+
+
+def story(completion: ChatCompletion) -> dict[str, Any]:
+    """What an answer says, whatever way it came."""
+    message = completion.choices[0].message.model_dump()
+    calls = message["tool_calls"] or []
+    usage = completion.usage
+    assert usage is not None
+    assert message.get("reasoning") == message.get("reasoning_content")
+    return {
+        "reasoning": message.get("reasoning") or "",
+        "content": message["content"] or "",
+        "calls": [(c["function"]["name"], c["function"]["arguments"]) for c in calls],
+        "finish": completion.choices[0].finish_reason,
+        "usage": usage.model_dump(exclude={"prompt_tokens_details"}, exclude_none=True),
+    }
+
+
+def joined(row: Row, *kinds: str) -> str:
+    return "\n".join(part[1] for part in row.said if part[0] in kinds)
+
+
+def request_for(row: Row, model: str) -> dict[str, Any]:
+    limit = {"max_tokens": len(ids(row.output))} if row.cut else {}
+    stop = {"stop": list(row.stop)} if row.stop else {}
+    request = {"model": model, "messages": [user(row.id)], "tools": tools(*row.tools)}
+    return {**request, **limit, **stop, "temperature": 0}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED])
+def test_row(client: OpenAI, model: str, row: Row) -> None:
+    check(client, model, row)
+
+
+def check(client: OpenAI, model: str, row: Row) -> None:
+    whole, streamed = (
+        story(ask(client, stream=stream, **request_for(row, model))) for stream in (False, True)
+    )
+    assert whole == streamed
+    assert whole["reasoning"] == joined(row, REASONING)
+    assert whole["content"] == joined(row, PREAMBLE, ANSWER)
+    assert whole["calls"] == [part[1:] for part in row.said if part[0] == CALL]
+    assert whole["finish"] == row.finish
+    assert whole["usage"]["total_tokens"] == (
+        whole["usage"]["prompt_tokens"] + whole["usage"]["completion_tokens"]
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_round_trip(client: OpenAI, model: str, stream: bool) -> None:
+    request = {"model": model, "tools": tools("weather"), "stream": stream}
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, user(ROUND)]
+    answer = ask(client, messages=messages, **request).choices[0]
+    (call,) = answer.message.tool_calls or ()
+    assert answer.finish_reason == "tool_calls"
+    assert call.function.arguments == '{"city": "Zürich"}'
+    messages += [
+        answer.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "18 °C"},
+    ]
+    final = ask(client, messages=messages, **request)
+    assert final.choices[0].message.content == "It is 18 °C in Zürich."
+    assert final.choices[0].finish_reason == "stop"
+
+
+def test_the_clients_own_stream_helper(client: OpenAI, model: str) -> None:
+    with client.chat.completions.stream(
+        model=model, messages=[user(ROUND)], tools=tools("weather")
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds
+    (call,) = final.choices[0].message.tool_calls or ()
+    assert call.function.name == "weather"
+    assert final.choices[0].message.content == "One moment."
+
+
+@pytest.mark.parametrize("limit", range(4, 20, 2))
+def test_an_emoji_cut_anywhere_is_half_nothing(client: OpenAI, model: str, limit: int) -> None:
+    request = {"model": model, "messages": [user("Wave.")], "max_tokens": limit}
+    whole, streamed = (story(ask(client, stream=stream, **request)) for stream in (False, True))
+    assert whole == streamed
+    assert WAVE.partition("<|message|>")[2].startswith(whole["content"])
+    assert whole["finish"] == "length"
+    assert whole["usage"]["completion_tokens"] == limit
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_eight_at_once(client: OpenAI, model: str, stream: bool) -> None:
+    """One after the other on an engine that serves one at a time; nobody gets another's answer."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def visit(n: int) -> str | None:
+        request = {"model": model, "messages": [user(f"Who is guest {n}?")], "temperature": 0}
+        return ask(client, stream=stream, **request).choices[0].message.content
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(visit, range(8))) == ["I am " * n + str(n) for n in range(8)]
+
+
+def test_one_event_per_write_and_usage_only_when_asked_for(server: Server, model: str) -> None:
+    request = {"model": model, "messages": [user("plain answer")], "stream": True}
+    with server.client() as http:
+        for options, usages in ((None, 0), ({"include_usage": True}, 1)):
+            body = {**request, "stream_options": options}
+            with http.stream("POST", "/v1/chat/completions", json=body) as response:
+                assert response.headers["content-type"].startswith("text/event-stream")
+                writes = [write for write in response.iter_raw() if write]
+            events = b"".join(writes).split(b"\n\n")
+            assert events[-2:] == [b"data: [DONE]", b""]
+            assert b"".join(writes).count(b'"usage":{') == usages
+            assert all(write.endswith(b"\n\n") for write in writes)
+
+
+def test_one_model_is_told_of(client: OpenAI, model: str) -> None:
+    assert client.models.retrieve(model).id == model
+    assert client.models.retrieve(model).model_dump().keys() == (
+        client.models.list().data[0].model_dump().keys()
+    )
+
+
+@pytest.mark.parametrize("interval", [2, 64])
+def test_any_stream_interval(start: Start, standin_dir: Path, interval: int) -> None:
+    """Ids that come in groups say the same. Only the batched engine has such an interval."""
+    standin.rescript(standin_dir, SCRIPTS)
+    grouping = ("--stream-interval", str(interval))
+    server = start(*FLAG, *grouping, engine="batched", command=HARMONY)
+    base = f"{server.base_url}/v1"
+    with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=60) as client:
+        for row in [row for row in SERVED if row.said][::4]:
+            check(client, client.models.list().data[0].id, row)
+    server.stop()

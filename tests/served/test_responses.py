@@ -1,0 +1,426 @@
+"""The Responses API on the real server, with the official client: every row, and what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from event_checker import check, from_wire
+from pydantic import BaseModel
+from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row
+from server import HARMONY
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+    from openai.types.responses import Response
+    from server import Server
+
+    Start = Callable[..., Server]
+
+pytestmark = pytest.mark.served
+
+FLAG = ("--tool-call-parser", "harmony")
+KEY = "secret"
+ENDS = (vocab.RETURN, vocab.CALL, vocab.ENDOFTEXT)
+DATA = Path(__file__).parents[1] / "protocols" / "data"
+
+
+def ids(text: str) -> list[int]:
+    return vocab.encoding().encode(text, allowed_special="all")
+
+
+def generated(row: Row) -> bool:
+    """Whether this API can have it said: it ends where a turn does, and has no stop strings."""
+    output = ids(row.output)
+    return bool(output) and not any(token in ENDS for token in output[:-1]) and not row.stop
+
+
+SERVED = [row for row in ROWS if generated(row)]
+START = "<|start|>assistant"
+THOUGHT = "<|channel|>analysis<|message|>Ask the tool.<|end|>"
+PREAMBLE_TEXT = "<|channel|>commentary<|message|>One moment: é 😀.<|end|>"
+
+
+def called(name: str, arguments: str) -> str:
+    header = f"{START}<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return f"{THOUGHT}{START}{PREAMBLE_TEXT}{header}{arguments}<|call|>"
+
+
+ECHO = '{"cmd": "echo é"}'
+PATCH = '*** Begin\n+a "é"\n'
+SCRIPTS = [
+    *(Script(f"<|message|>{row.id}<|end|>", row.output) for row in SERVED),
+    Script("<|message|>Weather in Paris?<|end|>", called("weather", '{"city":"Zürich"}')),
+    Script(
+        "<|start|>functions.weather to=assistant",
+        "<|channel|>final<|message|>It is 18 °C.<|return|>",
+    ),
+    Script(
+        "<|start|>functions.exec_command to=assistant",
+        "<|channel|>final<|message|>Ran.<|return|>",
+    ),
+    Script(
+        "<|start|>functions.apply_patch to=assistant",
+        "<|channel|>final<|message|>Patched.<|return|>",
+    ),
+    Script("<|message|>Please run it<|end|>", called("exec_command", ECHO)),
+    Script(
+        "<|message|>Please patch it<|end|>",
+        called("apply_patch", '{"input":"*** Begin\\n+a \\"é\\"\\n"}'),
+    ),
+    Script("<|message|>As JSON.<|end|>", '<|channel|>final<|message|>{"celsius":18}<|return|>'),
+    Script("will be left of it", "<|channel|>final<|message|>We said hello.<|return|>"),
+    Script("We said hello.", "<|channel|>final<|message|>I remember.<|return|>"),
+    Script("<|message|>Break.<|end|>", "<|channel|>final<|message|>one two three", fail_at=5),
+    Script("<|message|>Break now.<|end|>", "<|channel|>final<|message|>one", fail_at=0),
+]
+
+
+@pytest.fixture(scope="module")
+def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+    standin.rescript(standin_dir, SCRIPTS)
+    server = start(*FLAG, "--api-key", KEY, engine=engine, command=HARMONY)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    url = f"{server.base_url}/v1"
+    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(client: OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def ask(client: OpenAI, *, stream: bool, **request: Any) -> Response:
+    """The answer; streamed, as the client's own accumulator puts it together."""
+    if not stream:
+        return client.responses.create(**request)
+    with client.responses.stream(**request) as events:
+        for _ in events:
+            pass
+        return events.get_final_response()
+
+
+def events(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """The final response of a stream, as it stands on the wire, whose every event was checked."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with server.client() as http:
+        response = http.post("/v1/responses", json={**body, "stream": True}, headers=headers)
+    assert response.status_code == 200, response.text
+    return check(from_wire(response.text))
+
+
+def story(document: dict[str, Any]) -> dict[str, Any]:
+    """What an answer says, whatever way it came and whenever."""
+    changing = ("id", "call_id", "created_at", "completed_at", "encrypted_content")
+    told = {key: value for key, value in document.items() if key not in changing}
+    told["usage"] = {**told["usage"], "input_tokens_details": None}
+    told["output"] = [
+        {key: value for key, value in item.items() if key not in changing}
+        for item in told["output"]
+    ]
+    return told
+
+
+def tools(*names: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in names]
+
+
+def request_for(row: Row, model: str) -> dict[str, Any]:
+    limit = max(1, len(ids(row.output))) if row.cut else 1000
+    return {
+        "model": model,
+        "input": row.id,
+        "tools": tools(*row.tools),
+        "max_output_tokens": limit,
+        "reasoning": {"summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+    }
+
+
+def said(output: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The items of an answer as a row tells them."""
+    return [_said[item["type"]](item) for item in output]
+
+
+_PHASES = {"commentary": PREAMBLE, "final_answer": ANSWER}
+_said: dict[str, Callable[[dict[str, Any]], tuple[str, ...]]] = {
+    "reasoning": lambda item: (REASONING, item["content"][0]["text"]),
+    "message": lambda item: (_PHASES[item["phase"]], item["content"][0]["text"]),
+    "function_call": lambda item: (CALL, item["name"], item["arguments"]),
+}
+
+
+# --- The same story, streamed and not.
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED])
+def test_row(server: Server, client: OpenAI, model: str, row: Row) -> None:
+    request = request_for(row, model)
+    whole = client.responses.create(**request).model_dump(mode="json", exclude_unset=True)
+    assert story(events(server, request)) == story(whole)
+    assert said(whole["output"]) == list(row.said)
+    assert whole["status"] == ("incomplete" if row.finish == "length" else "completed")
+
+
+ENDED = [row for row in SERVED if row.finish != "length"]
+"""The client's accumulator has no final response for one that is incomplete."""
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ENDED[::6]])
+def test_the_clients_accumulator_agrees(client: OpenAI, model: str, row: Row) -> None:
+    request = request_for(row, model)
+    whole, streamed = (ask(client, stream=stream, **request) for stream in (False, True))
+    assert streamed.output_text == whole.output_text
+    assert [item.type for item in streamed.output] == [item.type for item in whole.output]
+
+
+class Weather(BaseModel):
+    celsius: int
+
+
+def test_parsed(client: OpenAI, model: str) -> None:
+    answer = client.responses.parse(model=model, input="As JSON.", text_format=Weather)
+    assert answer.output_parsed == Weather(celsius=18)
+
+
+# --- A tool loop: from the store, and with everything sent back.
+
+
+def grown(first: Response, final: Response, result: str) -> bool:
+    """Whether the second prompt is the first, what was generated, and the result: no more."""
+    assert first.usage and final.usage
+    rest = f"{result}<|end|>{START}"
+    expected = first.usage.input_tokens + first.usage.output_tokens + len(ids(rest))
+    return final.usage.input_tokens == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_tool_loop(client: OpenAI, model: str, stream: bool, stored: bool) -> None:
+    asked = {"model": model, "tools": tools("weather"), "store": stored,
+             "include": ["reasoning.encrypted_content"]}  # fmt: skip
+    user = {"role": "user", "content": "Weather in Paris?"}
+    first = ask(client, stream=stream, input=[user], **asked)
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    call = first.output[-1]
+    assert call.type == "function_call"
+    assert call.arguments == '{"city":"Zürich"}'
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 °C"}
+    if stored:
+        final = ask(client, stream=stream, input=[result], previous_response_id=first.id, **asked)
+    else:
+        echoed = [item.model_dump(exclude_none=True) for item in first.output]
+        final = ask(client, stream=stream, input=[user, *echoed, result], **asked)
+    assert final.output_text == "It is 18 °C."
+    header = "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
+    assert grown(first, final, f"{header}18 °C")
+
+
+CODEX = {
+    "function": ("codex-turn1", "Please run it", "exec_command", "arguments", ECHO, "Ran."),
+    "freeform": (
+        "codex-custom-turn1",
+        "Please patch it",
+        "apply_patch",
+        "input",
+        PATCH,
+        "Patched.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "tool", "field", "value", "answer"), CODEX.values(), ids=CODEX)  # fmt: skip # noqa: E501
+def test_a_tool_loop_as_codex_sends_it(
+    server: Server, model: str, name: str, text: str, tool: str, field: str, value: str, answer: str
+) -> None:
+    body = json.loads((DATA / f"responses-{name}.json").read_text())["body"]
+    user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+    body = {**body, "model": model, "input": [*body["input"][:-1], user]}
+    first = events(server, body)
+    call = first["output"][-1]
+    assert (call["name"], call[field]) == (tool, value)
+    output = {"type": f"{call['type']}_output", "call_id": call["call_id"], "output": "done\n"}
+    opaque = [
+        {**item, "content": []} if item["type"] == "reasoning" else item for item in first["output"]
+    ]
+    final = events(server, {**body, "input": [*body["input"], *opaque, output]})
+    assert final["output"][-1]["content"][0]["text"] == answer
+    header = f"<|start|>functions.{tool} to=assistant<|channel|>commentary<|message|>"
+    rest = len(ids(f"{header}done\n<|end|>{START}"))
+    before = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
+    assert final["usage"]["input_tokens"] == before + rest
+
+
+def test_an_item_of_an_earlier_answer_is_referred_to(client: OpenAI, model: str) -> None:
+    first = client.responses.create(model=model, input="Weather in Paris?", tools=tools("weather"))
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    call = first.output[-1]
+    assert call.type == "function_call"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 °C"}
+    user = {"role": "user", "content": "Weather in Paris?"}
+    final = client.responses.create(
+        model=model, input=[user, *references, result], tools=tools("weather")
+    )
+    assert final.output_text == "It is 18 °C."
+
+
+# --- What is kept.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_kept_until_it_is_deleted(client: OpenAI, model: str, stream: bool) -> None:
+    answer = ask(client, stream=stream, model=model, input="plain answer")
+    again = client.responses.retrieve(answer.id)
+    assert again.model_dump() == client.responses.retrieve(answer.id).model_dump()
+    assert (again.id, again.output_text) == (answer.id, "Hi.")
+    assert again.output[0].id == answer.output[0].id
+    items = client.responses.input_items.list(answer.id).data
+    assert [item.content[0].text for item in items] == ["plain answer"]  # type: ignore[union-attr]
+    client.responses.delete(answer.id)
+    for gone in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):  # fmt: skip # noqa: E501
+        with pytest.raises(openai.NotFoundError):
+            gone(answer.id)
+
+
+def test_input_items_come_in_pages(client: OpenAI, model: str) -> None:
+    texts = ["one", "two", "plain answer"]
+    said = [{"role": "user", "content": text} for text in texts]
+    answer = client.responses.create(model=model, input=said)  # type: ignore[arg-type]
+    listed = client.responses.input_items.list(answer.id, limit=1, order="asc")
+    assert [item.content[0].text for item in listed] == texts  # type: ignore[union-attr]
+
+
+def test_nothing_is_kept_that_should_not_be(client: OpenAI, model: str) -> None:
+    answer = client.responses.create(model=model, input="plain answer", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer.id)
+
+
+def test_instructions_are_for_one_request(client: OpenAI, model: str) -> None:
+    first = client.responses.create(model=model, input="plain answer", instructions="Be brief.")
+    more = {"model": model, "input": "plain answer", "previous_response_id": first.id}
+    plain = client.responses.create(**more)
+    instructed = client.responses.create(**more, instructions="Be very, very kind.")
+    assert first.usage and plain.usage and instructed.usage
+    developer = "<|start|>developer<|message|># Instructions\n\n{}<|end|>"
+    assert instructed.usage.input_tokens - plain.usage.input_tokens == len(
+        ids(developer.format("Be very, very kind."))
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_missing_previous_response(client: OpenAI, model: str, stream: bool) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.create(
+            model=model, input="Hi", previous_response_id="resp_none", stream=stream
+        )
+    assert caught.value.code == "previous_response_not_found"
+    assert caught.value.param == "previous_response_id"
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED[::6]])
+def test_counted_is_what_is_used(client: OpenAI, model: str, row: Row) -> None:
+    asked = {"model": model, "input": row.id, "tools": tools(*row.tools)}
+    answer = client.responses.create(**asked, max_output_tokens=1)
+    assert answer.usage
+    counted = client.responses.input_tokens.count(**asked)
+    assert counted.input_tokens == answer.usage.input_tokens
+
+
+def test_compacted(client: OpenAI, model: str) -> None:
+    said = [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Hello, too."},
+    ]
+    compacted = client.responses.compact(model=model, input=said)  # type: ignore[arg-type]
+    assert [item.type for item in compacted.output] == ["message", "compaction"]
+    assert compacted.usage.output_tokens > 0
+    window = [item.model_dump(exclude_none=True) for item in compacted.output]
+    answer = client.responses.create(model=model, input=window)  # type: ignore[arg-type]
+    assert answer.output_text == "I remember."
+
+
+# --- When something goes wrong.
+
+
+@pytest.mark.parametrize("asked", ["Break.", "Break now."])
+def test_a_failing_engine_ends_the_stream_with_a_failed_response(
+    server: Server, client: OpenAI, model: str, asked: str
+) -> None:
+    failed = events(server, {"model": model, "input": asked})
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+    assert client.responses.retrieve(failed["id"]).status == "failed"
+    with pytest.raises(openai.InternalServerError):
+        client.responses.create(model=model, input=asked)
+    assert client.responses.create(model=model, input="plain answer").output_text == "Hi."
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "param"),
+    [
+        ({"input": None}, openai.BadRequestError, "input"),
+        ({"input": []}, openai.BadRequestError, "input"),
+        ({"background": True, "store": False}, openai.BadRequestError, "background"),
+        ({"max_output_tokens": 0}, openai.BadRequestError, "max_output_tokens"),
+        ({"model": "another"}, openai.NotFoundError, "model"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_mistakes_are_named(
+    client: OpenAI,
+    model: str,
+    changed: dict[str, Any],
+    error: type[openai.APIStatusError],
+    param: str,
+    stream: bool,
+) -> None:
+    body = {"model": model, "input": "plain answer", "stream": stream, **changed}
+    with pytest.raises(error) as caught:
+        client.post("/responses", body=body, cast_to=object)
+    assert caught.value.param == param
+
+
+PATHS = [
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/responses/compact"),
+    ("POST", "/v1/responses/input_tokens"),
+    ("GET", "/v1/responses/resp_x"),
+    ("DELETE", "/v1/responses/resp_x"),
+    ("GET", "/v1/responses/resp_x/input_items"),
+    ("POST", "/v1/responses/resp_x/cancel"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({}, 401, "invalid_api_key"),
+        ({"Authorization": "Bearer wrong"}, 401, "invalid_api_key"),
+        ({"Authorization": f"Bearer {KEY}"}, 404, None),
+    ],
+)
+def test_keys(
+    server: Server, method: str, path: str, headers: dict[str, str], status: int, code: str | None
+) -> None:
+    with server.client() as http:
+        body = {"model": "none", "input": "Hi"} if method == "POST" else None
+        response = http.request(method, path, json=body, headers=headers)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert code in (None, error["code"])

@@ -1,0 +1,87 @@
+"""A real tool loop of openai-agents over the Responses API; skipped where it is not installed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from openai import AsyncOpenAI
+from server import HARMONY
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.standin import Script
+
+agents = pytest.importorskip("agents")
+
+if TYPE_CHECKING:
+    from server import Server
+
+    Start = Callable[..., Server]
+
+pytestmark = pytest.mark.served
+
+CALL = "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+SCRIPTS = [
+    Script(
+        "<|message|>Weather in Zürich?<|end|>",
+        "<|channel|>analysis<|message|>Ask.<|end|><|start|>assistant<|channel|>commentary"
+        f'<|message|>One moment.<|end|>{CALL}{{"city":"Zürich"}}<|call|>',
+    ),
+    Script(
+        "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>18 °C in Zürich",
+        "<|channel|>final<|message|>It is 18 °C.<|return|>",
+    ),
+    Script("<|message|>Thanks.<|end|>", "<|channel|>final<|message|>Not at all.<|return|>"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+    standin.rescript(standin_dir, SCRIPTS)
+    server = start("--tool-call-parser", "harmony", engine=engine, command=HARMONY)
+    yield server
+    server.stop()
+
+
+def weather(city: str) -> str:
+    """The weather of a city."""
+    return f"18 °C in {city}"
+
+
+async def run(agent: Any, text: Any, *, stream: bool, **more: Any) -> Any:
+    if not stream:
+        return await agents.Runner.run(agent, text, **more)
+    result = agents.Runner.run_streamed(agent, text, **more)
+    async for _ in result.stream_events():
+        pass
+    return result
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_loop(server: Server, stream: bool, stored: bool) -> None:
+    async def test() -> None:
+        agents.set_tracing_disabled(True)
+        async with AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none") as client:
+            name = (await client.models.list()).data[0].id
+            agent = agents.Agent(
+                name="Weather",
+                instructions="Tell the weather.",
+                model=agents.OpenAIResponsesModel(model=name, openai_client=client),
+                model_settings=agents.ModelSettings(store=stored),
+                tools=[agents.function_tool(weather)],
+            )
+            result = await run(agent, "Weather in Zürich?", stream=stream)
+            assert result.final_output == "It is 18 °C."
+            if stored:
+                more = {"previous_response_id": result.last_response_id}
+                again = await run(agent, "Thanks.", stream=stream, **more)
+            else:
+                said = [*result.to_input_list(), {"role": "user", "content": "Thanks."}]
+                again = await run(agent, said, stream=stream)
+            assert again.final_output == "Not at all."
+
+    asyncio.run(asyncio.wait_for(test(), 60))

@@ -1,0 +1,116 @@
+"""Loads the host's command line with its own loader, and then has the gate put into it.
+
+Knows Python's import system and nothing of the host. Whatever fails here is one line on standard
+error: the host must start all the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from . import _startup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import CodeType, ModuleType
+
+
+def gate(namespace: dict[str, Any]) -> None:
+    """Puts the gate into the host's command line module, given by its namespace."""
+    if _startup.switched_off():
+        return
+    try:
+        from vllm_mlx_harmony import host
+
+        host.install(namespace)
+    except Exception as error:
+        warn(f"not installed ({type(error).__name__}: {error}); vllm-mlx runs without it")
+
+
+def warn(message: str) -> None:
+    """One line on standard error. Nobody has set up logging when modules are imported."""
+    print(f"vllm-mlx-harmony: {message}", file=sys.stderr)
+
+
+def find_spec(
+    own: object, name: str, path: Sequence[str] | None, target: ModuleType | None
+) -> ModuleSpec | None:
+    """What the other finders know of the module, but with a loader that calls `gate`."""
+    if get_ident() in _asking:  # somebody else's finder asks everybody, too
+        return None
+    _asking.add(get_ident())
+    try:
+        spec = _ask_others(own, name, path, target)
+    finally:
+        _asking.discard(get_ident())
+    if spec is not None and hasattr(spec.loader, "exec_module"):
+        spec.loader = Loader(spec.loader)  # type: ignore[assignment]
+    return spec
+
+
+_asking: set[int] = set()
+
+
+def _ask_others(
+    own: object, name: str, path: Sequence[str] | None, target: ModuleType | None
+) -> ModuleSpec | None:
+    for finder in list(sys.meta_path):
+        find = None if finder is own else getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = find(name, path, target) if find else None
+        if spec is not None:
+            return spec
+    return None
+
+
+class Loader:
+    """The real loader, and after it the gate. The loaded module never gets to see this one."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_real":  # an instance that __init__ has not seen, as copy makes them
+            raise AttributeError(name)
+        return getattr(self._real, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As the real loader does it."""
+        found: ModuleType | None = self._real.create_module(spec)
+        return found
+
+    def exec_module(self, module: ModuleType) -> None:
+        """As the real loader does it, and then the gate."""
+        module.__loader__ = self._real
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._real
+        self._real.exec_module(module)
+        gate(vars(module))
+
+    def get_code(self, name: str) -> CodeType | None:
+        """Code of the module: `python -m` runs it as `__main__`, and never calls `exec_module`."""
+        code: CodeType | None = self._real.get_code(name)
+        try:
+            return _gated(self._real.get_source(name), code) or code
+        except Exception as error:
+            warn(f"not installed ({type(error).__name__}: {error}); vllm-mlx runs without it")
+            return code
+
+
+def _gated(source: str | None, code: CodeType | None) -> CodeType | None:
+    """The module with a call of `gate` at the head of its `if __name__ == "__main__":` block."""
+    import ast
+
+    if source is None or code is None:
+        return None
+    tree = ast.parse(source)
+    call = ast.parse(f"__import__({__name__!r}, fromlist=['gate']).gate(globals())").body[0]
+    for node in reversed(tree.body):
+        if isinstance(node, ast.If) and "'__main__'" in ast.dump(node.test):
+            for part in ast.walk(call):
+                ast.copy_location(part, node.body[0])
+            node.body.insert(0, call)
+            return compile(tree, code.co_filename, "exec", dont_inherit=True)
+    return None

@@ -1,0 +1,4 @@
+"""One file per command. What the command line takes is in `__main__`.
+
+Knows files, terminals and processes; asks the other rooms for everything else.
+"""

@@ -1,0 +1,59 @@
+"""render: a Chat Completions request as the exact prompt it becomes.
+
+Knows files and the two ways of printing. Refuses to know how a request is read and rendered.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from vllm_mlx_harmony.cli.paint import painted, pieces
+from vllm_mlx_harmony.cli.refused import Refused, called, read_text
+from vllm_mlx_harmony.core.render import render
+from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.host.defaults import current_date
+from vllm_mlx_harmony.protocols import chat
+
+
+def run(name: str, *, as_json: bool) -> int:
+    """Prints the prompt of the request in a file: coloured on a terminal, else to the byte.
+
+    Raises ``Refused`` for a file that is no JSON, ``RequestError`` for a request the server
+    would refuse.
+    """
+    ids = prompt(_document(name))
+    if as_json:
+        print(json.dumps(document(ids), ensure_ascii=False))
+        return 0
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(painted(ids), soft_wrap=True)
+        console.print(f"{len(ids)} tokens", style="dim")
+    else:  # rich would expand tabs and drop control characters
+        sys.stdout.write("".join(piece.text for piece in pieces(ids)))
+    return 0
+
+
+def prompt(body: object) -> tuple[int, ...]:
+    """The ids that a server without defaults of its own generates from, for a request's body."""
+    request = chat.read(body, Defaults(date=current_date()))
+    return tuple(render(request.turn).ids)
+
+
+def document(ids: Sequence[int]) -> dict[str, object]:
+    """What ``--json`` prints."""
+    cut = [{"text": piece.text, "control": piece.control} for piece in pieces(ids)]
+    return {"count": len(ids), "ids": list(ids), "pieces": cut}
+
+
+def _document(name: str) -> object:
+    try:
+        return json.loads(read_text(name))
+    except RecursionError as error:
+        raise Refused(f"{called(name)} is nested too deeply") from error
+    except ValueError as error:
+        raise Refused(f"{called(name)} is not JSON: {error}") from error

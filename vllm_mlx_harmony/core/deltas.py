@@ -1,0 +1,90 @@
+"""What a model can say, as frozen values: the parser's output and every emitter's input.
+
+Knows the meaning of a message (semantics B, "Meaning"). Refuses to know channels, tokens and APIs.
+One turn is: Started, then per shown message Opened, Text…, Closed, then Finished or Failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, TypeAlias
+
+from vllm_mlx_harmony.core.errors import HarmonyFailure
+
+FinishReason: TypeAlias = Literal["stop", "tool_calls", "length"]
+
+
+class Kind(Enum):
+    """What a shown message is. Messages that are not shown have no kind and no delta."""
+
+    REASONING = "reasoning"
+    PREAMBLE = "preamble"
+    ANSWER = "answer"
+    CALL = "call"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one turn; ``cached_tokens`` of the prompt needed no prefill."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt is rendered and the engine has it."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A message begins. ``index`` counts the shown messages of the turn from 0.
+
+    ``name`` is the tool's name as the request declared it; empty unless ``kind`` is ``CALL``.
+    Never sent for a message that turns out empty, except for a call. ``at`` is how many ids the
+    model had generated where the message's header begins: for whoever keeps the ids.
+    """
+
+    index: int
+    kind: Kind
+    name: str = ""
+    at: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """More of the open message: never empty, never half a character, never a control token."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The open message ends; ``complete`` is false when the output was cut inside it."""
+
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The turn ends. ``stop_sequence`` is the caller's string that ended it, if one did."""
+
+    reason: FinishReason
+    stop_sequence: str | None = None
+    usage: Usage = Usage()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The turn ends because something broke after it had started."""
+
+    error: HarmonyFailure
+
+
+Delta: TypeAlias = "Started | Opened | Text | Closed | Finished | Failed"

@@ -1,0 +1,55 @@
+"""What can go wrong, named after the party whose fault it is.
+
+Knows the HTTP status and the machine-readable code of each failure.
+Refuses to know how any API writes an error down: that is each protocol's own shape.
+"""
+
+from __future__ import annotations
+
+
+class HarmonyFailure(Exception):
+    """Base of every error that this package raises on purpose.
+
+    ``status`` is the HTTP status, ``code`` a stable word a program can test for (or ``None``),
+    ``param`` the path of the guilty field in the request (``messages[3].content``) or ``None``,
+    ``retry_after`` whole seconds after which trying again makes sense, or ``None``.
+    """
+
+    status = 500
+    code: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else type(self).code
+        self.status = status if status is not None else type(self).status
+        self.retry_after = retry_after
+
+
+class RequestError(HarmonyFailure):
+    """The caller sent something that cannot be done. 400 unless said otherwise."""
+
+    status = 400
+
+
+class OutputError(HarmonyFailure):
+    """The engine failed while it was generating. 500."""
+
+    status = 500
+    code = "generation_failed"
+
+
+class HostError(HarmonyFailure):
+    """The server cannot do it now (busy, full, too slow) or not in this installation. 503."""
+
+    status = 503
+    code = "server_unavailable"

@@ -1,0 +1,100 @@
+"""Tool names, both ways: what a request declares and what stands in a Harmony header.
+
+Knows which names a header can carry (A10) and what a recipient addresses (B, "Recipient").
+Refuses to know where in a header a recipient stands: that is the parser's part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import Call, Tool, Turn
+
+FUNCTIONS = "functions"
+_PREFIX = f"{FUNCTIONS}."
+_NOBODY = frozenset({"assistant", "user", "all"})
+_CARRYABLE = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
+_UNCARRYABLE = re.compile(r"[^A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of one turn: ``aliases`` maps each declared name to what the model is shown."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    builtin: tuple[str, ...] = ()
+    _declared: Mapping[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        inverse = {alias: name for name, alias in self.aliases.items()}
+        object.__setattr__(self, "_declared", inverse)
+
+    @classmethod
+    def of(cls, turn: Turn) -> Names:
+        """The names of a turn's tools, and of the calls in its history, in that order.
+
+        Raises ``RequestError`` for a tool without a name and for two tools of the same name.
+        """
+        called = (message.name for message in turn.messages if isinstance(message, Call))
+        foreign = (name for name in called if _namespace(name) not in turn.builtin_tools)
+        return cls(_aliases(_declared(turn.tools), foreign), turn.builtin_tools)
+
+    def alias(self, name: str) -> str:
+        """``name`` as the model is shown it in ``namespace functions``."""
+        return self.aliases.get(name, name)
+
+    def recipient(self, name: str) -> str:
+        """The recipient that addresses the tool: ``functions.NAME``, or a built-in's own name."""
+        if name not in self.aliases and _namespace(name) in self.builtin:
+            return name
+        return _PREFIX + self.alias(name)
+
+    def addressee(self, recipient: str) -> str:
+        """The declared name of the tool that ``recipient`` addresses; empty when it is no tool.
+
+        An undeclared one comes back as it is, without the ``functions.`` prefix.
+        """
+        if recipient in _NOBODY:
+            return ""
+        bare = recipient.removeprefix(_PREFIX) or recipient
+        return self._declared.get(bare) or self._declared.get(recipient) or bare
+
+
+def _namespace(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _declared(tools: Iterable[Tool]) -> list[str]:
+    names: dict[str, None] = {}
+    for tool in tools:
+        if not tool.name:
+            raise RequestError("a tool needs a name", param=tool.where)
+        if tool.name in names:
+            raise RequestError(f"two tools are named {tool.name!r}", param=tool.where)
+        names[tool.name] = None
+    return list(names)
+
+
+def _aliases(declared: Sequence[str], foreign: Iterable[str]) -> dict[str, str]:
+    """Names to aliases. A name met later never changes an alias given before (A12)."""
+    taken = {name for name in declared if _CARRYABLE.fullmatch(name)}
+    aliases = {name: name if name in taken else _alias(name, taken) for name in declared}
+    for name in foreign:
+        if name not in aliases:
+            aliases[name] = _alias(name, taken)
+    return aliases
+
+
+def _alias(name: str, taken: set[str]) -> str:
+    """A name like ``name`` that a header can carry; it is ``taken`` from then on."""
+    plain = _CARRYABLE.fullmatch(name)
+    stem = name if plain else _UNCARRYABLE.sub("_", name).strip("_") or "tool"
+    alias, count = stem, 1
+    while alias in taken:
+        count += 1
+        alias = f"{stem}_{count}"
+    taken.add(alias)
+    return alias

@@ -1,0 +1,428 @@
+"""A turn in, the token ids of its prompt out (semantics A): how Harmony is written.
+
+Knows headers, channels and the order of things. Refuses to know vocabularies (vocab), how a JSON
+Schema is shown (schema) and what the model answers (parse). Text is always ordinary text (A7).
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from sys import getsizeof
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from vllm_mlx_harmony.core import recent, schema, vocab
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.names import FUNCTIONS, Names
+from vllm_mlx_harmony.core.replay import Segment, View, shared
+from vllm_mlx_harmony.core.turn import (
+    Answer,
+    Call,
+    Effort,
+    Instructions,
+    Message,
+    Preamble,
+    Reasoning,
+    ResponseFormat,
+    Result,
+    Tool,
+    Turn,
+    User,
+)
+
+if TYPE_CHECKING:
+    from openai_harmony import Content, Role, ToolDescription, ToolNamespaceConfig
+
+# openai_harmony is imported where it is used: where it is not installed this package still loads,
+# so that it can say what is missing.
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt: its token ``ids``, and the ``names`` that read the answer's recipients back.
+
+    ``boundaries`` are the positions where a message begins, the first of them behind the system
+    and the leading developer message, the last that of the message to be generated. Everything
+    before ``stable``, one of them, begins every later prompt of this conversation too; from there
+    on stands analysis that is dropped once there is an answer (A6).
+    """
+
+    ids: tuple[int, ...]
+    names: Names
+    boundaries: tuple[int, ...] = ()
+    stable: int = 0
+
+
+def render(turn: Turn, replay: View | None = None) -> Rendered:
+    """The prompt of ``turn``; it ends where the model goes on: ``<|start|>assistant``.
+
+    What ``replay`` has of the history stands there as it was generated.
+    Raises ``RequestError`` naming the guilty field: no messages (A11), a result without its call
+    (A5), tool names that are empty or equal (A10), parameters that are no schema of an object,
+    a built-in tool that does not exist.
+    """
+    if not turn.messages:
+        raise RequestError("messages is empty: there is nothing to answer", param="messages")
+    names = Names.of(turn)
+    leading, rest = _split(turn.messages)
+    ids = list(_system(turn.identity, turn.date, turn.effort, turn.builtin_tools, bool(turn.tools)))
+    ids += _developer(_joined(leading), turn.tools, turn.response_format, names)
+    boundaries, thoughts = [], []
+    for kind, written in _written(_kept(_stretches(rest, replay)), names):
+        if kind is Reasoning:
+            thoughts.append(len(ids))
+        boundaries.append(len(ids))
+        ids += written
+    boundaries.append(len(ids))
+    stable = min(thoughts, default=len(ids))
+    ids += opening(turn.prefill)
+    return Rendered(tuple(ids), names, tuple(boundaries), stable)
+
+
+def render_messages(
+    messages: Iterable[Message], names: Names, calls: Mapping[str, str] | None = None
+) -> list[int]:
+    """Ids of ``messages``, as they stand after the system and the leading developer message.
+
+    ``calls`` maps the ids of the calls made before ``messages`` to the names of their tools; calls
+    in ``messages`` come on top, and of two with the same id the latest one counts. Nothing is
+    dropped: A6 is for whoever knows the whole conversation. Raises ``RequestError`` naming
+    ``Result.where`` when no earlier call has its id (A5).
+    """
+    stretches: Iterable[_Stretch] = (((message,), (message,)) for message in messages)
+    written = _written(stretches, names, calls)
+    return [token for _, ids in written for token in ids]
+
+
+def render_message(message: Message, names: Names, calls: Mapping[str, str]) -> list[int]:
+    """Ids of one message: a function of its arguments alone. ``calls``: see ``render_messages``."""
+    return list(_ids_of(message, names, calls))
+
+
+def _ids_of(message: Message, names: Names, calls: Mapping[str, str]) -> tuple[int, ...]:
+    if isinstance(message, Call):
+        return _message(Call, message.arguments, names.recipient(message.name))
+    if isinstance(message, Result):
+        return _message(Result, message.text, names.recipient(_answered(message, calls)))
+    return _message(type(message), message.text)
+
+
+def _answered(result: Result, calls: Mapping[str, str]) -> str:
+    """The name of the tool whose call ``result`` answers."""
+    name = calls.get(result.call_id)
+    if name is None:
+        problem = f"no earlier message has a tool call with the id {result.call_id!r}"
+        raise RequestError(problem, param=result.where)
+    return name
+
+
+# --- bodies ---
+
+REMEMBERED = 64 * 2**20
+"""Bytes of messages that are remembered with their ids, over all conversations."""
+
+_messages: recent.Recent[tuple[type, str, str], tuple[int, ...]] = recent.Recent(REMEMBERED)
+
+
+def _message(kind: type, text: str, tool: str = "") -> tuple[int, ...]:
+    """The ids of a message, remembered: a history comes back on every turn.
+
+    ``tool`` is the recipient of a call, or who the result is from.
+    """
+    key = kind, tool, text
+    ids = _messages.get(key)
+    if ids is None:
+        ids = shared(_rendered(kind, text, tool))
+        _messages.put(key, ids, getsizeof(ids) + getsizeof(text) + _ENTRY)
+    return ids
+
+
+def _rendered(kind: type, text: str, tool: str) -> Iterator[int]:
+    if kind is Call:
+        yield from _call_header(tool)
+    elif kind is Result:
+        yield from _result_header(tool)
+    else:
+        form = _FORMS[kind]
+        yield from _header(form.role, form.channel)
+        text = form.heading + text
+    yield from _encoded(text)
+    yield vocab.CALL if kind is Call else vocab.END
+
+
+_ENTRY = 512
+"""Bytes that a remembered message takes beside its ids and its text, about."""
+
+_AT_ONCE = 16_384
+"""Characters that are encoded in one go. No other thread runs meanwhile: the encoder keeps the
+interpreter's lock, and 16 K characters take it a few milliseconds."""
+
+_SEAM = re.compile(r"[A-Za-z](?=[ \n0-9])|[0-9](?=[ \n])|[\u4e00-\u9fff](?=[ \n，。、])")
+"""Where no token of o200k ever spans: none of its patterns takes both characters, and none that
+ends before the first looks at the second."""
+
+
+def _encoded(text: str) -> Iterator[int]:
+    start = 0
+    while len(text) - start > _AT_ONCE and (seam := _SEAM.search(text, start + _AT_ONCE // 2)):
+        yield from vocab.encode(text[start : seam.end()])
+        start = seam.end()
+    yield from vocab.encode(text[start:])
+
+
+# --- headers ---
+
+
+class _Form(NamedTuple):
+    """How a message that is only text is written: its header, and what stands above its text."""
+
+    role: str
+    channel: str = ""
+    heading: str = ""
+
+
+_FORMS: dict[type, _Form] = {
+    Instructions: _Form("developer", heading="# Instructions\n\n"),
+    User: _Form("user"),
+    Reasoning: _Form("assistant", "analysis"),
+    Preamble: _Form("assistant", "commentary"),
+    Answer: _Form("assistant", "final"),
+    Turn: _Form("developer"),  # the leading one: instructions, tools, formats
+}
+
+
+@lru_cache(maxsize=512)
+def _header(role: str, channel: str = "", content_type: str = "") -> tuple[int, ...]:
+    """``<|start|>ROLE<|channel|>CHANNEL<|constrain|>TYPE<|message|>``, without what is empty."""
+    ids = [vocab.START, *vocab.encode(role)]
+    if channel:
+        ids += [vocab.CHANNEL, *vocab.encode(channel)]
+    if content_type:
+        ids += [vocab.CONSTRAIN, *vocab.encode(content_type)]
+    return (*ids, vocab.MESSAGE)
+
+
+def _call_header(recipient: str) -> tuple[int, ...]:
+    """A4. openai-harmony's own renderer puts ``to=`` behind the role; the model writes it here.
+
+    A built-in is called as the model was trained to: in its analysis, the content type ``code``
+    (for the browser's JSON too) a bare word.
+    """
+    if _is_function(recipient):
+        return _header("assistant", f"commentary to={recipient} ", "json")
+    return _header("assistant", f"analysis to={recipient} code")
+
+
+def _result_header(recipient: str) -> tuple[int, ...]:
+    """A5. What a tool says comes back on the channel it was called on."""
+    channel = "commentary" if _is_function(recipient) else "analysis"
+    return _header(f"{recipient} to=assistant", channel)
+
+
+def _is_function(recipient: str) -> bool:
+    return recipient.startswith(f"{FUNCTIONS}.")
+
+
+def opening(prefill: str | None = None) -> list[int]:
+    """``<|start|>assistant``, where the model goes on; the beginning of a final for ``prefill``."""
+    if prefill is None:
+        return [vocab.START, *vocab.encode("assistant")]
+    return [*_header("assistant", "final"), *vocab.encode(prefill)]
+
+
+# --- which messages, in which order ---
+
+
+def _split(messages: Sequence[Message]) -> tuple[list[str], Sequence[Message]]:
+    """The texts of the leading instructions, and everything after them (A2, A3)."""
+    leading: list[str] = []
+    for message in messages:
+        if not isinstance(message, Instructions):
+            break
+        leading.append(message.text)
+    return leading, messages[len(leading) :]
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "\n\n".join(text for text in texts if text.strip())
+
+
+_Piece: TypeAlias = "Message | Segment"
+
+
+_Stretch: TypeAlias = "tuple[Sequence[_Piece], Sequence[Message]]"
+"""What the assistant said in a row, or what stands between: as it is placed, and as it was sent."""
+
+
+def _stretches(messages: Sequence[Message], replay: View | None) -> list[_Stretch]:
+    """The history; where the assistant said what was generated here, as it was generated."""
+    if replay is None:
+        return [(messages, messages)]
+    history = replay.history(messages)
+    return [(found.segments if found else sent, sent) for sent, found in history]
+
+
+def _kept(stretches: Sequence[_Stretch]) -> Iterator[_Stretch]:
+    """``stretches`` without the reasoning that led to an answer already given (A6)."""
+    kinds = (_kind(piece) for placed, _ in stretches for piece in placed)
+    ahead = max((at for at, kind in enumerate(kinds, 1) if kind is Answer), default=0)
+    for stretch in stretches:
+        yield _without_reasoning(stretch, ahead) if ahead > 0 else stretch
+        ahead -= len(stretch[0])
+
+
+def _without_reasoning(stretch: _Stretch, ahead: int) -> _Stretch:
+    """``stretch`` without the reasoning among its first ``ahead`` pieces.
+
+    What cannot be placed without the reasoning before it is written as it was sent.
+    """
+    placed, sent = stretch
+    kept = [one for at, one in enumerate(placed) if at >= ahead or _kind(one) is not Reasoning]
+    if len(kept) == len(placed):
+        return stretch
+    if all(one.stands_alone for one in kept if isinstance(one, Segment)):
+        return kept, sent
+    return [one for one in sent if not isinstance(one, Reasoning)], sent
+
+
+def _kind(piece: _Piece) -> type[Message]:
+    return piece.kind if isinstance(piece, Segment) else type(piece)
+
+
+def _written(
+    stretches: Iterable[_Stretch], names: Names, calls: Mapping[str, str] | None = None
+) -> Iterator[tuple[type[Message], tuple[int, ...]]]:
+    """What each piece is, and its ids."""
+    made = dict(calls or {})
+    for placed, sent in stretches:
+        for piece in placed:
+            if isinstance(piece, Segment):
+                yield piece.kind, piece.ids
+                continue
+            yield type(piece), _ids_of(piece, names, made)
+            if isinstance(piece, Call):
+                made[piece.id] = piece.name
+        if placed is not sent:  # its calls may be segments; their results stand behind it
+            for one in sent:
+                if isinstance(one, Call):
+                    made[one.id] = one.name
+
+
+# --- the system and the developer message: openai-harmony owns their templates ---
+
+
+@lru_cache(maxsize=64)
+def _system(
+    identity: str | None, date: str | None, effort: Effort, builtin: tuple[str, ...], tools: bool
+) -> tuple[int, ...]:
+    from openai_harmony import ReasoningEffort, Role, SystemContent
+
+    content = SystemContent.new().with_reasoning_effort(ReasoningEffort[effort.name])
+    if identity:
+        content = content.with_model_identity(schema.clean(identity))
+    if date:
+        content = content.with_conversation_start_date(schema.clean(date))
+    for name in builtin:
+        content = content.with_tools(_builtin(name))
+    return tuple(_template(Role.SYSTEM, content, functions=tools))
+
+
+def _builtin(name: str) -> ToolNamespaceConfig:
+    from openai_harmony import ToolNamespaceConfig
+
+    known = {"browser": ToolNamespaceConfig.browser, "python": ToolNamespaceConfig.python}
+    if name not in known:
+        problem = f"there is no built-in tool {name!r}: only {' and '.join(known)}"
+        raise RequestError(problem, param="builtin_tools")
+    return known[name]()
+
+
+def _developer(
+    instructions: str, tools: Sequence[Tool], response_format: ResponseFormat | None, names: Names
+) -> tuple[int, ...]:
+    """The developer message of A2; no ids at all when there is nothing to put in it.
+
+    One text, and encoded as one: tokens do not end where sections do.
+    """
+    sections = []
+    if instructions:
+        sections.append(_FORMS[Instructions].heading + instructions)
+    if tools:
+        sections.append(_tools(tools, names))
+    if response_format is not None:
+        sections.append(_response_format(response_format))
+    return _message(Turn, "\n\n".join(sections)) if sections else ()
+
+
+_declarations: recent.Recent[bytes, str] = recent.Recent(REMEMBERED // 8)
+
+
+def _tools(tools: Sequence[Tool], names: Names) -> str:
+    """The ``# Tools`` section, remembered."""
+    key = _declared(tools, names)
+    text = None if key is None else _declarations.get(key)
+    if text is None:
+        text = _declaration(tools, names)
+        if key is not None:
+            _declarations.put(key, text, len(key) + getsizeof(text) + _ENTRY)
+    return text
+
+
+def _declared(tools: Sequence[Tool], names: Names) -> bytes | None:
+    """All that the section depends on, order included; ``None`` when it is no plain JSON.
+
+    ``marshal`` takes a quarter of the time of ``json``, and version 2 writes equal values equally.
+    """
+    values = [(names.alias(tool.name), tool.description, tool.parameters) for tool in tools]
+    try:
+        return marshal.dumps(values, 2)
+    except ValueError:
+        return None
+
+
+def _declaration(tools: Sequence[Tool], names: Names) -> str:
+    from openai_harmony import DeveloperContent, Role
+
+    described = [_described(tool, names) for tool in tools]
+    content = DeveloperContent.new().with_function_tools(described)
+    message = _template(Role.DEVELOPER, content, functions=True)
+    return vocab.encoding().decode_utf8(message[message.index(vocab.MESSAGE) + 1 : -1])
+
+
+def _described(tool: Tool, names: Names) -> ToolDescription:
+    from openai_harmony import ToolDescription
+
+    description = schema.clean(tool.description)
+    return ToolDescription.new(names.alias(tool.name), description, schema.parameters(tool))
+
+
+def _template(role: Role, content: Content, *, functions: bool) -> list[int]:
+    from openai_harmony import Message as HarmonyMessage
+    from openai_harmony import RenderOptions
+
+    message = HarmonyMessage.from_role_and_content(role, content)
+    options = RenderOptions(conversation_has_function_tools=functions)
+    return vocab.encoding().render(message, options)
+
+
+_ANY_OBJECT = ResponseFormat(
+    schema={"type": "object"},
+    name="json_object",
+    description="The answer is one JSON object, without any text or code fence around it.",
+)
+
+
+def _response_format(asked: ResponseFormat) -> str:
+    """``# Response Formats`` as openai-harmony's guide shows it: name, comment, JSON Schema."""
+    shown = _ANY_OBJECT if asked.schema is None else asked
+    try:
+        text = json.dumps(shown.schema, ensure_ascii=False, separators=(",", ":"))
+    except (RecursionError, TypeError, ValueError) as error:
+        problem = f"the schema of the response format cannot be written as JSON: {error}"
+        raise RequestError(problem, param="response_format") from error
+    comment = "".join(f"// {line}\n" for line in shown.description.splitlines())
+    return f"# Response Formats\n\n## {shown.name}\n\n{comment}{text}"

@@ -1,0 +1,293 @@
+"""What the model generated, remembered as it was: the exact ids of earlier turns.
+
+Knows which turns of a history it has seen generated, and what a client may change in them unseen.
+Refuses to know prompts (render), which analysis is dropped (render, A6), time, disks and keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from sys import getsizeof
+from typing import TypeAlias
+
+from vllm_mlx_harmony.core import recent, vocab
+from vllm_mlx_harmony.core.turn import Answer, Call, Message, Preamble, Reasoning, Result, User
+
+_SPOKEN = frozenset({Reasoning, Preamble, Answer, Call})
+"""What an assistant says. A turn is as much of that as stands in a row in a history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the model generated in one go, behind ``before``.
+
+    ``ids`` begin with the ``<|start|>assistant`` that it was prompted with; message ``n`` of
+    ``messages`` begins at ``ids[begins[n]]``. Ids of what was not shown stand anywhere between.
+    What stands in ``ids[:ended]`` had ended; behind it the model was at a message, or at a header.
+    """
+
+    before: tuple[Message, ...]
+    messages: tuple[Message, ...]
+    ids: tuple[int, ...]
+    begins: tuple[int, ...]
+    ended: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The ids of one generated message, and of what was not shown behind it."""
+
+    kind: type[Message]
+    ids: tuple[int, ...]
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether it can be placed without what was generated before it."""
+        return self.ids[0] == vocab.START
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A turn as it was generated; its segments in a row are its ids, ended as in a history.
+
+    ``content`` and ``calls`` are what a client saw of it, whatever API it used.
+    """
+
+    segments: tuple[Segment, ...]
+    content: str
+    calls: tuple[Call, ...]
+
+
+_Key: TypeAlias = "tuple[str, str] | tuple[str, int, str]"
+
+
+class Replay:
+    """Turns that were generated, no more than ``limit`` bytes of them, the last used kept.
+
+    A turn with calls is known by the id of its first call, which no other turn has; a turn without
+    by what it says and what was said before it. Any thread may use it at any time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._turns: recent.Recent[_Key, Remembered] = recent.Recent(limit)
+
+    @property
+    def size(self) -> int:
+        """Bytes held."""
+        return self._turns.size
+
+    def __len__(self) -> int:
+        """Turns held."""
+        return len(self._turns)
+
+    def view(self, scope: str) -> View:
+        """The turns of one ``scope``: a model and whom it speaks with. No other sees them."""
+        return View(self._turns, scope)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What one tenant's conversations with one model may be answered from."""
+
+    _turns: recent.Recent[_Key, Remembered]
+    _scope: str
+
+    def remember(self, output: Output) -> None:
+        """Takes in what was generated. An output that shows nothing is never asked for."""
+        segments = _segments(output)
+        content, calls = visible(output.messages)
+        if segments and (content or calls):
+            key = self._key(content, calls, story(output.before))
+            turn = Remembered(segments, content, tuple(calls))
+            self._turns.put(key, turn, _size(turn, key))
+
+    def history(
+        self, messages: Iterable[Message]
+    ) -> Iterator[tuple[list[Message], Remembered | None]]:
+        """``messages`` in groups as `turns` has them, each with the turn that was generated."""
+        before, since = 0, list[tuple[bool, list[Message]]]()
+        for said, group in turns(messages):
+            content, calls = visible(group) if said else ("", [])
+            if content and not calls:  # only such a turn is known by the story before it
+                before, since = _further(before, since), []
+            yield group, self._generated(content, calls, before) if said else None
+            since.append((said, group))
+
+    def find(self, turn: Sequence[Message], before: int) -> Remembered | None:
+        """``turn`` as it was generated; ``None`` when it was not here, or a client edited it.
+
+        ``turn`` is what an assistant says in a row, ``before`` the `story` up to there. Reasoning
+        does not count: clients leave it out, shorten and reword it. Nor do white space and order
+        within the JSON of a call's arguments: clients parse it and write it anew.
+        """
+        return self._generated(*visible(turn), before)
+
+    def _generated(self, content: str, calls: Sequence[Call], before: int) -> Remembered | None:
+        found = self._turns.get(self._key(content, calls, before))
+        if found is None or found.content != content or not _same(found.calls, calls):
+            return None
+        return found
+
+    def _key(self, content: str, calls: Sequence[Call], before: int) -> _Key:
+        return (self._scope, calls[0].id) if calls else (self._scope, before, content)
+
+
+# --- What a client sees
+
+
+def visible(turn: Iterable[Message]) -> tuple[str, list[Call]]:
+    """What a client sees of a turn, alike in every API: its content in one, and its calls.
+
+    Chat has one content for all messages, beside the calls, joined by line breaks (semantics B).
+    """
+    texts: list[str] = []
+    calls: list[Call] = []
+    for message in turn:
+        if isinstance(message, Call):
+            calls.append(message)
+        elif not isinstance(message, Reasoning):
+            texts.append(message.text)
+    return "\n".join(texts), calls
+
+
+def turns(messages: Iterable[Message]) -> Iterator[tuple[bool, list[Message]]]:
+    """``messages`` in groups: what the assistant says in a row (true), and what stands between."""
+    said, group = False, list[Message]()
+    for message in messages:
+        if (type(message) in _SPOKEN) is not said:
+            if group:
+                yield said, group
+            said, group = not said, []
+        group.append(message)
+    if group:
+        yield said, group
+
+
+def story(messages: Iterable[Message]) -> int:
+    """A number for what a client sees of ``messages``; 0 when that is nothing.
+
+    The same however the client's API joins content, and whatever it does to reasoning,
+    instructions, call ids and arguments. Only good within a process.
+    """
+    return _further(0, turns(messages))
+
+
+def _further(before: int, groups: Iterable[tuple[bool, Sequence[Message]]]) -> int:
+    """The story ``before``, with groups of `turns` behind it."""
+    for said, group in groups:
+        before = _told(before, group) if said else _heard(before, group)
+    return before
+
+
+def _told(before: int, turn: Sequence[Message]) -> int:
+    content, calls = visible(turn)
+    return hash((before, content, *[call.name for call in calls]))
+
+
+def _heard(before: int, messages: Sequence[Message]) -> int:
+    for message in messages:
+        if isinstance(message, (User, Result)):
+            before = hash((before, type(message), message.text))
+    return before
+
+
+def _same(ours: Sequence[Call], theirs: Sequence[Call]) -> bool:
+    """Whether the calls are the same ones, in the same order."""
+    return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
+
+
+def _is_same(ours: Call, theirs: Call) -> bool:
+    if ours == theirs:
+        return True
+    one, other = (call.arguments or "{}" for call in (ours, theirs))  # a cut call may have none
+    same_tool = ours.id == theirs.id and ours.name == theirs.name
+    return same_tool and (one == other or _is_same_json(one, other))
+
+
+def _is_same_json(one: str, other: str) -> bool:
+    try:
+        return _canonical(one) == _canonical(other)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _canonical(text: str) -> str:
+    """Compared as text: in Python ``true``, ``1`` and ``1.0`` are equal, for a tool they are not.
+
+    ``1.0`` and ``1`` are: JavaScript cannot tell one from the other.
+    """
+    return json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
+
+
+def _number(text: str) -> float | int:
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+# --- What is kept
+
+
+def _segments(output: Output) -> tuple[Segment, ...]:
+    """One per message; in a row they are the ids of the output, ended. None when it shows nothing.
+
+    Nor when a message was read behind the ids: what follows the end of a turn is no part of it.
+    """
+    begins = output.begins
+    if not begins or begins[-1] >= len(output.ids):
+        return ()
+    ids = _ended(output)
+    starts, ends = (0, *begins[1:]), (*begins[1:], len(ids))
+    return tuple(
+        Segment(type(message), shared(ids[start:end]))
+        for message, start, end in zip(output.messages, starts, ends, strict=True)
+    )
+
+
+def _ended(output: Output) -> Sequence[int]:
+    """The ids as a history has them: what ended the turn, or cut it, ends a message there.
+
+    Of a header that was cut nothing is left.
+    """
+    if output.ids[-1] in (vocab.RETURN, vocab.ENDOFTEXT):
+        return (*output.ids[:-1], vocab.END)
+    ids = output.ids[: _end_of_messages(output)]
+    if ids[-1] in (vocab.END, vocab.CALL):
+        return ids
+    return (*ids, vocab.CALL if isinstance(output.messages[-1], Call) else vocab.END)
+
+
+def _end_of_messages(output: Output) -> int:
+    """Where only a header follows, and perhaps junk before it, of a message that never began."""
+    rest = output.ids[output.ended :]
+    in_message = output.begins[-1] >= output.ended or vocab.MESSAGE in rest
+    return len(output.ids) if in_message else output.ended
+
+
+class _Shared(dict[int, int]):
+    """One object for each id of the vocabulary, which as many tuples can hold: 8 bytes, not 36."""
+
+    def __missing__(self, token: int) -> int:
+        if 0 <= token < vocab.SIZE:
+            self[token] = token
+        return token
+
+
+_shared = _Shared()
+
+
+def shared(ids: Iterable[int]) -> tuple[int, ...]:
+    """``ids``, to be kept: the same ones, in objects that are shared with all others kept."""
+    return tuple(map(_shared.__getitem__, ids))
+
+
+_EACH = 256
+"""Bytes that a turn, a segment or a call takes beside its ids and texts, about."""
+
+
+def _size(remembered: Remembered, key: _Key) -> int:
+    texts = (remembered.content, *(call.arguments for call in remembered.calls), key[0])
+    objects = 1 + len(remembered.segments) + len(remembered.calls)
+    ids = sum(getsizeof(segment.ids) for segment in remembered.segments)
+    return ids + sum(map(getsizeof, texts)) + objects * _EACH

@@ -1,0 +1,221 @@
+"""One normalised request, as frozen values: what every API is read into and what is rendered.
+
+Knows what a conversation is made of. Refuses to know how an API spells it (protocols)
+and how Harmony spells it (render).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+from vllm_mlx_harmony.core.errors import RequestError
+
+
+class Effort(str, Enum):
+    """How long the model thinks. The value is the word the system message shows."""
+
+    LOW = "low"
+    MEDIUM = "medium"
+    HIGH = "high"
+
+    @classmethod
+    def parse(cls, word: object, *, param: str = "reasoning_effort") -> Effort:
+        """The effort a request's word stands for (semantics A8).
+
+        Raises ``RequestError`` naming ``param`` for any other word or type.
+        """
+        effort = EFFORTS.get(word.lower()) if isinstance(word, str) else None
+        if effort is None:
+            known = ", ".join(EFFORTS)
+            raise RequestError(f"{param}: unknown effort {word!r}, use one of {known}", param=param)
+        return effort
+
+
+EFFORTS: dict[str, Effort] = {
+    "none": Effort.LOW,
+    "minimal": Effort.LOW,
+    "low": Effort.LOW,
+    "medium": Effort.MEDIUM,
+    "high": Effort.HIGH,
+    "xhigh": Effort.HIGH,
+    "max": Effort.HIGH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Instructions:
+    """A system or developer message. The leading ones become one developer message (A2, A3)."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """What the user said."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the assistant thought: the analysis channel. Dropped or kept by A6."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """What the assistant told the user before a call: commentary without recipient."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the assistant answered: the final channel."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call by the assistant. ``arguments`` are kept byte for byte (A4)."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a tool answered to the call ``call_id``.
+
+    ``where`` is the path of this message in the request, for the error when no earlier call
+    has that id (A5).
+    """
+
+    call_id: str
+    text: str
+    where: str = "messages"
+
+
+Message: TypeAlias = "Instructions | User | Reasoning | Preamble | Answer | Call | Result"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call. ``parameters`` is JSON Schema, ``None`` when it takes none."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+    where: str = "tools"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """A JSON answer is asked for: by ``schema``, or any JSON object when it is ``None``."""
+
+    schema: Mapping[str, Any] | None = None
+    name: str = "response"
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next id is chosen. ``None`` means: the server's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When to stop: after ``max_tokens`` ids, ``timeout`` seconds, or at a string in the content.
+
+    ``None`` means: the server's default.
+    """
+
+    max_tokens: int | None = None
+    timeout: float | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Everything the next assistant turn depends on.
+
+    ``identity`` replaces the first line of the system message (``None``: openai-harmony's own),
+    ``date`` is the current date in it as ``YYYY-MM-DD`` (``None``: no date line, A1),
+    ``builtin_tools`` names the built-in namespaces (``browser``, ``python``) that are enabled,
+    ``prefill`` is the beginning of the final answer, which the model continues.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    effort: Effort = Effort.MEDIUM
+    response_format: ResponseFormat | None = None
+    identity: str | None = None
+    date: str | None = None
+    builtin_tools: tuple[str, ...] = ()
+    prefill: str | None = None
+    sampling: Sampling = Sampling()
+    limits: Limits = Limits()
+
+    @property
+    def characters(self) -> int:
+        """Characters of the conversation: how much work it is to render."""
+        return sum(
+            len(message.arguments if isinstance(message, Call) else message.text)
+            for message in self.messages
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What the server was started with and a request may override (A1, A8)."""
+
+    effort: Effort = Effort.MEDIUM
+    identity: str | None = None
+    date: str | None = None
+    builtin_tools: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What an answer is signed with: its hexadecimal ``key``, unix ``created`` time and ``model``.
+
+    Passed in, so that nothing below the host needs a clock or a source of random numbers.
+    """
+
+    key: str
+    created: int
+    model: str
+
+    def call_id(self, index: int) -> str:
+        """The id of the call that is message ``index`` of the answer: the same in every API."""
+        return f"call_{self.key[:20]}{index:04x}"
+
+
+_UNREADABLE = {
+    "image": "an image",
+    "audio": "a sound recording",
+    "video": "a video",
+    "file": "a file",
+}
+
+
+def left_out(kind: str) -> str:
+    """The line of text that stands in a tool result for a part the model cannot read (A11).
+
+    ``kind`` is ``image``, ``audio``, ``video``, ``file`` or the API's own word for the part.
+    """
+    return f"[{_UNREADABLE.get(kind, f'a part of type {kind!r}')} was left out: text only]"

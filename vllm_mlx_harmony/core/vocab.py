@@ -1,0 +1,272 @@
+"""The o200k_harmony vocabulary: control ids, the encoding (loaded once, offline), bytes of an id.
+
+Knows where the vocabulary file comes from and which ids never are text. Refuses to know what the
+control tokens mean in a message (that is `parse`) and how a message is written (`render`).
+The only file of `core` that touches the disk: once per process, to load.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import HostError
+
+if TYPE_CHECKING:
+    from openai_harmony import HarmonyEncoding
+
+# Ids of o200k_harmony (https://cookbook.openai.com/articles/openai-harmony). Every id from
+# STARTOFTEXT up is a control or reserved token: it never is text, in no direction.
+STARTOFTEXT = 199_998
+ENDOFTEXT = 199_999
+RETURN = 200_002
+CONSTRAIN = 200_003
+CHANNEL = 200_005
+START = 200_006
+END = 200_007
+MESSAGE = 200_008
+CALL = 200_012
+
+SIZE = 201_089
+"""Number of ids the encoding defines, reserved ones included. (gpt-oss itself has 201,088 rows.)"""
+
+CONTROL = range(STARTOFTEXT, SIZE)
+"""Ids that never decode to text: special and reserved ones."""
+
+SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
+"""Of the official `o200k_base.tiktoken`, as openai-harmony and tiktoken pin it."""
+
+FILE_NAME = "o200k_base.tiktoken"
+DATA_NAME = "o200k_base.xz"
+BASE_VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
+"""Directory openai-harmony reads the vocabulary from instead of downloading it."""
+
+
+class VocabularyError(HostError):
+    """The vocabulary cannot be loaded. The message says which file is at fault and what to do."""
+
+    code = "vocabulary_unavailable"
+
+
+_encoding: HarmonyEncoding | None = None
+_lock = threading.Lock()
+
+
+def encoding() -> HarmonyEncoding:
+    """The o200k_harmony encoding: the same object in every thread, and never a download.
+
+    Raises `VocabularyError` when no usable vocabulary file can be had, and ImportError when
+    neither openai-harmony nor oss-harmony is installed.
+    """
+    global _encoding
+    if _encoding is None:
+        with _lock:
+            if _encoding is None:
+                _encoding = _load()
+    return _encoding
+
+
+def encode(text: str) -> list[int]:
+    """Ids of `text` as ordinary text: what looks like a control token stays text (semantics A7).
+
+    A lone surrogate, which no UTF-8 can hold, is encoded as U+FFFD. A run of more than
+    ``LONGEST_RUN`` letters, spaces or signs is encoded in parts: the time that the byte pair
+    encoding takes grows with the square of a run's length (100,000 times ``a``: 3 s).
+    """
+    encode = encoding().encode
+    if not _has_long_run(text):
+        return encode(text, disallowed_special=())
+    return [token for part in _parts(text) for token in encode(part, disallowed_special=())]
+
+
+LONGEST_RUN = 1024
+_LONG_SPACE = re.compile(rf"\s{{{LONGEST_RUN + 1}}}")
+_RUNS = re.compile(r"[^\W\d_]+|\s+|(?:[^\w\s]|_)+")
+
+
+def _has_long_run(text: str) -> bool:
+    """Whether ``text`` may have one. Quick, because nearly no text has."""
+    if len(text) <= LONGEST_RUN:
+        return False
+    longest_word = max(map(len, text.split()), default=0)
+    return longest_word > LONGEST_RUN or _LONG_SPACE.search(text) is not None
+
+
+def _parts(text: str) -> Iterator[str]:
+    start = 0
+    for run in _RUNS.finditer(text):
+        for cut in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
+
+
+def token_bytes(token: int) -> bytes:
+    """The bytes `token` stands for: part of a character as often as not.
+
+    Empty for a control or reserved id, and for an id outside the vocabulary.
+    """
+    return _token_bytes[token]
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Bytes by id, filled as ids are met; it cannot outgrow the vocabulary."""
+
+    def __missing__(self, token: int) -> bytes:
+        if not 0 <= token < STARTOFTEXT:
+            return b""
+        text = encoding().decode([token], errors="surrogateescape")
+        self[token] = found = text.encode("utf-8", "surrogateescape")
+        return found
+
+
+_token_bytes = _TokenBytes()
+
+
+def cache_dir() -> Path:
+    """This project's directory in the user's cache; not necessarily there yet."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        base = "~/Library/Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(base)) / "vllm-mlx-harmony"
+
+
+def official_file(packed: bytes | None = None) -> bytes:
+    """The official `o200k_base.tiktoken`, rebuilt from the compressed form the package ships.
+
+    Raises `VocabularyError` when what is shipped is missing or damaged.
+    """
+    try:
+        import lzma  # not every Python is built with it, and a cached file needs none
+    except ImportError as error:
+        raise VocabularyError(
+            f"this Python has no lzma module; point {BASE_VARIABLE} to a directory with {FILE_NAME}"
+        ) from error
+    try:
+        if packed is None:
+            packed = (files("vllm_mlx_harmony") / "data" / DATA_NAME).read_bytes()
+        rebuilt = b"".join(_lines(lzma.decompress(packed)))
+    except (OSError, IndexError, lzma.LZMAError) as error:
+        raise VocabularyError(f"{_DAMAGED}: {error}") from error
+    if hashlib.sha256(rebuilt).hexdigest() != SHA256:
+        raise VocabularyError(_DAMAGED)
+    return rebuilt
+
+
+_DAMAGED = f"the shipped vocabulary ({DATA_NAME}) is damaged; reinstall vllm-mlx-harmony"
+
+
+def _lines(raw: bytes) -> Iterator[bytes]:
+    """Lines of the official file, from tokens that each follow one byte with their length."""
+    at = rank = 0
+    while at < len(raw):
+        end = at + 1 + raw[at]
+        yield b"%s %d\n" % (base64.b64encode(raw[at + 1 : end]), rank)
+        at, rank = end, rank + 1
+
+
+def _load() -> HarmonyEncoding:
+    from openai_harmony import HarmonyEncodingName, HarmonyError, load_harmony_encoding
+
+    with _vocabulary_dir() as directory, _environment(BASE_VARIABLE, str(directory)):
+        try:
+            return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+        except HarmonyError as error:
+            raise VocabularyError(
+                f"{directory / FILE_NAME} cannot be loaded ({error}); remove it, and unset "
+                f"{BASE_VARIABLE} if it points there"
+            ) from error
+
+
+@contextmanager
+def _vocabulary_dir() -> Iterator[Path]:
+    """A directory that holds the vocabulary file for as long as the context lasts.
+
+    The one the user points to, or the user's cache, or (that is read-only or full) a temporary one.
+    """
+    pointed = os.environ.get(BASE_VARIABLE)
+    if pointed and (Path(pointed) / FILE_NAME).is_file():
+        yield Path(pointed)
+    elif (cached := _cached()) is not None:
+        yield cached
+    else:
+        with _temporary() as directory:
+            yield directory
+
+
+def _cached() -> Path | None:
+    """The cache directory with a checked vocabulary file in it; None when it cannot be written."""
+    directory = cache_dir()
+    if not directory.is_absolute():  # no home directory: the path would depend on where one stands
+        return None
+    if not _is_official(directory / FILE_NAME):
+        rebuilt = official_file()
+        try:
+            _write(directory, rebuilt)
+        except OSError:
+            return None
+    return directory
+
+
+@contextmanager
+def _temporary() -> Iterator[Path]:
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="vllm-mlx-harmony-", ignore_cleanup_errors=True
+        ) as name:
+            _write(Path(name), official_file())
+            yield Path(name)
+    except OSError as error:
+        raise VocabularyError(
+            f"no place to write the vocabulary to: {cache_dir()} and the temporary directory "
+            f"both fail ({error}); free some space or point {BASE_VARIABLE} to a directory "
+            f"with {FILE_NAME}"
+        ) from error
+
+
+def _is_official(path: Path) -> bool:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() == SHA256
+    except OSError:
+        return False
+
+
+def _write(directory: Path, content: bytes) -> None:
+    """Puts the file there at once or not at all: other processes may be doing the same."""
+    directory.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=FILE_NAME, dir=directory)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, directory / FILE_NAME)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """One variable of the process's environment, for as long as the context lasts."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

@@ -1,0 +1,137 @@
+"""A turn run on an engine: its deltas, from the place in the line to the last one.
+
+Knows order, time and clean-up: whoever stops reading frees the engine.
+Refuses to know APIs and sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from vllm_mlx_harmony.core.deltas import Delta, Finished
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.replay import View
+from vllm_mlx_harmony.host.engine import Finish, Step, Steps, generate, one_at_a_time
+from vllm_mlx_harmony.host.leases import Budget, Lease
+from vllm_mlx_harmony.host.remembering import remember
+from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.host.waiting import line_before
+
+Deltas: TypeAlias = AsyncGenerator[list[Delta], None]
+
+
+class Tracker(Protocol):
+    """The host's accounting of one request."""
+
+    def observe_ttft(self) -> None:
+        """The first token is there."""
+
+    def finish(self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+        """The request has ended; only the first call counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything a turn needs to run. ``context`` is a `StreamingHarmonyContext` or another's."""
+
+    lease: Lease
+    context: Any
+    settings: Settings
+    budget: Budget
+    tracker: Tracker
+    turns: View | None = None
+
+
+async def run(job: Job) -> Deltas:
+    """The deltas of a turn, in the groups they come in.
+
+    The first group says that the turn has started, as soon as it is this request's turn, before
+    anything is generated. The lease is released
+    when the iterator ends or is closed, whatever the reason.
+    Raises ``HostError`` (line full, time run out) and ``OutputError`` (the engine failed).
+    """
+    result = "client_closed"  # unless it ends in another way than being given up
+    try:
+        async with _turn(job.lease.engine, job.budget):
+            yield job.context.start()
+            async with aclosing(_generated(job)) as groups:
+                async for group in groups:
+                    yield group
+        result = "success"
+    except Exception as error:
+        result = "timeout" if getattr(error, "status", None) == TIMED_OUT else "error"
+        raise
+    finally:
+        job.tracker.finish(result=result)
+        await job.lease.release()
+
+
+TIMED_OUT = 504
+
+
+@asynccontextmanager
+async def _turn(engine: Any, budget: Budget) -> AsyncIterator[None]:
+    """A batching engine takes everybody; the other one at a time."""
+    if not one_at_a_time(engine):
+        yield
+        return
+    async with line_before(engine).turn(budget.left):
+        yield
+
+
+async def _generated(job: Job) -> Deltas:
+    context, prompt = job.context, job.context.render_for_completion()
+    finish: Finish | None = None
+    cached_tokens = 0
+    generated = generate(job.lease.engine, prompt, job.settings, job.lease.tenant)
+    async with aclosing(generated) as steps:
+        while finish is None and not context.done:
+            step = await _next(steps, job.budget.total)
+            finish, cached_tokens = step.finish, max(cached_tokens, step.cached_tokens)
+            job.tracker.observe_ttft()
+            yield context.append_output(step.ids)
+    last = context.finish(finish or "stop", cached_tokens)
+    remember(job.turns, context)
+    _account(job.tracker, last)
+    yield last
+
+
+def _account(tracker: Tracker, last: list[Delta]) -> None:
+    for delta in last:
+        if isinstance(delta, Finished):
+            tracker.finish(
+                result="success",
+                prompt_tokens=delta.usage.prompt_tokens,
+                completion_tokens=delta.usage.completion_tokens,
+            )
+
+
+async def _next(steps: Steps, seconds: float) -> Step:
+    """The next step, which may take ``seconds``: the limit is on silence, as in the host.
+
+    Raises ``HostError`` 504 after that, and whatever the steps raise.
+    """
+    # A task of its own: the host's iterator swallows a cancellation that hits it.
+    coming = asyncio.ensure_future(anext(steps))
+    try:
+        done, _ = await asyncio.wait({coming}, timeout=seconds)
+    finally:
+        if not coming.done():
+            await stopped(coming)
+    if not done:
+        raise HostError(
+            f"nothing was generated for {seconds:.0f} seconds", status=TIMED_OUT, code="timeout"
+        )
+    return coming.result()
+
+
+async def stopped(task: asyncio.Future[Any]) -> None:
+    """Cancels the task and sees it end, in whatever way."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

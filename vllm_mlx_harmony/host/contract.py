@@ -1,0 +1,371 @@
+"""Every fact relied on in vllm-mlx: the supported versions, the seams and what they must look like.
+
+The only place where the host's names stand in a table. What is put into the seams is written in
+`models`, `prompts`, `engine` and `routes`; how it is put there, in `seams` and `mount`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+from ..core.errors import HostError
+from . import models, seams
+from .mount import Mounted, Route, pass_on
+from .parts import Parts, find, resolve
+from .seams import OTHERS, Entry, Fact, Patch, Seam, Undo
+
+__all__ = [
+    "Entry",
+    "Fact",
+    "Installation",
+    "Mounted",
+    "Parts",
+    "Patch",
+    "Route",
+    "Seam",
+    "activate",
+    "active",
+    "deactivate",
+    "host_version",
+    "parts",
+    "pass_on",
+    "resolve",
+    "table",
+    "unsupported",
+]
+
+HOST = "vllm-mlx"
+SUPPORTED = ((0, 6), (0, 7))
+"""From the first, up to but not including the second; as `dependencies` in `pyproject.toml` say."""
+
+FLAGS = ("harmony", "gpt-oss")
+"""Values of `--tool-call-parser` that ask for this plugin."""
+
+COMMAND = Fact(
+    "vllm_mlx.cli:serve_command",
+    "the one place that sees the flags before the server runs",
+    ("args",),
+)
+
+_CHAT = ("self", "messages", "max_tokens", "temperature", "top_p", "tools", "images", "videos")
+
+_STREAM_GENERATE = (
+    "self",
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "logits_processors",
+    "prompt_cache",
+    "kwargs",
+)
+
+SEAMS: tuple[Seam, ...] = (
+    Patch(
+        "vllm_mlx.server:load_model",
+        models.harmony_only,
+        "a single model that is not Harmony is refused before it is loaded",
+        ("model_name", "model_path", OTHERS),
+    ),
+    Patch(
+        "vllm_mlx.engine.base:BaseEngine.preserve_native_tool_format",
+        models.native_tool_format,
+        "tool calls of a Harmony engine stay structured: no `[Calling tool:` reaches a prompt",
+    ),
+    Patch(
+        "vllm_mlx.engine.simple:SimpleEngine._render_chat_prompt",
+        "vllm_mlx_harmony.host.prompts:simple_render_chat_prompt",
+        "whatever else in the host builds a prompt for a Harmony engine renders as we do",
+        ("self", "messages", "template_tools", "chat_template_kwargs", "enable_thinking"),
+    ),
+    Patch(
+        "vllm_mlx.engine.simple:SimpleEngine.chat",
+        "vllm_mlx_harmony.host.prompts:simple_chat",
+        "its path without tools applies the model's own chat template",
+        (*_CHAT, "kwargs"),
+    ),
+    Patch(
+        "vllm_mlx.engine.batched:BatchedEngine._apply_chat_template",
+        "vllm_mlx_harmony.host.prompts:batched_apply_chat_template",
+        "as above, in the batched engine",
+        (
+            "self",
+            "messages",
+            "tools",
+            "num_images",
+            "num_audios",
+            "chat_template_kwargs",
+            "enable_thinking",
+        ),
+    ),
+    Patch(
+        "vllm_mlx.models.llm:MLXLanguageModel.stream_generate",
+        "vllm_mlx_harmony.host.kv_simple:reuse_prefix",
+        "a prompt that continues a known one is computed from where it leaves it",
+        _STREAM_GENERATE,
+    ),
+    Patch(
+        "vllm_mlx.models.llm:MLXLanguageModel.stream_generate",
+        "vllm_mlx_harmony.host.engine:hand_on_ids",
+        "the engine drops the token ids of its chunks (drop when vllm-mlx hands on token ids)",
+        _STREAM_GENERATE,
+    ),
+    Patch(
+        "mlx_lm.generate:GenerationBatch.filter",
+        "vllm_mlx_harmony.host.sampling:keep_aligned",
+        "it keeps the processors of sequences that ended, and gives them to the next one "
+        "(drop when mlx-lm filters empty lists, too)",
+        ("self", "keep"),
+    ),
+    Patch(
+        "vllm_mlx.prompt_warmup:_build_strict_prefix_string",
+        "vllm_mlx_harmony.host.prompts:build_strict_prefix_string",
+        "warm-up goes past the engines' own prompt building",
+        ("tokenizer", "messages", "enable_thinking"),
+    ),
+    Patch(
+        "vllm_mlx.scheduler:Scheduler._do_abort_request",
+        "vllm_mlx_harmony.host.engine:forget_waiting",
+        "who goes while a request waits leaves it in the queue, to be generated for nobody",
+        ("self", "request_id"),
+    ),
+    Patch(
+        "vllm_mlx.scheduler:Scheduler.__init__",
+        "vllm_mlx_harmony.host.kv_batched:ours_instead",
+        "the host's prefix cache seldom stores after a hit, and writes to the user's disk",
+        ("self", "model", "tokenizer", "config"),
+    ),
+    Patch(
+        "vllm_mlx.scheduler:Scheduler.add_request",
+        "vllm_mlx_harmony.host.kv_batched:keep_known",
+        "the prompt of a request reaches the batch generator as it is",
+        ("self", "request"),
+    ),
+    Patch(
+        "vllm_mlx.scheduler:BatchGenerator",
+        "vllm_mlx_harmony.host.kv_batched:reusing",
+        "sequences start where the known ends, and are remembered as they run",
+        ("model", "prefill_batch_size", "completion_batch_size", "prefill_step_size", OTHERS),
+    ),
+    *(
+        Patch(target, f"vllm_mlx_harmony.host.kv_status:{name}", why, ("self",))
+        for name, why, targets in (
+            (
+                "with_counters",
+                "the counters of prefix reuse, where the host shows its own",
+                (
+                    "vllm_mlx.engine.simple:SimpleEngine.get_cache_stats",
+                    "vllm_mlx.engine.batched:BatchedEngine.get_cache_stats",
+                ),
+            ),
+            (
+                "with_ours",
+                "who empties the host's caches empties ours",
+                (
+                    "vllm_mlx.engine.simple:SimpleEngine.clear_runtime_caches",
+                    "vllm_mlx.scheduler:Scheduler.clear_runtime_caches",
+                    "vllm_mlx.scheduler:Scheduler.clear_prefix_cache",
+                ),
+            ),
+        )
+        for target in targets
+    ),
+)
+
+_SERVER = "vllm_mlx.server"
+
+USED: tuple[Fact, ...] = (
+    Fact(
+        "vllm_mlx.engine.simple:SimpleEngine.stream_generate",
+        "takes a prompt of token ids",
+        ("self", "prompt", "max_tokens", "temperature", "top_p", "stop", "kwargs"),
+    ),
+    Fact("vllm_mlx.engine.base:EngineBusy", "the simple engine runs one request at a time"),
+    Fact(
+        "vllm_mlx.engine_core:EngineCore.add_request",
+        "takes a prompt of token ids",
+        ("self", "prompt", "sampling_params", OTHERS),
+    ),
+    Fact(
+        "vllm_mlx.engine_core:EngineCore.stream_outputs",
+        "its outputs carry new_token_ids",
+        ("self", "request_id", OTHERS),
+    ),
+    Fact(
+        "vllm_mlx.request:SamplingParams",
+        "what a batched request is generated with",
+        (
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "presence_penalty",
+            "repetition_penalty",
+            "stop_token_ids",
+            "logits_processors",
+            OTHERS,
+        ),
+    ),
+    Fact("vllm_mlx.request:RequestOutput", "ids", ("new_token_ids", "finish_reason", OTHERS)),
+    Fact("vllm_mlx.engine.base:GenerationOutput", "an answer as text", ("text", OTHERS)),
+    Fact(
+        "vllm_mlx.scheduler:SchedulerConfig",
+        "turns the host's prefix cache off where ours takes its place",
+        ("enable_prefix_cache", "max_kv_size", OTHERS),
+    ),
+    *(
+        Fact(f"mlx_lm.{name}", "prefix reuse cuts and joins caches", parameters)
+        for name, parameters in {
+            "generate:BatchGenerator.insert_segments": ("self", "segments", OTHERS),
+            "generate:BatchGenerator._make_batch": ("self", "n"),
+            "generate:BatchGenerator._next": ("self",),
+            "generate:GenerationBatch.extract_cache": ("self", "idx"),
+            "models.cache:make_prompt_cache": ("model", OTHERS),
+            "models.cache:RotatingKVCache._temporal_order": ("self", "v"),
+            "models.cache:BatchRotatingKVCache.extract": ("self", "idx"),
+        }.items()
+    ),
+    Fact("vllm_mlx.api.utils:clean_output_text", "cleans an answer as text", ("text",)),
+    *(
+        Fact(f"{_SERVER}:{name}", "an engine for a request, and its time", parameters)
+        for name, parameters in {
+            "_engine": None,
+            "_model_manager": None,
+            "_validate_model_name": ("request_model",),
+            "_acquire_default_engine_for_request": (
+                *("raw_request", "total_timeout", "deadline", "model"),
+                OTHERS,
+            ),
+            "_release_engine_for_request": ("raw_request", OTHERS),
+            "_start_request_budget": ("timeout",),
+            "_remaining_request_timeout": ("total_timeout", "deadline"),
+            "_wait_with_disconnect": ("coro", "raw_request", "timeout", OTHERS),
+            "_disconnect_guard": ("generator", "raw_request", "timeout", OTHERS),
+        }.items()
+    ),
+    *(
+        Fact(f"{_SERVER}:_resolve_{name}", "the server's sampling defaults", parameters)
+        for name, parameters in {
+            "request_max_tokens": ("requested_value",),
+            "temperature": None,
+            "top_p": None,
+            "top_k": None,
+            "min_p": None,
+            "presence_penalty": None,
+            "repetition_penalty": None,
+        }.items()
+    ),
+    Fact(f"{_SERVER}:_default_chat_template_kwargs", "the server's rendering defaults"),
+    Fact(f"{_SERVER}:_metrics.track_inference", "its metrics", ("endpoint", "stream")),
+    Fact(f"{_SERVER}:_response_model_name", "the name an answer carries", ("request_model",)),
+    Fact(f"{_SERVER}:list_models", "its models", ()),
+    Fact(f"{_SERVER}:security", "reads the API key from a header"),
+    Fact(f"{_SERVER}:verify_api_key", "checks it, also for a WebSocket", ("credentials",)),
+    Fact(f"{_SERVER}:check_rate_limit", "also for each message on a WebSocket", ("request",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """What is changed in the host now: its version, the parts in use, the seams by name."""
+
+    version: str
+    parts: Parts
+    seams: tuple[str, ...]
+    undos: list[Undo]
+
+
+_active: Installation | None = None
+
+
+def host_version() -> str | None:
+    """Version of the installed host, from its package metadata; None when there is no host.
+
+    Not `FastAPI(version=…)`: that one says 0.4.1 in 0.6.0.
+    """
+    try:
+        return metadata.version(HOST)
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        return str(importlib.import_module("vllm_mlx").__version__)
+    except (ImportError, AttributeError):
+        return None
+
+
+def unsupported() -> str | None:
+    """Why this host is not one we know, or None."""
+    version = host_version()
+    if version is None:
+        return f"{HOST} is not installed"
+    release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    low, high = SUPPORTED
+    if low <= release < high:
+        return None
+    return (
+        f"{HOST} {version} is not supported, only {'.'.join(map(str, low))} up to, "
+        f"but not including, {'.'.join(map(str, high))}"
+    )
+
+
+def table(found: Parts) -> tuple[Seam, ...]:
+    """All seams, in the order in which they are applied, with these parts put in."""
+    from .routes import ROUTES
+
+    parser = models.harmony_parser(found.tool_parser)
+    parsers = [
+        Entry(
+            "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers",
+            name,
+            parser,
+            "the text-level parser, for callers in the host that have only text",
+        )
+        for name in FLAGS
+    ]
+    return (COMMAND, *USED, *SEAMS, *parsers, *ROUTES)
+
+
+def activate(name: str = FLAGS[0]) -> Installation:
+    """Applies every seam, once: the second call gives the first one's installation.
+
+    Raises HostError, with nothing changed, when the host is not supported, a seam is not what it
+    was, or a part cannot be loaded.
+    """
+    global _active
+    if _active is None:
+        if reason := unsupported():
+            raise HostError(reason, code="host_unsupported")
+        seams.check((COMMAND, *USED, *SEAMS))  # first of all: our own parts import the host, too
+        found = find(name)
+        rows = table(found)
+        undos = seams.apply_all(rows)
+        applied = tuple(row.label for row in rows if not isinstance(row, Fact))
+        _active = Installation(host_version() or "", found, applied, undos)
+    return _active
+
+
+def deactivate() -> None:
+    """Takes every change back, last first, by identity. Nothing happens when there is none."""
+    global _active
+    if _active is not None:
+        seams.undo_all(_active.undos)
+        _active = None
+
+
+def active() -> Installation | None:
+    """The installation in force, or None."""
+    return _active
+
+
+def parts() -> Parts:
+    """The parts in use; before an activation, the ones that would be."""
+    return _active.parts if _active else find(FLAGS[0])

@@ -1,0 +1,243 @@
+"""An engine as an asynchronous iterator of token ids: prompt ids in, generated ids out.
+
+Knows the two engines of the host, where each loses ids, and how each reports a failure.
+Refuses to know what the ids mean, except those that end a turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, Literal, TypeAlias
+
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
+from vllm_mlx_harmony.host.kv import ENDS, Known
+from vllm_mlx_harmony.host.prompts import PromptText
+from vllm_mlx_harmony.host.sampling import Settings, bias, dropped_when_batched
+
+logger = logging.getLogger(__name__)
+
+Finish: TypeAlias = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an engine generated since the last step: one id as a rule, several at times.
+
+    ``finish`` is set on the last step of a turn. ``cached_tokens`` counts the ids of the prompt
+    that were not prefilled.
+    """
+
+    ids: tuple[int, ...]
+    finish: Finish | None = None
+    cached_tokens: int = 0
+
+
+_RETRY_SECONDS = 0.02
+_FAILED = "the engine failed while it was generating"
+
+Steps: TypeAlias = AsyncGenerator[Step, None]
+
+
+async def generate(
+    engine: Any, prompt: tuple[int, ...], settings: Settings, tenant: str = ""
+) -> Steps:
+    """The ids that follow ``prompt``, up to and with the first that ends the turn.
+
+    What is remembered of the prompt is ``tenant``'s alone (see ``kv``).
+    Close the iterator (``aclosing``) to stop earlier: the engine is free again when that returns.
+    Raises ``OutputError`` when the engine fails, ``HostError`` for one that takes no ids.
+    """
+    try:
+        async with aclosing(_source(engine)(engine, prompt, settings, tenant)) as steps:
+            async for step in steps:
+                ended = _ended(step)
+                yield ended
+                if ended.finish is not None:
+                    return
+    except HarmonyFailure:
+        raise
+    except Exception as error:
+        logger.exception("the engine failed")
+        raise OutputError(_FAILED) from error
+    raise OutputError("the engine ended before the answer did")
+
+
+def one_at_a_time(engine: Any) -> bool:
+    """Whether the engine refuses a second request while one runs."""
+    return hasattr(engine, "_generation_lock")
+
+
+def _source(engine: Any) -> Callable[[Any, tuple[int, ...], Settings, str], Steps]:
+    if engine.is_mllm:
+        raise HostError("this engine serves a multimodal model: it takes no token ids", status=500)
+    return _simple if one_at_a_time(engine) else _batched
+
+
+def _ended(step: Step) -> Step:
+    """The step up to the first id that ends the turn; engines may run on behind it."""
+    for at, token in enumerate(step.ids, start=1):
+        if token in ENDS:
+            return replace(step, ids=step.ids[:at], finish="stop")
+    return step
+
+
+async def _batched(engine: Any, prompt: tuple[int, ...], settings: Settings, tenant: str) -> Steps:
+    # The core itself, not its asynchronous wrapper: closing the wrapper leaves the core's
+    # iterator, which aborts the request, to the garbage collector.
+    core = engine._engine.engine
+    known = Known(prompt, tenant)
+    request_id = await core.add_request(prompt=known, sampling_params=_params(settings))
+    async with aclosing(core.stream_outputs(request_id)) as outputs:
+        async for output in outputs:
+            finish = _finish(output.finish_reason)
+            yield Step(tuple(output.new_token_ids), finish, known.cached)
+            _raise_if_failed(output.finish_reason)
+
+
+def _params(settings: Settings) -> Any:
+    from vllm_mlx.request import SamplingParams
+
+    return SamplingParams(
+        max_tokens=settings.max_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        presence_penalty=settings.presence_penalty,
+        repetition_penalty=settings.repetition_penalty,
+        # Counts only when this request is the one the host makes its batch generator for.
+        stop_token_ids=sorted(ENDS),
+        logits_processors=[*bias(settings), *dropped_when_batched(settings)] or None,
+    )
+
+
+async def _simple(engine: Any, prompt: tuple[int, ...], settings: Settings, tenant: str) -> Steps:
+    started = False
+    while not started:
+        await _free(engine)
+        ids = IdPrompt(prompt, tenant)
+        try:
+            async with aclosing(
+                engine.stream_generate(prompt=ids, **_keywords(settings))
+            ) as outputs:
+                async for output in outputs:
+                    started = True
+                    yield Step(ids.take(), _finish(output.finish_reason), ids.cached)
+                    _raise_if_failed(output.finish_reason)
+                return
+        except Exception as error:
+            if started or not _busy(error):
+                raise
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+async def _free(engine: Any) -> None:
+    """Waits until none of the host's own routes holds the engine.
+
+    Another may be quicker than the call that follows: then the engine says so, and we wait again.
+    """
+    async with engine._generation_lock:
+        pass
+
+
+def _busy(error: Exception) -> bool:
+    from vllm_mlx.engine.base import EngineBusy
+
+    return isinstance(error, EngineBusy)
+
+
+def _keywords(settings: Settings) -> dict[str, Any]:
+    keywords: dict[str, Any] = {
+        "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": settings.min_p,
+        "presence_penalty": settings.presence_penalty,
+        "repetition_penalty": settings.repetition_penalty,
+        "specprefill": False,  # it reads the prompt as text
+    }
+    processors = bias(settings)
+    return {**keywords, "logits_processors": processors} if processors else keywords
+
+
+_FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
+
+
+def _finish(reason: str | None) -> Finish | None:
+    return _FINISHES.get(reason or "")
+
+
+def _raise_if_failed(reason: str | None) -> None:
+    """Any other reason is one: ``error`` (out of memory, say) or ``abort`` (the server stops)."""
+    if reason == "error":
+        raise OutputError(_FAILED)
+    if reason is not None and reason not in _FINISHES:
+        raise OutputError(f"the engine gave the answer up ({reason})")
+
+
+class IdPrompt(Known):
+    """A prompt that collects the ids generated for it: the simple engine hands on only their text.
+
+    Written on the engine's thread, taken on the event loop's.
+    """
+
+    def __init__(self, ids: tuple[int, ...], tenant: str = "") -> None:
+        super().__init__(ids, tenant)
+        self._generated: deque[int] = deque()
+
+    def watch(self, chunks: Iterator[Any]) -> Iterator[Any]:
+        """``chunks`` as they are, with the id of each collected."""
+        try:
+            for chunk in chunks:
+                self._generated.append(int(chunk.token))
+                yield chunk
+        finally:
+            close = getattr(chunks, "close", None)
+            if close is not None:
+                close()
+
+    def take(self) -> tuple[int, ...]:
+        """The ids collected since the last time."""
+        collected = self._generated
+        return tuple(collected.popleft() for _ in range(len(collected)))
+
+
+def hand_on_ids(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """``MLXLanguageModel.stream_generate`` that reports to an ``IdPrompt``, and else is as before.
+
+    A ``PromptText`` goes in as its ids. Drop when vllm-mlx hands on token ids in
+    ``GenerationOutput.tokens``.
+    """
+
+    @wraps(original)
+    def reporting(model: Any, prompt: Any, *args: Any, **keywords: Any) -> Iterator[Any]:
+        if isinstance(prompt, PromptText):
+            prompt = list(prompt.ids)
+        chunks = original(model, prompt, *args, **keywords)
+        return prompt.watch(chunks) if isinstance(prompt, IdPrompt) else chunks
+
+    return reporting
+
+
+def forget_waiting(original: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
+    """``Scheduler._do_abort_request`` that finds a request which still waits, too.
+
+    By the time an abort is carried out the host has cleaned the request up, does not find it, and
+    leaves it in the queue: it is generated later, to its end, for nobody. Drop when vllm-mlx looks
+    for it there.
+    """
+
+    @wraps(original)
+    def abort(scheduler: Any, request_id: str) -> bool:
+        for request in [one for one in scheduler.waiting if one.request_id == request_id]:
+            scheduler.waiting.remove(request)
+        return original(scheduler, request_id)
+
+    return abort

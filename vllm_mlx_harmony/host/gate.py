@@ -1,0 +1,190 @@
+"""The gate: looks at the flags of `vllm-mlx serve` and changes the host only when they ask for it.
+
+Imports nothing of the host, and little else, until then: most processes that come by here do not
+serve gpt-oss. What is changed is written in `contract`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, NoReturn
+
+from .. import __version__
+from ..core.errors import HostError
+
+logger = logging.getLogger("vllm_mlx_harmony")
+
+COMMAND_LINE = "vllm_mlx.cli"
+ASKS = ("harmony", "gpt-oss")
+LIBRARIES = ("openai-harmony", "oss-harmony")
+"""Distributions that provide `openai_harmony`; the second is a fork of the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What this plugin does in this process.
+
+    `gated`: serve_command waits for a flag; `active`: the host is changed now. `parts` says, by
+    entry-point group, which object is used; it is empty, as is `seams`, when not active.
+    """
+
+    gated: bool
+    active: bool
+    versions: dict[str, str]
+    seams: tuple[str, ...] = ()
+    parts: dict[str, str] = field(default_factory=dict)
+
+
+class _Gate:
+    """`serve_command` of one namespace: the module's, or `__main__`'s under `python -m`."""
+
+    def __init__(self, namespace: dict[str, Any], command: Callable[[Any], Any]) -> None:
+        self._namespace = namespace
+        self._command = command
+
+        @functools.wraps(command)
+        def gated(args: Any) -> Any:
+            return self._serve(args)
+
+        self.gated = gated
+
+    def put_up(self) -> None:
+        self._namespace["serve_command"] = self.gated
+
+    def take_down(self) -> None:
+        if self._namespace.get("serve_command") is self.gated:
+            self._namespace["serve_command"] = self._command
+
+    def stands_in(self, namespace: dict[str, Any]) -> bool:
+        return namespace.get("serve_command") is self.gated
+
+    def _serve(self, args: Any) -> Any:
+        """First of all the original is put back: without the flag, the host runs as it is."""
+        uninstall_gates()
+        if getattr(args, "tool_call_parser", None) not in ASKS or not _open(args):
+            return self._command(args)
+        try:
+            return self._command(args)
+        except HostError as error:
+            _refuse(error)
+
+
+_gates: list[_Gate] = []
+
+
+def install(namespace: dict[str, Any] | None = None) -> None:
+    """Puts the gate in front of `serve_command`; a second time, nothing happens.
+
+    `namespace` is that of the host's command line, `vllm_mlx.cli` when not given. Raises HostError
+    when there is no such command.
+    """
+    if namespace is None:
+        namespace = vars(importlib.import_module(COMMAND_LINE))
+    if any(gate.stands_in(namespace) for gate in _gates):
+        return
+    command = namespace.get("serve_command")
+    if not callable(command):
+        raise HostError(f"{COMMAND_LINE} has no serve_command", code="host_changed")
+    gate = _Gate(namespace, command)
+    gate.put_up()
+    _gates.append(gate)
+
+
+def uninstall() -> None:
+    """Restores every attribute and route of the host, by identity, and takes the gate down."""
+    if contract := sys.modules.get(f"{__package__}.contract"):
+        contract.deactivate()
+    uninstall_gates()
+
+
+def uninstall_gates() -> None:
+    """Puts the host's own `serve_command` back wherever a gate stands."""
+    while _gates:
+        _gates.pop().take_down()
+
+
+def status() -> Status:
+    """What is in force in this process."""
+    contract = sys.modules.get(f"{__package__}.contract")
+    installation = contract.active() if contract else None
+    if installation is None:
+        return Status(gated=bool(_gates), active=False, versions=versions())
+    return Status(
+        gated=bool(_gates),
+        active=True,
+        versions=versions(),
+        seams=installation.seams,
+        parts=dict(installation.parts.sources),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions by distribution: ours, the host's, and that of the Harmony library, if installed."""
+    found = {"vllm-mlx-harmony": __version__}
+    for name in ("vllm-mlx", *LIBRARIES):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _open(args: Any) -> bool:
+    """Changes the host. False when it runs on unchanged: no Harmony library, or a bug of ours."""
+    try:
+        importlib.import_module("openai_harmony")
+    except ImportError as error:
+        _warn(
+            f"not active: openai-harmony cannot be imported ({error}); "
+            "`pip install openai-harmony` fixes it. vllm-mlx runs on its own"
+        )
+        return False
+    try:
+        from . import contract
+
+        contract.activate(args.tool_call_parser)
+        _imply(args)
+        _report()
+    except HostError as error:
+        _refuse(error)
+    except Exception as error:  # the plugin may fail, the host may not
+        logger.debug("activation failed", exc_info=True)
+        uninstall()
+        _warn(f"not active: {type(error).__name__}: {error}. vllm-mlx runs on its own")
+        return False
+    return True
+
+
+def _imply(args: Any) -> None:
+    """The flags that go with the one given, for those of the host's own paths that look at them.
+
+    Not with several models: there, they would change how the models that are not Harmony answer.
+    """
+    if not getattr(args, "models_config", None):
+        args.enable_auto_tool_choice = True
+        args.reasoning_parser = args.reasoning_parser or "harmony"
+
+
+def _report() -> None:
+    now = status()
+    logger.info(
+        "vllm-mlx-harmony active: %s; seams: %s",
+        ", ".join(f"{name} {version}" for name, version in now.versions.items()),
+        ", ".join(now.seams),
+    )
+
+
+def _warn(message: str) -> None:
+    print(f"vllm-mlx-harmony: {message}", file=sys.stderr)
+
+
+def _refuse(error: HostError) -> NoReturn:
+    """The flag asked for what cannot be done here. 2 is what argparse exits with for a bad flag."""
+    print(f"vllm-mlx-harmony: error: {error.message}", file=sys.stderr)
+    raise SystemExit(2) from error

@@ -1,0 +1,199 @@
+"""Prefix reuse: what was computed for one prompt and its answer is not computed again for the next.
+
+Knows what is remembered, for whom, where a prompt is cut, and the budget. One memory per process,
+never on disk. Refuses to know engines (`kv_simple`, `kv_batched`), buffers (`kv_layers`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.host.kv_tree import Counters, Tree, pack
+
+if TYPE_CHECKING:
+    from vllm_mlx_harmony.host.kv_layers import Segment
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "VLLM_MLX_HARMONY_CACHE"
+"""Environment variable: bytes all remembered prompts may take (``512M``, ``2G``), 0 for none."""
+
+SHARE = 16
+"""Without the variable: this part of the machine's memory. 1 GiB of 16."""
+
+ENDS = frozenset({vocab.RETURN, vocab.CALL, vocab.ENDOFTEXT})
+"""Ids after which a turn is whole, and worth remembering."""
+
+SHORTEST = 32
+"""Tokens that a piece of a prompt has at least, except the last: each costs a pass of its own."""
+
+Owner: TypeAlias = tuple[int, str]
+
+
+class Known(list[int]):
+    """The ids of a prompt that may continue what the same ``tenant`` asked the model before.
+
+    ``tenant`` separates those who must not see each other's prompts, not even by the clock: say, a
+    digest of the API key. ``cached`` is set, on the engine's thread, by the time the first id is
+    generated: how many of the ids were not computed again.
+    """
+
+    def __init__(self, ids: Iterable[int], tenant: str = "") -> None:
+        super().__init__(ids)
+        self.tenant = tenant
+        self.cached = 0
+
+
+def marks(ids: Sequence[int], after: int) -> list[int]:
+    """Where a prompt is cut, ascending: places at which another prompt may leave this one.
+
+    Behind the system and developer messages (shared by conversations); before the last message of
+    the user (edited and asked again); before the last id (asked again, and where the reasoning that
+    follows is dropped by a later turn, semantics A6). Only places behind ``after``, and none that
+    cuts a piece that is not worth it.
+    """
+    last = len(ids) - 1
+    found, before = [], after
+    for place in sorted({_preamble(ids), _last_user(ids)}):
+        if before + SHORTEST <= place <= last - SHORTEST:
+            found.append(place)
+            before = place
+    return [*found, last] if last > after else found
+
+
+def _preamble(ids: Sequence[int]) -> int:
+    """Where the first message begins that is neither the system's nor the developer's."""
+    opening, _ = _roles()
+    for place in range(len(ids) - 1):
+        if ids[place] == vocab.START and ids[place + 1] not in opening:
+            return place
+    return 0
+
+
+def _last_user(ids: Sequence[int]) -> int:
+    _, user = _roles()
+    for place in range(len(ids) - 2, -1, -1):
+        if ids[place] == vocab.START and ids[place + 1] == user:
+            return place
+    return 0
+
+
+@lru_cache(maxsize=1)
+def _roles() -> tuple[frozenset[int], int]:
+    system, developer, user = (vocab.encode(role)[0] for role in ("system", "developer", "user"))
+    return frozenset({system, developer}), user
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+def budget() -> int:
+    """Bytes that may be remembered: as the environment says, else a share of the memory.
+
+    A value that is no size is warned about, and counts as none given.
+    """
+    given = os.environ.get(VARIABLE, "").strip()
+    if size := _SIZE.fullmatch(given):
+        return int(float(size[1]) * _UNITS[size[2].upper()])
+    if given:
+        logger.warning("%s=%r is not a size such as 512M; the default counts", VARIABLE, given)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
+
+
+@lru_cache(maxsize=1)
+def memory() -> Tree[Segment]:
+    """What this process remembers, of all its models together."""
+    return Tree(budget())
+
+
+def enabled() -> bool:
+    """Whether anything may be remembered."""
+    return memory().counters().budget > 0
+
+
+def counters() -> Counters:
+    """What was reused and what is held, for whoever shows it. Waits for nobody."""
+    return memory().counters()
+
+
+_models: dict[int, weakref.finalize[Any, Any]] = {}
+
+
+def owner(model: Any, tenant: str) -> Owner:
+    """Whose a sequence is: one model's (as long as it lives) and one tenant's."""
+    key = id(model)
+    if key not in _models:
+        # Modules are not hashable; an id can be taken again only after the finalizer ran.
+        _models[key] = weakref.finalize(model, _forget, key)
+        _models[key].atexit = False
+    return key, tenant
+
+
+def forget(model: Any) -> None:
+    """Throws out everything that is remembered of a model."""
+    _forget_all_of(id(model))
+
+
+def _forget(key: int) -> None:
+    _models.pop(key, None)
+    _forget_all_of(key)
+
+
+def _forget_all_of(key: int) -> None:
+    memory().forget(lambda whose: isinstance(whose, tuple) and whose[0] == key)
+
+
+def resume(model: Any, prompt: Known, answer: int = 0) -> tuple[int, list[Any] | None]:
+    """How many ids of ``prompt`` are known, and a cache that holds exactly those.
+
+    0 and ``None`` when none are, when nothing may be remembered, and whenever anything goes wrong.
+    The cache has room for the rest and ``answer`` ids more; for nothing more without. On the thread
+    that owns the model. Sets ``prompt.cached``.
+    """
+    prompt.cached = 0
+    if not enabled():
+        return 0, None
+    try:
+        from vllm_mlx_harmony.host.kv_layers import join
+
+        known, segments = memory().find(owner(model, prompt.tenant), pack(prompt))
+        room = len(prompt) - known + answer if answer else 0
+        cache = join(model, segments, room) if known else None
+    except Exception:
+        logger.exception("a prefix could not be reused")
+        return 0, None
+    prompt.cached = known
+    return known, cache
+
+
+def remember(model: Any, tenant: str, ids: Iterable[int], cache: Any, row: int = 0) -> None:
+    """Remembers ``ids``, which are exactly those that ``cache`` holds in ``row``.
+
+    Nothing happens when it does not hold them, or anything else goes wrong. On the thread that owns
+    the model.
+    """
+    from vllm_mlx_harmony.host.kv_layers import cut
+
+    try:
+        memory().add(
+            owner(model, tenant), pack(ids), lambda start, end: cut(cache, start, end, row)
+        )
+    except Exception:
+        logger.exception("a prefix could not be remembered")
+
+
+def reusable(model: Any) -> bool:
+    """Whether anything may be remembered, and the model's caches are of kinds that can be cut."""
+    if not enabled():
+        return False
+    from vllm_mlx_harmony.host.kv_layers import kinds
+
+    return kinds(model) is not None

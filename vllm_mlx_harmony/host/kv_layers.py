@@ -1,0 +1,157 @@
+"""Keys and values of gpt-oss's layers: cut out of a cache that is in use, and joined to a new one.
+
+Knows mlx-lm's caches: full-length and sliding-window ones, of one sequence or a row of a batch.
+Refuses to know which sequence they belong to. Runs on the thread that owns the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    BatchRotatingKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+Kinds: TypeAlias = tuple[int, ...]
+"""A number per layer: how many tokens it keeps, ``WHOLE`` when it keeps all."""
+
+WHOLE = 0
+
+
+class Misaligned(ValueError):
+    """A cache does not hold what it should: nothing may be taken from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a model computed for a piece of a sequence: n tokens, of each layer its keys and values.
+
+    ``whole`` are those of the layers that keep everything, (2 * layers, heads, n, width); ``tail``
+    those of sliding-window layers, no more than the window of them. Both are buffers of their own:
+    what they were cut from can be freed. ``None`` when the model has no such layers.
+    """
+
+    tokens: int
+    whole: Any | None
+    tail: Any | None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return sum(part.nbytes for part in (self.whole, self.tail) if part is not None)
+
+
+def kinds(model: Any) -> Kinds | None:
+    """What the model's layers keep; ``None`` for layers of another kind, which cannot be cut."""
+    found = tuple(_kind(layer) for layer in make_prompt_cache(model))
+    windows = {kind for kind in found if kind != WHOLE}
+    return None if None in found or len(windows) > 1 else tuple(kind or WHOLE for kind in found)
+
+
+def _kind(layer: Any) -> int | None:
+    if type(layer) is KVCache:
+        return WHOLE
+    if type(layer) is RotatingKVCache and layer.keep == 0:
+        return int(layer.max_size)
+    return None
+
+
+def cut(cache: Sequence[Any], start: int, end: int, row: int = 0) -> Segment:
+    """The piece from ``start`` to ``end`` (in tokens) of what ``cache`` holds in ``row``.
+
+    Raises ``Misaligned`` unless the cache holds exactly ``end`` tokens: a window that has moved on
+    cannot be moved back.
+    """
+    whole, tail = [], []
+    for layer in cache:
+        keys, values, kind = _rows(layer, row, end)
+        if kind == WHOLE:
+            whole += [keys[:, :, start:end], values[:, :, start:end]]
+        else:
+            before = keys.shape[2] - min(end - start, kind)
+            tail += [keys[:, :, before:], values[:, :, before:]]
+    segment = Segment(end - start, _stacked(whole), _stacked(tail))
+    mx.eval([part for part in (segment.whole, segment.tail) if part is not None])
+    return segment
+
+
+def _stacked(parts: list[Any]) -> Any | None:
+    """One buffer instead of two per layer: how many there may be is limited, too, on Metal."""
+    return mx.concatenate(parts, axis=0) if parts else None
+
+
+def _rows(layer: Any, row: int, end: int) -> tuple[Any, Any, int]:
+    """Keys and values of one row in the order of their tokens, and what the layer keeps."""
+    if isinstance(layer, BatchKVCache):
+        padding = int(layer.left_padding[row].item())
+        _check(layer._idx - padding, end)
+        ours = (slice(row, row + 1), slice(None), slice(padding, padding + end))
+        return layer.keys[ours], layer.values[ours], WHOLE
+    if isinstance(layer, BatchRotatingKVCache):
+        layer = layer.extract(row)
+    _check(layer.offset, end)
+    if isinstance(layer, KVCache):
+        return layer.keys, layer.values, WHOLE
+    if not isinstance(layer, RotatingKVCache):
+        raise Misaligned(f"{type(layer).__name__} cannot be cut")
+    keys, values = layer._temporal_order(layer.keys), layer._temporal_order(layer.values)
+    _check(min(keys.shape[2], layer.max_size), min(end, layer.max_size))
+    return keys, values, layer.max_size
+
+
+def _check(held: int, wanted: int) -> None:
+    if held != wanted:
+        raise Misaligned(f"the cache holds {held} tokens, not {wanted}")
+
+
+def join(model: Any, segments: Sequence[Segment], room: int = 0) -> list[Any]:
+    """A new cache for ``model`` that holds what the segments do, one after another.
+
+    Using it changes nothing in them. There is ``room`` for so many tokens more before the layers
+    that keep everything have to grow.
+    """
+    cache: list[Any] = make_prompt_cache(model)
+    length = sum(segment.tokens for segment in segments)
+    whole, tail = count(0, 2), count(0, 2)
+    for layer in cache:
+        if _kind(layer) == WHOLE:
+            at = next(whole)
+            layer.keys = _all([segment.whole for segment in segments], at, room)
+            layer.values = _all([segment.whole for segment in segments], at + 1, room)
+        else:
+            at, window = next(tail), layer.max_size
+            layer.keys = _last([segment.tail for segment in segments], at, window)
+            layer.values = _last([segment.tail for segment in segments], at + 1, window)
+            layer._idx = layer.keys.shape[2]
+        layer.offset = length
+    mx.eval([(layer.keys, layer.values) for layer in cache])
+    return cache
+
+
+def _all(parts: Sequence[Any], at: int, room: int) -> Any:
+    pieces = [part[at : at + 1] for part in parts]
+    if room:
+        _, heads, _, width = pieces[0].shape
+        pieces.append(mx.zeros((1, heads, room, width), dtype=pieces[0].dtype))
+    return mx.concatenate(pieces, axis=2)
+
+
+def _last(parts: Sequence[Any], at: int, window: int) -> Any:
+    """The last ``window`` tokens: a piece that is shorter is filled up from the ones before it."""
+    pieces, missing = [], window
+    for part in reversed(parts):
+        length = part.shape[2]
+        before = max(0, length - missing)
+        pieces.append(part[at : at + 1, :, before:])
+        missing -= length - before
+        if not missing:
+            break
+    return mx.concatenate(pieces[::-1], axis=2)

@@ -1,0 +1,50 @@
+"""Prefix reuse where the host shows and empties its caches: `/v1/cache/stats`, `DELETE /v1/cache`.
+
+Knows the methods behind those routes. Refuses to know what is remembered (`kv`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import wraps
+from typing import Any
+
+from vllm_mlx_harmony.host import kv
+from vllm_mlx_harmony.host.models import is_harmony
+
+NAME = "harmony_prefix_reuse"
+"""Of our counters among the host's."""
+
+Method = Callable[[Any], Any]
+
+
+def with_counters(original: Method) -> Method:
+    """``get_cache_stats`` of an engine, with our counters beside the host's on a Harmony engine."""
+
+    @wraps(original)
+    def get_cache_stats(self: Any) -> Any:
+        stats = original(self)
+        if not is_harmony(getattr(self, "tokenizer", None)):
+            return stats
+        return {**(stats or {}), NAME: asdict(kv.counters())}
+
+    return get_cache_stats
+
+
+def with_ours(original: Method) -> Method:
+    """What empties the caches of an engine or a scheduler, ours for the same model as well."""
+
+    @wraps(original)
+    def clear(self: Any) -> Any:
+        model = _model(self)
+        if model is not None:
+            kv.forget(model)
+        return original(self)
+
+    return clear
+
+
+def _model(holder: Any) -> Any:
+    """The module itself: a scheduler has it, the simple engine has the host's wrapper of it."""
+    return getattr(getattr(holder, "_model", holder), "model", None)

@@ -1,0 +1,234 @@
+"""What is known of token sequences, as a tree: bounded in bytes, least recently used out first.
+
+Knows sequences, their common beginnings, order of use and the budget. Refuses to know what is held
+for a sequence: anything that has a size.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+
+class Sized(Protocol):
+    """What is held for a piece of a sequence."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+
+
+T = TypeVar("T", bound=Sized)
+
+WIDTH = array("I").itemsize
+"""Bytes of one id in a packed sequence."""
+
+
+def pack(ids: Iterable[int]) -> bytes:
+    """A sequence of ids as bytes: comparing one with another is then one memory comparison."""
+    return array("I", ids).tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a tree did so far. ``nbytes`` and ``segments`` are what it holds now."""
+
+    hits: int = 0
+    misses: int = 0
+    tokens_reused: int = 0
+    tokens_new: int = 0
+    evictions: int = 0
+    refused: int = 0
+    segments: int = 0
+    nbytes: int = 0
+    budget: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Node(Generic[T]):
+    """A place in a sequence, ``end`` ids from its beginning; holds what follows its parent."""
+
+    owner: Hashable
+    ids: bytes = b""
+    end: int = 0
+    held: T | None = None
+    parent: _Node[T] | None = None
+    children: dict[bytes, _Node[T]] = field(default_factory=dict)
+
+    def path(self) -> Iterator[_Node[T]]:
+        """This place and those before it, last first, without the beginning itself."""
+        node: _Node[T] | None = self
+        while node is not None and node.parent is not None:
+            yield node
+            node = node.parent
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.held is None else self.held.nbytes
+
+
+class Tree(Generic[T]):
+    """Pieces of sequences, each with what is held for it. Every method may be called by any thread.
+
+    A sequence belongs to an ``owner``; nobody is ever given what another owner put in. What was
+    given to somebody stays whole when it is thrown out meanwhile: it is only not found any more.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._roots: dict[Hashable, _Node[T]] = {}
+        # Least recently used first. A node is always used together with those before it, and put
+        # before them: so the first one has no children, and can go.
+        self._order: dict[_Node[T], None] = {}
+        self._lock = threading.Lock()
+        self._gone: deque[Callable[[Hashable], bool]] = deque()
+        self._nbytes = 0
+        self._hits = self._misses = self._reused = self._new = self._evicted = self._refused = 0
+
+    def counters(self) -> Counters:
+        """A look at the counters, without waiting for anybody."""
+        return Counters(
+            hits=self._hits,
+            misses=self._misses,
+            tokens_reused=self._reused,
+            tokens_new=self._new,
+            evictions=self._evicted,
+            refused=self._refused,
+            segments=len(self._order),
+            nbytes=self._nbytes,
+            budget=self._budget,
+        )
+
+    def find(self, owner: Hashable, sequence: bytes) -> tuple[int, tuple[T, ...]]:
+        """The longest known beginning of ``sequence`` that is shorter than it is.
+
+        Returns its length in ids, and what is held for its pieces, first to last; 0 and nothing
+        when none is known.
+        """
+        length = len(sequence) // WIDTH
+        with self._locked():
+            node = self._deepest(owner, sequence, length - 1)
+            known = 0 if node is None else node.end
+            self._hits, self._misses = self._hits + (known > 0), self._misses + (known == 0)
+            self._reused, self._new = self._reused + known, self._new + length - known
+            if node is None:
+                return 0, ()
+            self._use(node)
+            return known, tuple(step.held for step in node.path() if step.held is not None)[::-1]
+
+    def add(self, owner: Hashable, sequence: bytes, cut: Callable[[int, int], T]) -> bool:
+        """Makes ``sequence`` known; ``cut(start, end)`` gives what to hold for its last piece.
+
+        ``cut`` is called without a lock, once as a rule, and not at all when the sequence is known.
+        False when it does not fit, together with what it continues: then nothing is thrown out.
+        """
+        end = len(sequence) // WIDTH
+        while True:
+            start = self._known(owner, sequence, end)
+            if start == end:
+                return True
+            held = cut(start, end)
+            added = self._attach(owner, sequence, start, held)
+            if added is not None:
+                return added
+
+    def forget(self, gone: Callable[[Hashable], bool]) -> None:
+        """Throws out everything of the owners that are ``gone``. Does not count as evictions.
+
+        May be called at any moment, by a finalizer in the middle of another call as well.
+        """
+        self._gone.append(gone)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._sweep()
+            finally:
+                self._lock.release()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            self._sweep()
+            yield
+            self._sweep()
+
+    def _sweep(self) -> None:
+        while self._gone:
+            gone = self._gone.popleft()
+            for owner in [owner for owner in self._roots if gone(owner)]:
+                below = [self._roots.pop(owner)]
+                while below:
+                    node = below.pop()
+                    below.extend(node.children.values())
+                    self._drop(node)
+
+    def _drop(self, node: _Node[T]) -> None:
+        if node in self._order:
+            del self._order[node]
+            self._nbytes -= node.nbytes
+
+    def _deepest(self, owner: Hashable, sequence: bytes, limit: int) -> _Node[T] | None:
+        root = self._roots.get(owner)
+        if root is None:
+            return None
+        best, left = root, [root]
+        while left:
+            node = left.pop()
+            best = max(best, node, key=lambda one: one.end)
+            at = node.end * WIDTH
+            left.extend(
+                child
+                for child in node.children.values()
+                if child.end <= limit and sequence.startswith(child.ids, at)
+            )
+        return None if best is root else best
+
+    def _use(self, node: _Node[T]) -> None:
+        for step in node.path():
+            self._order.pop(step, None)
+            self._order[step] = None
+
+    def _known(self, owner: Hashable, sequence: bytes, end: int) -> int:
+        with self._locked():
+            node = self._deepest(owner, sequence, end)
+            if node is None:
+                return 0
+            if node.end == end:
+                self._use(node)
+            return node.end
+
+    def _attach(self, owner: Hashable, sequence: bytes, start: int, held: T) -> bool | None:
+        """Whether the piece fits; ``None`` when what it continues is not what it was before."""
+        end = len(sequence) // WIDTH
+        with self._locked():
+            found = self._deepest(owner, sequence, end)
+            parent = found or self._roots.get(owner) or _Node(owner)
+            if parent.end != start:
+                return None
+            if sum(step.nbytes for step in parent.path()) + held.nbytes > self._budget:
+                self._refused += 1
+                return False
+            self._use(parent)
+            self._make_room(held.nbytes)
+            if parent.parent is None:
+                self._roots[owner] = parent
+            node = _Node(owner, sequence[start * WIDTH :], end, held, parent)
+            parent.children[node.ids] = node
+            self._nbytes += held.nbytes
+            self._use(node)
+            return True
+
+    def _make_room(self, nbytes: int) -> None:
+        while self._nbytes + nbytes > self._budget:
+            oldest = next(iter(self._order))
+            self._drop(oldest)
+            self._evicted += 1
+            parent = oldest.parent
+            assert parent is not None  # roots are in no order
+            del parent.children[oldest.ids]
+            if parent.parent is None and not parent.children:
+                self._roots.pop(oldest.owner, None)

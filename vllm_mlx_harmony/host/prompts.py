@@ -1,0 +1,193 @@
+"""The host's own prompt building, for Harmony engines: its messages rendered as ours are.
+
+Knows what the host's engines hand in and expect back. Our routes never come by here: this is for
+whatever else in the host builds a prompt (prompt warm-up, its own chat path).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from itertools import groupby, takewhile
+from typing import Any, TypeAlias
+
+from fastapi import HTTPException
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.host.defaults import defaults
+from vllm_mlx_harmony.host.models import is_harmony
+from vllm_mlx_harmony.protocols import chat
+
+Messages: TypeAlias = Sequence[Any]
+
+_LOOKALIKE = re.compile(r"<(?=\|\w+\|>)")
+_BROKEN = "<\u200b"
+
+
+class PromptText(str):
+    """A prompt as the text the host wants, with the ``ids`` it stands for.
+
+    The host encodes the text again. Written-out control tokens become control tokens by that;
+    what a user typed must not: a zero-width space breaks what looks like one. Whoever can take
+    the ``ids`` has the prompt as it is.
+    """
+
+    ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> PromptText:
+        """The prompt of ``ids``."""
+        text = cls("".join(_texts(ids)))
+        text.ids = tuple(ids)
+        return text
+
+
+def _texts(ids: Sequence[int]) -> list[str]:
+    encoding = vocab.encoding()
+    texts: list[str] = []
+    for control, run in groupby(ids, vocab.CONTROL.__contains__):
+        text = encoding.decode(list(run))
+        texts.append(text if control else _LOOKALIKE.sub(_BROKEN, text))
+    return texts
+
+
+def prompt_text(
+    messages: Messages, tools: list[dict[str, Any]] | None, options: dict[str, Any] | None
+) -> PromptText:
+    """The prompt of the host's ``messages`` and ``tools``; ``options`` are its template options.
+
+    Raises HTTPException 400, which the host's routes pass on, for what cannot be rendered.
+    """
+    try:
+        return PromptText.of(_ids(messages, tools, options))
+    except RequestError as error:
+        raise HTTPException(status_code=error.status, detail=error.message) from error
+
+
+def _ids(
+    messages: Messages, tools: list[dict[str, Any]] | None, options: dict[str, Any] | None
+) -> tuple[int, ...]:
+    from vllm_mlx_harmony.host import contract
+
+    known = ("reasoning_effort", "model_identity", "builtin_tools")
+    body = {
+        "model": "host",
+        "messages": [_plain(message) for message in messages],
+        "tools": tools or None,
+        "chat_template_kwargs": {name: (options or {}).get(name) for name in known},
+    }
+    ids: tuple[int, ...] = contract.parts().renderer(chat.read(body, defaults()).turn).ids
+    return ids
+
+
+def _plain(message: Any) -> Any:
+    """A message as a dictionary; the host's own are pydantic models at some places."""
+    dump = getattr(message, "model_dump", None)
+    return message if dump is None else dump(exclude_none=True)
+
+
+# --- What stands in the host's seams: each takes the original and gives its replacement.
+
+
+def simple_render_chat_prompt(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``SimpleEngine._render_chat_prompt``: prompt, template options, messages for the template.
+
+    The last two serve a cache that renders the chat template: there is none for a Harmony prompt.
+    """
+
+    @wraps(original)
+    def render(
+        self: Any,
+        messages: Messages,
+        template_tools: list[dict[str, Any]] | None,
+        chat_template_kwargs: dict[str, Any],
+        enable_thinking: bool | None,
+    ) -> Any:
+        if not is_harmony(self.tokenizer):
+            return original(self, messages, template_tools, chat_template_kwargs, enable_thinking)
+        return prompt_text(messages, template_tools, chat_template_kwargs), None, None
+
+    return render
+
+
+def batched_apply_chat_template(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``BatchedEngine._apply_chat_template``: the prompt."""
+
+    @wraps(original)
+    def apply(  # noqa: PLR0917 - the host's own signature
+        self: Any,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None = None,
+        num_images: int = 0,
+        num_audios: int = 0,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+    ) -> Any:
+        if not is_harmony(self.tokenizer):
+            media = {"num_images": num_images, "num_audios": num_audios}
+            options = {
+                "chat_template_kwargs": chat_template_kwargs,
+                "enable_thinking": enable_thinking,
+            }
+            return original(self, messages, tools, **media, **options)
+        return prompt_text(messages, tools, chat_template_kwargs)
+
+    return apply
+
+
+def build_strict_prefix_string(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``prompt_warmup._build_strict_prefix_string``: what prompts with these messages begin with.
+
+    The original renders the model's chat template, which begins no prompt of ours. None where
+    nothing can be said, and nothing is warmed up then.
+    """
+
+    @wraps(original)
+    def build(tokenizer: Any, messages: Messages, enable_thinking: bool = True) -> Any:
+        if not is_harmony(tokenizer):
+            return original(tokenizer, messages, enable_thinking)
+        try:
+            one, other = (_ids(_asking(messages, word), None, None) for word in ("Alpha", "Bravo"))
+        except RequestError:
+            return None
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+        return PromptText.of([token for token, _ in pairs])
+
+    return build
+
+
+def _asking(messages: Messages, word: str) -> list[Any]:
+    """``messages`` with ``word`` as what the user asks last."""
+    ends_with_user = bool(messages) and messages[-1].get("role") == "user"
+    return [*messages[: -1 if ends_with_user else None], {"role": "user", "content": word}]
+
+
+def simple_chat(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """``SimpleEngine.chat``: always by way of ``stream_chat``, whose prompt is ours.
+
+    The original has a path of its own for requests without tools: the model's chat template.
+    """
+
+    @wraps(original)
+    async def answer(self: Any, messages: Messages, *args: Any, **kwargs: Any) -> Any:
+        if not self._loaded:
+            await self.start()
+        if not is_harmony(self.tokenizer):
+            return await original(self, messages, *args, **kwargs)
+        return await _last(self.stream_chat(messages, *args, **kwargs))
+
+    return answer
+
+
+async def _last(outputs: Any) -> Any:
+    """The last of the outputs, which has the whole text, cleaned as the host does."""
+    from vllm_mlx.api.utils import clean_output_text
+    from vllm_mlx.engine.base import GenerationOutput
+
+    last = GenerationOutput(text="")
+    async for output in outputs:
+        last = output
+    return replace(last, text=clean_output_text(last.text))

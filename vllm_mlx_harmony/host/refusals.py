@@ -1,0 +1,95 @@
+"""Errors as HTTP answers: ours and the host's, each in the shape of the API that was called.
+
+Knows status, headers and where FastAPI lets an exception pass.
+Refuses to know any API's shape: a function makes the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from fastapi import HTTPException
+from fastapi.routing import APIRoute, request_response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, RequestError
+from vllm_mlx_harmony.host.mount import Mounted, Route
+
+ErrorBody: TypeAlias = Callable[[HarmonyFailure], dict[str, Any]]
+
+_CODES: dict[int, tuple[str | None, str | None]] = {
+    404: ("model_not_found", "model"),
+    504: ("timeout", None),
+}
+"""Code and guilty field of what the host refuses with a status alone."""
+
+
+def refuse(body: ErrorBody, failure: HarmonyFailure) -> Response:
+    """``failure`` as an answer."""
+    headers = {} if failure.retry_after is None else {"Retry-After": str(failure.retry_after)}
+    return JSONResponse(body(failure), status_code=failure.status, headers=headers)
+
+
+def failure_of(error: HarmonyFailure | HTTPException) -> HarmonyFailure:
+    """``error`` as one of ours, with the host's status, message and ``Retry-After``."""
+    if isinstance(error, HarmonyFailure):
+        return error
+    status = error.status_code
+    code, param = _CODES.get(status, (None, None))
+    retry_after = (error.headers or {}).get("Retry-After", "")
+    kind = RequestError if status < HostError.status else HostError
+    return kind(
+        _message(error.detail),
+        status=status,
+        code=code,
+        param=param,
+        retry_after=int(retry_after) if retry_after.isdigit() else None,
+    )
+
+
+def _message(detail: Any) -> str:
+    if isinstance(detail, dict):
+        return str(detail.get("message") or detail)
+    return str(detail)
+
+
+def refusing_in(
+    body: ErrorBody, route: Route, before: Callable[[Request], None] | None = None
+) -> Route:
+    """``route``, whose dependencies (API key, rate limit) refuse in the shape of ``body`` too.
+
+    ``before`` sees the request before they do.
+    """
+    return _RefusingRoute(
+        route.path, route.methods, route.endpoint, route.why, route.like, route.app, body, before
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _RefusingRoute(Route):
+    """A route that catches what is raised before its endpoint is called.
+
+    Exception handlers would do it for the whole application: the host's other routes keep theirs.
+    """
+
+    body: ErrorBody | None = None
+    before: Callable[[Request], None] | None = None
+
+    def _mounted(self, original: APIRoute | None, model: APIRoute | None) -> Mounted:
+        mounted = Route._mounted(self, original, model)
+        answer, body, before = mounted.get_route_handler(), self.body, self.before
+        assert body is not None
+
+        async def answering(request: Request) -> Response:
+            try:
+                if before is not None:
+                    before(request)
+                return await answer(request)
+            except HTTPException as error:
+                return refuse(body, failure_of(error))
+
+        mounted.app = request_response(answering)
+        return mounted

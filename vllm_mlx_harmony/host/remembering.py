@@ -1,0 +1,55 @@
+"""Which earlier turns a request may be answered from: its model's, and its API key's.
+
+Knows the setting and who asks. What is remembered, and when it is the same turn: core.replay.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import lru_cache, partial
+from inspect import signature
+from typing import Any
+
+from vllm_mlx_harmony.core.render import Rendered
+from vllm_mlx_harmony.core.replay import Replay, View
+from vllm_mlx_harmony.core.turn import Turn
+from vllm_mlx_harmony.host.leases import Lease
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "VLLM_MLX_HARMONY_REPLAY"
+"""Environment variable: MiB of generated turns that are remembered; 0 remembers none."""
+
+DEFAULT = 64
+
+
+@lru_cache(maxsize=1)
+def replay() -> Replay | None:
+    """The turns of this process; ``None`` when nothing is to be remembered."""
+    asked = os.environ.get(VARIABLE, "").strip() or str(DEFAULT)
+    if not asked.isascii() or not asked.isdigit():
+        logger.warning("%s=%s is not a number of MiB: %d it is", VARIABLE, asked, DEFAULT)
+        asked = str(DEFAULT)
+    return Replay(int(asked) * 2**20) if int(asked) else None
+
+
+def view(lease: Lease) -> View | None:
+    """What a request with this lease may be answered from."""
+    turns = replay()
+    return None if turns is None else turns.view(f"{lease.engine._model_path}\0{lease.tenant}")
+
+
+def replaying(renderer: Callable[..., Rendered], turns: View | None) -> Callable[[Turn], Rendered]:
+    """``renderer`` with ``turns``, if it is one that knows of them: it may be somebody else's."""
+    if turns is None or "replay" not in signature(renderer).parameters:
+        return renderer
+    return partial(renderer, replay=turns)
+
+
+def remember(turns: View | None, context: Any) -> None:
+    """Takes in what ``context``, which has ended, holds of generated turns."""
+    if turns is not None:
+        for output in getattr(context, "outputs", ()):
+            turns.remember(output)

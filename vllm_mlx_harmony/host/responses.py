@@ -1,0 +1,192 @@
+"""The routes of the Responses API over HTTP.
+
+Knows paths, methods and queries. Refuses to know bodies and events (protocols.responses), how a
+request is run (serving), and how answers are kept, watched in the background and made shorter
+(responses_keeping, responses_background, responses_compact).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import Stamp
+from vllm_mlx_harmony.host.answers import run
+from vllm_mlx_harmony.host.leases import Budget, Lease
+from vllm_mlx_harmony.host.mount import Route
+from vllm_mlx_harmony.host.refusals import refusing_in
+from vllm_mlx_harmony.host.responses_background import Background, Running
+from vllm_mlx_harmony.host.responses_compact import COMPACT
+from vllm_mlx_harmony.host.responses_keeping import KeptAnswer, keeping, new_key, read
+from vllm_mlx_harmony.host.responses_socket import SocketRoute
+from vllm_mlx_harmony.host.seams import Seam
+from vllm_mlx_harmony.host.serving import Api, begin, count, refusing, respond, serve
+from vllm_mlx_harmony.host.store import Kept, server_store
+from vllm_mlx_harmony.protocols import responses
+from vllm_mlx_harmony.protocols.events import frame
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
+
+BACKGROUND = Background()
+
+
+def _writer(asked: ResponsesRequest, stamp: Stamp, context: Any) -> KeptAnswer:
+    """Who asks for an answer in the background may ask for its events later."""
+    told = asked.stream or asked.background
+    return KeptAnswer(replace(asked, stream=told), stamp, context)
+
+
+RESPONSES = Api("responses", read, responses.error_body, writer=_writer, blocks=True)
+
+
+# --- New answers.
+
+
+async def create_response(request: Request) -> Response:
+    """``POST /v1/responses``."""
+    return await serve(RESPONSES, request, answer=_answer)
+
+
+async def _answer(
+    api: Api, request: Request, document: object, lease: Lease, budget: Budget
+) -> Response:
+    begun = await begin(api, document, lease, budget, new_key())
+    if not begun.asked.background:
+        deltas = keeping(run(begun.job), begun.emitter, known=False)
+        return await respond(request, begun, deltas)
+    running = BACKGROUND.start(begun.job, begun.emitter)
+    return _events(request, running) if begun.asked.stream else JSONResponse(running.document())
+
+
+async def compact_response(request: Request) -> Response:
+    """``POST /v1/responses/compact``: the conversation in fewer tokens, as the model tells it."""
+    return await serve(COMPACT, request, new_key())
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """``POST /v1/responses/input_tokens``: how long the same request's prompt would be."""
+    return await count(RESPONSES, request, resource.input_tokens)
+
+
+# --- Answers there are already.
+
+
+async def retrieve_response(request: Request, response_id: str) -> Response:
+    """``GET /v1/responses/{response_id}``; ``stream`` and ``starting_after`` for its events."""
+    running = BACKGROUND.get(response_id)
+    if request.query_params.get("stream") == "true":
+        start = _starting_after(request.query_params.get("starting_after"))
+        if running is None:
+            await _kept(response_id)
+            raise RequestError(
+                "the events of this response are not kept: only those of responses that were "
+                "created with background, and not for ever",
+                param="stream",
+            )
+        return _events(request, running, start)
+    if running is not None:
+        return JSONResponse(running.document())
+    return JSONResponse((await _kept(response_id)).document)
+
+
+async def delete_response(request: Request, response_id: str) -> Response:
+    """``DELETE /v1/responses/{response_id}``; one that is being generated is cancelled."""
+    forgotten = await BACKGROUND.forget(response_id)
+    deleted = await asyncio.to_thread(server_store().delete, response_id)
+    if not (forgotten or deleted):
+        raise resource.not_found(response_id)
+    return JSONResponse(resource.deleted(response_id))
+
+
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """``GET /v1/responses/{response_id}/input_items``: one page of what was asked."""
+    running = BACKGROUND.get(response_id)
+    items = running.input_items() if running else (await _kept(response_id)).input_items
+    return JSONResponse(resource.page(items, request.query_params))
+
+
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """``POST /v1/responses/{response_id}/cancel``; what has ended stays as it is."""
+    running = BACKGROUND.get(response_id)
+    if running is not None:
+        await running.cancel()
+        return JSONResponse(running.document())
+    document = (await _kept(response_id)).document
+    if not document["background"]:
+        raise RequestError(
+            "only a response that was created with background can be cancelled", param="response_id"
+        )
+    return JSONResponse(document)
+
+
+async def _kept(key: str) -> Kept:
+    kept = await asyncio.to_thread(server_store().get, key)
+    if kept is None:
+        raise resource.not_found(key)
+    return kept
+
+
+def _starting_after(number: str | None) -> int:
+    """The first number to send: the one after ``number``, or the very first."""
+    if not number:
+        return 0
+    if not (number.isascii() and number.isdigit()):
+        raise RequestError("starting_after must be a whole number", param="starting_after")
+    return int(number[:18]) + 1
+
+
+def _events(request: Request, running: Running, start: int = 0) -> Response:
+    """The events of ``running``; who stops reading them does not stop it."""
+    from vllm_mlx import server
+
+    guarded = server._disconnect_guard(_framed(running, start), request, timeout=float("inf"))
+    return StreamingResponse(guarded, media_type="text/event-stream")
+
+
+async def _framed(running: Running, start: int) -> AsyncIterator[str]:
+    async with aclosing(running.follow(start)) as events:
+        async for event in events:
+            yield frame(event)
+
+
+# --- Where they are.
+
+
+def _refused(
+    endpoint: Callable[[Request, str], Awaitable[Response]],
+) -> Callable[[Request, str], Awaitable[Response]]:
+    """``endpoint``, whose errors are answers."""
+
+    async def answering(request: Request, response_id: str) -> Response:
+        return await refusing(RESPONSES, endpoint(request, response_id))
+
+    return answering
+
+
+CREATE = ("/v1/responses", "POST")
+_ONE = "/v1/responses/{response_id}"
+
+
+def _route(path: str, method: str, endpoint: Callable[..., Any], why: str) -> Route:
+    like = None if (path, method) == CREATE else CREATE
+    return refusing_in(responses.error_body, Route(path, (method,), endpoint, why, like))
+
+
+_KEEPS_NONE = "the host keeps answers, but does not tell of them"
+
+ROUTES: tuple[Seam, ...] = (
+    _route(*CREATE, create_response, "items and events from token ids"),
+    _route("/v1/responses/compact", "POST", compact_response, "the host cannot do it"),
+    _route("/v1/responses/input_tokens", "POST", count_input_tokens, "the host cannot do it"),
+    _route(_ONE, "GET", _refused(retrieve_response), _KEEPS_NONE),
+    _route(_ONE, "DELETE", _refused(delete_response), _KEEPS_NONE),
+    _route(f"{_ONE}/input_items", "GET", _refused(list_input_items), _KEEPS_NONE),
+    _route(f"{_ONE}/cancel", "POST", _refused(cancel_response), "the host has no background"),
+    SocketRoute("/v1/responses", "the same events over a WebSocket"),
+)

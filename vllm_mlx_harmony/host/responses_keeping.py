@@ -1,0 +1,191 @@
+"""Answers of the Responses API, looked up and kept: what a request continues, what stays of it.
+
+Knows when an answer has to be on the disk. Refuses to know paths and sockets (responses,
+responses_socket), and how a store keeps what it is given (store).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import sqlite3
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
+from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp
+from vllm_mlx_harmony.host.answers import Deltas
+from vllm_mlx_harmony.host.seal import server_seal
+from vllm_mlx_harmony.host.store import Kept, server_store
+from vllm_mlx_harmony.protocols import responses
+from vllm_mlx_harmony.protocols.events import DONE, Event
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
+
+logger = logging.getLogger("vllm_mlx_harmony")
+
+_KEY_BYTES = 10
+
+
+def new_key() -> str:
+    """What the ids of a new answer are made from: as much as an item's id has room for.
+
+    So the id of an item says which answer it is part of.
+    """
+    return secrets.token_hex(_KEY_BYTES)
+
+
+_ITEM = re.compile(rf"[a-z]+_([0-9a-f]{{{2 * _KEY_BYTES}}})[0-9a-f]{{4}}")
+
+
+@dataclass(slots=True)
+class Recall:
+    """What one request refers to, each looked up once. ``local`` comes before the server's store.
+
+    Every call may block on a disk: not for the event loop.
+    """
+
+    local: Mapping[str, Kept] = field(default_factory=dict)
+    _known: dict[str, Kept | None] = field(default_factory=dict)
+
+    def kept(self, key: str) -> Kept | None:
+        """The answer with the id ``key``, if it is kept."""
+        if key in self.local:
+            return self.local[key]
+        if key not in self._known:
+            self._known[key] = server_store().get(key)
+        return self._known[key]
+
+    def messages(self, key: str | None) -> tuple[Message, ...]:
+        """The conversation that a request goes on with. Raises ``RequestError`` 404."""
+        if key is None:
+            return ()
+        kept = self.kept(key)
+        if kept is None:
+            raise resource.not_found(key, param="previous_response_id")
+        return kept.messages
+
+    def item(self, key: str) -> Mapping[str, Any] | None:
+        """The item with the id ``key``, of whatever answer or its input."""
+        named = _ITEM.fullmatch(key)
+        kept = named and self.kept(f"resp_{named[1]}")
+        if not kept:
+            return None
+        items = chain(kept.document["output"], kept.input_items)
+        return next((item for item in items if item.get("id") == key), None)
+
+
+def read(body: object, defaults: Defaults, recall: Recall | None = None) -> ResponsesRequest:
+    """The request in ``body``, with what it refers to; may block on a disk.
+
+    Raises ``RequestError``: 404 for a previous response that is not kept.
+    """
+    recall = recall or Recall()
+    history = recall.messages(responses.previous_response_id(body))
+    asked = responses.read(body, defaults, server_seal(), history, recall.item)
+    if asked.background and not asked.store:
+        raise RequestError("background needs store to be true", param="background")
+    for note in asked.notes:
+        logger.info("responses: %s", note)
+    return asked
+
+
+class KeptAnswer:
+    """An emitter whose answer is kept before anybody is told that it has ended."""
+
+    def __init__(self, asked: ResponsesRequest, stamp: Stamp, context: Any) -> None:
+        self._asked, self._stamp, self._context = asked, stamp, context
+        self._emitter = asked.emitter(stamp, time.time)
+        self._last: list[Event] | None = None
+
+    @property
+    def id(self) -> str:
+        """The id of the response."""
+        return responses.response_id(self._stamp)
+
+    def feed(self, delta: Delta) -> list[Event]:
+        """What goes on the wire for ``delta``; for the last one, what ``end`` made of it."""
+        if self._last is not None:
+            return self._last
+        return self._emitter.feed(delta)
+
+    async def end(self, delta: Finished | Failed | None) -> list[Event]:
+        """The answer ends with ``delta``, or was cancelled: kept now, if the request wants it."""
+        if self._last is None:
+            emitter = self._emitter
+            self._last = emitter.cancel() if delta is None else emitter.feed(delta)
+            if self._asked.store:
+                await asyncio.to_thread(self._keep)
+        return self._last
+
+    def result(self) -> dict[str, Any]:
+        """The whole answer, as the protocol's emitter has it."""
+        return self._emitter.result()
+
+    def document(self) -> dict[str, Any]:
+        """The response as it is now."""
+        return self._emitter.document()
+
+    def kept(self) -> Kept:
+        """All of the answer that is worth keeping."""
+        messages = self._asked.conversation(self._context.messages)
+        items = self._asked.input_items(self._stamp)
+        return Kept(self.id, self.document(), items, messages)
+
+    def _keep(self) -> None:
+        """A disk that is full takes no answer away from the client that waits for it."""
+        try:
+            server_store().put(self.kept())
+        except (OSError, sqlite3.Error) as error:
+            logger.warning("the response %s could not be kept: %s", self.id, error)
+
+
+async def keeping(deltas: Deltas, answer: KeptAnswer, *, known: bool) -> Deltas:
+    """``deltas``, as they come, with the answer kept before the last of them is handed on.
+
+    A failed answer is kept, too, if a client has its id: it is ``known`` from the start, or once
+    something was handed on of an answer that is streamed. Raises ``HarmonyFailure``.
+    """
+    try:
+        async with aclosing(deltas):
+            async for group in deltas:
+                if group and isinstance(group[-1], Finished):
+                    yield group[:-1]
+                    await answer.end(group[-1])
+                    yield group[-1:]
+                else:
+                    yield group
+                known = known or answer._asked.stream
+    except Exception as error:
+        failure = _failure(error)
+        if known:
+            await answer.end(Failed(failure))
+        raise failure from error
+
+
+def _failure(error: Exception) -> HarmonyFailure:
+    if isinstance(error, HarmonyFailure):
+        return error
+    logger.error("a response failed", exc_info=error)
+    return OutputError("internal error", code="internal_error")
+
+
+async def told(deltas: Deltas, answer: KeptAnswer) -> AsyncGenerator[Event, None]:
+    """The events of ``deltas``, which are ``keeping``'s, without frames and without [DONE]."""
+    try:
+        async with aclosing(deltas):
+            async for group in deltas:
+                for delta in group:
+                    for event in answer.feed(delta):
+                        if event is not DONE:
+                            yield event
+    except Exception as error:  # noqa: BLE001 - whatever it is, who listens is told
+        for event in await answer.end(Failed(_failure(error))):
+            if event is not DONE:
+                yield event

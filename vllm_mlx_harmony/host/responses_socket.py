@@ -1,0 +1,262 @@
+"""The Responses API over a WebSocket, as in the Open Responses specification.
+
+Knows its messages, their order and what is kept as long as a connection lasts. Refuses to know
+what events say (protocols.responses) and how a request is run (serving).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from json import dumps, loads
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import WebSocketRoute
+from starlette.types import Message, Receive
+from starlette.websockets import WebSocket
+
+from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
+from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.host.answers import Deltas, run, stopped
+from vllm_mlx_harmony.host.leases import Budget, Lease
+from vllm_mlx_harmony.host.mount import APP
+from vllm_mlx_harmony.host.refusals import failure_of, refuse
+from vllm_mlx_harmony.host.responses_keeping import (
+    KeptAnswer,
+    Recall,
+    keeping,
+    new_key,
+    read,
+    told,
+)
+from vllm_mlx_harmony.host.seams import Undo, locate
+from vllm_mlx_harmony.host.serving import Api, Begun, answered, begin
+from vllm_mlx_harmony.host.store import Kept
+from vllm_mlx_harmony.protocols import responses
+
+logger = logging.getLogger("vllm_mlx_harmony")
+
+LIFETIME = 3600.0
+"""Seconds a connection may last, as the specification has it; an answer is not cut by it."""
+
+MOST_WAITING = 32
+"""Messages that may wait for their turn on one connection."""
+
+_TRANSPORT = frozenset({"type", "stream", "stream_options", "background", "generate"})
+"""Fields of a message that are no fields of the request, or say how it is sent."""
+
+_TOO_MUCH = 1013  # "try again later"
+
+
+async def converse(socket: WebSocket) -> None:
+    """``/v1/responses`` as a WebSocket: one response after the other, until somebody hangs up."""
+    try:
+        await _admit(socket)
+    except HTTPException as error:
+        await socket.send_denial_response(refuse(responses.error_body, failure_of(error)))
+        return
+    await socket.accept()
+    await Conversation(socket).last()
+
+
+async def _admit(socket: WebSocket) -> None:
+    """The host's own check of the API key. Raises ``HTTPException``.
+
+    A browser lets any page talk to any WebSocket, and read what comes back: only its own may.
+    """
+    from vllm_mlx import server
+
+    origin = socket.headers.get("origin")
+    if origin and urlsplit(origin).netloc != socket.headers.get("host"):
+        raise HTTPException(403, f"pages of {origin} may not connect")
+    # FastAPI's dependency takes a request; a WebSocket has the same headers.
+    await server.verify_api_key(await server.security(socket))
+
+
+class Conversation:
+    """One connection. The last response is remembered, whether or not it is to be stored."""
+
+    def __init__(self, socket: WebSocket, lifetime: float = LIFETIME) -> None:
+        self._socket = socket
+        self._until = time.monotonic() + lifetime
+        self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MOST_WAITING)
+        self._local: dict[str, Kept] = {}
+        self._api = Api(
+            "responses", self._read, responses.error_body, writer=KeptAnswer, blocks=True
+        )
+
+    async def last(self) -> None:
+        """Answers until the connection ends; an answer that nobody waits for ends with it."""
+        answering = asyncio.ensure_future(self._answer_all())
+        try:
+            await self._listen()
+        finally:
+            await stopped(answering)
+
+    async def _listen(self) -> None:
+        while True:
+            message = await self._socket.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            try:
+                self._waiting.put_nowait(message.get("text"))
+            except asyncio.QueueFull:
+                await self._socket.close(_TOO_MUCH, "too many messages wait for their turn")
+                return
+
+    async def _answer_all(self) -> None:
+        try:
+            while True:
+                left = self._until - time.monotonic()
+                text = await asyncio.wait_for(self._waiting.get(), max(left, 0.0))
+                await self._answer(text)
+        except asyncio.TimeoutError:
+            await self._refuse(_OVER)
+            await self._socket.close()
+
+    async def _answer(self, text: str | None) -> None:
+        document: dict[str, Any] = {}
+        try:
+            document = _message(text)
+            await self._run(document)
+        except (HarmonyFailure, HTTPException) as error:
+            self._evict(document)
+            await self._refuse(failure_of(error))
+        except Exception as error:
+            logger.error("a response failed", exc_info=error)
+            await self._refuse(OutputError("internal error", code="internal_error"))
+
+    async def _run(self, document: dict[str, Any]) -> None:
+        from vllm_mlx import server
+
+        await server.check_rate_limit(self._socket)
+        asked = {key: value for key, value in document.items() if key not in _TRANSPORT}
+        request = _request(self._socket, dumps({**asked, "stream": True}).encode())
+        send = partial(self._send, generate=document.get("generate") is not False)
+        await answered(self._api, request, send, _not_here)
+
+    def _read(self, body: object, defaults: Any) -> Any:
+        return read(body, defaults, Recall(self._local))
+
+    async def _send(
+        self,
+        api: Api,
+        request: Request,
+        document: object,
+        lease: Lease,
+        budget: Budget,
+        *,
+        generate: bool,
+    ) -> Response:
+        begun = await begin(api, document, lease, budget, new_key())
+        deltas = run(begun.job) if generate else _nothing(begun)
+        kept = keeping(deltas, begun.emitter, known=True)
+        async with aclosing(told(kept, begun.emitter)) as events:
+            async for event in events:
+                await self._socket.send_text(event.data)
+        self._remember(begun)
+        return Response()
+
+    def _remember(self, begun: Begun) -> None:
+        kept = begun.emitter.kept()
+        failed = kept.document["status"] == "failed"
+        if failed:
+            self._local.pop(begun.asked.previous_response_id or "", None)
+        else:
+            self._local = {kept.id: kept}
+
+    def _evict(self, document: dict[str, Any]) -> None:
+        """What a turn that failed wanted to go on with is gone, as the specification has it."""
+        self._local.pop(responses.previous_response_id(document) or "", None)
+
+    async def _refuse(self, failure: HarmonyFailure) -> None:
+        event = {"type": "error", "status": failure.status, **responses.error_body(failure)}
+        await self._socket.send_text(dumps(event))
+
+
+_OVER = RequestError(
+    f"Responses websocket connection limit reached ({LIFETIME / 60:.0f} minutes). "
+    "Create a new websocket connection to continue.",
+    code="websocket_connection_limit_reached",
+)
+
+
+def _message(text: str | None) -> dict[str, Any]:
+    """The message in a frame. Raises ``RequestError`` for what is no ``response.create``."""
+    try:
+        document = loads(text or "")
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the message is not valid JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("type") != "response.create":
+        raise RequestError("a message must be of type 'response.create'", param="type")
+    return document
+
+
+def _request(socket: WebSocket, body: bytes) -> Request:
+    """``body`` as if it had been posted by the client of ``socket``."""
+    scope = {**socket.scope, "type": "http", "method": "POST"}
+    return Request(scope, _receiving(body))
+
+
+def _receiving(body: bytes) -> Receive:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+async def _not_here(_: Request) -> Response:
+    raise RequestError("this model is not served over a WebSocket", param="model")
+
+
+async def _nothing(begun: Begun) -> Deltas:
+    """The deltas of a turn that only says what comes later: ``generate`` is false."""
+    prompt_tokens = len(begun.job.context.render_for_completion())
+    try:
+        yield [Started(prompt_tokens)]
+        yield [Finished("stop", None, Usage(prompt_tokens))]
+    finally:
+        begun.job.tracker.finish(result="success", prompt_tokens=prompt_tokens)
+        await begun.job.lease.release()
+
+
+@dataclass(frozen=True, slots=True)
+class SocketRoute:
+    """A WebSocket route that is added to the host's, which has none."""
+
+    path: str
+    why: str
+    app: str = APP
+
+    @property
+    def label(self) -> str:
+        """Its protocol and path."""
+        return f"WebSocket {self.path}"
+
+    def problem(self) -> str | None:
+        """Why it cannot be put there in this host, or None."""
+        try:
+            routes = locate(self.app).router.routes
+        except (ImportError, AttributeError) as error:
+            return f"{self.app} is missing ({error})"
+        return None if isinstance(routes, list) else f"{self.app}: its routes are not a list"
+
+    def apply(self) -> Undo:
+        """Adds it at the end; undone, the routes are as before."""
+        routes = locate(self.app).router.routes
+        mounted = WebSocketRoute(self.path, converse)
+        routes.append(mounted)
+
+        def undo() -> None:
+            places = [place for place, route in enumerate(routes) if route is mounted]
+            del routes[places[0]]
+
+        return undo

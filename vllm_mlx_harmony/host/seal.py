@@ -1,0 +1,103 @@
+"""The seal of this server: reasoning that clients carry and cannot read, change or make up.
+
+Knows the key, where it is kept, and the cipher (AES-256-GCM of the ``cryptography`` package).
+Refuses to know which API carries what is sealed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from contextlib import suppress
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+logger = logging.getLogger("vllm_mlx_harmony")
+
+KEY_VARIABLE = "VLLM_MLX_HARMONY_SEAL_KEY"
+"""Environment variable: a secret of any form, the same for servers that share their clients."""
+
+FILE_NAME = "seal.key"
+_KEY_BYTES, _NONCE_BYTES = 32, 12
+_PREFIX = "vmh1."  # which format, so that a later one can tell
+
+
+class ServerSeal:
+    """Seals with one key. What another key sealed is foreign: it does not open."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = AESGCM(key)
+
+    def seal(self, text: str) -> str:
+        """``text`` as an opaque ASCII string, another one each time."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        sealed = self._cipher.encrypt(nonce, text.encode("utf-8", "replace"), _PREFIX.encode())
+        return _PREFIX + urlsafe_b64encode(nonce + sealed).decode()
+
+    def unseal(self, sealed: str) -> str | None:
+        """The text that was sealed; ``None`` for what is forged, damaged or foreign."""
+        if not sealed.startswith(_PREFIX):
+            return None
+        try:
+            raw = urlsafe_b64decode(sealed.removeprefix(_PREFIX).encode())
+            nonce, content = raw[:_NONCE_BYTES], raw[_NONCE_BYTES:]
+            return self._cipher.decrypt(nonce, content, _PREFIX.encode()).decode()
+        except (ValueError, InvalidTag):
+            return None
+
+
+@lru_cache(maxsize=1)
+def server_seal() -> ServerSeal:
+    """The seal of this server: its key is the environment's, or the user's own, made at first use.
+
+    Where no key can be kept, one that lasts as long as the process, and one line in the log.
+    """
+    given = os.environ.get(KEY_VARIABLE)
+    if given:
+        return ServerSeal(sha256(given.encode()).digest())
+    return ServerSeal(_kept_key(state_dir() / FILE_NAME))
+
+
+def state_dir() -> Path:
+    """This project's directory in the user's state; not necessarily there yet."""
+    if sys.platform == "darwin":
+        base = "~/Library/Application Support"
+    else:
+        base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(os.path.expanduser(base)) / "vllm-mlx-harmony"
+
+
+def _kept_key(path: Path) -> bytes:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make(path)
+        key = path.read_bytes()
+    except OSError as error:
+        logger.warning("no key can be kept in %s (%s): sealed reasoning ends with us", path, error)
+        return secrets.token_bytes(_KEY_BYTES)
+    if len(key) == _KEY_BYTES:
+        return key
+    logger.warning("%s is no key: sealed reasoning ends with this process", path)
+    return secrets.token_bytes(_KEY_BYTES)
+
+
+def _make(path: Path) -> None:
+    """Puts a key there unless one is: whole and at once, whatever other processes do."""
+    if path.exists():
+        return
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        with suppress(OSError):
+            draft.unlink()

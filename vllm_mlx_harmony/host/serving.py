@@ -1,0 +1,277 @@
+"""A request read, run on its engine and answered: one function for every API.
+
+Knows HTTP and what the host does around a request. Refuses to know which routes there are (routes)
+and what any API's bodies and events look like (protocols).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from json import loads
+from typing import Any, Protocol, TypeAlias
+from uuid import uuid4
+
+from fastapi import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.core.replay import View
+from vllm_mlx_harmony.core.turn import Defaults, Stamp, Turn
+from vllm_mlx_harmony.host import contract, remembering
+from vllm_mlx_harmony.host.answers import Deltas, Job, run
+from vllm_mlx_harmony.host.defaults import defaults
+from vllm_mlx_harmony.host.leases import Budget, Lease, acquire, needs_model
+from vllm_mlx_harmony.host.models import is_harmony
+from vllm_mlx_harmony.host.mount import pass_on
+from vllm_mlx_harmony.host.refusals import failure_of, refuse
+from vllm_mlx_harmony.host.sampling import settle
+from vllm_mlx_harmony.host.streams import Emitter, EventStream, frames
+from vllm_mlx_harmony.host.window import context_length, fit
+from vllm_mlx_harmony.protocols.events import Event
+
+logger = logging.getLogger(__name__)
+
+LONG = 32_768
+"""Characters of a conversation that take long enough to render to be noticed by others."""
+
+
+class Asked(Protocol):
+    """A request that can be run."""
+
+    @property
+    def turn(self) -> Turn:
+        """What to ask the model."""
+
+    @property
+    def model(self) -> str:
+        """The model's name as the request gave it."""
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is sent as it comes."""
+
+    def emitter(self, stamp: Stamp) -> Emitter:
+        """The writer of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """What makes one API out of ``serve``.
+
+    ``name`` is what the host's metrics call it; ``ping`` goes out while a stream is silent, where
+    the API has such an event; ``writer`` replaces the request's own emitter; ``blocks`` says that
+    ``read`` may wait for a disk, so that it is kept off the event loop.
+    """
+
+    name: str
+    read: Callable[[object, Defaults], Asked]
+    error_body: Callable[[HarmonyFailure], dict[str, Any]]
+    ping: Event | None = None
+    writer: Callable[[Any, Stamp, Any], Emitter] | None = None
+    blocks: bool = False
+
+    async def asked(self, document: object) -> Any:
+        """The request in ``document``. Raises ``RequestError``."""
+        if self.blocks:
+            return await asyncio.to_thread(self.read, document, defaults())
+        return self.read(document, defaults())
+
+    def emitter(self, asked: Asked, stamp: Stamp, context: Any) -> Emitter:
+        """The writer of the answer to ``asked``, which ``context`` is the conversation of."""
+        return asked.emitter(stamp) if self.writer is None else self.writer(asked, stamp, context)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request that was read and rendered: what is left is to run it."""
+
+    asked: Any
+    stamp: Stamp
+    job: Job
+    emitter: Any
+
+
+Answer: TypeAlias = "Callable[[Api, Request, object, Lease, Budget], Awaitable[Response]]"
+
+
+async def serve(
+    api: Api, request: Request, key: str = "", answer: Answer | None = None
+) -> Response:
+    """The answer to a request in ``api``'s shape, errors included.
+
+    ``key`` is what the answer's ids are made from; a new one when it is not given. ``answer`` runs
+    the request in another way than ``begin`` and ``respond``, one after the other, would.
+    A request for a model that is not Harmony is answered by the host, as if we were not there.
+    """
+    usual = partial(_answer, key=key or uuid4().hex)
+    return await refusing(api, answered(api, request, answer or usual))
+
+
+async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
+    """How many tokens a request's prompt has, as ``body`` writes it; nothing is generated."""
+
+    async def counted(api: Api, _: Request, document: object, lease: Lease, __: Budget) -> Response:
+        turn = (await api.asked(document)).turn
+        turns = remembering.view(lease)
+        await lease.release()
+        context = await _context(turn, Stamp("", 0, ""), turns)
+        return JSONResponse(body(len(context.render_for_completion())))
+
+    return await refusing(api, answered(api, request, counted))
+
+
+async def refusing(api: Api, answer: Awaitable[Response]) -> Response:
+    """``answer``, or what it raises in ``api``'s shape."""
+    try:
+        return await answer
+    except (HarmonyFailure, HTTPException) as error:
+        return refuse(api.error_body, failure_of(error))
+    except Exception:
+        logger.exception("a request failed")
+        return refuse(api.error_body, OutputError("internal error", code="internal_error"))
+
+
+async def answered(
+    api: Api,
+    request: Request,
+    answer: Answer,
+    other: Callable[[Request], Awaitable[Response]] = pass_on,
+) -> Response:
+    """What ``answer`` makes of the request and its engine; ``other``, if that is not Harmony.
+
+    ``answer`` has to release the lease, unless it raises. Raises ``HarmonyFailure`` and the host's
+    ``HTTPException``.
+    """
+    document = _parsed(await request.body())
+    model, timeout = _routing(document)
+    if model is None and needs_model():
+        await api.asked(document)
+        raise RequestError("model must be a string", param="model")
+    budget = Budget.start(timeout)
+    lease = await acquire(request, model, budget)
+    if lease is None:
+        return Response(status_code=CLIENT_CLOSED)
+    try:
+        if is_harmony(lease.engine.tokenizer):
+            return await answer(api, request, document, lease, budget)
+        await lease.release()
+        return await other(request)
+    except BaseException:
+        await lease.release()
+        raise
+
+
+CLIENT_CLOSED = 499
+"""nginx's number for a client that has gone, as the host uses it. Nobody reads it."""
+
+
+def _parsed(body: bytes) -> object:
+    try:
+        document: object = loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request body is not valid JSON: {error}") from error
+    return document
+
+
+def _routing(document: object) -> tuple[str | None, float | None]:
+    """Model and timeout, as far as they are what they should be: read before the request is."""
+    if not isinstance(document, dict):
+        return None, None
+    model, timeout = document.get("model"), document.get("timeout")
+    valid = isinstance(timeout, (int, float)) and timeout > 0
+    return model if isinstance(model, str) else None, timeout if valid else None
+
+
+async def _answer(
+    api: Api, request: Request, document: object, lease: Lease, budget: Budget, *, key: str
+) -> Response:
+    begun = await begin(api, document, lease, budget, key)
+    return await respond(request, begun, run(begun.job), api.ping)
+
+
+async def begin(api: Api, document: object, lease: Lease, budget: Budget, key: str) -> Begun:
+    """The request, read and rendered; ``key`` signs it. Raises ``RequestError``."""
+    from vllm_mlx import server
+
+    asked = await api.asked(document)
+    stamp = Stamp(key, int(time.time()), server._response_model_name(asked.model))
+    settings = settle(asked.turn.sampling, asked.turn.limits)
+    turns = remembering.view(lease)
+    context = await _context(asked.turn, stamp, turns)
+    prompt_tokens = len(context.render_for_completion())
+    job = Job(
+        lease=lease,
+        context=context,
+        settings=fit(settings, prompt_tokens, context_length(lease.engine)),
+        budget=budget,
+        tracker=server._metrics.track_inference(api.name, stream=asked.stream),
+        turns=turns,
+    )
+    return Begun(asked, stamp, job, api.emitter(asked, stamp, context))
+
+
+async def respond(
+    request: Request, begun: Begun, deltas: Deltas, ping: Event | None = None
+) -> Response:
+    """``deltas``, those of ``begun``, as its request wants them: streamed or whole."""
+    if begun.asked.stream:
+        return await _streamed(request, begun, deltas, ping)
+    return await _whole(request, begun, deltas)
+
+
+async def _context(turn: Turn, stamp: Stamp, turns: View | None) -> Any:
+    """The turn, rendered; not on the event loop when that takes long."""
+    parts = contract.parts()
+    renderer = remembering.replaying(parts.renderer, turns)
+    if turn.characters < LONG:
+        return parts.context(turn, stamp, renderer)
+    return await asyncio.to_thread(parts.context, turn, stamp, renderer)
+
+
+async def _whole(request: Request, begun: Begun, deltas: Deltas) -> Response:
+    from vllm_mlx import server
+
+    result = await server._wait_with_disconnect(
+        _collected(deltas, begun.emitter),
+        request,
+        timeout=begun.job.budget.remaining(),
+        timeout_detail_seconds=begun.job.budget.total,
+    )
+    return Response(status_code=CLIENT_CLOSED) if result is None else JSONResponse(result)
+
+
+async def _collected(deltas: Deltas, emitter: Emitter) -> dict[str, Any]:
+    async with aclosing(deltas):
+        async for group in deltas:
+            for delta in group:
+                emitter.feed(delta)
+    return emitter.result()
+
+
+async def _streamed(request: Request, begun: Begun, deltas: Deltas, ping: Event | None) -> Response:
+    """Headers go out at this request's turn: until then errors have a status of their own."""
+    from vllm_mlx import server
+
+    come = await server._wait_with_disconnect(
+        anext(deltas),
+        request,
+        # The line has its own limit, which says what the time was spent on.
+        timeout=begun.job.budget.remaining() + 1.0,
+        timeout_detail_seconds=begun.job.budget.total,
+    )
+    if come is None:
+        return Response(status_code=CLIENT_CLOSED)
+    guarded = server._disconnect_guard(
+        frames(come, deltas, begun.emitter, ping),
+        request,
+        # The guard would end the stream without a word; ours says that the time is over.
+        timeout=float("inf"),
+    )
+    return EventStream(guarded, deltas)

@@ -1,0 +1,178 @@
+"""Kept answers, for ``previous_response_id`` and for asking after them: in memory or in a file.
+
+Knows how many to keep and which to drop first. Refuses to know what an answer's document says.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from json import dumps, loads
+from pathlib import Path
+from typing import Any, Protocol
+
+from vllm_mlx_harmony.core.turn import (
+    Answer,
+    Call,
+    Instructions,
+    Message,
+    Preamble,
+    Reasoning,
+    Result,
+    User,
+)
+
+STORE_VARIABLE = "VLLM_MLX_HARMONY_STORE"
+"""Environment variable: the SQLite file to keep answers in. Without it they are kept in memory."""
+
+MAX_COUNT = 1000
+MAX_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An answer as it was given: its ``document``, the ``input_items`` of its request, and the
+    conversation up to and with it as ``messages`` (without the request's own instructions)."""
+
+    id: str
+    document: Mapping[str, Any]
+    input_items: Sequence[Mapping[str, Any]]
+    messages: tuple[Message, ...]
+
+
+class Store(Protocol):
+    """Where answers are kept. Every call may block on a disk: not for the event loop."""
+
+    def put(self, kept: Kept) -> None:
+        """Keeps it, in place of one with the same id; the least recently used go first."""
+
+    def get(self, id: str) -> Kept | None:  # noqa: A002 - the field's name for it
+        """What is kept under ``id``, which counts as a use; ``None`` when it is gone."""
+
+    def delete(self, id: str) -> bool:  # noqa: A002
+        """Forgets it; whether there was anything to forget."""
+
+
+class MemoryStore:
+    """Keeps answers as long as the process lives, up to ``max_count`` and ``max_bytes``."""
+
+    def __init__(self, max_count: int = MAX_COUNT, max_bytes: int = MAX_BYTES) -> None:
+        self._max_count, self._max_bytes = max_count, max_bytes
+        self._texts: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+        self.bytes = 0
+
+    def put(self, kept: Kept) -> None:
+        """See ``Store``. One that is larger than the store is not kept."""
+        text = _written(kept)
+        with self._lock:
+            self._drop(kept.id)
+            self._texts[kept.id] = text
+            self.bytes += len(text)
+            while len(self._texts) > self._max_count or self.bytes > self._max_bytes:
+                self._drop(next(iter(self._texts)))
+
+    def get(self, id: str) -> Kept | None:  # noqa: A002
+        """See ``Store``."""
+        with self._lock:
+            text = self._texts.get(id)
+            if text is not None:
+                self._texts.move_to_end(id)
+        return None if text is None else _read(text)
+
+    def delete(self, id: str) -> bool:  # noqa: A002
+        """See ``Store``."""
+        with self._lock:
+            return self._drop(id)
+
+    def _drop(self, id: str) -> bool:  # noqa: A002
+        text = self._texts.pop(id, None)
+        self.bytes -= len(text or "")
+        return text is not None
+
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS kept (
+    id TEXT PRIMARY KEY, text TEXT NOT NULL, size INTEGER NOT NULL, used INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS kept_used ON kept (used);
+"""
+_NEXT = "(SELECT COALESCE(MAX(used), 0) + 1 FROM kept)"
+_TOO_MUCH = "SELECT COUNT(*) > ? OR COALESCE(SUM(size), 0) > ? FROM kept"
+_DROP_OLDEST = "DELETE FROM kept WHERE id = (SELECT id FROM kept ORDER BY used LIMIT 1)"
+
+
+class FileStore:
+    """Keeps answers in a SQLite file with a write-ahead log: whole or not at all, whatever ends us.
+
+    Raises ``sqlite3.Error`` when the file cannot be opened or is no such file.
+    """
+
+    def __init__(self, path: Path, max_count: int = MAX_COUNT, max_bytes: int = MAX_BYTES) -> None:
+        self._max_count, self._max_bytes = max_count, max_bytes
+        self._lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = sqlite3.connect(path, check_same_thread=False, timeout=30)
+        self._file.execute("PRAGMA journal_mode=WAL")
+        self._file.executescript(_TABLE)
+
+    def put(self, kept: Kept) -> None:
+        """See ``Store``. One that is larger than the store is not kept."""
+        text = _written(kept)
+        with self._lock, self._file:
+            self._file.execute(
+                f"INSERT OR REPLACE INTO kept VALUES (?, ?, ?, {_NEXT})",
+                (kept.id, text, len(text)),
+            )
+            while self._file.execute(_TOO_MUCH, (self._max_count, self._max_bytes)).fetchone()[0]:
+                self._file.execute(_DROP_OLDEST)
+
+    def get(self, id: str) -> Kept | None:  # noqa: A002
+        """See ``Store``."""
+        with self._lock, self._file:
+            row = self._file.execute("SELECT text FROM kept WHERE id = ?", (id,)).fetchone()
+            if row is None:
+                return None
+            self._file.execute(f"UPDATE kept SET used = {_NEXT} WHERE id = ?", (id,))
+        return _read(row[0])
+
+    def delete(self, id: str) -> bool:  # noqa: A002
+        """See ``Store``."""
+        with self._lock, self._file:
+            return self._file.execute("DELETE FROM kept WHERE id = ?", (id,)).rowcount > 0
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+@lru_cache(maxsize=1)
+def server_store() -> Store:
+    """The store of this server: in the file the environment names, or in memory."""
+    path = os.environ.get(STORE_VARIABLE)
+    return FileStore(Path(path).expanduser()) if path else MemoryStore()
+
+
+_MESSAGES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Instructions, User, Reasoning, Preamble, Answer, Call, Result)
+}
+
+
+def _written(kept: Kept) -> str:
+    messages = [
+        [type(message).__name__, *(getattr(message, field.name) for field in fields(message))]
+        for message in kept.messages
+    ]
+    return dumps([kept.id, kept.document, kept.input_items, messages], separators=(",", ":"))
+
+
+def _read(text: str) -> Kept:
+    key, document, input_items, messages = loads(text)
+    return Kept(
+        key, document, input_items, tuple(_MESSAGES[kind](*values) for kind, *values in messages)
+    )

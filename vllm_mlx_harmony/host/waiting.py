@@ -1,0 +1,112 @@
+"""Requests in front of an engine that serves one at a time: first come, first served, and bounded.
+
+Knows order, places and time. Refuses to know what a request is, and what the engine does with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm_mlx_harmony.core.errors import HostError
+
+PLACES_VARIABLE = "VLLM_MLX_HARMONY_QUEUE"
+"""Environment variable: how many requests may wait for one engine; more are refused with 503."""
+
+DEFAULT_PLACES = 32
+RETRY_SECONDS = 5
+
+
+class WaitingLine:
+    """Lets one at a time through, the others in the order they came, ``places`` of them at most.
+
+    For one event loop. Nobody is let through twice, and nobody's turn is lost: whoever gives up,
+    is cancelled or runs out of time frees the place, or passes the turn on when it came just then.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._taken = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many wait now."""
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def turn(self, seconds: float) -> AsyncIterator[None]:
+        """Holds the turn for as long as the context lasts; waits up to ``seconds`` for it.
+
+        Raises ``HostError``: 503 with ``retry_after`` at once when every place is taken, 504 when
+        the time ran out.
+        """
+        await self._come(seconds)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _come(self, seconds: float) -> None:
+        if not self._taken:
+            self._taken = True
+            return
+        if len(self._waiting) >= self._places:
+            raise HostError(
+                f"{len(self._waiting)} requests are waiting already; try again later",
+                code="queue_full",
+                retry_after=RETRY_SECONDS,
+            )
+        await self._wait(seconds)
+
+    async def _wait(self, seconds: float) -> None:
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            await asyncio.wait({place}, timeout=seconds)
+        except BaseException:
+            self._give_up(place)
+            raise
+        if not place.done():
+            self._give_up(place)
+            raise HostError(
+                "the time for this request ran out while it waited for its turn",
+                status=504,
+                code="timeout",
+            )
+
+    def _give_up(self, place: asyncio.Future[None]) -> None:
+        if place.done():
+            self._leave()
+        else:
+            self._waiting.remove(place)
+
+    def _leave(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().set_result(None)
+        else:
+            self._taken = False
+
+
+_lines: WeakKeyDictionary[Any, WaitingLine] = WeakKeyDictionary()
+
+
+def line_before(engine: Any) -> WaitingLine:
+    """The line in front of ``engine``: always the same one for the same engine."""
+    line = _lines.get(engine)
+    if line is None:
+        line = _lines[engine] = WaitingLine(places())
+    return line
+
+
+def places() -> int:
+    """Places in a line, as the environment says; the default where it says no whole number."""
+    try:
+        return max(0, int(os.environ.get(PLACES_VARIABLE, "")))
+    except ValueError:
+        return DEFAULT_PLACES

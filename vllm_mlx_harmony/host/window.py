@@ -1,0 +1,68 @@
+"""How many tokens a model can see, and what of them is left for the answer.
+
+Knows where a loaded engine keeps its model's configuration.
+Refuses to download anything: a length that cannot be found out is no limit.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.host.sampling import Settings
+
+
+def fit(settings: Settings, prompt_tokens: int, window: int | None) -> Settings:
+    """``settings`` with no more ``max_tokens`` than the window holds after the prompt.
+
+    Raises ``RequestError`` ``context_length_exceeded`` when not even one fits (semantics A11).
+    """
+    if window is None:
+        return settings
+    room = window - prompt_tokens
+    if room < 1:
+        raise RequestError(
+            f"this model's maximum context length is {window} tokens; "
+            f"the messages take {prompt_tokens} tokens",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    return replace(settings, max_tokens=min(settings.max_tokens, room))
+
+
+def context_length(engine: Any) -> int | None:
+    """Tokens the engine's model can see, ``None`` when its configuration is not at hand."""
+    return _length(_configuration(str(engine._model_path)))
+
+
+def _length(configuration: dict[str, Any]) -> int | None:
+    for part in (configuration, configuration.get("text_config")):
+        length = part.get("max_position_embeddings") if isinstance(part, dict) else None
+        if isinstance(length, int) and length > 0:
+            return length
+    return None
+
+
+@lru_cache(maxsize=16)
+def _configuration(model: str) -> dict[str, Any]:
+    try:
+        content = json.loads(_config_path(model).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _config_path(model: str) -> Path:
+    """``config.json`` of a local directory, or of a repository in the Hugging Face cache."""
+    if Path(model).is_dir():
+        return Path(model, "config.json")
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model, "config.json")
+    if not isinstance(cached, str):
+        raise FileNotFoundError(model)
+    return Path(cached)

@@ -1,0 +1,23 @@
+"""The Anthropic Messages API: a request body into a Turn, deltas into events or a message."""
+
+from vllm_mlx_harmony.protocols.anthropic.api import (
+    PING,
+    Display,
+    Emitter,
+    MessagesRequest,
+    counted,
+    error_body,
+    read,
+    request_id,
+)
+
+__all__ = [
+    "PING",
+    "Display",
+    "Emitter",
+    "MessagesRequest",
+    "counted",
+    "error_body",
+    "read",
+    "request_id",
+]

@@ -1,0 +1,384 @@
+"""The Messages API, both directions: what a route reads from a request and writes as the answer.
+
+Knows how Anthropic's events, messages and errors are shaped. Refuses to know the fields of a
+request (anthropic/body.py, anthropic/request.py), tokens, channels and sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from json import loads
+from typing import Any, Literal, Protocol, TypeAlias
+
+from vllm_mlx_harmony.core.deltas import (
+    Closed,
+    Delta,
+    Failed,
+    Finished,
+    FinishReason,
+    Kind,
+    Opened,
+    Started,
+    Text,
+    Usage,
+)
+from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
+from vllm_mlx_harmony.core.turn import Defaults, Stamp, Turn
+from vllm_mlx_harmony.protocols.anthropic.body import MessagesBody, read_body
+from vllm_mlx_harmony.protocols.anthropic.input import ObjectText
+from vllm_mlx_harmony.protocols.anthropic.request import notes, read_turn
+from vllm_mlx_harmony.protocols.events import Event, encode, quote
+from vllm_mlx_harmony.protocols.seal import Seal
+
+PING = Event('{"type":"ping"}', "ping")
+"""What keeps a connection alive while a long prompt is prefilled; allowed at any place."""
+
+Display: TypeAlias = Literal["shown", "sealed", "hidden"]
+"""Reasoning as blocks with text and signature, with the signature alone, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesRequest:
+    """A request that can be run: what to ask the model, and how the caller wants the answer.
+
+    ``notes`` are for the log: what was accepted but has no effect.
+    """
+
+    turn: Turn
+    model: str
+    stream: bool
+    thinking: Display
+    notes: tuple[str, ...]
+    seal: Seal = field(repr=False)
+
+    def emitter(self, stamp: Stamp) -> Emitter:
+        """The writer of this request's answer, signed with ``stamp``."""
+        return Emitter(stamp, self.seal, stream=self.stream, thinking=self.thinking)
+
+
+def read(
+    body: object, defaults: Defaults, seal: Seal, *, counting: bool = False
+) -> MessagesRequest:
+    """The request in ``body``, the parsed JSON of ``POST /v1/messages``.
+
+    ``counting``: of ``POST /v1/messages/count_tokens``, where ``max_tokens`` is not required.
+    Raises ``RequestError`` naming the field, and nothing else, whatever JSON value ``body`` is.
+    """
+    asked = read_body(body, counting=counting)
+    return MessagesRequest(
+        turn=read_turn(asked, defaults, seal),
+        model=asked.model,
+        stream=bool(asked.stream),
+        thinking=_display(asked),
+        notes=notes(asked),
+        seal=seal,
+    )
+
+
+def _display(asked: MessagesBody) -> Display:
+    thinking = asked.thinking
+    if thinking is None:
+        return "shown"
+    if thinking.type == "disabled":
+        return "hidden"
+    return "sealed" if thinking.display == "omitted" else "shown"
+
+
+def counted(prompt_tokens: int) -> dict[str, Any]:
+    """The answer of ``count_tokens`` for a prompt of that length."""
+    return {"input_tokens": prompt_tokens}
+
+
+# --- Errors.
+
+_CALLERS_FAULT = range(400, 500)
+_ERRORS: dict[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def request_id(stamp: Stamp) -> str:
+    """The ``request-id`` of the answer that ``stamp`` signs."""
+    return f"req_{stamp.key[:24]}"
+
+
+def error_body(error: HarmonyFailure, request_id: str | None = None) -> dict[str, Any]:
+    """``error`` in Anthropic's shape. ``type`` is what api.anthropic.com sends with the status."""
+    other = "invalid_request_error" if error.status in _CALLERS_FAULT else "api_error"
+    return {
+        "type": "error",
+        "error": {"type": _ERRORS.get(error.status, other), "message": _message(error)},
+        "request_id": request_id,
+    }
+
+
+def _message(error: HarmonyFailure) -> str:
+    """The shape has no place for the guilty field: the message names it."""
+    if error.code == "context_length_exceeded":
+        # The words by which Claude Code knows that it has to shorten the conversation.
+        return f"prompt is too long: {error.message}"
+    if error.param is None or error.param in error.message:
+        return error.message
+    return f"{error.param}: {error.message}"
+
+
+# --- Content blocks, one class each: what is sent of a message, and its document.
+
+
+class _Block(Protocol):
+    """A block while it is being written.
+
+    ``delta`` is the type of its deltas and ``name`` the field that carries their text.
+    """
+
+    delta: str
+    name: str
+
+    def take(self, text: str) -> str:
+        """More of the message; returns what is sent of it."""
+
+    def rest(self) -> str:
+        """What is still to be sent when the message ends."""
+
+    def signature(self) -> str:
+        """The signature of what was taken; empty when the block has none."""
+
+    def document(self, text: str, signature: str) -> dict[str, Any]:
+        """The block with all that was sent, or with nothing of it."""
+
+
+class _TextBlock:
+    delta, name = "text_delta", "text"
+
+    def take(self, text: str) -> str:
+        return text
+
+    def rest(self) -> str:
+        return ""
+
+    def signature(self) -> str:
+        return ""
+
+    def document(self, text: str, signature: str) -> dict[str, Any]:
+        return {"type": "text", "text": text}
+
+
+class _ThinkingBlock:
+    """Kept until it is sealed: the seal is over the whole text, shown or not."""
+
+    delta, name = "thinking_delta", "thinking"
+
+    def __init__(self, seal: Seal, *, shown: bool) -> None:
+        self._seal = seal
+        self._shown = shown
+        self._parts: list[str] = []
+
+    def take(self, text: str) -> str:
+        self._parts.append(text)
+        return text if self._shown else ""
+
+    def rest(self) -> str:
+        return ""
+
+    def signature(self) -> str:
+        return self._seal.seal("".join(self._parts))
+
+    def document(self, text: str, signature: str) -> dict[str, Any]:
+        return {"type": "thinking", "thinking": text, "signature": signature}
+
+
+class _ToolUseBlock:
+    delta, name = "input_json_delta", "partial_json"
+
+    def __init__(self, call_id: str, tool: str) -> None:
+        self._id = call_id
+        self._tool = tool
+        self._input = ObjectText()
+
+    def take(self, text: str) -> str:
+        return self._input.feed(text)
+
+    def rest(self) -> str:
+        return self._input.close()
+
+    def signature(self) -> str:
+        return ""
+
+    def document(self, text: str, signature: str) -> dict[str, Any]:
+        given = loads(text) if text else {}
+        return {"type": "tool_use", "id": self._id, "name": self._tool, "input": given}
+
+
+# --- The answer.
+
+_STOP_REASONS: dict[FinishReason, str] = {
+    "stop": "end_turn",
+    "tool_calls": "tool_use",
+    "length": "max_tokens",
+}
+
+
+class Emitter:
+    """Deltas in, server-sent events out; or, not streamed, one document at the end.
+
+    Streamed: ``message_start``; per message a block with its start, deltas and stop;
+    ``message_delta`` with why it stopped and the usage; ``message_stop``. A delta's JSON is made
+    once per block and only the text is quoted: its cost does not depend on what came before. Of
+    the text only that of an open thinking block (to seal it) and an open call is kept.
+    """
+
+    def __init__(
+        self, stamp: Stamp, seal: Seal, *, stream: bool, thinking: Display = "shown"
+    ) -> None:
+        self._stamp = stamp
+        self._seal = seal
+        self._stream = stream
+        self._thinking = thinking
+        self._block: _Block | None = None
+        self._count = 0
+        self._head = ""
+        self._parts: list[str] = []
+        self._content: list[dict[str, Any]] = []
+        self._finished: Finished | None = None
+        self._error: HarmonyFailure | None = None
+
+    def feed(self, delta: Delta) -> list[Event]:
+        """What goes on the wire for ``delta``. Always nothing when the answer is not streamed."""
+        return _FEEDS[type(delta)](self, delta)
+
+    def result(self) -> dict[str, Any]:
+        """The whole answer, not streamed: a ``message``.
+
+        Raises the error that ended the turn, if one did, and ``OutputError`` before its end.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._finished is None or self._stream:
+            raise OutputError("there is no whole answer: it has not ended, or it was streamed")
+        finished = self._finished
+        return self._message(self._content, _stopped(finished), _final_usage(finished.usage))
+
+    def _started(self, delta: Started) -> list[Event]:
+        usage = _usage(Usage(delta.prompt_tokens, cached_tokens=delta.cached_tokens))
+        nothing = {"stop_reason": None, "stop_sequence": None}
+        return self._send("message_start", message=self._message([], nothing, usage))
+
+    def _opened(self, delta: Opened) -> list[Event]:
+        self._block = self._new_block(delta)
+        if self._block is None:
+            return []
+        index, block = self._count, self._block
+        self._count += 1
+        self._parts = []
+        self._head = (
+            f'{{"type":"content_block_delta","index":{index},'
+            f'"delta":{{"type":"{block.delta}","{block.name}":'
+        )
+        return self._send("content_block_start", index=index, content_block=block.document("", ""))
+
+    def _new_block(self, delta: Opened) -> _Block | None:
+        """``None`` when the caller does not want to see the message."""
+        if delta.kind is Kind.CALL:
+            return _ToolUseBlock(self._stamp.call_id(delta.index), delta.name)
+        if delta.kind is not Kind.REASONING:
+            return _TextBlock()
+        if self._thinking == "hidden":
+            return None
+        return _ThinkingBlock(self._seal, shown=self._thinking == "shown")
+
+    def _text(self, delta: Text) -> list[Event]:
+        return [] if self._block is None else self._more(self._block.take(delta.text))
+
+    def _more(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        if self._stream:
+            return [Event(f"{self._head}{quote(text)}}}}}", "content_block_delta")]
+        self._parts.append(text)
+        return []
+
+    def _closed(self, _: Closed) -> list[Event]:
+        block, self._block = self._block, None
+        if block is None:
+            return []
+        index = self._count - 1
+        events, signature = self._more(block.rest()), block.signature()
+        if signature:
+            delta = {"type": "signature_delta", "signature": signature}
+            events += self._send("content_block_delta", index=index, delta=delta)
+        if not self._stream:
+            self._content.append(block.document("".join(self._parts), signature))
+        return [*events, *self._send("content_block_stop", index=index)]
+
+    def _ended(self, delta: Finished) -> list[Event]:
+        self._finished = delta
+        stopped, usage = _stopped(delta), _final_usage(delta.usage)
+        return [
+            *self._send("message_delta", delta=stopped, usage=usage),
+            *self._send("message_stop"),
+        ]
+
+    def _failed(self, delta: Failed) -> list[Event]:
+        self._error = delta.error
+        body = error_body(delta.error, request_id(self._stamp))
+        return [Event(encode(body), "error")] if self._stream else []
+
+    def _send(self, kind: str, **fields: Any) -> list[Event]:
+        return [Event(encode({"type": kind, **fields}), kind)] if self._stream else []
+
+    def _message(
+        self, content: list[dict[str, Any]], stopped: dict[str, Any], usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._stamp.key}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._stamp.model,
+            "content": content,
+            **stopped,
+            "usage": usage,
+        }
+
+
+_FEEDS: dict[type[Any], Callable[[Emitter, Any], list[Event]]] = {
+    Started: Emitter._started,
+    Opened: Emitter._opened,
+    Text: Emitter._text,
+    Closed: Emitter._closed,
+    Finished: Emitter._ended,
+    Failed: Emitter._failed,
+}
+"""What each delta does. A missing key is the error."""
+
+
+def _stopped(finished: Finished) -> dict[str, Any]:
+    """Why the answer ends. A stop string of the caller comes before every other reason."""
+    sequence = finished.stop_sequence
+    reason = _STOP_REASONS[finished.reason] if sequence is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """``input_tokens`` is the whole prompt, as ``count_tokens`` counts it, cached or not.
+
+    ``cache_read_input_tokens`` tells how much of it was not prefilled. Anthropic's own service
+    subtracts; then the two endpoints would differ as soon as a cache is warm.
+    """
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+    }
+
+
+def _final_usage(usage: Usage) -> dict[str, Any]:
+    return {**_usage(usage), "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}}

@@ -1,0 +1,164 @@
+"""The Messages API, inwards, first half: the shape of a request body, field by field.
+
+Knows which fields and blocks there are, their types and ranges.
+Refuses to know what they mean for a Turn (anthropic/request.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.protocols.body import Wire, checked, required
+
+UNSUPPORTED = "unsupported_value"
+
+# --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
+
+
+def _as_blocks(value: object) -> object:
+    """A string is a list of one text block."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if value is None or isinstance(value, list):
+        return value
+    raise PydanticCustomError("content_type", "must be a string or a list of blocks")
+
+
+_READ: dict[object, tuple[str, ...]] = {
+    "text": ("text",),
+    "thinking": ("thinking", "signature"),
+    "redacted_thinking": ("data",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+}
+"""The fields of a block that are looked at. Fields of the same name mean other things elsewhere."""
+
+
+def _only_read(value: object) -> object:
+    """A block of another type is only named."""
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    known = ("type", *(_READ.get(kind, ()) if isinstance(kind, str) else ()))
+    return {field: value[field] for field in known if field in value}
+
+
+class ResultBlock(Wire):
+    """One block of a tool's result: text, or something that is only named."""
+
+    type: str
+    text: str | None = None
+
+    _only_read = model_validator(mode="before")(_only_read)
+
+
+class Block(Wire):
+    """One block of a message's content."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+    id: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = Field(default=None, min_length=1)
+    content: Annotated[list[ResultBlock] | None, BeforeValidator(_as_blocks)] = None
+    is_error: bool | None = None
+
+    _only_read = model_validator(mode="before")(_only_read)
+
+
+Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
+
+
+class AnthropicMessage(Wire):
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class AnthropicTool(Wire):
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_ours(cls, value: object) -> object:
+        """A tool that Anthropic defines is only named: its other fields are its own."""
+        if not isinstance(value, dict) or value.get("input_schema") is not None:
+            return value
+        kind = value.get("type")
+        return value if kind in (None, CUSTOM) else {"type": kind}
+
+
+CUSTOM = "custom"
+"""The type of a tool that the caller defines: a name, a description and a schema."""
+
+
+class ToolChoice(Wire):
+    type: Literal["auto", "none", "any", "tool"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Wire):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(default=None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Wire):
+    type: Literal["json_schema"]
+    document: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Wire):
+    effort: Any = None
+    format: OutputFormat | None = None
+
+
+class MessagesBody(Wire):
+    """The body of ``POST /v1/messages``, as far as this server looks at it."""
+
+    model: str = Field(min_length=1)
+    messages: list[AnthropicMessage] = Field(min_length=1)
+    system: Annotated[list[Block] | None, BeforeValidator(_as_blocks)] = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    stream: bool | None = None
+
+    stop_sequences: list[str] | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+
+def read_body(body: object, *, counting: bool = False) -> MessagesBody:
+    """The parsed JSON of a request, checked field by field.
+
+    ``counting``: it is for ``count_tokens``, where ``max_tokens`` need not be given.
+    Raises ``RequestError`` naming the field for everything malformed, out of range or not
+    available, and nothing else, whatever JSON value ``body`` is. Unknown fields are ignored.
+    """
+    asked = checked(MessagesBody, body)
+    if asked.max_tokens is None and not counting:
+        raise required("max_tokens")
+    choice = asked.tool_choice
+    if choice is not None and choice.type in ("any", "tool"):
+        raise RequestError(
+            "tool_choice: only 'auto' and 'none' are available: a call cannot be forced",
+            param="tool_choice",
+            code=UNSUPPORTED,
+        )
+    return asked

@@ -1,0 +1,96 @@
+"""A request body as checked values: any JSON value becomes a pydantic model or a RequestError.
+
+Knows how to name the guilty field (``messages[1].content[0].text``) and how OpenAI words the code.
+Refuses to know what the fields of any API are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from json import dumps, loads
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from vllm_mlx_harmony.core.errors import RequestError
+
+
+class Wire(BaseModel):
+    """Base of what is read: nothing is coerced, unknown fields are ignored, numbers are finite."""
+
+    model_config = ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+Model = TypeVar("Model", bound=Wire)
+
+_WORDS = {
+    "missing": "is required",
+    "model_type": "must be an object",
+    "dict_type": "must be an object",
+    "too_short": "must not be empty",
+    "string_too_short": "must not be empty",
+}
+
+
+def checked(model: type[Model], body: object) -> Model:
+    """``body``, the parsed JSON, as a ``model``.
+
+    Raises ``RequestError`` naming the first guilty field, and nothing else, for any JSON value.
+    """
+    if not isinstance(body, dict):
+        raise RequestError("the request body must be a JSON object", code="invalid_type")
+    try:
+        return model.model_validate(mended(body))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _guilty(first["type"], first["loc"], first["msg"]) from error
+
+
+def mended(body: object) -> object:
+    """``body`` with every half of a surrogate pair replaced by U+FFFD.
+
+    An agent written in JavaScript that shortens a text can cut an emoji in two; it must not die
+    of it, turn after turn, because half a pair cannot be encoded.
+    Raises ``RequestError`` for what cannot be written as JSON: too deep, or a number too long.
+    """
+    try:
+        text = dumps(body, ensure_ascii=False)
+        if _encodable(text):
+            return body
+        return loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RequestError(f"the request body cannot be read: {error}") from error
+
+
+def required(where: str) -> RequestError:
+    """The error for a field that is missing or null where the API needs it."""
+    return _guilty("missing", (where,), "")
+
+
+def path(parts: Iterable[int | str]) -> str:
+    """``("messages", 1, "content")`` as ``messages[1].content``."""
+    steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return "".join(steps).removeprefix(".")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _guilty(kind: str, where: Iterable[Any], said: str) -> RequestError:
+    param = path(where)
+    words = _WORDS.get(kind) or said.replace("Input should be", "must be")
+    return RequestError(f"{param} {words}", param=param, code=_code(kind))
+
+
+def _code(kind: str) -> str:
+    """OpenAI's word for what pydantic calls ``kind``."""
+    if kind == "missing":
+        return "missing_required_parameter"
+    return "invalid_type" if kind.endswith("_type") else "invalid_value"

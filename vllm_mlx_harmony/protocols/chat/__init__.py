@@ -1,0 +1,15 @@
+"""Chat Completions: a request body into a Turn, deltas into chunks or a completion."""
+
+from vllm_mlx_harmony.protocols.chat.api import (
+    ChatRequest,
+    Emitter,
+    error_body,
+    read,
+)
+
+__all__ = [
+    "ChatRequest",
+    "Emitter",
+    "error_body",
+    "read",
+]

@@ -1,0 +1,243 @@
+"""Chat Completions, both directions: what a route reads from a request and writes as the answer.
+
+Knows how OpenAI's chunks, completions and errors are shaped. Refuses to know the fields of a
+request (chat/body.py, chat/request.py), tokens, channels and sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_mlx_harmony.core.deltas import (
+    Closed,
+    Delta,
+    Failed,
+    Finished,
+    FinishReason,
+    Kind,
+    Opened,
+    Started,
+    Text,
+    Usage,
+)
+from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
+from vllm_mlx_harmony.core.turn import Defaults, Stamp, Turn
+from vllm_mlx_harmony.protocols.chat.body import read_body
+from vllm_mlx_harmony.protocols.chat.request import read_turn
+from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
+from vllm_mlx_harmony.protocols.openai_error import error_body
+
+__all__ = ["ChatRequest", "Emitter", "error_body", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request that can be run: what to ask the model, and how the caller wants the answer."""
+
+    turn: Turn
+    model: str
+    stream: bool
+    include_usage: bool
+
+    def emitter(self, stamp: Stamp) -> Emitter:
+        """The writer of this request's answer, signed with ``stamp``."""
+        return Emitter(stamp, stream=self.stream, include_usage=self.include_usage)
+
+
+def read(body: object, defaults: Defaults) -> ChatRequest:
+    """The request in ``body``, the parsed JSON of ``POST /v1/chat/completions``.
+
+    Raises ``RequestError`` naming the field, and nothing else, whatever JSON value ``body`` is.
+    """
+    chat = read_body(body)
+    options = chat.stream_options
+    return ChatRequest(
+        turn=read_turn(chat, defaults),
+        model=chat.model,
+        stream=bool(chat.stream),
+        include_usage=bool(options and options.include_usage),
+    )
+
+
+_CALLERS_FAULT = range(400, 500)
+_REASONING, _CONTENT = "reasoning", "content"
+_FIELDS = {Kind.REASONING: _REASONING, Kind.PREAMBLE: _CONTENT, Kind.ANSWER: _CONTENT}
+
+_OPENINGS = {
+    _REASONING: ('{"reasoning":', ',"reasoning_content":', "}"),
+    _CONTENT: ('{"content":', "}"),
+}
+"""A delta's JSON around its text. Reasoning goes out under both names that clients look for."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call in the answer: its id for the client and, not streamed, the arguments so far."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+    def document(self, arguments: str) -> dict[str, Any]:
+        """The call as both shapes write it."""
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Emitter:
+    """Deltas in, server-sent events out; or, not streamed, one document at the end.
+
+    Streamed: the role at once, then a chunk per text or call, then the finish reason, the usage if
+    ``include_usage``, and ``[DONE]``. The chunk's JSON is made once per message and only the text
+    is quoted per delta: a delta's cost does not depend on what came before, and no text is kept.
+    """
+
+    def __init__(self, stamp: Stamp, *, stream: bool, include_usage: bool = False) -> None:
+        self._stamp = stamp
+        self._stream = stream
+        self._include_usage = include_usage
+        self._head = encode(self._signed("chat.completion.chunk"))[:-1] + ',"choices":['
+        self._tail = ',"usage":null}' if include_usage else "}"
+        self._texts: dict[str, list[str]] = {}
+        self._calls: list[_Call] = []
+        self._around: tuple[str, ...] = ()
+        self._parts: list[str] = []
+        self._joint = ""
+        self._reason: FinishReason | None = None
+        self._usage = Usage()
+        self._error: HarmonyFailure | None = None
+
+    def feed(self, delta: Delta) -> list[Event]:
+        """What goes on the wire for ``delta``. Always nothing when the answer is not streamed."""
+        return _FEEDS[type(delta)](self, delta)
+
+    def result(self) -> dict[str, Any]:
+        """The whole answer, not streamed: a ``chat.completion``.
+
+        Raises the error that ended the turn, if one did, and ``OutputError`` before its end.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._reason is None or self._stream:
+            raise OutputError("there is no whole answer: it has not ended, or it was streamed")
+        choice = {
+            "index": 0,
+            "message": self._message(),
+            "logprobs": None,
+            "finish_reason": self._reason,
+        }
+        document = self._signed("chat.completion")
+        return {**document, "choices": [choice], "usage": _usage(self._usage)}
+
+    def _started(self, _: Started) -> list[Event]:
+        return self._send('{"role":"assistant","content":null,"refusal":null}')
+
+    def _opened(self, delta: Opened) -> list[Event]:
+        if delta.kind is Kind.CALL:
+            return self._opened_call(delta)
+        name = _FIELDS[delta.kind]
+        # Messages that land in the same field are joined by a line break (semantics B).
+        self._joint = "\n" if name in self._texts else ""
+        self._parts = self._texts.setdefault(name, [])
+        self._around = self._framed(*_OPENINGS[name])
+        return []
+
+    def _opened_call(self, delta: Opened) -> list[Event]:
+        index = len(self._calls)
+        call = _Call(self._stamp.call_id(delta.index), delta.name)
+        self._calls.append(call)
+        self._joint = ""
+        self._parts = call.arguments
+        opening = f'{{"tool_calls":[{{"index":{index},"function":{{"arguments":'
+        self._around = self._framed(opening, "}}]}")
+        return self._send(encode({"tool_calls": [{"index": index, **call.document("")}]}))
+
+    def _text(self, delta: Text) -> list[Event]:
+        text = delta.text
+        if self._joint:
+            text, self._joint = self._joint + text, ""
+        if self._stream:
+            return [Event(quote(text).join(self._around))]
+        self._parts.append(text)
+        return []
+
+    def _closed(self, _: Closed) -> list[Event]:
+        return []
+
+    def _finished(self, delta: Finished) -> list[Event]:
+        self._reason, self._usage = delta.reason, delta.usage
+        last = "{}" if self._says_something() else '{"content":""}'
+        return [*self._send(last, quote(delta.reason)), *self._end()]
+
+    def _failed(self, delta: Failed) -> list[Event]:
+        self._error = delta.error
+        return [Event(encode(error_body(delta.error))), DONE] if self._stream else []
+
+    def _end(self) -> list[Event]:
+        if not self._stream:
+            return []
+        if not self._include_usage:
+            return [DONE]
+        return [Event(f'{self._head}],"usage":{encode(_usage(self._usage))}}}'), DONE]
+
+    def _send(self, delta: str, reason: str = "null") -> list[Event]:
+        """One chunk with ``delta``, which is JSON, as is ``reason``."""
+        return [Event("".join(self._framed(delta, reason=reason)))] if self._stream else []
+
+    def _framed(self, first: str, *rest: str, reason: str = "null") -> tuple[str, ...]:
+        """The pieces of a delta's JSON with the rest of the chunk at both ends."""
+        head = f'{self._head}{{"index":0,"delta":'
+        tail = f',"logprobs":null,"finish_reason":{reason}}}]{self._tail}'
+        *middle, last = (head + first, *rest)
+        return (*middle, last + tail)
+
+    def _signed(self, kind: str) -> dict[str, Any]:
+        stamp = self._stamp
+        return {
+            "id": f"chatcmpl-{stamp.key}",
+            "object": kind,
+            "created": stamp.created,
+            "model": stamp.model,
+        }
+
+    def _message(self) -> dict[str, Any]:
+        """The assistant's message. Reasoning and calls are absent when there are none."""
+        message: dict[str, Any] = {"role": "assistant", "content": self._content(), "refusal": None}
+        if _REASONING in self._texts:
+            reasoning = "".join(self._texts[_REASONING])
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if self._calls:
+            message["tool_calls"] = [c.document("".join(c.arguments)) for c in self._calls]
+        return message
+
+    def _content(self) -> str | None:
+        """Null only beside calls: an answer without a word (cut while thinking) is an empty one."""
+        if self._says_something() and _CONTENT not in self._texts:
+            return None
+        return "".join(self._texts.get(_CONTENT, ()))
+
+    def _says_something(self) -> bool:
+        return _CONTENT in self._texts or bool(self._calls)
+
+
+_FEEDS: dict[type[Any], Callable[[Emitter, Any], list[Event]]] = {
+    Started: Emitter._started,
+    Opened: Emitter._opened,
+    Text: Emitter._text,
+    Closed: Emitter._closed,
+    Finished: Emitter._finished,
+    Failed: Emitter._failed,
+}
+"""What each delta does. A missing key is the error."""
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }

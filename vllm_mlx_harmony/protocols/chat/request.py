@@ -1,0 +1,252 @@
+"""Chat Completions, inwards, second half: a checked body into a Turn.
+
+Knows what every field and message means (semantics A2 to A11). Refuses to know how a Turn is
+rendered, and how the answer is written (chat/api.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from json import dumps
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import (
+    Answer,
+    Call,
+    Defaults,
+    Effort,
+    Instructions,
+    Limits,
+    Message,
+    Preamble,
+    Reasoning,
+    ResponseFormat,
+    Result,
+    Sampling,
+    Tool,
+    Turn,
+    User,
+)
+from vllm_mlx_harmony.protocols.body import required
+from vllm_mlx_harmony.protocols.chat.body import (
+    UNSUPPORTED,
+    ChatBody,
+    ChatCall,
+    ChatFormat,
+    ChatMessage,
+    ChatPart,
+    ChatTool,
+    TemplateOptions,
+)
+from vllm_mlx_harmony.protocols.content import result_text
+
+VOCABULARY = 201_088
+"""How many ids o200k_harmony has: what ``logit_bias`` may name."""
+
+
+def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
+    """What a checked body asks the model for. Raises only ``RequestError``."""
+    template = body.chat_template_kwargs or TemplateOptions()
+    return Turn(
+        messages=tuple(_messages(body.messages)),
+        tools=() if body.tool_choice == "none" else tuple(_tools(body.tools or ())),
+        effort=_effort(body, template, defaults),
+        response_format=_response_format(body.response_format),
+        identity=template.model_identity or defaults.identity,
+        date=defaults.date,
+        builtin_tools=_builtin_tools(template, defaults),
+        sampling=_sampling(body),
+        limits=_limits(body),
+    )
+
+
+# --- Messages (semantics A2 to A6, A11): one reader per role.
+
+
+def _messages(messages: Sequence[ChatMessage]) -> Iterator[Message]:
+    for index, message in enumerate(messages):
+        yield from _ROLES[message.role](message, f"messages[{index}]")
+
+
+def _instructions(message: ChatMessage, where: str) -> Iterator[Message]:
+    text = _needed(message, where)
+    if text:
+        yield Instructions(text)
+
+
+def _user(message: ChatMessage, where: str) -> Iterator[Message]:
+    yield User(_needed(message, where))
+
+
+def _assistant(message: ChatMessage, where: str) -> Iterator[Message]:
+    """In the model's own order: reasoning, text, calls (A4). Nothing at all adds nothing."""
+    for field in ("function_call", "audio"):
+        if getattr(message, field) is not None:
+            param = f"{where}.{field}"
+            raise RequestError(f"{param} cannot be read", param=param, code=UNSUPPORTED)
+    calls = message.tool_calls or ()
+    if reasoning := message.reasoning_content or message.reasoning or message.thinking:
+        yield Reasoning(reasoning)
+    if text := _text(message.content or (), where) or message.refusal:
+        yield Preamble(text) if calls else Answer(text)
+    for index, call in enumerate(calls):
+        yield _call(call, f"{where}.tool_calls[{index}]")
+
+
+def _tool(message: ChatMessage, where: str) -> Iterator[Message]:
+    if not message.tool_call_id:
+        raise RequestError("tool message without tool_call_id", param=where)
+    yield Result(message.tool_call_id, _result_text(message.content or (), where), where)
+
+
+_ROLES: dict[str, Callable[[ChatMessage, str], Iterator[Message]]] = {
+    "system": _instructions,
+    "developer": _instructions,
+    "user": _user,
+    "assistant": _assistant,
+    "tool": _tool,
+}
+
+
+def _call(call: ChatCall, where: str) -> Call:
+    return Call(call.id, call.function.name, _arguments(call.function.arguments, where))
+
+
+def _arguments(arguments: object, where: str) -> str:
+    """A string byte for byte; an object compactly, non-ASCII kept; nothing is ``{}`` (A4)."""
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    if isinstance(arguments, dict):
+        return dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    if arguments is None:
+        return "{}"
+    param = f"{where}.function.arguments"
+    raise RequestError(f"{param} must be a string of JSON", param=param, code="invalid_type")
+
+
+# --- Content (A5, A11): the texts of all parts, one after the other.
+
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+_KINDS = {
+    "image_url": "image",
+    "input_image": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+    "input_video": "video",
+    "input_file": "file",
+}
+
+
+def _needed(message: ChatMessage, where: str) -> str:
+    if message.content is None:
+        raise required(f"{where}.content")
+    return _text(message.content, where)
+
+
+def _text(parts: Sequence[ChatPart], where: str) -> str:
+    """The text of a message. A part that is not text is a 400 that names it."""
+    return "".join(_readable(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
+
+
+def _readable(part: ChatPart, where: str) -> str:
+    text = _part_text(part, where)
+    if text is None:
+        raise RequestError(
+            f"{where} is of type {part.type!r}: the model reads text only",
+            param=where,
+            code=UNSUPPORTED,
+        )
+    return text
+
+
+def _result_text(parts: Sequence[ChatPart], where: str) -> str:
+    """The text of a tool's result. A part that is not text is replaced by a line that says so."""
+    return result_text(
+        (_part_text(part, f"{where}.content[{index}]"), _KINDS.get(part.type, part.type))
+        for index, part in enumerate(parts)
+    )
+
+
+def _part_text(part: ChatPart, where: str) -> str | None:
+    """The text of a part; ``None`` when it is a picture, a sound or anything else."""
+    field = _TEXTS.get(part.type)
+    if field is None:
+        return None
+    text: str | None = getattr(part, field)
+    if text is None:
+        raise required(f"{where}.{field}")
+    return text
+
+
+# --- Tools, format, effort, sampling and limits.
+
+
+def _tools(tools: Sequence[ChatTool]) -> Iterator[Tool]:
+    for index, tool in enumerate(tools):
+        what = tool.function
+        yield Tool(what.name, what.description or "", what.parameters, f"tools[{index}]")
+
+
+def _builtin_tools(template: TemplateOptions, defaults: Defaults) -> tuple[str, ...]:
+    if template.builtin_tools is None:
+        return defaults.builtin_tools
+    return tuple(dict.fromkeys(template.builtin_tools))
+
+
+def _response_format(asked: ChatFormat | None) -> ResponseFormat | None:
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return ResponseFormat()
+    schema = asked.json_schema
+    if schema is None:
+        raise required("response_format.json_schema")
+    return ResponseFormat(schema.document, schema.name or "response", schema.description or "")
+
+
+def _effort(body: ChatBody, template: TemplateOptions, defaults: Defaults) -> Effort:
+    """The first that is given (A8)."""
+    asked = (
+        ("reasoning_effort", body.reasoning_effort),
+        ("reasoning.effort", body.reasoning.effort if body.reasoning else None),
+        ("chat_template_kwargs.reasoning_effort", template.reasoning_effort),
+    )
+    for param, word in asked:
+        if word is not None:
+            return Effort.parse(word, param=param)
+    return defaults.effort
+
+
+def _sampling(body: ChatBody) -> Sampling:
+    return Sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=0 if body.top_k == -1 else body.top_k,  # -1 is vLLM's word for "all of them"
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple((_token_id(k), bias) for k, bias in (body.logit_bias or {}).items()),
+    )
+
+
+def _token_id(key: str) -> int:
+    digits = key.isascii() and key.isdigit() and len(key) <= len(str(VOCABULARY))
+    if not digits or int(key) >= VOCABULARY:
+        raise RequestError(
+            f"logit_bias: {key!r} is not a token id from 0 to {VOCABULARY - 1}",
+            param="logit_bias",
+            code="invalid_value",
+        )
+    return int(key)
+
+
+def _limits(body: ChatBody) -> Limits:
+    """An empty stop string can end nothing and is ignored: forms send one for an empty field."""
+    asked = body.max_completion_tokens
+    return Limits(
+        max_tokens=body.max_tokens if asked is None else asked,
+        timeout=body.timeout,
+        stop=tuple(text for text in body.stop or () if text),
+    )

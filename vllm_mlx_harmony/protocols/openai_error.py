@@ -1,0 +1,30 @@
+"""An error as OpenAI writes it: the body of every 4xx and 5xx, whatever the API.
+
+Knows which type and code api.openai.com sends with a status. Refuses to know who failed and why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_mlx_harmony.core.errors import HarmonyFailure
+
+_CALLERS_FAULT = range(400, 500)
+_ERRORS: dict[int, tuple[str, str | None]] = {
+    401: ("invalid_request_error", "invalid_api_key"),
+    429: ("requests", "rate_limit_exceeded"),
+}
+
+
+def error_body(error: HarmonyFailure) -> dict[str, Any]:
+    """``error`` in OpenAI's shape. ``type`` is what api.openai.com sends with the same status."""
+    other = "invalid_request_error" if error.status in _CALLERS_FAULT else "server_error"
+    kind, code = _ERRORS.get(error.status, (other, None))
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind,
+            "param": error.param,
+            "code": error.code or code,
+        }
+    }

@@ -1,0 +1,335 @@
+"""Responses, both directions: what a route reads from a request and writes as the answer.
+
+Knows the response object, the order of its events and their numbers. Refuses to know the fields
+of a request and the kinds of items (beside this one), tokens, channels, storage and sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_mlx_harmony.core.deltas import (
+    Closed,
+    Delta,
+    Failed,
+    Finished,
+    Kind,
+    Opened,
+    Started,
+    Text,
+    Usage,
+)
+from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.core.turn import Defaults, Instructions, Message, Stamp, Turn
+from vllm_mlx_harmony.protocols.body import required
+from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
+from vllm_mlx_harmony.protocols.openai_error import error_body
+from vllm_mlx_harmony.protocols.responses.body import Item, ResponsesBody, read_body
+from vllm_mlx_harmony.protocols.responses.items import ItemReader, Stored, nothing_stored
+from vllm_mlx_harmony.protocols.responses.output import (
+    COMPLETED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    OutputItem,
+    Told,
+    Writing,
+)
+from vllm_mlx_harmony.protocols.responses.request import read_turn, repeated, summary
+from vllm_mlx_harmony.protocols.responses.resource import compaction, input_items, usage_of
+from vllm_mlx_harmony.protocols.responses.tools import read_tools
+from vllm_mlx_harmony.protocols.seal import Seal
+
+__all__ = [
+    "Emitter",
+    "ResponsesRequest",
+    "error_body",
+    "previous_response_id",
+    "read",
+    "response_id",
+]
+
+SEALED = "reasoning.encrypted_content"
+"""What ``include`` says when reasoning is wanted sealed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """A request that can be run: what to ask the model, and how the caller wants the answer.
+
+    ``notes`` says, for the log, what of the input could not be used.
+    """
+
+    turn: Turn
+    model: str
+    stream: bool
+    store: bool
+    background: bool
+    previous_response_id: str | None
+    notes: tuple[str, ...]
+    _items: tuple[Item, ...]
+    _instructed: bool
+    _writing: Writing
+    _repeated: Mapping[str, Any]
+
+    def emitter(self, stamp: Stamp, now: Callable[[], float] | None = None) -> Emitter:
+        """The writer of this request's answer, signed with ``stamp``.
+
+        ``now`` is the unix time, asked once, for ``completed_at``; without it that is null.
+        """
+        return Emitter(self, stamp, now)
+
+    def input_items(self, stamp: Stamp) -> list[dict[str, Any]]:
+        """The input as items, oldest first, for ``GET /v1/responses/{id}/input_items``."""
+        return input_items(self._items, stamp)
+
+    def compaction(self, text: str, seal: Seal, stamp: Stamp, usage: Usage) -> dict[str, Any]:
+        """The input compacted, for ``POST /v1/responses/compact``: ``text`` stands for the rest."""
+        return compaction(self._items, text, seal, stamp, usage)
+
+    def conversation(self, messages: Iterable[Message]) -> tuple[Message, ...]:
+        """Of ``messages``, a context's, what the next response continues.
+
+        All but this request's ``instructions``: they hold for this request only.
+        """
+        return tuple(messages)[self._instructed :]
+
+
+def read(
+    body: object,
+    defaults: Defaults,
+    seal: Seal,
+    history: tuple[Message, ...] = (),
+    stored: Stored = nothing_stored,
+) -> ResponsesRequest:
+    """The request in ``body``, the parsed JSON of ``POST /v1/responses``.
+
+    ``history`` is the conversation of ``previous_response_id``; ``stored`` looks up an item of an
+    earlier response, for ``item_reference``. Raises ``RequestError`` naming the field, and nothing
+    else, whatever JSON value ``body`` is.
+    """
+    asked = read_body(body)
+    tools = read_tools(asked.tools or (), asked.tool_choice)
+    reader = ItemReader(seal, tools, stored)
+    said = (*history, *reader.messages(_input(asked, history)))
+    if not said:
+        raise RequestError("input is empty: there is nothing to answer", param="input")
+    instructions = (Instructions(asked.instructions),) if asked.instructions else ()
+    return ResponsesRequest(
+        turn=read_turn(asked, defaults, (*instructions, *said), tools),
+        model=asked.model,
+        stream=bool(asked.stream),
+        store=asked.store is not False,
+        background=bool(asked.background),
+        previous_response_id=asked.previous_response_id,
+        notes=tuple(reader.notes),
+        _items=tuple(asked.input or ()),
+        _instructed=bool(instructions),
+        _writing=Writing(
+            tools=tools,
+            summarised=summary(asked) is not None,
+            seal=seal if SEALED in (asked.include or ()) else None,
+        ),
+        _repeated=repeated(asked, defaults),
+    )
+
+
+def _input(asked: ResponsesBody, history: tuple[Message, ...]) -> list[Item]:
+    if asked.input is None and not history:
+        raise required("input")
+    return asked.input or []
+
+
+def previous_response_id(body: object) -> str | None:
+    """The response that ``body``, not read yet, continues: what its history is looked up by."""
+    key = body.get("previous_response_id") if isinstance(body, dict) else None
+    return key if isinstance(key, str) else None
+
+
+def response_id(stamp: Stamp) -> str:
+    """The id of the response that is signed with ``stamp``."""
+    return f"resp_{stamp.key}"
+
+
+# --- The answer.
+
+_QUEUED, _FAILED, _CANCELLED = "queued", "failed", "cancelled"
+
+_ENDINGS = {
+    COMPLETED: "response.completed",
+    INCOMPLETE: "response.incomplete",
+    _CANCELLED: "response.incomplete",  # the schema has no event of its own for it
+    _FAILED: "response.failed",
+}
+
+
+class Emitter:
+    """Deltas in, server-sent events out; the response as a document at any time.
+
+    Streamed and not is one path: what is not streamed is the same without its events. A text costs
+    the same whatever came before it.
+    """
+
+    def __init__(
+        self, request: ResponsesRequest, stamp: Stamp, now: Callable[[], float] | None = None
+    ) -> None:
+        self._stream = request.stream
+        self._writing = request._writing
+        self._stamp = stamp
+        self._now = now
+        self._fixed = {
+            "id": response_id(stamp),
+            "object": "response",
+            "created_at": stamp.created,
+            "model": stamp.model,
+            **request._repeated,
+        }
+        self._queues = request.background
+        self._status = _QUEUED if self._queues else IN_PROGRESS
+        self._begun = False
+        self._number = 0
+        self._output: list[dict[str, Any]] = []
+        self._item: OutputItem | None = None
+        self._shown = False  # whether the open item was told of
+        self._usage: Usage | None = None
+        self._completed_at: int | None = None
+        self._error: HarmonyFailure | None = None
+
+    def feed(self, delta: Delta) -> list[Event]:
+        """What goes on the wire for ``delta``. Always nothing when the answer is not streamed."""
+        return _FEEDS[type(delta)](self, delta)
+
+    def cancel(self) -> list[Event]:
+        """The turn ends because it was cancelled: what goes on the wire for that."""
+        return [*self._begin(), *self._close(complete=False), *self._end(_CANCELLED)]
+
+    def result(self) -> dict[str, Any]:
+        """The whole answer: a ``response``.
+
+        Raises the error that ended the turn, if one did, and ``OutputError`` before its end.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._status not in _ENDINGS:
+            raise OutputError("there is no whole answer: it has not ended")
+        return self.document()
+
+    def document(self) -> dict[str, Any]:
+        """The response as it is now, whatever became of it."""
+        items = list(self._output)
+        if self._item is not None and self._shown:
+            items.append(self._item.document())
+        return {
+            **self._fixed,
+            "status": self._status,
+            "completed_at": self._completed_at,
+            "error": _error(self._error),
+            "incomplete_details": _CUT if self._status == INCOMPLETE else None,
+            "output": items,
+            "usage": None if self._usage is None else usage_of(self._usage),
+        }
+
+    # What each delta does
+
+    def _started(self, _: Started) -> list[Event]:
+        return self._begin()
+
+    def _begin(self) -> list[Event]:
+        if self._begun:
+            return []
+        self._begun = True
+        waiting = ["response.created", *(["response.queued"] if self._queues else [])]
+        events = [event for kind in waiting for event in self._tell_of_response(kind)]
+        self._status = IN_PROGRESS
+        return [*events, *self._tell_of_response("response.in_progress")]
+
+    def _opened(self, delta: Opened) -> list[Event]:
+        """A message is told of when it says something: nothing empty is emitted but calls."""
+        self._item = self._writing.item(delta, len(self._output), self._stamp)
+        self._shown = False
+        return self._announce(self._item) if delta.kind is Kind.CALL else []
+
+    def _announce(self, item: OutputItem) -> list[Event]:
+        self._shown = True
+        return self._tell(item.added())
+
+    def _text(self, delta: Text) -> list[Event]:
+        assert self._item is not None
+        if not self._shown:
+            return [*self._announce(self._item), *self._text(delta)]
+        return self._show(self._item, self._item.take(delta.text))
+
+    def _show(self, item: OutputItem, text: str) -> list[Event]:
+        if not (text and self._stream):
+            return []
+        quoted = quote(text)
+        return [Event(head.event(self._next(), quoted), head.type) for head in item.deltas]
+
+    def _closed(self, delta: Closed) -> list[Event]:
+        return self._close(complete=delta.complete)
+
+    def _close(self, *, complete: bool) -> list[Event]:
+        item, self._item = self._item, None
+        if item is None or not self._shown:
+            return []
+        rest = self._show(item, item.rest())
+        document = item.document(COMPLETED if complete else INCOMPLETE)
+        self._output.append(document)
+        return [*rest, *self._tell(item.done(document))]
+
+    def _finished(self, delta: Finished) -> list[Event]:
+        self._usage = delta.usage
+        return self._end(INCOMPLETE if delta.reason == "length" else COMPLETED)
+
+    def _failed(self, delta: Failed) -> list[Event]:
+        self._error = delta.error
+        return [*self._begin(), *self._close(complete=False), *self._end(_FAILED)]
+
+    def _end(self, status: str) -> list[Event]:
+        self._status = status
+        if status == COMPLETED and self._now is not None:
+            self._completed_at = int(self._now())
+        events = self._tell_of_response(_ENDINGS[status])
+        return [*events, DONE] if self._stream else []
+
+    # Events
+
+    def _next(self) -> int:
+        number, self._number = self._number, self._number + 1
+        return number
+
+    def _tell_of_response(self, kind: str) -> list[Event]:
+        return self._tell([Told(kind, {"response": self.document()})]) if self._stream else []
+
+    def _tell(self, told: Iterable[Told]) -> list[Event]:
+        return [self._event(kind, fields) for kind, fields in told] if self._stream else []
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> Event:
+        return Event(encode({"type": kind, "sequence_number": self._next(), **fields}), kind)
+
+
+_FEEDS: dict[type[Any], Callable[[Emitter, Any], list[Event]]] = {
+    Started: Emitter._started,
+    Opened: Emitter._opened,
+    Text: Emitter._text,
+    Closed: Emitter._closed,
+    Finished: Emitter._finished,
+    Failed: Emitter._failed,
+}
+"""What each delta does. A missing key is the error."""
+
+_CUT = {"reason": "max_output_tokens"}
+_TOO_MANY = 429
+_CALLERS_FAULT = range(400, 500)
+
+
+def _error(error: HarmonyFailure | None) -> dict[str, Any] | None:
+    """``error`` as a response has it; its codes are a closed list in the schema."""
+    if error is None:
+        return None
+    if error.status == _TOO_MANY:
+        code = "rate_limit_exceeded"
+    else:
+        code = "invalid_prompt" if error.status in _CALLERS_FAULT else "server_error"
+    return {"code": code, "message": error.message}

@@ -1,0 +1,261 @@
+"""Responses, inwards, first part: the shape of a request body, field by field.
+
+Knows which fields there are, their types and ranges, and what is refused because ignoring it
+would change the answer. Refuses to know what they mean for a Turn (responses/request.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.protocols.body import Wire, checked
+
+UNSUPPORTED = "unsupported_value"
+
+ITEMS = frozenset(
+    {
+        "message",
+        "reasoning",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "item_reference",
+        "compaction",
+    }
+)
+"""The items that mean something to the model. Any other is only named."""
+
+TOOLS = frozenset({"function", "custom", "namespace"})
+"""The tools that a client runs itself. Any other would be the server's, and it has none."""
+
+# --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
+
+
+def _as_parts(value: object) -> object:
+    """A string is a list of one text part."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if value is None or isinstance(value, list):
+        return value
+    raise PydanticCustomError("content_type", "must be a string or a list of parts")
+
+
+def _as_items(value: object) -> object:
+    """A string is a user's message."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if value is None or isinstance(value, list):
+        return value
+    raise PydanticCustomError("input_type", "must be a string or a list of items")
+
+
+def _as_item(value: object) -> object:
+    """With its type, which a message need not have, and without the fields of a foreign item."""
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    if kind is None:
+        kind = "message" if "role" in value else "item_reference" if "id" in value else None
+    if isinstance(kind, str) and kind not in ITEMS:
+        return {"type": kind, "document": value}
+    return {**value, "type": kind, "document": value}
+
+
+def _as_tool(value: object) -> object:
+    """Without the fields of a tool that nobody here runs."""
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    if isinstance(kind, str) and kind not in TOOLS:
+        return {"type": kind, "document": value}
+    return {**value, "document": value}
+
+
+def _as_choice(value: object) -> object:
+    """``auto`` and the like are a choice of that type."""
+    if isinstance(value, str):
+        return {"type": value, "document": value}
+    return {**value, "document": value} if isinstance(value, dict) else value
+
+
+class Part(Wire):
+    """One part of some content. What is neither text nor refusal is only named."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+Parts = Annotated[list[Part] | None, BeforeValidator(_as_parts)]
+
+
+class Item(Wire):
+    """One item of the input. ``document`` is all of it, as it was sent."""
+
+    type: str
+    document: dict[str, Any]
+    id: str | None = None
+
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Parts = None
+    phase: str | None = None
+
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
+
+    call_id: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    namespace: str | None = None
+    arguments: Any = None
+    input: str | None = None
+    output: Parts = None
+
+
+class Format(Wire):
+    """What the input of a freeform tool looks like."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class NamespacedTool(Wire):
+    """A tool that the client runs: a function, or a freeform one (``custom``)."""
+
+    type: str
+    document: dict[str, Any]
+    name: str | None = Field(default=None, min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    format: Format | None = None
+
+
+class ResponsesTool(NamespacedTool):
+    """A tool, or a ``namespace`` of them."""
+
+    tools: list[Annotated[NamespacedTool, BeforeValidator(_as_tool)]] | None = None
+
+
+class AllowedTool(Wire):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+class ToolChoice(Wire):
+    type: str
+    document: Any
+    mode: str | None = None
+    tools: list[AllowedTool] | None = None
+
+
+class TextFormat(Wire):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    document: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Wire):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(Wire):
+    effort: Any = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TemplateOptions(Wire):
+    reasoning_effort: Any = None
+    model_identity: str | None = None
+    builtin_tools: list[Literal["browser", "python"]] | None = None
+
+
+class ResponsesBody(Wire):
+    """The body of ``POST /v1/responses``, as far as this server looks at it."""
+
+    model: str = Field(min_length=1)
+    input: Annotated[
+        list[Annotated[Item, BeforeValidator(_as_item)]] | None, BeforeValidator(_as_items)
+    ] = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    include: list[str] | None = None
+
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_tool_calls: int | None = Field(default=None, ge=1)
+    timeout: float | None = Field(default=None, gt=0)
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+
+    tools: list[Annotated[ResponsesTool, BeforeValidator(_as_tool)]] | None = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_choice)] = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    reasoning_effort: Any = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    truncation: Literal["auto", "disabled"] | None = None
+    service_tier: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    top_logprobs: int | None = Field(default=None, ge=0)
+    conversation: Any = None
+    prompt: Any = None
+
+
+# --- What would silently change the answer if it were ignored: field, when, why.
+
+_LOGPROBS = "message.output_text.logprobs"
+
+_REFUSED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
+    ("top_logprobs", bool, "log probabilities are not available"),
+    ("include", lambda asked: _LOGPROBS in asked, "log probabilities are not available"),
+    ("frequency_penalty", bool, "not available: use presence_penalty or repetition_penalty"),
+    ("conversation", lambda _: True, "not available: use previous_response_id"),
+    ("prompt", lambda _: True, "prompt templates are not available: send input and instructions"),
+)
+
+
+def read_body(body: object) -> ResponsesBody:
+    """The parsed JSON of a request, checked field by field.
+
+    Raises ``RequestError`` naming the field for everything malformed, out of range or not
+    available, and nothing else, whatever JSON value ``body`` is. Unknown fields are ignored.
+    """
+    asked = checked(ResponsesBody, body)
+    for field, refused, why in _REFUSED:
+        value = getattr(asked, field)
+        if value is not None and refused(value):
+            raise RequestError(f"{field}: {why}", param=field, code=UNSUPPORTED)
+    if asked.background and asked.store is False:
+        problem = "background: a response that is not stored cannot be asked for later"
+        raise RequestError(problem, param="background", code=UNSUPPORTED)
+    return asked
+
+
+def read_item(document: object) -> Item:
+    """A stored item as if it had been sent. Raises ``RequestError`` like ``read_body``."""
+    return checked(Item, _as_item(document))

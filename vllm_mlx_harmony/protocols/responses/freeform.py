@@ -1,0 +1,130 @@
+"""The input of a freeform tool, out of the JSON arguments it is called with, as they arrive.
+
+Knows ``{"input": "…"}`` and JSON's escapes. Refuses to know tools and events.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from codecs import getincrementaldecoder
+from enum import Enum, auto
+
+INPUT = "input"
+"""The one parameter a freeform tool is shown with."""
+
+_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_LONGEST_OPENING = 256  # characters: white space may stand anywhere in it
+_TOKENS = ("{", f'"{INPUT}"', ":", '"')
+_PLAIN = re.compile(r'[^"\\]+')
+_ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "/": "/"}
+_HEX = re.compile(r"[0-9a-fA-F]*")
+_UNICODE = 6  # characters of \uXXXX
+_Decoder = getincrementaldecoder("utf-16-be")
+
+
+def wrap(text: str) -> str:
+    """The arguments that call a freeform tool with ``text``."""
+    return json.dumps({INPUT: text}, ensure_ascii=False, separators=(",", ":"))
+
+
+class _State(Enum):
+    OPENING = auto()  # what came so far may still become {"input": "
+    STRING = auto()
+    ENDED = auto()  # behind the closing quote
+    WHOLE = auto()  # not {"input": "…": handed over as it is
+
+
+class FreeformInput:
+    """Unwraps one call's arguments. Feed any pieces of them; what comes out is the same, joined.
+
+    Arguments that do not begin as ``{"input": "`` are handed over whole: a model that was shown a
+    grammar sometimes writes the text itself. Never raises; holds no more than an escape, or what
+    may yet become the opening.
+    """
+
+    def __init__(self) -> None:
+        self._state = _State.OPENING
+        self._held = ""
+        self._units = _Decoder("replace")  # of \uXXXX, which come in pairs beyond U+FFFF
+
+    def feed(self, text: str) -> str:
+        """What of the input is known for certain by now and was not handed out before."""
+        self._held += text
+        if self._state is _State.OPENING:
+            self._open()
+        if self._state is _State.STRING:
+            return self._string()
+        if self._state is _State.OPENING:
+            return ""
+        held, self._held = self._held, ""
+        return held if self._state is _State.WHOLE else ""
+
+    def close(self) -> str:
+        """The rest: the arguments end here, whole or cut."""
+        held, self._held = self._held, ""
+        if self._state is _State.OPENING:
+            return held
+        return self._lone()
+
+    def _open(self) -> None:
+        opening = _OPENING.match(self._held)
+        if opening and opening.end() <= _LONGEST_OPENING:
+            self._state, self._held = _State.STRING, self._held[opening.end() :]
+        elif len(self._held) > _LONGEST_OPENING or not _may_open(self._held):
+            self._state = _State.WHOLE
+
+    def _string(self) -> str:
+        out, at, held = [], 0, self._held
+        while at < len(held) and held[at] != '"':
+            plain = _PLAIN.match(held, at)
+            if plain:
+                out += [self._lone(), plain.group()]
+                at = plain.end()
+                continue
+            end = _escape_end(held, at)
+            if end is None:
+                break
+            out.append(self._escape(held[at:end]))
+            at = end
+        if at < len(held) and held[at] == '"':
+            self._state, at = _State.ENDED, len(held)
+            out.append(self._lone())
+        self._held = held[at:]
+        return "".join(out)
+
+    def _escape(self, escape: str) -> str:
+        """What ``escape`` stands for; one that JSON does not know stands for itself."""
+        if len(escape) == _UNICODE:
+            return self._units.decode(bytes.fromhex(escape[2:]))
+        return self._lone() + _ESCAPES.get(escape[1:], escape)
+
+    def _lone(self) -> str:
+        """Half a surrogate pair whose other half did not come, as U+FFFD."""
+        return self._units.decode(b"", final=True)
+
+
+def _may_open(text: str) -> bool:
+    """Whether ``text`` is the beginning of ``{"input": "``, white space aside."""
+    rest = text
+    for token in _TOKENS:
+        rest = rest.lstrip()
+        if len(rest) <= len(token):
+            return token.startswith(rest)
+        if not rest.startswith(token):
+            return False
+        rest = rest[len(token) :]
+    return False
+
+
+def _escape_end(text: str, at: int) -> int | None:
+    """Where the escape at ``at`` ends; ``None`` when more of it may come."""
+    if len(text) < at + 2:
+        return None
+    if text[at + 1] != "u":
+        return at + 2
+    digits = _HEX.match(text, at + 2, at + _UNICODE)
+    end = digits.end() if digits else at + 2
+    if end == at + _UNICODE:
+        return end
+    return None if end == len(text) else at + 2

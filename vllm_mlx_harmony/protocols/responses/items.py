@@ -1,0 +1,225 @@
+"""Responses, inwards, second part: the items of the input into messages.
+
+Knows what each item says (semantics A4 to A6, A11) and whose reasoning to believe.
+Refuses to know tools' declarations (responses_tools) and the rest of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from json import dumps
+from typing import Any, TypeAlias
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import (
+    Answer,
+    Call,
+    Instructions,
+    Message,
+    Preamble,
+    Reasoning,
+    Result,
+    User,
+)
+from vllm_mlx_harmony.protocols.body import required
+from vllm_mlx_harmony.protocols.content import result_text
+from vllm_mlx_harmony.protocols.responses.body import UNSUPPORTED, Item, Part, read_item
+from vllm_mlx_harmony.protocols.responses.freeform import wrap
+from vllm_mlx_harmony.protocols.responses.tools import Tools
+from vllm_mlx_harmony.protocols.seal import Seal
+
+Stored: TypeAlias = Callable[[str], Mapping[str, Any] | None]
+"""Looks up an item of an earlier response by its id; ``None`` when there is none."""
+
+
+def nothing_stored(_: str) -> None:
+    """A store without any item."""
+
+
+@dataclass(slots=True)
+class ItemReader:
+    """Reads one request's items. ``notes`` says, for the log, what could not be used."""
+
+    seal: Seal
+    tools: Tools
+    stored: Stored = nothing_stored
+    notes: list[str] = field(default_factory=list)
+
+    def messages(self, items: Sequence[Item]) -> Iterator[Message]:
+        """The messages ``items`` stand for. Raises ``RequestError`` naming the guilty field."""
+        known = [self._resolved(item, f"input[{at}]") for at, item in enumerate(items)]
+        for at, item in enumerate(known):
+            read = _READERS.get(item.type)
+            if read is not None:
+                yield from read(self, item, f"input[{at}]", known[at + 1 :])
+
+    def _resolved(self, item: Item, where: str) -> Item:
+        """The item that a reference refers to; if none, the reference, which says nothing."""
+        if item.type != "item_reference":
+            return item
+        found = self.stored(_needed(item.id, f"{where}.id"))
+        if found is None:
+            self.notes.append(f"{where} refers to {item.id!r}, which is not stored: left out")
+            return item
+        return read_item(found)
+
+    def _message(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+        if item.role is None:
+            raise required(f"{where}.role")
+        if item.content is None and item.role != "assistant":
+            raise required(f"{where}.content")
+        text = _text(item.content or (), f"{where}.content")
+        if item.role == "user":
+            yield User(text)
+        elif text:
+            yield self._spoken(item, text, after)
+
+    def _spoken(self, item: Item, text: str, after: Sequence[Item]) -> Message:
+        if item.role != "assistant":
+            return Instructions(text)
+        phase = item.phase or ("commentary" if _calls_follow(after) else "final_answer")
+        return Preamble(text) if phase == "commentary" else Answer(text)
+
+    def _reasoning(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+        """What was sealed here is what the model thought; else the text, else a summary of it."""
+        text = (
+            self._unsealed(item, where)
+            or _lines(item.content or (), f"{where}.content")
+            or _lines(item.summary or (), f"{where}.summary")
+        )
+        if text:
+            yield Reasoning(text)
+
+    def _compaction(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+        """A conversation that was compacted here goes on as what the user tells of it."""
+        if text := self._unsealed(item, where):
+            yield User(text)
+
+    def _unsealed(self, item: Item, where: str) -> str:
+        if not item.encrypted_content:
+            return ""
+        text = self.seal.unseal(item.encrypted_content)
+        if text is None:
+            self.notes.append(f"{where}.encrypted_content was not sealed here: ignored")
+        return text or ""
+
+    def _function_call(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+        yield self._call(item, where, _arguments(item.arguments, f"{where}.arguments"))
+
+    def _custom_call(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+        yield self._call(item, where, wrap(_needed(item.input, f"{where}.input")))
+
+    def _call(self, item: Item, where: str, arguments: str) -> Call:
+        name = _needed(item.name, f"{where}.name")
+        key = _needed(item.call_id, f"{where}.call_id")
+        return Call(key, self.tools.name(name, item.namespace or ""), arguments)
+
+    def _output(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+        key = _needed(item.call_id, f"{where}.call_id")
+        yield Result(key, _result_text(item.output or (), f"{where}.output"), where)
+
+
+_Read: TypeAlias = Callable[[ItemReader, Item, str, Sequence[Item]], Iterator[Message]]
+
+_READERS: dict[str, _Read] = {
+    "message": ItemReader._message,
+    "reasoning": ItemReader._reasoning,
+    "compaction": ItemReader._compaction,
+    "function_call": ItemReader._function_call,
+    "custom_tool_call": ItemReader._custom_call,
+    "function_call_output": ItemReader._output,
+    "custom_tool_call_output": ItemReader._output,
+}
+"""What each item says. Any other says nothing: it is no fault of the client's to send it back."""
+
+CALLS = frozenset({"function_call", "custom_tool_call"})
+OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
+
+
+def _calls_follow(after: Sequence[Item]) -> bool:
+    """Whether the assistant went on to call something in the same turn."""
+    for item in after:
+        if item.type in CALLS:
+            return True
+        if item.type in OUTPUTS or (item.type == "message" and item.role != "assistant"):
+            return False
+    return False
+
+
+def _needed(value: str | None, where: str) -> str:
+    if value is None:
+        raise required(where)
+    return value
+
+
+def _arguments(arguments: object, where: str) -> str:
+    """A string byte for byte; an object compactly, non-ASCII kept; nothing is ``{}`` (A4)."""
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    if isinstance(arguments, dict):
+        return dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    if arguments is None:
+        return "{}"
+    raise RequestError(f"{where} must be a string of JSON", param=where, code="invalid_type")
+
+
+# --- Content (A5, A11): the texts of all parts.
+
+_TEXTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "reasoning_text": "text",
+    "summary_text": "text",
+    "refusal": "refusal",
+}
+_KINDS = {
+    "input_image": "image",
+    "image_url": "image",
+    "computer_screenshot": "image",
+    "input_audio": "audio",
+    "input_video": "video",
+    "input_file": "file",
+}
+
+
+def _text(parts: Sequence[Part], where: str) -> str:
+    """The text of a message. A part that is not text is a 400 that names it."""
+    return "".join(_readable(part, f"{where}[{index}]") for index, part in enumerate(parts))
+
+
+def _readable(part: Part, where: str) -> str:
+    text = _part_text(part, where)
+    if text is None:
+        raise RequestError(
+            f"{where} is of type {part.type!r}: the model reads text only",
+            param=where,
+            code=UNSUPPORTED,
+        )
+    return text
+
+
+def _lines(parts: Sequence[Part], where: str) -> str:
+    """The texts of parts that were paragraphs of their own. What is not text is not there."""
+    texts = (_part_text(part, f"{where}[{index}]") for index, part in enumerate(parts))
+    return "\n".join(text for text in texts if text)
+
+
+def _result_text(parts: Sequence[Part], where: str) -> str:
+    """The text of a tool's result. A part that is not text is replaced by a line that says so."""
+    return result_text(
+        (_part_text(part, f"{where}[{index}]"), _KINDS.get(part.type, part.type))
+        for index, part in enumerate(parts)
+    )
+
+
+def _part_text(part: Part, where: str) -> str | None:
+    """The text of a part; ``None`` when it is a picture, a sound or anything else."""
+    name = _TEXTS.get(part.type)
+    if name is None:
+        return None
+    text: str | None = getattr(part, name)
+    if text is None:
+        raise required(f"{where}.{name}")
+    return text

@@ -1,0 +1,166 @@
+"""Responses, inwards, third part: a checked body into a Turn, and into what the answer repeats.
+
+Knows what every field means (semantics A2, A8) and what the public schema says of it again.
+Refuses to know items (responses_items), tools (responses_tools) and the answer (responses/api.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_mlx_harmony.core.turn import (
+    Defaults,
+    Effort,
+    Limits,
+    Message,
+    ResponseFormat,
+    Sampling,
+    Turn,
+)
+from vllm_mlx_harmony.protocols.body import required
+from vllm_mlx_harmony.protocols.responses.body import (
+    NamespacedTool,
+    ResponsesBody,
+    ResponsesTool,
+    TemplateOptions,
+    TextFormat,
+)
+from vllm_mlx_harmony.protocols.responses.tools import Tools
+
+
+def read_turn(
+    body: ResponsesBody, defaults: Defaults, messages: tuple[Message, ...], tools: Tools
+) -> Turn:
+    """What a checked body asks the model for. Raises only ``RequestError``."""
+    template = body.chat_template_kwargs or TemplateOptions()
+    return Turn(
+        messages=messages,
+        tools=tools.shown,
+        effort=_effort(body, defaults)[1],
+        response_format=_response_format(body.text.format if body.text else None),
+        identity=template.model_identity or defaults.identity,
+        date=defaults.date,
+        builtin_tools=_builtin_tools(template, defaults),
+        sampling=_sampling(body),
+        limits=Limits(max_tokens=body.max_output_tokens, timeout=body.timeout),
+    )
+
+
+def _builtin_tools(template: TemplateOptions, defaults: Defaults) -> tuple[str, ...]:
+    if template.builtin_tools is None:
+        return defaults.builtin_tools
+    return tuple(dict.fromkeys(template.builtin_tools))
+
+
+def _response_format(asked: TextFormat | None) -> ResponseFormat | None:
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return ResponseFormat()
+    if asked.document is None:
+        raise required("text.format.schema")
+    return ResponseFormat(asked.document, asked.name or "response", asked.description or "")
+
+
+def _effort(body: ResponsesBody, defaults: Defaults) -> tuple[str, Effort]:
+    """The first that is given, as the request says it and as it is meant (A8)."""
+    template = body.chat_template_kwargs or TemplateOptions()
+    asked = (
+        ("reasoning.effort", body.reasoning.effort if body.reasoning else None),
+        ("reasoning_effort", body.reasoning_effort),
+        ("chat_template_kwargs.reasoning_effort", template.reasoning_effort),
+    )
+    for param, word in asked:
+        if word is not None:
+            return str(word).lower(), Effort.parse(word, param=param)
+    return defaults.effort.value, defaults.effort
+
+
+def _sampling(body: ResponsesBody) -> Sampling:
+    return Sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=0 if body.top_k == -1 else body.top_k,  # -1 is vLLM's word for "all of them"
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+    )
+
+
+# --- What the response repeats of its request.
+
+SUMMARIES = frozenset({"auto", "concise", "detailed"})
+
+
+def summary(body: ResponsesBody) -> str | None:
+    """Which summary of the reasoning is asked for, if one is."""
+    asked = body.reasoning and (body.reasoning.summary or body.reasoning.generate_summary)
+    return asked if asked in SUMMARIES else None
+
+
+def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
+    """The fields of a response that say what was asked, every one that the public schema has.
+
+    ``temperature`` and ``top_p``, when not given, are 1: the schema wants numbers, and these are
+    what OpenAI recommends for gpt-oss.
+    """
+    return {
+        "background": bool(body.background),
+        "conversation": None,
+        "frequency_penalty": 0.0,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": body.presence_penalty or 0.0,
+        "previous_response_id": body.previous_response_id,
+        "prompt": None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": None,
+        "reasoning": {"effort": _effort(body, defaults)[0], "summary": summary(body)},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": _text_options(body),
+        "tool_choice": body.tool_choice.document if body.tool_choice else "auto",
+        "tools": [_tool(tool) for tool in body.tools or ()],
+        "top_logprobs": 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+
+
+def _text_options(body: ResponsesBody) -> dict[str, Any]:
+    asked = body.text.format if body.text else None
+    verbosity = body.text.verbosity if body.text else None
+    return {"format": _format(asked), "verbosity": verbosity or "medium"}
+
+
+def _format(asked: TextFormat | None) -> dict[str, Any]:
+    if asked is None or asked.type != "json_schema":
+        return {"type": asked.type if asked else "text"}
+    return {
+        "type": asked.type,
+        "name": asked.name or "response",
+        "description": asked.description,
+        "schema": asked.document,
+        "strict": bool(asked.strict),
+    }
+
+
+_EVERY_FUNCTION: Mapping[str, object] = {"description": None, "parameters": None, "strict": None}
+
+
+def _tool(tool: NamespacedTool) -> dict[str, Any]:
+    """The tool as it was sent, with every field that clients require of it."""
+    if tool.type == "function":
+        return {**_EVERY_FUNCTION, **tool.document}
+    if isinstance(tool, ResponsesTool) and tool.type == "namespace":
+        inner: Sequence[NamespacedTool] = tool.tools or ()
+        described = {"description": tool.description or ""}
+        return {**tool.document, **described, "tools": [_tool(each) for each in inner]}
+    return dict(tool.document)

@@ -1,0 +1,151 @@
+"""Responses' other endpoints: what was said to the model, what was deleted, counted, compacted.
+
+Knows the documents of ``/v1/responses/…`` that are no response. Refuses to know where responses
+are kept and how they are made (responses/api.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_mlx_harmony.core.deltas import Usage
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import Stamp
+from vllm_mlx_harmony.protocols.responses.body import Item
+from vllm_mlx_harmony.protocols.responses.items import CALLS, OUTPUTS
+from vllm_mlx_harmony.protocols.seal import Seal
+
+
+def not_found(key: str, *, param: str | None = None) -> RequestError:
+    """The error for a response that is not stored (any more): 404.
+
+    ``param`` is ``previous_response_id`` when that is where ``key`` stood.
+    """
+    code = "previous_response_not_found" if param else "not_found"
+    problem = f"{'previous response' if param else 'response'} with id {key!r} not found"
+    return RequestError(problem, param=param, code=code, status=404)
+
+
+def deleted(key: str) -> dict[str, Any]:
+    """The answer to ``DELETE /v1/responses/{key}``."""
+    return {"id": key, "object": "response", "deleted": True}
+
+
+def input_tokens(count: int) -> dict[str, Any]:
+    """The answer to ``POST /v1/responses/input_tokens``."""
+    return {"object": "response.input_tokens", "input_tokens": count}
+
+
+def compaction(
+    items: Sequence[Item], text: str, seal: Seal, stamp: Stamp, usage: Usage
+) -> dict[str, Any]:
+    """The answer to ``POST /v1/responses/compact``: the user's messages of ``items``, and ``text``.
+
+    ``text`` is what stands for the rest of the conversation; it comes back as a user's message.
+    """
+    users = [item for item in input_items(items, stamp) if item.get("role") == "user"]
+    sealed = {
+        "id": f"cmp_{stamp.key[:20]}0000",
+        "type": "compaction",
+        "encrypted_content": seal.seal(text),
+    }
+    return {
+        "id": f"resp_{stamp.key}",
+        "object": "response.compaction",
+        "created_at": stamp.created,
+        "output": [*users, sealed],
+        "usage": usage_of(usage),
+    }
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """``usage`` as every document of this API has it."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+# --- The input as a client reads it back: GET /v1/responses/{id}/input_items.
+
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "compaction": "cmp",
+}
+_INPUT = 0x8000  # ids of what was said to the model are counted from here, of what it said from 0
+_WITH_STATUS = frozenset({*CALLS, *OUTPUTS, "message"})
+
+
+def input_items(items: Sequence[Item], stamp: Stamp) -> list[dict[str, Any]]:
+    """``items`` as they were sent, each with an id, its type and its content as a list of parts."""
+    return [_listed(item, f"{stamp.key[:20]}{_INPUT + at:04x}") for at, item in enumerate(items)]
+
+
+def _listed(item: Item, key: str) -> dict[str, Any]:
+    listed = {**item.document, "type": item.type}
+    listed["id"] = item.id or listed.get("id") or f"{_PREFIXES.get(item.type, 'item')}_{key}"
+    if item.type in _WITH_STATUS:
+        listed["status"] = listed.get("status") or "completed"
+    if item.type == "message" and isinstance(listed.get("content"), str):
+        listed["content"] = [_listed_part(item, listed["content"])]
+    return listed
+
+
+def _listed_part(item: Item, text: str) -> dict[str, Any]:
+    if item.role == "assistant":
+        return {"type": "output_text", "text": text, "annotations": []}
+    return {"type": "input_text", "text": text}
+
+
+def page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """One page of ``items`` as the query (``after``, ``limit``, ``order``) asks for it.
+
+    Newest first unless ``order`` is ``asc``; 20 items unless ``limit`` is another number up to
+    100. Raises ``RequestError`` naming the parameter for anything else.
+    """
+    order = query.get("order") or "desc"
+    if order not in ("asc", "desc"):
+        raise RequestError("order must be 'asc' or 'desc'", param="order", code="invalid_value")
+    ordered = list(items if order == "asc" else reversed(items))
+    start, limit = _after(ordered, query.get("after")), _limit(query.get("limit"))
+    data = ordered[start : start + limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": start + limit < len(ordered),
+    }
+
+
+def _after(items: Sequence[Mapping[str, Any]], key: str | None) -> int:
+    if not key:
+        return 0
+    for position, item in enumerate(items):
+        if item["id"] == key:
+            return position + 1
+    raise RequestError(f"there is no item {key!r}", param="after", code="invalid_value")
+
+
+_MOST = 100
+
+
+def _limit(asked: str | None) -> int:
+    if not asked:
+        return 20
+    number = (
+        int(asked) if asked.isascii() and asked.isdigit() and len(asked) <= len(str(_MOST)) else 0
+    )
+    if not 1 <= number <= _MOST:
+        problem = f"limit must be a number from 1 to {_MOST}"
+        raise RequestError(problem, param="limit", code="invalid_value")
+    return number

@@ -1,0 +1,159 @@
+"""Writes the model directories: configuration, tokenizer, weights, scripts, and a card.
+
+Knows the file names mlx-lm and transformers look for. Refuses to know what the files mean to the
+model (`cursor`, `model`, `tiny`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.standin import cursor, tiny
+from vllm_mlx_harmony.standin.scripts import Encode, Script, dump_book
+from vllm_mlx_harmony.standin.tokenizer import (
+    ROWS,
+    Ranks,
+    control_name,
+    shipped_ranks,
+    token_table,
+    tokenizer_json,
+)
+
+_STOPS = [vocab.RETURN, vocab.ENDOFTEXT, vocab.CALL]
+
+_CONFIG: dict[str, object] = {
+    "model_type": "gpt_oss",
+    "architectures": ["HarmonyStandIn"],
+    "model_file": "standin_model.py",
+    "vocab_size": ROWS,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+}
+
+_IDS: dict[str, object] = {
+    "bos_token_id": vocab.STARTOFTEXT,
+    "eos_token_id": _STOPS,
+    "pad_token_id": vocab.ENDOFTEXT,
+}
+
+_TOKENIZER: dict[str, object] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": control_name(vocab.STARTOFTEXT),
+    "eos_token": control_name(vocab.RETURN),
+    "pad_token": control_name(vocab.ENDOFTEXT),
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": 131_072,
+}
+
+_STANDIN_CARD = """# A stand-in, not gpt-oss
+
+This directory holds no language model. What it answers is scripted, token by token, in
+`standin_scripts.json`; it was written by vllm-mlx-harmony for demonstrations and tests.
+"""
+
+_TINY_CARD = """# A tiny random model, not gpt-oss
+
+The architecture is gpt-oss's, the weights are random numbers: what it says is nonsense. It was
+written by vllm-mlx-harmony for tests.
+"""
+
+
+def write(directory: Path, scripts: Iterable[Script] = (), *, ranks: Ranks | None = None) -> Path:
+    """A model directory that `vllm-mlx serve` loads and that answers as the scripts say.
+
+    ``ranks`` are the ids of the ordinary tokens by their bytes; the shipped vocabulary without.
+    Returns ``directory``, made where needed. Files in it are replaced. Takes about two seconds.
+    Raises ``ValueError`` for a script that cannot be (see `dump_book`).
+    """
+    table = token_table(ranks or shipped_ranks())
+    _write_shared(directory, {**_CONFIG, **_IDS}, _STANDIN_CARD, ranks)
+    _put(directory / cursor.TABLE, table)
+    _put(directory / "model.safetensors", _one_weight(50.0))
+    for name in ("cursor", "model"):
+        _put(directory / f"standin_{name}.py", _source(f"{name}.py"))
+    return rescript(directory, scripts)
+
+
+def write_tiny(directory: Path, *, seed: int = 0, ranks: Ranks | None = None) -> Path:
+    """A model directory with a real gpt-oss of random weights: 4 layers, 64 wide, full vocabulary.
+
+    About 110 MB. Returns ``directory``, made where needed; the same ``seed`` gives the same model.
+    """
+    _write_shared(directory, {**tiny.CONFIG, **_IDS}, _TINY_CARD, ranks)
+    tiny.write_weights(directory / "model.safetensors", seed)
+    return directory
+
+
+def rescript(directory: Path, scripts: Iterable[Script]) -> Path:
+    """Gives a stand-in other scripts. A server that runs it follows them from its next token on.
+
+    Returns ``directory``. Raises ``ValueError`` for a script that cannot be.
+    """
+    book = dump_book(scripts, _encoder(directory))
+    _put(directory / cursor.BOOK, book.encode())
+    return directory
+
+
+def _write_shared(
+    directory: Path, config: dict[str, object], card: str, ranks: Ranks | None
+) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = _shipped_tokenizer() if ranks is None else tokenizer_json(ranks)
+    texts = {
+        "README.md": card,
+        "config.json": json.dumps(config, indent=2),
+        "generation_config.json": json.dumps(_IDS, indent=2),
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": json.dumps(_TOKENIZER, indent=2),
+    }
+    for name, text in texts.items():
+        _put(directory / name, text.encode())
+    _put(directory / "chat_template.jinja", _source("chat_template.jinja"))
+
+
+@lru_cache(maxsize=1)
+def _shipped_tokenizer() -> str:
+    return tokenizer_json(shipped_ranks())
+
+
+def _source(name: str) -> bytes:
+    return (files("vllm_mlx_harmony.standin") / name).read_bytes()
+
+
+def _put(path: Path, content: bytes) -> None:
+    """At once or not at all: a server may be reading."""
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
+def _one_weight(value: float) -> bytes:
+    """A safetensors file with the stand-in's only parameter; mlx-lm loads no model without one."""
+    header = {"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    packed = json.dumps({"__metadata__": {"format": "mlx"}, **header}).encode()
+    return struct.pack("<Q", len(packed)) + packed + struct.pack("<f", value)
+
+
+def _encoder(directory: Path) -> Encode:
+    """Text to ids, control tokens written out; by `tokenizers` where there is no openai-harmony."""
+    try:
+        harmony = vocab.encoding()
+    except ImportError:
+        return _tokenizers_encoder(directory / "tokenizer.json")
+    return lambda text: harmony.encode(text, allowed_special="all")
+
+
+def _tokenizers_encoder(path: Path) -> Callable[[str], list[int]]:
+    from tokenizers import Tokenizer  # every host has it
+
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)

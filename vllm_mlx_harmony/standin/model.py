@@ -1,0 +1,119 @@
+"""A causal language model without weights that says what its scripts say. A stand-in, not gpt-oss.
+
+Knows mlx-lm's caches: the keys it caches are the token ids, so it has no state of its own.
+Refuses to know scripts (`cursor`). Copied into each stand-in directory, where mlx-lm loads it as
+the `model_file` of `config.json`; not imported by this package.
+"""
+
+# No `from __future__ import annotations`: mlx-lm leaves the module out of `sys.modules`, where
+# dataclasses would look the names up.
+import importlib.util
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.base import BaseModelArgs
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+WEIGHT = 50.0
+"""Logit of the scripted token; all others are 0. A bias of -100 bans it, one of 100 beats it."""
+
+EXACT = 16
+"""How many positions at the end of an input get logits; a prefill never reads those before."""
+
+
+def _sibling(name: str) -> ModuleType:
+    """A module beside this file: mlx-lm loads `model_file` from outside any package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no {name}.py beside {__file__}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass
+class ModelArgs(BaseModelArgs):  # type: ignore[misc, unused-ignore]
+    """What the stand-in reads of its `config.json`, by gpt-oss's names."""
+
+    model_type: str = "gpt_oss"
+    vocab_size: int = 201_088
+    sliding_window: int = 128
+    layer_types: list[str] = field(default_factory=lambda: ["sliding_attention", "full_attention"])
+
+
+class Layer(nn.Module):  # type: ignore[misc, unused-ignore]
+    """A layer that remembers the ids it is given, in a cache of its type, and does nothing else."""
+
+    def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+        """Ids (rows, positions) in; ids of everything the cache holds, oldest first, out."""
+        keys = ids.astype(mx.float32)[:, None, :, None]
+        return cache.update_and_fetch(keys, mx.zeros_like(keys))[0][:, 0, :, 0]
+
+
+class Model(nn.Module):  # type: ignore[misc, unused-ignore]
+    """Ids in, logits out: all weight on the next scripted token."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.model_type = args.model_type
+        self.layers = [Layer() for _ in args.layer_types]
+        self.weight = mx.array([WEIGHT])
+        self._full = args.layer_types.index("full_attention")
+        cursor, here = _sibling("standin_cursor"), Path(__file__).parent
+        self._cursor, self._shelf = cursor, cursor.Shelf(here)
+        self._decode = cursor.decoder(cursor.read_table((here / cursor.TABLE).read_bytes()))
+
+    def make_cache(self) -> list[Any]:
+        """One cache per layer, in gpt-oss's layout."""
+        window, kinds = self.args.sliding_window, self.args.layer_types
+        full = [kind == "full_attention" for kind in kinds]
+        return [KVCache() if keeps else RotatingKVCache(window) for keeps in full]
+
+    def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
+        """Logits (rows, positions, vocabulary) after each of ``inputs`` (rows, positions).
+
+        Raises ``RuntimeError`` where a script says so, and for a bounded cache (``max_kv_size``).
+        """
+        histories = self._histories(inputs, self.make_cache() if cache is None else cache)
+        length = inputs.shape[1]
+        exact = min(length, EXACT)
+        scripted = [self._says(row, exact, alone=length == 1) for row in histories]
+        return self._logits(scripted, length - exact)
+
+    def _histories(self, inputs: mx.array, caches: list[Any]) -> list[list[int]]:
+        """All ids of each row, without the padding to their left."""
+        held = [layer(inputs, cache) for layer, cache in zip(self.layers, caches, strict=True)]
+        cache = caches[self._full]
+        if hasattr(cache, "max_size"):
+            raise RuntimeError("the stand-in needs a KV cache that keeps everything")
+        rows = held[self._full].astype(mx.int32).tolist()
+        padding = getattr(cache, "left_padding", None)
+        skipped = [0] * len(rows) if padding is None else padding.tolist()
+        return [row[skip:] for row, skip in zip(rows, skipped, strict=True)]
+
+    def _says(self, history: list[int], exact: int, *, alone: bool) -> list[int]:
+        """The next id after each of the last ``exact`` positions. Only one alone may hurt."""
+        book = self._shelf.book()
+        ends = range(len(history) - exact + 1, len(history) + 1)
+        steps = [self._cursor.next_step(history[:end], book, self._decode) for end in ends]
+        if alone:
+            self._suffer(steps[-1])
+        return [step.token for step in steps]
+
+    def _suffer(self, step: Any) -> None:
+        if step.fails:
+            raise RuntimeError("the stand-in's script says: fail here")
+        if step.delay_ms:
+            time.sleep(step.delay_ms / 1000)
+
+    def _logits(self, scripted: list[list[int]], before: int) -> mx.array:
+        rows = mx.array([[-1] * before + row for row in scripted])
+        return mx.where(mx.arange(self.args.vocab_size) == rows[..., None], self.weight, 0.0)

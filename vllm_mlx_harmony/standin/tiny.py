@@ -1,0 +1,119 @@
+"""A real gpt-oss architecture with random weights, small enough for any machine. Says nonsense.
+
+Knows names and shapes of mlx-lm's `gpt_oss` and the safetensors format. Refuses to know mlx.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from vllm_mlx_harmony.standin.tokenizer import ROWS
+
+Shape = tuple[int, ...]
+
+CONFIG: dict[str, object] = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "max_position_embeddings": 131_072,
+    "vocab_size": ROWS,
+    "tie_word_embeddings": False,
+}
+
+_HIDDEN, _HEADS, _KEYS, _HEAD, _EXPERTS = 64, 4, 2, 16, 4
+
+
+def write_weights(path: Path, seed: int) -> None:
+    """A safetensors file (float32) of random weights; the same seed gives the same file."""
+    shapes = dict(_shapes())
+    header = json.dumps(_header(shapes)).encode()
+    source = random.Random(seed)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for name, shape in shapes.items():
+            file.write(_values(name, _count(shape), source))
+
+
+def _header(shapes: dict[str, Shape]) -> dict[str, object]:
+    header: dict[str, object] = {"__metadata__": {"format": "mlx"}}
+    at = 0
+    for name, shape in shapes.items():
+        end = at + 4 * _count(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    return header
+
+
+def _shapes() -> Iterator[tuple[str, Shape]]:
+    yield "model.embed_tokens.weight", (ROWS, _HIDDEN)
+    for layer in range(4):
+        for name, shape in (*_attention(), *_experts(), *_norms()):
+            yield f"model.layers.{layer}.{name}", shape
+    yield "model.norm.weight", (_HIDDEN,)
+    yield "lm_head.weight", (ROWS, _HIDDEN)
+
+
+def _attention() -> Iterator[tuple[str, Shape]]:
+    yield "self_attn.sinks", (_HEADS,)
+    widths = {"q": _HEADS * _HEAD, "k": _KEYS * _HEAD, "v": _KEYS * _HEAD, "o": _HIDDEN}
+    for name, width in widths.items():
+        yield f"self_attn.{name}_proj.weight", (width, _HIDDEN)
+        yield f"self_attn.{name}_proj.bias", (width,)
+
+
+def _experts() -> Iterator[tuple[str, Shape]]:
+    yield "mlp.router.weight", (_EXPERTS, _HIDDEN)
+    yield "mlp.router.bias", (_EXPERTS,)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        yield f"mlp.experts.{name}.weight", (_EXPERTS, _HIDDEN, _HIDDEN)
+        yield f"mlp.experts.{name}.bias", (_EXPERTS, _HIDDEN)
+
+
+def _norms() -> Iterable[tuple[str, Shape]]:
+    yield "input_layernorm.weight", (_HIDDEN,)
+    yield "post_attention_layernorm.weight", (_HIDDEN,)
+
+
+def _count(shape: Shape) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _values(name: str, count: int, source: random.Random) -> bytes:
+    """``count`` floats: ones for a norm, else of either sign and between 1/32 and 1/8."""
+    if "norm" in name:
+        return struct.pack("<f", 1.0) * count
+    # Sign, top of the exponent and top of the mantissa from random bits, written without a loop:
+    # 0x3D00.. to 0x3DFF.. are the floats from 1/32 up to (not with) 1/8.
+    values = bytearray(4 * count)
+    values[3::4] = source.randbytes(count).translate(_SIGNS)
+    values[2::4] = source.randbytes(count)
+    return bytes(values)
+
+
+_SIGNS = bytes(0x3D if byte % 2 else 0xBD for byte in range(256))

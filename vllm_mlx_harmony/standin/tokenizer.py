@@ -1,0 +1,154 @@
+"""The o200k_harmony vocabulary as a `tokenizer.json`, and as bytes by id for the stand-in itself.
+
+Knows byte-level BPE files. Refuses to know what a control token means in a message.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+
+from vllm_mlx_harmony.core import vocab
+
+Ranks = Mapping[bytes, int]
+
+ROWS = 201_088
+"""Rows of gpt-oss's embedding: ids from 0 to 201,087."""
+
+CONTROL_NAMES: dict[int, str] = {
+    vocab.STARTOFTEXT: "<|startoftext|>",
+    vocab.ENDOFTEXT: "<|endoftext|>",
+    vocab.RETURN: "<|return|>",
+    vocab.CONSTRAIN: "<|constrain|>",
+    vocab.CHANNEL: "<|channel|>",
+    vocab.START: "<|start|>",
+    vocab.END: "<|end|>",
+    vocab.MESSAGE: "<|message|>",
+    vocab.CALL: "<|call|>",
+}
+
+# How o200k_base cuts text before it merges (tiktoken_ext/openai_public.py).
+_SPLIT = "|".join(
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
+
+def control_name(token: int) -> str:
+    """How a control or reserved id is written out, as openai-harmony writes it."""
+    return CONTROL_NAMES.get(token, f"<|reserved_{token}|>")
+
+
+def parse_ranks(tiktoken_file: bytes) -> dict[bytes, int]:
+    """Token bytes to id, from the text of a `.tiktoken` file (base64, space, rank per line)."""
+    pairs = (line.split() for line in tiktoken_file.splitlines() if line)
+    return {base64.b64decode(token): int(rank) for token, rank in pairs}
+
+
+@lru_cache(maxsize=1)
+def shipped_ranks() -> Ranks:
+    """The ranks of the vocabulary this package ships."""
+    return parse_ranks(vocab.official_file())
+
+
+def token_table(ranks: Ranks) -> bytes:
+    """The bytes of every id, each after one byte with their length; control ids by their name."""
+    ordinary = [token for token, _ in sorted(ranks.items(), key=lambda item: item[1])]
+    control = [control_name(token).encode() for token in range(len(ordinary), ROWS)]
+    return b"".join(bytes((len(token),)) + token for token in (*ordinary, *control))
+
+
+def tokenizer_json(ranks: Ranks) -> str:
+    """The vocabulary in the format of Hugging Face's `tokenizers`: byte-level BPE.
+
+    Every way to cut a token in two known tokens is a merge of that token's rank: tiktoken merges
+    any two neighbours that make a token, lowest rank first.
+    """
+    merges = [(spell(left), spell(right)) for left, right in _merges(ranks)]
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(token) for token in range(len(ranks), ROWS)],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": _SPLIT},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+                _BYTE_LEVEL,
+            ],
+        },
+        "post_processor": None,
+        "decoder": _BYTE_LEVEL,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # tiktoken too takes a piece that is a token as it is
+            "vocab": {spell(token): rank for token, rank in ranks.items()},
+            "merges": merges,
+        },
+    }
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+
+
+_BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": False,
+    "use_regex": False,
+}
+
+
+def _added(token: int) -> dict[str, object]:
+    return {
+        "id": token,
+        "content": control_name(token),
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+
+
+def _merges(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
+    for token in sorted(ranks, key=ranks.__getitem__):
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
+        yield from sorted(known, key=lambda cut: (ranks[cut[0]], ranks[cut[1]]))
+
+
+def _alphabet() -> str:
+    """A printable character per byte: GPT-2's alphabet, which byte-level BPE is written in."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
+
+
+_ALPHABET = dict(enumerate(_alphabet()))
+
+
+def spell(token: bytes) -> str:
+    """Token bytes in the printable alphabet of a byte-level BPE file."""
+    return token.decode("latin-1").translate(_ALPHABET)
