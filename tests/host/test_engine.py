@@ -260,6 +260,25 @@ def test_settings_reach_the_model(
     assert said(run(steps(engine, "count", settings))) == answer
 
 
+HOT = Settings(max_tokens=30, temperature=100.0, top_p=1.0)
+"""So hot that any of 200,000 ids may come, whatever the stand-in wants to say."""
+
+
+@pytest.mark.parametrize("first", ["cold", "hot"])
+def test_each_of_several_at_once_is_sampled_by_its_own_settings(
+    engine: Any, run: Run, first: str
+) -> None:
+    async def test() -> None:
+        asked = {"cold": steps(engine, "count"), "hot": steps(engine, "count", HOT)}
+        order = [first, *(name for name in asked if name != first)]
+        got = await asyncio.gather(*(asked[name] for name in order))
+        ids_of = dict(zip(order, map(said, got), strict=True))
+        assert ids_of["cold"] == expected("count")
+        assert ids_of["hot"] != expected("count")[:30]
+
+    run(test())
+
+
 def test_a_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
     """The bias lifts one id just over all others until the penalty takes it down again.
 

@@ -205,10 +205,6 @@ USED: tuple[Fact, ...] = (
         (
             "max_tokens",
             "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "presence_penalty",
             "repetition_penalty",
             "stop_token_ids",
             "logits_processors",

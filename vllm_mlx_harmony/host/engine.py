@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.host.kv import ENDS, Known
 from vllm_mlx_harmony.host.prompts import PromptText
-from vllm_mlx_harmony.host.sampling import Settings, bias, dropped_when_batched
+from vllm_mlx_harmony.host.sampling import Settings, bias, when_batched
 
 logger = logging.getLogger(__name__)
 
@@ -105,15 +105,11 @@ def _params(settings: Settings) -> Any:
 
     return SamplingParams(
         max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        presence_penalty=settings.presence_penalty,
+        temperature=0.0,  # the likeliest id: `when_batched` draws for each request by itself
         repetition_penalty=settings.repetition_penalty,
         # Counts only when this request is the one the host makes its batch generator for.
         stop_token_ids=sorted(ENDS),
-        logits_processors=[*bias(settings), *dropped_when_batched(settings)] or None,
+        logits_processors=[*bias(settings), *when_batched(settings)] or None,
     )
 
 

@@ -1,6 +1,6 @@
 """How the next id is chosen, as the host's engines want it: the request's values over the server's.
 
-Knows the host's defaults and which settings its batched engine would drop.
+Knows the host's defaults and which settings its batched engine would drop or mix up.
 Refuses to know prompts, engines' loops and APIs. No mlx array is made outside the engine's thread.
 """
 
@@ -80,16 +80,19 @@ def bias(settings: Settings) -> list[Processor]:
     return [_late(lambda: _make(logit_bias=dict(settings.logit_bias)))]
 
 
-def dropped_when_batched(settings: Settings) -> list[Processor]:
-    """The processors for what the batched engine takes and then ignores.
+def when_batched(settings: Settings) -> list[Processor]:
+    """The processors for what the batched engine would not do, or not for this request alone.
 
-    Drop when the host's scheduler hands ``presence_penalty`` and ``top_k`` on.
+    It takes ``presence_penalty`` and ignores it, and it has one sampler for all that run together:
+    that of the request which came first. So each draws its own id, as its last processor, and the
+    engine is asked for the likeliest one. Drop when the host hands on a sampler for each sequence,
+    as mlx-lm's batch generator takes them.
     """
     processors: list[Processor] = []
     if settings.presence_penalty:
         processors.append(_late(lambda: _make(presence_penalty=settings.presence_penalty)))
-    if settings.top_k and settings.temperature > 0:
-        processors.append(_late(lambda: [_keep_top(settings.top_k)]))
+    if settings.temperature > 0:
+        processors.append(_late(lambda: [_draw(settings)]))
     return processors
 
 
@@ -118,10 +121,24 @@ def _make(**wanted: Any) -> list[Processor]:
     return made
 
 
-def _keep_top(count: int) -> Processor:
-    from mlx_lm.sample_utils import apply_top_k
+def _draw(settings: Settings) -> Processor:
+    """Leaves of the logits (rows, vocabulary) one id for each row: the one that is drawn."""
+    import mlx.core as mx
+    from mlx_lm.sample_utils import make_sampler
 
-    return lambda _tokens, logits: apply_top_k(logits, count)
+    sample = make_sampler(
+        temp=settings.temperature,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        top_k=settings.top_k,
+    )
+
+    def draw(_tokens: Any, logits: Any) -> Any:
+        drawn = sample(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        chosen = mx.arange(logits.shape[-1]) == drawn[:, None]
+        return mx.where(chosen, mx.zeros_like(logits), -mx.inf)
+
+    return draw
 
 
 def _late(make: Callable[[], list[Processor]]) -> Processor:
