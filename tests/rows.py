@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_mlx_harmony.core import vocab
+
 REASONING, PREAMBLE, ANSWER, CALL = "reasoning", "preamble", "answer", "call"
 
 
@@ -487,3 +489,14 @@ STOPS = [
 ROWS = [*WELL_FORMED, *CUT, *MALFORMED, *RECIPIENTS, *NO_HEADER, *HIDDEN, *STOPS]
 
 INVALID_UTF8: list[tuple[str, list[int], str]] = []
+
+
+def ids(text: str) -> list[int]:
+    """``text`` as token ids, the control tokens in it too."""
+    return vocab.encoding().encode(text, allowed_special="all")
+
+
+def can_be_generated(row: Row) -> bool:
+    """Whether an engine can say it: there is something, and nothing comes after its end."""
+    output = ids(row.output)
+    return bool(output) and not any(token in vocab.TURN_ENDS for token in output[:-1])

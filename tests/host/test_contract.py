@@ -23,7 +23,7 @@ from fastapi.testclient import TestClient
 
 from vllm_mlx_harmony import host
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import contract, gate, models, mount, parts, seams
+from vllm_mlx_harmony.host import contract, models, mount, parts, seams
 from vllm_mlx_harmony.host.mount import Route
 from vllm_mlx_harmony.host.seams import Entry, Fact, Patch
 
@@ -562,5 +562,4 @@ def test_whatever_is_used_of_the_host_is_in_the_table() -> None:
 def test_the_flags_are_choices_of_the_hosts_own_parser() -> None:
     for name in contract.FLAGS:
         assert flags("MODEL", "--tool-call-parser", name).tool_call_parser == name
-    assert gate.ASKS == contract.FLAGS
     assert flags("MODEL", "--reasoning-parser", "harmony").reasoning_parser == "harmony"

@@ -60,7 +60,7 @@ SCRIPTS = [
 def expected(name: str) -> tuple[int, ...]:
     """The script's ids up to and with the first that ends the turn."""
     said = ids(COMPLETIONS[name])
-    ends = [at for at, token in enumerate(said) if token in (vocab.RETURN, vocab.CALL, 199_999)]
+    ends = [at for at, token in enumerate(said) if token in vocab.TURN_ENDS]
     return said[: ends[0] + 1]
 
 

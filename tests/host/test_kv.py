@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from rows import ids
 
 pytest.importorskip("openai_harmony")
 
@@ -23,10 +24,6 @@ CALLED = "<|start|>assistant<|channel|>commentary to=functions.x<|message|>{}<|c
 RESULT = f"<|start|>functions.x to=assistant<|channel|>commentary<|message|>{LONG}<|end|>"
 ANSWERED = f"<|start|>assistant<|channel|>final<|message|>Rain.{LONG}<|end|>"
 OPENING = "<|start|>assistant"
-
-
-def ids(text: str) -> list[int]:
-    return list(vocab.encoding().encode(text, allowed_special="all"))
 
 
 def cuts(*parts: str, after: int = 0) -> list[str]:

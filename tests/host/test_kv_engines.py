@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import ids
 
 pytest.importorskip("vllm_mlx")
 pytest.importorskip("mlx_lm")
@@ -47,10 +48,6 @@ SCRIPTS = [
     Script("Look it up", REASONED + CALL),
     Script("Say hello", "<|channel|>final<|message|>Hello.<|return|>"),
 ]
-
-
-def ids(text: str) -> list[int]:
-    return list(vocab.encoding().encode(text, allowed_special="all"))
 
 
 def words(seed: int, count: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_mlx_harmony.host.kv_tree import WIDTH, Tree, pack
@@ -244,7 +244,6 @@ def test_many_threads_at_once() -> None:
 SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 
 
-@settings(deadline=None)
 @given(st.lists(SEQUENCES, max_size=25), SEQUENCES)
 def test_found_is_what_comparing_all_finds(known: list[list[int]], asked: list[int]) -> None:
     tree: Tree[Piece] = Tree(PLENTY)
@@ -254,7 +253,6 @@ def test_found_is_what_comparing_all_finds(known: list[list[int]], asked: list[i
     assert find(tree, asked) == max(shared, default=0)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 150), st.lists(st.tuples(st.integers(0, 1), SEQUENCES), max_size=40))
 def test_never_above_the_budget(budget: int, steps: list[tuple[int, list[int]]]) -> None:
     tree: Tree[Piece] = Tree(budget)

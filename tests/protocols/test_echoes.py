@@ -233,7 +233,7 @@ def test_where_nothing_is_dropped_all_of_it_is_placed(client: type[Client], row:
     assert last[: len(generated)] == generated
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(CLIENTS), st.lists(st.sampled_from(CALLS), min_size=1, max_size=6))
 def test_any_loop_goes_on(client: type[Client], rows: list[Row]) -> None:
     *turns, last = converse(client(), rows, Replay(MIB).view("m"))
@@ -241,7 +241,7 @@ def test_any_loop_goes_on(client: type[Client], rows: list[Row]) -> None:
         assert after[: len(before) - 1] == before[:-1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from(SHOWN), min_size=1, max_size=6))
 def test_every_api_comes_to_the_same_prompts(rows: list[Row]) -> None:
     """As soon as replay knows what the contents were: Chat joins them."""
@@ -249,7 +249,7 @@ def test_every_api_comes_to_the_same_prompts(rows: list[Row]) -> None:
     assert all(history == histories[0] for history in histories)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(CLIENTS), st.lists(st.sampled_from(SHOWN), min_size=1, max_size=6))
 def test_answered_turns_lose_their_reasoning(client: type[Client], rows: list[Row]) -> None:
     """A6 on what was generated: behind the last answer all of it stands, before it none."""
@@ -311,7 +311,7 @@ def generated(ids: Sequence[int], cut: bool, chunks: int = 0) -> StreamingHarmon
     return context
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(TOKENS, max_size=40), st.booleans(), st.integers(1, 3))
 def test_segments_are_the_output_in_a_row(ids: list[int], cut: bool, chunks: int) -> None:
     context = generated(ids, cut, chunks)
@@ -337,19 +337,16 @@ def test_segments_are_the_output_in_a_row(ids: list[int], cut: bool, chunks: int
         assert placed[-2] not in (vocab.START, vocab.CHANNEL)  # nothing of a header before it
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(TOKENS, max_size=40), st.booleans(), st.integers(1, 7))
 def test_any_chunks_give_the_same_output(ids: list[int], cut: bool, chunks: int) -> None:
     """As far as the model's turn goes: no chunk goes on behind its end here."""
-    ends = (at for at, token in enumerate(ids) if token in TURN_ENDS)
+    ends = (at for at, token in enumerate(ids) if token in vocab.TURN_ENDS)
     ids = ids[: next(ends, len(ids)) + 1]
     assert generated(ids, cut, chunks).outputs == generated(ids, cut).outputs
 
 
-TURN_ENDS = (vocab.CALL, vocab.RETURN, vocab.ENDOFTEXT)
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(TOKENS, max_size=40), st.booleans())
 def test_a_segment_is_read_as_its_message(ids: list[int], cut: bool) -> None:
     """Each one that stands alone, between others: junk behind it is none before a ``<|start|>``."""

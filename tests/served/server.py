@@ -38,6 +38,9 @@ EXPLICIT = (sys.executable, "-m", "vllm_mlx_harmony", "serve")
 HARMONY = HOST if INSTALLED else EXPLICIT
 """The command that has the plugin in it, here."""
 
+FLAG = ("--tool-call-parser", "harmony")
+"""What switches it on."""
+
 STARTING = 120.0
 """Seconds a server may take until it is ready; two busy cores need about 15."""
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row
-from server import HARMONY
+from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row, can_be_generated, ids
+from server import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
-from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
@@ -25,21 +24,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.served
 
-FLAG = ("--tool-call-parser", "harmony")
-ENDS = (vocab.RETURN, vocab.CALL, vocab.ENDOFTEXT)
 
-
-def ids(text: str) -> list[int]:
-    return vocab.encoding().encode(text, allowed_special="all")
-
-
-def generated(row: Row) -> bool:
-    """Whether an engine can generate the row: nothing comes after its end, and something before."""
-    output = ids(row.output)
-    return bool(output) and not any(token in ENDS for token in output[:-1])
-
-
-SERVED = [row for row in ROWS if generated(row)]
+SERVED = [row for row in ROWS if can_be_generated(row)]
 
 ROUND = "Weather in Paris?"
 ROUND_CALL = (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
-from server import HARMONY
+from server import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.served
 
-FLAG = ("--tool-call-parser", "harmony")
 PATH = "/v1/chat/completions"
 PLACES = 2
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Start
 from openai import OpenAI
-from server import HARMONY
+from server import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin.scripts import Script
@@ -28,7 +28,6 @@ SCRIPTS = [
     Script(AS_IT_WAS, ANSWER.format("as it was"), whole_prompt=True),
     Script("<|message|>18<|end|>", ANSWER.format("written anew")),
 ]
-FLAG = ("--tool-call-parser", "harmony")
 TOOL = {"type": "function", "function": {"name": "weather"}}
 
 

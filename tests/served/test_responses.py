@@ -11,11 +11,10 @@ import openai
 import pytest
 from event_checker import check, from_wire
 from pydantic import BaseModel
-from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row
-from server import HARMONY
+from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row, can_be_generated, ids
+from server import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
-from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
@@ -27,23 +26,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.served
 
-FLAG = ("--tool-call-parser", "harmony")
 KEY = "secret"
-ENDS = (vocab.RETURN, vocab.CALL, vocab.ENDOFTEXT)
 DATA = Path(__file__).parents[1] / "protocols" / "data"
 
 
-def ids(text: str) -> list[int]:
-    return vocab.encoding().encode(text, allowed_special="all")
-
-
-def generated(row: Row) -> bool:
-    """Whether this API can have it said: it ends where a turn does, and has no stop strings."""
-    output = ids(row.output)
-    return bool(output) and not any(token in ENDS for token in output[:-1]) and not row.stop
-
-
-SERVED = [row for row in ROWS if generated(row)]
+SERVED = [row for row in ROWS if can_be_generated(row) and not row.stop]
 START = "<|start|>assistant"
 THOUGHT = "<|channel|>analysis<|message|>Ask the tool.<|end|>"
 PREAMBLE_TEXT = "<|channel|>commentary<|message|>One moment: é 😀.<|end|>"

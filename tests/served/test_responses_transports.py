@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 from event_checker import check, check_documents, from_wire
-from server import HARMONY
+from server import FLAG, HARMONY
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.served
 
-FLAG = ("--tool-call-parser", "harmony")
 KEY = "secret"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 WORDS = " word é 😀" * 20

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
-from server import HARMONY
+from server import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.served
 
-FLAG = ("--tool-call-parser", "harmony")
 CALLS = 6
 # Written as histories are rendered, so that the next prompt continues what was generated.
 CALL = '<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"page":%d}<|call|>'

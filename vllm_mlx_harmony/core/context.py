@@ -26,7 +26,6 @@ from vllm_mlx_harmony.core.turn import (
     Turn,
 )
 
-_ENDS = frozenset({vocab.CALL, vocab.RETURN, vocab.ENDOFTEXT})
 _SPOKEN: dict[Kind, Callable[[str], Message]] = {
     Kind.REASONING: Reasoning,
     Kind.PREAMBLE: Preamble,
@@ -184,6 +183,6 @@ class StreamingHarmonyContext:
 def _until_end(ids: Sequence[int]) -> Sequence[int]:
     """``ids`` up to the first that ends a turn: what follows was never part of the conversation."""
     for position, token in enumerate(ids):
-        if token in _ENDS:
+        if token in vocab.TURN_ENDS:
             return ids[: position + 1]
     return ids

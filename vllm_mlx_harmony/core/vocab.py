@@ -37,6 +37,9 @@ END = 200_007
 MESSAGE = 200_008
 CALL = 200_012
 
+TURN_ENDS = frozenset({RETURN, CALL, ENDOFTEXT})
+"""Ids after which the model has nothing more to say (semantics B)."""
+
 SIZE = 201_089
 """Number of ids the encoding defines, reserved ones included. (gpt-oss itself has 201,088 rows.)"""
 

@@ -13,11 +13,13 @@ from importlib import metadata
 
 from ..core.errors import HostError
 from . import models, seams
+from .gate import FLAGS
 from .mount import Mounted, Route, pass_on
 from .parts import Parts, find, resolve
 from .seams import OTHERS, Entry, Fact, Patch, Seam, Undo
 
 __all__ = [
+    "FLAGS",
     "Entry",
     "Fact",
     "Installation",
@@ -40,9 +42,6 @@ __all__ = [
 HOST = "vllm-mlx"
 SUPPORTED = ((0, 6), (0, 7))
 """From the first, up to but not including the second; as `dependencies` in `pyproject.toml` say."""
-
-FLAGS = ("harmony", "gpt-oss")
-"""Values of `--tool-call-parser` that ask for this plugin."""
 
 COMMAND = Fact(
     "vllm_mlx.cli:serve_command",

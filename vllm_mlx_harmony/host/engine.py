@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Literal, TypeAlias
 
+from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.host.kv import ENDS, Known
+from vllm_mlx_harmony.host.kv import Known
 from vllm_mlx_harmony.host.prompts import PromptText
 from vllm_mlx_harmony.host.sampling import Settings, bias, when_batched
 
@@ -82,7 +83,7 @@ def _source(engine: Any) -> Callable[[Any, tuple[int, ...], Settings, str], Step
 def _ended(step: Step) -> Step:
     """The step up to the first id that ends the turn; engines may run on behind it."""
     for at, token in enumerate(step.ids, start=1):
-        if token in ENDS:
+        if token in vocab.TURN_ENDS:
             return replace(step, ids=step.ids[:at], finish="stop")
     return step
 
@@ -108,7 +109,7 @@ def _params(settings: Settings) -> Any:
         temperature=0.0,  # the likeliest id: `when_batched` draws for each request by itself
         repetition_penalty=settings.repetition_penalty,
         # Counts only when this request is the one the host makes its batch generator for.
-        stop_token_ids=sorted(ENDS),
+        stop_token_ids=sorted(vocab.TURN_ENDS),
         logits_processors=[*bias(settings), *when_batched(settings)] or None,
     )
 

@@ -21,7 +21,9 @@ from ..core.errors import HostError
 logger = logging.getLogger("vllm_mlx_harmony")
 
 COMMAND_LINE = "vllm_mlx.cli"
-ASKS = ("harmony", "gpt-oss")
+FLAGS = ("harmony", "gpt-oss")
+"""Values of `--tool-call-parser` that ask for this plugin."""
+
 LIBRARIES = ("openai-harmony", "oss-harmony")
 """Distributions that provide `openai_harmony`; the second is a fork of the first."""
 
@@ -67,7 +69,7 @@ class _Gate:
     def _serve(self, args: Any) -> Any:
         """First of all the original is put back: without the flag, the host runs as it is."""
         uninstall_gates()
-        if getattr(args, "tool_call_parser", None) not in ASKS or not _open(args):
+        if getattr(args, "tool_call_parser", None) not in FLAGS or not _open(args):
             return self._command(args)
         try:
             return self._command(args)

@@ -28,9 +28,6 @@ VARIABLE = "VLLM_MLX_HARMONY_CACHE"
 SHARE = 16
 """Without the variable: this part of the machine's memory. 1 GiB of 16."""
 
-ENDS = frozenset({vocab.RETURN, vocab.CALL, vocab.ENDOFTEXT})
-"""Ids after which a turn is whole, and worth remembering."""
-
 SHORTEST = 32
 """Tokens that a piece of a prompt has at least, except the last: each costs a pass of its own."""
 

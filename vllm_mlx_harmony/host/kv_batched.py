@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 
+from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.host import kv
 from vllm_mlx_harmony.host.kv import Known
 from vllm_mlx_harmony.host.models import is_harmony
@@ -133,7 +134,7 @@ class Reusing(BatchGenerator):  # type: ignore[misc, unused-ignore]
             if response.end_of_segment and not response.end_of_prompt:
                 self._remember(self._prompt_batch, response.uid)
         for response in generated:
-            if response.finish_reason is None and response.token in kv.ENDS:
+            if response.finish_reason is None and response.token in vocab.TURN_ENDS:
                 self._row_ended(self._generation_batch.uids.index(response.uid))
         return prompted, generated
 

@@ -14,6 +14,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
+from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.host import kv
 from vllm_mlx_harmony.host.kv import Known
 
@@ -54,7 +55,7 @@ def _continued(
     try:
         for chunk in chunks:
             generated.append(int(chunk.token))
-            whole = bool(chunk.finished) or generated[-1] in kv.ENDS
+            whole = bool(chunk.finished) or generated[-1] in vocab.TURN_ENDS
             chunk.prompt_tokens = len(prompt)
             yield chunk
     finally:

@@ -7,11 +7,11 @@ FastAPI's routing; refuses to know any path or endpoint.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from fastapi.routing import APIRoute
+from fastapi.routing import APIRoute, request_response
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
@@ -20,6 +20,8 @@ from starlette.types import Message, Receive, Scope, Send
 from .seams import Undo, locate
 
 APP = "vllm_mlx.server:app"
+
+Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
 
 
 class Mounted(APIRoute):
@@ -34,7 +36,8 @@ class Route:
 
     It gets the very `dependencies` of the host's route (API key, rate limit). For a path that the
     host does not have, `like` names the `(path, method)` whose dependencies it gets instead.
-    The endpoint may give a request back to the host with `pass_on`.
+    The endpoint may give a request back to the host with `pass_on`. `around` is put around all of
+    it, the dependencies included.
     """
 
     path: str
@@ -43,6 +46,7 @@ class Route:
     why: str = ""
     like: tuple[str, str] | None = None
     app: str = APP
+    around: Callable[[Handler], Handler] | None = None
 
     @property
     def label(self) -> str:
@@ -85,6 +89,8 @@ class Route:
             include_in_schema=False,  # the host's own entry keeps describing the path
         )
         mounted.behind = original and without_dependencies(original)
+        if self.around is not None:
+            mounted.app = request_response(self.around(mounted.get_route_handler()))
         return mounted
 
     def _original(self, routes: list[BaseRoute]) -> APIRoute | None:

@@ -7,16 +7,15 @@ Refuses to know any API's shape: a function makes the body.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from fastapi import HTTPException
-from fastapi.routing import APIRoute, request_response
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, RequestError
-from vllm_mlx_harmony.host.mount import Mounted, Route
+from vllm_mlx_harmony.host.mount import Handler, Route
 
 ErrorBody: TypeAlias = Callable[[HarmonyFailure], dict[str, Any]]
 
@@ -61,28 +60,11 @@ def refusing_in(
 ) -> Route:
     """``route``, whose dependencies (API key, rate limit) refuse in the shape of ``body`` too.
 
-    ``before`` sees the request before they do.
-    """
-    return _RefusingRoute(
-        route.path, route.methods, route.endpoint, route.why, route.like, route.app, body, before
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _RefusingRoute(Route):
-    """A route that catches what is raised before its endpoint is called.
-
-    Exception handlers would do it for the whole application: the host's other routes keep theirs.
+    ``before`` sees the request before they do. Exception handlers would do it for the whole
+    application: the host's other routes keep theirs.
     """
 
-    body: ErrorBody | None = None
-    before: Callable[[Request], None] | None = None
-
-    def _mounted(self, original: APIRoute | None, model: APIRoute | None) -> Mounted:
-        mounted = Route._mounted(self, original, model)
-        answer, body, before = mounted.get_route_handler(), self.body, self.before
-        assert body is not None
-
+    def around(answer: Handler) -> Handler:
         async def answering(request: Request) -> Response:
             try:
                 if before is not None:
@@ -91,5 +73,6 @@ class _RefusingRoute(Route):
             except HTTPException as error:
                 return refuse(body, failure_of(error))
 
-        mounted.app = request_response(answering)
-        return mounted
+        return answering
+
+    return replace(route, around=around)

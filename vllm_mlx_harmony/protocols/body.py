@@ -25,6 +25,9 @@ class Wire(BaseModel):
 
 Model = TypeVar("Model", bound=Wire)
 
+UNSUPPORTED = "unsupported_value"
+"""The code of a value that is well-formed and cannot be served."""
+
 _WORDS = {
     "missing": "is required",
     "model_type": "must be an object",

@@ -12,9 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols.body import Wire, checked, required
-
-UNSUPPORTED = "unsupported_value"
+from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, checked, required
 
 # --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
 

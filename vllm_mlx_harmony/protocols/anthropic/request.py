@@ -33,7 +33,6 @@ from vllm_mlx_harmony.core.turn import (
 )
 from vllm_mlx_harmony.protocols.anthropic.body import (
     CUSTOM,
-    UNSUPPORTED,
     AnthropicMessage,
     AnthropicTool,
     Block,
@@ -41,7 +40,7 @@ from vllm_mlx_harmony.protocols.anthropic.body import (
     ResultBlock,
 )
 from vllm_mlx_harmony.protocols.anthropic.input import INVALID_JSON
-from vllm_mlx_harmony.protocols.body import required
+from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
 from vllm_mlx_harmony.protocols.seal import Seal
 
 

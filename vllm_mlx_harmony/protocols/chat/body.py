@@ -10,35 +10,16 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols.body import Wire, checked
-
-UNSUPPORTED = "unsupported_value"
+from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, checked
+from vllm_mlx_harmony.protocols.openai_content import Parts
 
 # --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
 
 
-def _as_parts(value: object) -> object:
-    """A string is a list of one text part."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if value is None or isinstance(value, list):
-        return value
-    raise PydanticCustomError("content_type", "must be a string or a list of parts")
-
-
 def _as_strings(value: object) -> object:
     return [value] if isinstance(value, str) else value
-
-
-class ChatPart(Wire):
-    """One part of a message's content. What is neither text nor refusal is only named."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class ChatFunction(Wire):
@@ -54,7 +35,7 @@ class ChatCall(Wire):
 
 class ChatMessage(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ChatPart] | None, BeforeValidator(_as_parts)] = None
+    content: Parts = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None

@@ -7,7 +7,6 @@ rendered, and how the answer is written (chat/api.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from json import dumps
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import (
@@ -27,18 +26,16 @@ from vllm_mlx_harmony.core.turn import (
     Turn,
     User,
 )
-from vllm_mlx_harmony.protocols.body import required
+from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
 from vllm_mlx_harmony.protocols.chat.body import (
-    UNSUPPORTED,
     ChatBody,
     ChatCall,
     ChatFormat,
     ChatMessage,
-    ChatPart,
     ChatTool,
     TemplateOptions,
 )
-from vllm_mlx_harmony.protocols.content import result_text
+from vllm_mlx_harmony.protocols.openai_content import call_arguments, message_text, result_text
 
 VOCABULARY = 201_088
 """How many ids o200k_harmony has: what ``logit_bias`` may name."""
@@ -87,7 +84,7 @@ def _assistant(message: ChatMessage, where: str) -> Iterator[Message]:
     calls = message.tool_calls or ()
     if reasoning := message.reasoning_content or message.reasoning or message.thinking:
         yield Reasoning(reasoning)
-    if text := _text(message.content or (), where) or message.refusal:
+    if text := message_text(message.content or (), f"{where}.content") or message.refusal:
         yield Preamble(text) if calls else Answer(text)
     for index, call in enumerate(calls):
         yield _call(call, f"{where}.tool_calls[{index}]")
@@ -96,7 +93,8 @@ def _assistant(message: ChatMessage, where: str) -> Iterator[Message]:
 def _tool(message: ChatMessage, where: str) -> Iterator[Message]:
     if not message.tool_call_id:
         raise RequestError("tool message without tool_call_id", param=where)
-    yield Result(message.tool_call_id, _result_text(message.content or (), where), where)
+    text = result_text(message.content or (), f"{where}.content")
+    yield Result(message.tool_call_id, text, where)
 
 
 _ROLES: dict[str, Callable[[ChatMessage, str], Iterator[Message]]] = {
@@ -109,75 +107,14 @@ _ROLES: dict[str, Callable[[ChatMessage, str], Iterator[Message]]] = {
 
 
 def _call(call: ChatCall, where: str) -> Call:
-    return Call(call.id, call.function.name, _arguments(call.function.arguments, where))
-
-
-def _arguments(arguments: object, where: str) -> str:
-    """A string byte for byte; an object compactly, non-ASCII kept; nothing is ``{}`` (A4)."""
-    if isinstance(arguments, str):
-        return arguments or "{}"
-    if isinstance(arguments, dict):
-        return dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-    if arguments is None:
-        return "{}"
-    param = f"{where}.function.arguments"
-    raise RequestError(f"{param} must be a string of JSON", param=param, code="invalid_type")
-
-
-# --- Content (A5, A11): the texts of all parts, one after the other.
-
-_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-
-_KINDS = {
-    "image_url": "image",
-    "input_image": "image",
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "video_url": "video",
-    "input_video": "video",
-    "input_file": "file",
-}
+    arguments = call_arguments(call.function.arguments, f"{where}.function.arguments")
+    return Call(call.id, call.function.name, arguments)
 
 
 def _needed(message: ChatMessage, where: str) -> str:
     if message.content is None:
         raise required(f"{where}.content")
-    return _text(message.content, where)
-
-
-def _text(parts: Sequence[ChatPart], where: str) -> str:
-    """The text of a message. A part that is not text is a 400 that names it."""
-    return "".join(_readable(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
-
-
-def _readable(part: ChatPart, where: str) -> str:
-    text = _part_text(part, where)
-    if text is None:
-        raise RequestError(
-            f"{where} is of type {part.type!r}: the model reads text only",
-            param=where,
-            code=UNSUPPORTED,
-        )
-    return text
-
-
-def _result_text(parts: Sequence[ChatPart], where: str) -> str:
-    """The text of a tool's result. A part that is not text is replaced by a line that says so."""
-    return result_text(
-        (_part_text(part, f"{where}.content[{index}]"), _KINDS.get(part.type, part.type))
-        for index, part in enumerate(parts)
-    )
-
-
-def _part_text(part: ChatPart, where: str) -> str | None:
-    """The text of a part; ``None`` when it is a picture, a sound or anything else."""
-    field = _TEXTS.get(part.type)
-    if field is None:
-        return None
-    text: str | None = getattr(part, field)
-    if text is None:
-        raise required(f"{where}.{field}")
-    return text
+    return message_text(message.content, f"{where}.content")
 
 
 # --- Tools, format, effort, sampling and limits.

@@ -13,9 +13,8 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols.body import Wire, checked
-
-UNSUPPORTED = "unsupported_value"
+from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, checked
+from vllm_mlx_harmony.protocols.openai_content import Part, Parts
 
 ITEMS = frozenset(
     {
@@ -35,15 +34,6 @@ TOOLS = frozenset({"function", "custom", "namespace"})
 """The tools that a client runs itself. Any other would be the server's, and it has none."""
 
 # --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
-
-
-def _as_parts(value: object) -> object:
-    """A string is a list of one text part."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if value is None or isinstance(value, list):
-        return value
-    raise PydanticCustomError("content_type", "must be a string or a list of parts")
 
 
 def _as_items(value: object) -> object:
@@ -82,17 +72,6 @@ def _as_choice(value: object) -> object:
     if isinstance(value, str):
         return {"type": value, "document": value}
     return {**value, "document": value} if isinstance(value, dict) else value
-
-
-class Part(Wire):
-    """One part of some content. What is neither text nor refusal is only named."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-Parts = Annotated[list[Part] | None, BeforeValidator(_as_parts)]
 
 
 class Item(Wire):

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from json import dumps
 from typing import Any, TypeAlias
 
-from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -23,8 +21,13 @@ from vllm_mlx_harmony.core.turn import (
     User,
 )
 from vllm_mlx_harmony.protocols.body import required
-from vllm_mlx_harmony.protocols.content import result_text
-from vllm_mlx_harmony.protocols.responses.body import UNSUPPORTED, Item, Part, read_item
+from vllm_mlx_harmony.protocols.openai_content import (
+    call_arguments,
+    message_text,
+    paragraphs,
+    result_text,
+)
+from vllm_mlx_harmony.protocols.responses.body import Item, read_item
 from vllm_mlx_harmony.protocols.responses.freeform import wrap
 from vllm_mlx_harmony.protocols.responses.tools import Tools
 from vllm_mlx_harmony.protocols.seal import Seal
@@ -69,7 +72,7 @@ class ItemReader:
             raise required(f"{where}.role")
         if item.content is None and item.role != "assistant":
             raise required(f"{where}.content")
-        text = _text(item.content or (), f"{where}.content")
+        text = message_text(item.content or (), f"{where}.content")
         if item.role == "user":
             yield User(text)
         elif text:
@@ -85,8 +88,8 @@ class ItemReader:
         """What was sealed here is what the model thought; else the text, else a summary of it."""
         text = (
             self._unsealed(item, where)
-            or _lines(item.content or (), f"{where}.content")
-            or _lines(item.summary or (), f"{where}.summary")
+            or paragraphs(item.content or (), f"{where}.content")
+            or paragraphs(item.summary or (), f"{where}.summary")
         )
         if text:
             yield Reasoning(text)
@@ -105,7 +108,7 @@ class ItemReader:
         return text or ""
 
     def _function_call(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
-        yield self._call(item, where, _arguments(item.arguments, f"{where}.arguments"))
+        yield self._call(item, where, call_arguments(item.arguments, f"{where}.arguments"))
 
     def _custom_call(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
         yield self._call(item, where, wrap(_needed(item.input, f"{where}.input")))
@@ -117,7 +120,7 @@ class ItemReader:
 
     def _output(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
         key = _needed(item.call_id, f"{where}.call_id")
-        yield Result(key, _result_text(item.output or (), f"{where}.output"), where)
+        yield Result(key, result_text(item.output or (), f"{where}.output"), where)
 
 
 _Read: TypeAlias = Callable[[ItemReader, Item, str, Sequence[Item]], Iterator[Message]]
@@ -151,75 +154,3 @@ def _needed(value: str | None, where: str) -> str:
     if value is None:
         raise required(where)
     return value
-
-
-def _arguments(arguments: object, where: str) -> str:
-    """A string byte for byte; an object compactly, non-ASCII kept; nothing is ``{}`` (A4)."""
-    if isinstance(arguments, str):
-        return arguments or "{}"
-    if isinstance(arguments, dict):
-        return dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-    if arguments is None:
-        return "{}"
-    raise RequestError(f"{where} must be a string of JSON", param=where, code="invalid_type")
-
-
-# --- Content (A5, A11): the texts of all parts.
-
-_TEXTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "reasoning_text": "text",
-    "summary_text": "text",
-    "refusal": "refusal",
-}
-_KINDS = {
-    "input_image": "image",
-    "image_url": "image",
-    "computer_screenshot": "image",
-    "input_audio": "audio",
-    "input_video": "video",
-    "input_file": "file",
-}
-
-
-def _text(parts: Sequence[Part], where: str) -> str:
-    """The text of a message. A part that is not text is a 400 that names it."""
-    return "".join(_readable(part, f"{where}[{index}]") for index, part in enumerate(parts))
-
-
-def _readable(part: Part, where: str) -> str:
-    text = _part_text(part, where)
-    if text is None:
-        raise RequestError(
-            f"{where} is of type {part.type!r}: the model reads text only",
-            param=where,
-            code=UNSUPPORTED,
-        )
-    return text
-
-
-def _lines(parts: Sequence[Part], where: str) -> str:
-    """The texts of parts that were paragraphs of their own. What is not text is not there."""
-    texts = (_part_text(part, f"{where}[{index}]") for index, part in enumerate(parts))
-    return "\n".join(text for text in texts if text)
-
-
-def _result_text(parts: Sequence[Part], where: str) -> str:
-    """The text of a tool's result. A part that is not text is replaced by a line that says so."""
-    return result_text(
-        (_part_text(part, f"{where}[{index}]"), _KINDS.get(part.type, part.type))
-        for index, part in enumerate(parts)
-    )
-
-
-def _part_text(part: Part, where: str) -> str | None:
-    """The text of a part; ``None`` when it is a picture, a sound or anything else."""
-    name = _TEXTS.get(part.type)
-    if name is None:
-        return None
-    text: str | None = getattr(part, name)
-    if text is None:
-        raise required(f"{where}.{name}")
-    return text

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Tool
-from vllm_mlx_harmony.protocols.body import required
+from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
 from vllm_mlx_harmony.protocols.responses.body import (
-    UNSUPPORTED,
     AllowedTool,
     NamespacedTool,
     ResponsesTool,
