@@ -99,7 +99,6 @@ BAD: dict[str, Callable[[], Stream]] = {
     "no reason": lambda: with_(9, ended("because")),
     "tool_use without a tool": lambda: [*GOOD[:5], *GOOD[9:]],
     "another prompt": lambda: with_(9, ended(tokens=6)),
-    "a control token": lambda: with_(2, delta(0, type="thinking_delta", thinking="<|end|>")),
     "another name": lambda: with_(10, ("message_delta", {"type": "message_stop"})),
     "an error and more": lambda: with_(
         9, event("error", error={"type": "api_error", "message": "x"}, request_id=None), ended()
