@@ -25,9 +25,10 @@ from typing import Any
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.host import contract, kv, seams
+from vllm_mlx_harmony.host import contract, seams
 from vllm_mlx_harmony.host.engine import generate
-from vllm_mlx_harmony.host.kv_tree import Counters, Tree
+from vllm_mlx_harmony.host.kv import prefix
+from vllm_mlx_harmony.host.kv.tree import Counters, Tree
 from vllm_mlx_harmony.host.sampling import Settings
 
 TURNS = 20
@@ -120,19 +121,19 @@ def plugged(on: bool, budget: int | None = None) -> Iterator[Tree[Any] | None]:
     if not on:
         yield None
         return
-    tree: Tree[Any] = Tree(budget or kv.budget())
-    before, kv.memory = kv.memory, lambda: tree  # type: ignore[assignment]
+    tree: Tree[Any] = Tree(budget or prefix.budget())
+    before, prefix.memory = prefix.memory, lambda: tree  # type: ignore[assignment]
     undos = seams.apply_all([seam for seam in contract.SEAMS if _is_about_ids(seam)])
     try:
         yield tree
     finally:
         seams.undo_all(undos)
-        kv.memory = before
+        prefix.memory = before
 
 
 def _is_about_ids(seam: seams.Seam) -> bool:
     replacement = str(getattr(seam, "replacement", ""))
-    return ".kv_" in replacement or "hand_on_ids" in replacement
+    return ".kv." in replacement or "hand_on_ids" in replacement
 
 
 def make(kind: str, model: Path) -> Any:
@@ -412,8 +413,8 @@ def _lru(name: str, make_cache: Callable[[], list[Any]]) -> Way:
 
 def segments(model: Any) -> Way:
     """Ours: a tree of pieces."""
-    from vllm_mlx_harmony.host.kv_layers import cut, join
-    from vllm_mlx_harmony.host.kv_tree import pack
+    from vllm_mlx_harmony.host.kv.layers import cut, join
+    from vllm_mlx_harmony.host.kv.tree import pack
 
     tree: Tree[Any] = Tree(1 << 40)
 

@@ -552,7 +552,7 @@ def test_whatever_is_used_of_the_host_is_in_the_table() -> None:
     checked = {seam.target for seam in contract.USED} | {
         seam.target for seam in contract.SEAMS if isinstance(seam, Patch)
     }
-    for file in sorted(Path(host.__file__).parent.glob("*.py")):
+    for file in sorted(Path(host.__file__).parent.rglob("*.py")):
         for target in used(file):
             assert target.startswith(BASE_CLASS) or any(
                 name == target or name.startswith(f"{target}.") for name in checked

@@ -107,7 +107,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Patch(
         "vllm_mlx.models.llm:MLXLanguageModel.stream_generate",
-        "vllm_mlx_harmony.host.kv_simple:reuse_prefix",
+        "vllm_mlx_harmony.host.kv.simple:reuse_prefix",
         "a prompt that continues a known one is computed from where it leaves it",
         _STREAM_GENERATE,
     ),
@@ -138,24 +138,24 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Patch(
         "vllm_mlx.scheduler:Scheduler.__init__",
-        "vllm_mlx_harmony.host.kv_batched:ours_instead",
+        "vllm_mlx_harmony.host.kv.batched:ours_instead",
         "the host's prefix cache seldom stores after a hit, and writes to the user's disk",
         ("self", "model", "tokenizer", "config"),
     ),
     Patch(
         "vllm_mlx.scheduler:Scheduler.add_request",
-        "vllm_mlx_harmony.host.kv_batched:keep_known",
+        "vllm_mlx_harmony.host.kv.batched:keep_known",
         "the prompt of a request reaches the batch generator as it is",
         ("self", "request"),
     ),
     Patch(
         "vllm_mlx.scheduler:BatchGenerator",
-        "vllm_mlx_harmony.host.kv_batched:reusing",
+        "vllm_mlx_harmony.host.kv.batched:reusing",
         "sequences start where the known ends, and are remembered as they run",
         ("model", "prefill_batch_size", "completion_batch_size", "prefill_step_size", OTHERS),
     ),
     *(
-        Patch(target, f"vllm_mlx_harmony.host.kv_status:{name}", why, ("self",))
+        Patch(target, f"vllm_mlx_harmony.host.kv.status:{name}", why, ("self",))
         for name, why, targets in (
             (
                 "with_counters",

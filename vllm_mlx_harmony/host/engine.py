@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.host.kv import Known
+from vllm_mlx_harmony.host.kv.prefix import Known
 from vllm_mlx_harmony.host.prompts import PromptText
 from vllm_mlx_harmony.host.sampling import Settings, bias, when_batched
 

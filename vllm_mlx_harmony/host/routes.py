@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.host import messages, responses
+from vllm_mlx_harmony.host import messages
 from vllm_mlx_harmony.host.mount import Route
 from vllm_mlx_harmony.host.refusals import refuse, refusing_in
+from vllm_mlx_harmony.host.responses import routes as responses
 from vllm_mlx_harmony.host.seams import Seam
 from vllm_mlx_harmony.host.serving import Api, serve
 from vllm_mlx_harmony.protocols import chat

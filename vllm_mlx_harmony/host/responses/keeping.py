@@ -1,7 +1,7 @@
 """Answers of the Responses API, looked up and kept: what a request continues, what stays of it.
 
-Knows when an answer has to be on the disk. Refuses to know paths and sockets (responses,
-responses_socket), and how a store keeps what it is given (store).
+Knows when an answer has to be on the disk. Refuses to know paths and sockets (routes,
+websocket), and how a store keeps what it is given (store).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp
 from vllm_mlx_harmony.host.answers import Deltas
+from vllm_mlx_harmony.host.responses.store import Kept, server_store
 from vllm_mlx_harmony.host.seal import server_seal
-from vllm_mlx_harmony.host.store import Kept, server_store
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource

@@ -1,7 +1,7 @@
 """Answers that are generated while nobody waits: started, watched, cancelled.
 
 Knows what each has said so far, and for how long that is remembered. Refuses to know paths and
-requests (responses), and where an answer is kept when it has ended (responses_keeping).
+requests (routes), and where an answer is kept when it has ended (keeping).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm_mlx_harmony.host.answers import Deltas, Job, run, stopped
-from vllm_mlx_harmony.host.responses_keeping import KeptAnswer, keeping, told
+from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, keeping, told
 from vllm_mlx_harmony.protocols.events import DONE, Event
 
 MOST_EVENTS = 200_000

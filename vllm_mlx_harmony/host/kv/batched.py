@@ -17,8 +17,8 @@ from weakref import WeakSet
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.host import kv
-from vllm_mlx_harmony.host.kv import Known
+from vllm_mlx_harmony.host.kv import prefix
+from vllm_mlx_harmony.host.kv.prefix import Known
 from vllm_mlx_harmony.host.models import is_harmony
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def ours_instead(original: Method) -> Method:
 
         config = config or SchedulerConfig()
         wanted = config.enable_prefix_cache and not config.max_kv_size
-        if wanted and is_harmony(tokenizer) and kv.reusable(model):
+        if wanted and is_harmony(tokenizer) and prefix.reusable(model):
             config = replace(config, enable_prefix_cache=False)
             _ours.add(self)
         original(self, model, tokenizer, config)
@@ -120,8 +120,8 @@ class Reusing(BatchGenerator):  # type: ignore[misc, unused-ignore]
         prompt = self._known.get(uid)
         if prompt is None or before:
             return sequence
-        known, cache = kv.resume(self.model, prompt)
-        places = [known, *kv.marks(prompt, after=known), len(prompt)]
+        known, cache = prefix.resume(self.model, prompt)
+        places = [known, *prefix.marks(prompt, after=known), len(prompt)]
         pieces = [prompt[start:end] for start, end in pairwise(places)]
         return (
             *(uid, pieces, limit, cache or self._make_new_cache(), prompt[:known]),
@@ -142,7 +142,7 @@ class Reusing(BatchGenerator):  # type: ignore[misc, unused-ignore]
         prompt = self._known.get(uid)
         if prompt is not None:
             row = batch.uids.index(uid)
-            kv.remember(self.model, prompt.tenant, batch.tokens[row], batch.prompt_cache, row)
+            prefix.remember(self.model, prompt.tenant, batch.tokens[row], batch.prompt_cache, row)
 
     def _row_ended(self, row: int) -> None:
         batch = self._generation_batch

@@ -2,7 +2,7 @@
 
 Knows paths, methods and queries. Refuses to know bodies and events (protocols.responses), how a
 request is run (serving), and how answers are kept, watched in the background and made shorter
-(responses_keeping, responses_background, responses_compact).
+(keeping, background, compact).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from vllm_mlx_harmony.host.answers import run
 from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.mount import Route
 from vllm_mlx_harmony.host.refusals import refusing_in
-from vllm_mlx_harmony.host.responses_background import Background, Running
-from vllm_mlx_harmony.host.responses_compact import COMPACT
-from vllm_mlx_harmony.host.responses_keeping import KeptAnswer, keeping, new_key, read
-from vllm_mlx_harmony.host.responses_socket import SocketRoute
+from vllm_mlx_harmony.host.responses.background import Background, Running
+from vllm_mlx_harmony.host.responses.compact import COMPACT
+from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, keeping, new_key, read
+from vllm_mlx_harmony.host.responses.store import Kept, server_store
+from vllm_mlx_harmony.host.responses.websocket import SocketRoute
 from vllm_mlx_harmony.host.seams import Seam
 from vllm_mlx_harmony.host.serving import Api, begin, count, refusing, respond, serve
-from vllm_mlx_harmony.host.store import Kept, server_store
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import frame
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource

@@ -1,7 +1,7 @@
 """Prefix reuse: what was computed for one prompt and its answer is not computed again for the next.
 
 Knows what is remembered, for whom, where a prompt is cut, and the budget. One memory per process,
-never on disk. Refuses to know engines (`kv_simple`, `kv_batched`), buffers (`kv_layers`).
+never on disk. Refuses to know engines (`simple`, `batched`), buffers (`layers`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.host.kv_tree import Counters, Tree, pack
+from vllm_mlx_harmony.host.kv.tree import Counters, Tree, pack
 
 if TYPE_CHECKING:
-    from vllm_mlx_harmony.host.kv_layers import Segment
+    from vllm_mlx_harmony.host.kv.layers import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def resume(model: Any, prompt: Known, answer: int = 0) -> tuple[int, list[Any] |
     if not enabled():
         return 0, None
     try:
-        from vllm_mlx_harmony.host.kv_layers import join
+        from vllm_mlx_harmony.host.kv.layers import join
 
         known, segments = memory().find(owner(model, prompt.tenant), pack(prompt))
         room = len(prompt) - known + answer if answer else 0
@@ -177,7 +177,7 @@ def remember(model: Any, tenant: str, ids: Iterable[int], cache: Any, row: int =
     Nothing happens when it does not hold them, or anything else goes wrong. On the thread that owns
     the model.
     """
-    from vllm_mlx_harmony.host.kv_layers import cut
+    from vllm_mlx_harmony.host.kv.layers import cut
 
     try:
         memory().add(
@@ -191,6 +191,6 @@ def reusable(model: Any) -> bool:
     """Whether anything may be remembered, and the model's caches are of kinds that can be cut."""
     if not enabled():
         return False
-    from vllm_mlx_harmony.host.kv_layers import kinds
+    from vllm_mlx_harmony.host.kv.layers import kinds
 
     return kinds(model) is not None

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
 )
 
 from vllm_mlx_harmony import standin
-from vllm_mlx_harmony.host.kv_layers import Misaligned, Segment, cut, join, kinds
+from vllm_mlx_harmony.host.kv.layers import Misaligned, Segment, cut, join, kinds
 
 WINDOW = 128
 

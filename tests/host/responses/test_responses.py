@@ -32,10 +32,11 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Answer, Defaults, Instructions, Stamp, User
-from vllm_mlx_harmony.host import contract, responses_background, responses_keeping
-from vllm_mlx_harmony.host.responses_background import Background, Running
-from vllm_mlx_harmony.host.responses_compact import COMPACT
-from vllm_mlx_harmony.host.responses_keeping import (
+from vllm_mlx_harmony.host import contract
+from vllm_mlx_harmony.host.responses import background
+from vllm_mlx_harmony.host.responses.background import Background, Running
+from vllm_mlx_harmony.host.responses.compact import COMPACT
+from vllm_mlx_harmony.host.responses.keeping import (
     KeptAnswer,
     Recall,
     keeping,
@@ -43,15 +44,16 @@ from vllm_mlx_harmony.host.responses_keeping import (
     read,
     told,
 )
-from vllm_mlx_harmony.host.responses_socket import (
+from vllm_mlx_harmony.host.responses.store import Kept, MemoryStore
+from vllm_mlx_harmony.host.responses.websocket import (
     MOST_WAITING,
     Conversation,
     SocketRoute,
     converse,
 )
-from vllm_mlx_harmony.host.store import Kept, MemoryStore
 from vllm_mlx_harmony.protocols.events import Event
 
+RESPONSES = "vllm_mlx_harmony.host.responses"
 KEY = new_key()
 STAMP = Stamp(KEY, 1_754_352_000, "gpt-oss-20b")
 ID = f"resp_{KEY}"
@@ -66,8 +68,8 @@ SAID: list[list[Delta]] = [
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     store = MemoryStore()
-    monkeypatch.setattr(responses_keeping, "server_store", lambda: store)
-    monkeypatch.setattr("vllm_mlx_harmony.host.responses.server_store", lambda: store)
+    monkeypatch.setattr(f"{RESPONSES}.keeping.server_store", lambda: store)
+    monkeypatch.setattr(f"{RESPONSES}.routes.server_store", lambda: store)
     return store
 
 
@@ -128,7 +130,7 @@ class Full:
 def test_a_full_disk_takes_no_answer_away(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(responses_keeping, "server_store", Full)
+    monkeypatch.setattr(f"{RESPONSES}.keeping.server_store", Full)
     documents = [json.loads(event.data) for event in asyncio.run(events_of(answer()))]
     assert check_documents(documents)["status"] == "completed"
     assert "disk is full" in caplog.text
@@ -244,7 +246,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Puts what a turn generates in the place of the real thing."""
 
     def put_in(source: Any) -> None:
-        monkeypatch.setattr(responses_background, "run", source)
+        monkeypatch.setattr(background, "run", source)
 
     return put_in
 

@@ -21,9 +21,10 @@ pytest.importorskip("mlx_lm")
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import OutputError
-from vllm_mlx_harmony.host import contract, kv, kv_batched, kv_simple, seams
+from vllm_mlx_harmony.host import contract, seams
 from vllm_mlx_harmony.host.engine import generate
-from vllm_mlx_harmony.host.kv_tree import Counters, Tree
+from vllm_mlx_harmony.host.kv import batched, prefix, simple
+from vllm_mlx_harmony.host.kv.tree import Counters, Tree
 from vllm_mlx_harmony.host.sampling import Settings
 from vllm_mlx_harmony.host.seams import Patch
 from vllm_mlx_harmony.standin import Script
@@ -86,17 +87,18 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+ROOMS = {"engine", "kv.batched", "kv.simple", "kv.status", "sampling"}
+"""The modules of the host's room whose seams prefix reuse needs."""
+
+
+def room(seam: Patch) -> str:
+    return str(seam.replacement).removeprefix("vllm_mlx_harmony.host.").partition(":")[0]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _seams() -> Iterator[None]:
-    rooms = tuple(f"vllm_mlx_harmony.host.{name}" for name in ("kv_", "engine:", "sampling:"))
-    rows = [
-        seam
-        for seam in contract.SEAMS
-        if isinstance(seam, Patch) and str(seam.replacement).startswith(rooms)
-    ]
-    assert {str(seam.replacement).partition(":")[0].rpartition(".")[2] for seam in rows} == {
-        *("engine", "kv_batched", "kv_simple", "kv_status", "sampling")
-    }
+    rows = [seam for seam in contract.SEAMS if isinstance(seam, Patch) and room(seam) in ROOMS]
+    assert {room(seam) for seam in rows} == ROOMS
     undos = seams.apply_all(rows)
     yield
     seams.undo_all(undos)
@@ -163,7 +165,7 @@ def served(started: Any, monkeypatch: pytest.MonkeyPatch) -> Served:
     """The engine with an empty memory of its own."""
     engine, kind, name = started
     served = Served(engine, kind, limit=20 if name == "standin" else 8)
-    monkeypatch.setattr(kv, "memory", lambda: served.tree)
+    monkeypatch.setattr(prefix, "memory", lambda: served.tree)
     return served
 
 
@@ -324,14 +326,14 @@ def test_thrown_out_while_it_is_used(served: Served, run: Run) -> None:
 def test_failure_inside_changes_nothing_outside(
     served: Served, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_mlx_harmony.host import kv_layers
+    from vllm_mlx_harmony.host.kv import layers
 
     def broken(*args: Any, **keywords: Any) -> Any:
         raise RuntimeError("no room")
 
     turns = run(loop(served, 2))
-    monkeypatch.setattr(kv_layers, "join", broken)
-    monkeypatch.setattr(kv_layers, "cut", broken)
+    monkeypatch.setattr(layers, "join", broken)
+    monkeypatch.setattr(layers, "cut", broken)
     for prompt, said, _ in turns:
         assert run(served.ask(prompt)) == (said, 0)
 
@@ -351,7 +353,7 @@ def test_an_engine_that_failed_is_no_source(
         engine = make(kind, directories["standin"])
         run(engine.start())
         served = Served(engine, kind)
-        monkeypatch.setattr(kv, "memory", lambda served=served: served.tree)
+        monkeypatch.setattr(prefix, "memory", lambda served=served: served.tree)
         prompt = [*SYSTEM, *user("Fail."), *OPENING]
         for _ in range(2):
             with pytest.raises(OutputError):
@@ -370,7 +372,7 @@ def test_a_stopped_engine_leaves_nothing(
     engine = make(kind, directories["tiny"])
     run(engine.start())
     served = Served(engine, kind)
-    monkeypatch.setattr(kv, "memory", lambda: served.tree)
+    monkeypatch.setattr(prefix, "memory", lambda: served.tree)
     prompt = [*SYSTEM, *user("Say hello."), *OPENING]
     said, _ = run(served.ask(prompt))
     assert served.counters.nbytes > 0
@@ -412,14 +414,14 @@ def test_the_hosts_prefix_cache_is_off_where_ours_is_on(
         engine = make("batched", directories["tiny"], scheduler_config=SchedulerConfig(**config))
         await engine.start()
         found = scheduler(engine)
-        held = found.memory_aware_cache is not None, found in kv_batched._ours
+        held = found.memory_aware_cache is not None, found in batched._ours
         await engine.stop()
         return held
 
     assert run(caches()) == (False, True)
     assert run(caches(enable_prefix_cache=False)) == (False, False)
     assert run(caches(max_kv_size=512)) == (True, False)
-    monkeypatch.setattr(kv, "memory", lambda: Tree(0))
+    monkeypatch.setattr(prefix, "memory", lambda: Tree(0))
     assert run(caches()) == (True, False)
 
 
@@ -441,11 +443,11 @@ def test_other_prompts_pass_through_the_simple_engine_as_they_are() -> None:
         calls.append((model, prompt, args, keywords))
         return iter(())
 
-    reusing = kv_simple.reuse_prefix(original)
+    reusing = simple.reuse_prefix(original)
     for prompt, keywords in (
         ("text", {}),
         ([1, 2], {"stop": None}),
-        (kv.Known([1]), {"prompt_cache": 1}),
+        (prefix.Known([1]), {"prompt_cache": 1}),
     ):
         list(reusing("model", prompt, **keywords))
         assert calls[-1] == ("model", prompt, (), keywords)
@@ -455,7 +457,7 @@ def test_raw_requests_of_the_host_are_reused_too(
     directories: dict[str, Path], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree: Tree[Any] = Tree(PLENTY)
-    monkeypatch.setattr(kv, "memory", lambda: tree)
+    monkeypatch.setattr(prefix, "memory", lambda: tree)
     text = vocab.encoding().decode([*SYSTEM, *user("Say hello."), *OPENING])
 
     async def test() -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_mlx_harmony.host.kv_tree import WIDTH, Tree, pack
+from vllm_mlx_harmony.host.kv.tree import WIDTH, Tree, pack
 
 PLENTY = 1_000_000
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import wraps
 from typing import Any
 
-from vllm_mlx_harmony.host import kv
+from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.models import is_harmony
 
 NAME = "harmony_prefix_reuse"
@@ -27,7 +27,7 @@ def with_counters(original: Method) -> Method:
         stats = original(self)
         if not is_harmony(getattr(self, "tokenizer", None)):
             return stats
-        return {**(stats or {}), NAME: asdict(kv.counters())}
+        return {**(stats or {}), NAME: asdict(prefix.counters())}
 
     return get_cache_stats
 
@@ -39,7 +39,7 @@ def with_ours(original: Method) -> Method:
     def clear(self: Any) -> Any:
         model = _model(self)
         if model is not None:
-            kv.forget(model)
+            prefix.forget(model)
         return original(self)
 
     return clear

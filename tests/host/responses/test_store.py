@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core.turn import (
     Result,
     User,
 )
-from vllm_mlx_harmony.host.store import (
+from vllm_mlx_harmony.host.responses.store import (
     STORE_VARIABLE,
     FileStore,
     Kept,
@@ -136,7 +136,7 @@ def test_a_file_survives_a_restart(tmp_path: Path) -> None:
 WRITER = dedent("""
     import sys
     from pathlib import Path
-    from vllm_mlx_harmony.host.store import FileStore, Kept
+    from vllm_mlx_harmony.host.responses.store import FileStore, Kept
 
     store = FileStore(Path(sys.argv[1]))
     for number in range(100_000):

@@ -29,7 +29,7 @@ from vllm_mlx_harmony.host.answers import Deltas, run, stopped
 from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.mount import APP
 from vllm_mlx_harmony.host.refusals import failure_of, refuse
-from vllm_mlx_harmony.host.responses_keeping import (
+from vllm_mlx_harmony.host.responses.keeping import (
     KeptAnswer,
     Recall,
     keeping,
@@ -37,9 +37,9 @@ from vllm_mlx_harmony.host.responses_keeping import (
     read,
     told,
 )
+from vllm_mlx_harmony.host.responses.store import Kept
 from vllm_mlx_harmony.host.seams import Undo, locate
 from vllm_mlx_harmony.host.serving import Api, Begun, answered, begin
-from vllm_mlx_harmony.host.store import Kept
 from vllm_mlx_harmony.protocols import responses
 
 logger = logging.getLogger("vllm_mlx_harmony")

@@ -13,8 +13,8 @@ from rows import ids
 pytest.importorskip("openai_harmony")
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.host import kv
-from vllm_mlx_harmony.host.kv_tree import Counters, Tree, pack
+from vllm_mlx_harmony.host.kv import prefix
+from vllm_mlx_harmony.host.kv.tree import Counters, Tree, pack
 
 LONG = " word" * 40
 SYSTEM = f"<|start|>system<|message|>You are ChatGPT.{LONG}<|end|>"
@@ -29,7 +29,7 @@ OPENING = "<|start|>assistant"
 def cuts(*parts: str, after: int = 0) -> list[str]:
     """The pieces as text, instead of where they end."""
     prompt = ids("".join(parts))
-    places = [after, *kv.marks(prompt, after)]
+    places = [after, *prefix.marks(prompt, after)]
     assert places == sorted(set(places))
     decode = vocab.encoding().decode
     return [decode(prompt[start:end]) for start, end in pairwise(places)]
@@ -69,8 +69,8 @@ def test_only_what_follows_the_known_is_cut() -> None:
     pieces = cuts(SYSTEM, ASKED, CALLED, RESULT, OPENING, after=known)
     assert pieces == [RESULT + "<|start|>"]
     prompt = ids(SYSTEM + ASKED + OPENING)
-    assert kv.marks(prompt, after=len(prompt) - 1) == []
-    assert kv.marks([vocab.START], after=0) == []
+    assert prefix.marks(prompt, after=len(prompt) - 1) == []
+    assert prefix.marks([vocab.START], after=0) == []
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_only_what_follows_the_known_is_cut() -> None:
 def test_budget_is_what_the_environment_says(
     monkeypatch: pytest.MonkeyPatch, given: str, expected: int
 ) -> None:
-    monkeypatch.setenv(kv.VARIABLE, given)
-    assert kv.budget() == expected
+    monkeypatch.setenv(prefix.VARIABLE, given)
+    assert prefix.budget() == expected
 
 
 @pytest.mark.parametrize("given", ["", None, "lots", "-1", "2X", "1G2"])
@@ -99,11 +99,11 @@ def test_otherwise_it_is_a_share_of_the_memory(
 ) -> None:
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 16384, "SC_PHYS_PAGES": 1 << 20}.get)
     if given is None:
-        monkeypatch.delenv(kv.VARIABLE, raising=False)
+        monkeypatch.delenv(prefix.VARIABLE, raising=False)
     else:
-        monkeypatch.setenv(kv.VARIABLE, given)
+        monkeypatch.setenv(prefix.VARIABLE, given)
     with caplog.at_level(logging.WARNING):
-        assert kv.budget() == 1 << 30  # of 16 GiB
+        assert prefix.budget() == 1 << 30  # of 16 GiB
     assert bool(caplog.records) == bool(given)
 
 
@@ -118,66 +118,66 @@ class Piece:
 @pytest.fixture
 def tree(monkeypatch: pytest.MonkeyPatch) -> Tree[Any]:
     tree: Tree[Any] = Tree(1000)
-    monkeypatch.setattr(kv, "memory", lambda: tree)
+    monkeypatch.setattr(prefix, "memory", lambda: tree)
     return tree
 
 
-def add(tree: Tree[Any], owner: kv.Owner) -> None:
+def add(tree: Tree[Any], owner: prefix.Owner) -> None:
     tree.add(owner, pack([1, 2, 3]), lambda start, end: Piece())
 
 
-def known(tree: Tree[Any], owner: kv.Owner) -> int:
+def known(tree: Tree[Any], owner: prefix.Owner) -> int:
     return tree.find(owner, pack([1, 2, 3, 4]))[0]
 
 
 def test_tenants_and_models_are_apart(tree: Tree[Any]) -> None:
     one, other = Model(), Model()
-    add(tree, kv.owner(one, "alice"))
-    assert known(tree, kv.owner(one, "alice")) == 3
-    assert known(tree, kv.owner(one, "bob")) == 0
-    assert known(tree, kv.owner(other, "alice")) == 0
+    add(tree, prefix.owner(one, "alice"))
+    assert known(tree, prefix.owner(one, "alice")) == 3
+    assert known(tree, prefix.owner(one, "bob")) == 0
+    assert known(tree, prefix.owner(other, "alice")) == 0
 
 
 def test_a_model_that_is_gone_takes_everything_with_it(tree: Tree[Any]) -> None:
     model = Model()
-    owner = kv.owner(model, "alice")
+    owner = prefix.owner(model, "alice")
     add(tree, owner)
-    add(tree, kv.owner(model, "bob"))
+    add(tree, prefix.owner(model, "bob"))
     del model
     gc.collect()
     assert tree.counters().nbytes == 0 and known(tree, owner) == 0
-    assert owner[0] not in kv._models
+    assert owner[0] not in prefix._models
 
 
 def test_forget_keeps_other_models(tree: Tree[Any]) -> None:
     one, other = Model(), Model()
-    add(tree, kv.owner(one, ""))
-    add(tree, kv.owner(other, ""))
-    kv.forget(one)
-    assert (known(tree, kv.owner(one, "")), known(tree, kv.owner(other, ""))) == (0, 3)
+    add(tree, prefix.owner(one, ""))
+    add(tree, prefix.owner(other, ""))
+    prefix.forget(one)
+    assert (known(tree, prefix.owner(one, "")), known(tree, prefix.owner(other, ""))) == (0, 3)
 
 
 def test_switched_off_nothing_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     tree: Tree[Any] = Tree(0)
-    monkeypatch.setattr(kv, "memory", lambda: tree)
-    assert not kv.enabled() and not kv.reusable(Model())
-    assert kv.resume(Model(), kv.Known([1, 2])) == (0, None)
+    monkeypatch.setattr(prefix, "memory", lambda: tree)
+    assert not prefix.enabled() and not prefix.reusable(Model())
+    assert prefix.resume(Model(), prefix.Known([1, 2])) == (0, None)
     assert tree.counters() == Counters()
 
 
 def test_a_failure_costs_only_the_reuse(tree: Tree[Any], caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("mlx_lm")
     model = Model()
-    add(tree, kv.owner(model, ""))  # what it holds are no keys and values
-    prompt = kv.Known([1, 2, 3, 4])
+    add(tree, prefix.owner(model, ""))  # what it holds are no keys and values
+    prompt = prefix.Known([1, 2, 3, 4])
     with caplog.at_level(logging.ERROR):
-        assert kv.resume(model, prompt) == (0, None)
-        kv.remember(model, "", [7, 8], cache=[object()])
+        assert prefix.resume(model, prompt) == (0, None)
+        prefix.remember(model, "", [7, 8], cache=[object()])
     assert prompt.cached == 0 and len(caplog.records) == 2
-    assert known(tree, kv.owner(model, "")) == 3
+    assert known(tree, prefix.owner(model, "")) == 3
 
 
 def test_known_is_a_list_of_ids() -> None:
-    prompt = kv.Known((1, 2, 3), "alice")
+    prompt = prefix.Known((1, 2, 3), "alice")
     assert prompt == [1, 2, 3] and (prompt.tenant, prompt.cached) == ("alice", 0)
     assert type(prompt[1:]) is list

@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import Any
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.host import kv
-from vllm_mlx_harmony.host.kv import Known
+from vllm_mlx_harmony.host.kv import prefix
+from vllm_mlx_harmony.host.kv.prefix import Known
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +62,13 @@ def _continued(
         _close(chunks)
         # One that was stopped before its end is no turn that anybody will continue.
         if whole and cache is not None:
-            kv.remember(wrapper.model, prompt.tenant, [*prompt, *generated], cache)
+            prefix.remember(wrapper.model, prompt.tenant, [*prompt, *generated], cache)
 
 
 def _prefilled(model: Any, prompt: Known) -> tuple[list[int], list[Any] | None]:
     """What is left for mlx-lm to do: the last id, and a cache that holds the ones before it."""
     try:
-        if kv.reusable(model):
+        if prefix.reusable(model):
             return prompt[-1:], _prefill(model, prompt)
     except Exception:
         logger.exception("a prompt could not be computed in pieces")
@@ -80,11 +80,11 @@ def _prefill(model: Any, prompt: Known) -> list[Any]:
     from mlx_lm.models.cache import make_prompt_cache
 
     with _generating(model):
-        known, cache = kv.resume(model, prompt, answer=ROOM)
+        known, cache = prefix.resume(model, prompt, answer=ROOM)
         cache = make_prompt_cache(model) if cache is None else cache
-        for place in kv.marks(prompt, after=known):
+        for place in prefix.marks(prompt, after=known):
             _compute(model, prompt[known:place], cache)
-            kv.remember(model, prompt.tenant, prompt[:place], cache)
+            prefix.remember(model, prompt.tenant, prompt[:place], cache)
             known = place
         return cache
 
