@@ -19,11 +19,12 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from bench_table import Row, printed
 
 from vllm_mlx_harmony import __file__ as package_file
 from vllm_mlx_harmony import standin
@@ -47,25 +48,6 @@ NAME = "bench"
 CORE = "vllm_mlx_harmony.core."
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measurement: what, the host's and our number, and whether ours is good enough."""
-
-    what: str
-    unit: str
-    host: float | None
-    ours: float
-    goal: str
-    met: bool
-
-    def line(self) -> str:
-        """The row as it is printed."""
-        host = f"{self.host:10.2f}" if self.host is not None else " " * 10
-        ratio = f"{self.ours / self.host:6.2f}" if self.host else " " * 6
-        met = "yes" if self.met else "NO"
-        return f"{self.what:34}{host}{self.ours:10.2f} {self.unit:3}{ratio}  {self.goal:22}{met}"
-
-
 def main() -> int:
     """Prints the table; 1 when a goal is not met."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -76,14 +58,7 @@ def main() -> int:
         profile()
         return 0
     runs = 3 if parsed.quick else 7
-    print(f"{'':34}{'host':>10}{'ours':>10}     ratio  {'goal':22}met", flush=True)
-    rows = []
-    for row in measured(runs):
-        print(row.line(), flush=True)
-        rows.append(row)
-    missed = sum(not row.met for row in rows)
-    print(f"{len(rows) - missed} of {len(rows)} goals met")
-    return 1 if missed else 0
+    return printed(measured(runs))
 
 
 def measured(runs: int) -> Iterator[Row]:

@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench_table import Row, printed
+
 from vllm_mlx_harmony.core import render as rendering
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
@@ -51,42 +53,26 @@ SHAPES = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measurement in milliseconds, and what it may be."""
-
-    what: str
-    taken: float
-    goal: float | None = None
-
-    @property
-    def met(self) -> bool:
-        """Whether it is what it may be."""
-        return self.goal is None or self.taken <= self.goal
-
-    def line(self) -> str:
-        """The row as it is printed."""
-        goal = "" if self.goal is None else f"at most {self.goal:g}  {'yes' if self.met else 'NO'}"
-        return f"{self.what:58}{self.taken:9.2f} ms  {goal}"
-
-
 def main() -> int:
     """Prints the table; 1 when a goal is not met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer runs, for a look")
     runs = 5 if parser.parse_args().quick else 21
-    missed = 0
-    for row in measured(runs):
-        print(row.line(), flush=True)
-        missed += not row.met
-    return 1 if missed else 0
+    return printed(measured(runs))
 
 
 def measured(runs: int) -> Iterator[Row]:
     """All rows, each as soon as it is there."""
     for shape in SHAPES:
         yield from warm(shape, runs)
-    yield Row("longest wait of another thread, one text of 115k tokens", waited(), BLOCKED_MS)
+    yield row("longest wait of another thread, one text of 115k tokens", waited(), BLOCKED_MS)
+
+
+def row(what: str, taken: float, limit: float | None = None) -> Row:
+    """Milliseconds ``taken``, and how many it may be."""
+    if limit is None:
+        return Row(what, "ms", None, taken)
+    return Row(what, "ms", None, taken, f"at most {limit:g}", taken <= limit)
 
 
 def warm(shape: Shape, runs: int) -> Iterator[Row]:
@@ -94,14 +80,14 @@ def warm(shape: Shape, runs: int) -> Iterator[Row]:
     body = conversation(shape)
     tokens = len(render(read(body)).ids)
     print(f"--- {tokens:,} tokens, {len(body['messages'])} messages: {shape.name}")
-    yield Row("cold", timed(cold, read(body)))
-    yield Row("a step more", growing(body, shape, runs, None), WARM_MS)
+    yield row("cold", timed(cold, read(body)))
+    yield row("a step more", growing(body, shape, runs, None), WARM_MS)
     view = Replay(2**28).view("bench")
     for output in outputs(read(body)):
         view.remember(output)
-    yield Row("a step more, with replay", growing(body, shape, runs, view), WARM_MS)
+    yield row("a step more, with replay", growing(body, shape, runs, view), WARM_MS)
     context = partial(StreamingHarmonyContext, stamp=Stamp("0" * 32, 0, "m"))
-    yield Row("the same again, with its context", median_of(runs, context, partial(read, body)))
+    yield row("the same again, with its context", median_of(runs, context, partial(read, body)))
 
 
 def growing(body: Body, shape: Shape, runs: int, view: View | None) -> float:

@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench_table import Row, printed
+
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.host import contract, seams
@@ -42,25 +44,6 @@ TENTH = 0.1
 ONCE = 1.05
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measurement: what, the host's and our number, and whether ours is good enough."""
-
-    what: str
-    unit: str
-    host: float | None
-    ours: float
-    goal: str
-    met: bool
-
-    def line(self) -> str:
-        """The row as it is printed."""
-        host = f"{self.host:12.2f}" if self.host is not None else " " * 12
-        ratio = f"{self.ours / self.host:8.3f}" if self.host else " " * 8
-        met = "yes" if self.met else "NO"
-        return f"{self.what:44}{host}{self.ours:12.2f} {self.unit:7}{ratio}  {self.goal:20}{met}"
-
-
 def main() -> int:
     """Prints the table; 1 when a goal is not met."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -76,13 +59,7 @@ def main() -> int:
         if parsed.mechanisms:
             mechanisms(tiny, parsed.turns)
             return 0
-        print(f"{'':44}{'host':>12}{'ours':>12}{'':8}{'ratio':>8}  {'goal':20}met", flush=True)
-        missed = 0
-        for row in measured(tiny, parsed.turns, parsed.same):
-            print(row.line(), flush=True)
-            missed += not row.met
-    print("all goals met" if not missed else f"{missed} goals missed")
-    return 1 if missed else 0
+        return printed(measured(tiny, parsed.turns, parsed.same))
 
 
 # --- Conversations, as ids
