@@ -199,11 +199,10 @@ def _same(ours: Sequence[Call], theirs: Sequence[Call]) -> bool:
 
 
 def _is_same(ours: Call, theirs: Call) -> bool:
-    if ours == theirs:
-        return True
-    one, other = (call.arguments or "{}" for call in (ours, theirs))  # a cut call may have none
-    same_tool = ours.id == theirs.id and ours.name == theirs.name
-    return same_tool and (one == other or _is_same_json(one, other))
+    if ours.id != theirs.id or ours.name != theirs.name:
+        return False
+    one, other = ours.arguments, theirs.arguments
+    return one == other or _is_same_json(one or "{}", other or "{}")  # a cut call may have none
 
 
 def _is_same_json(one: str, other: str) -> bool:
