@@ -657,11 +657,16 @@ def test_a_tool_loop_goes_on_where_the_model_stopped(dropped: str) -> None:
 
 # --- Any JSON at all.
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
+def values(numbers: st.SearchStrategy[float]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        st.none() | st.booleans() | st.integers() | numbers | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=8,
+    )
+
+
+JSON = values(st.floats())
+FINITE = values(st.floats(allow_nan=False, allow_infinity=False))
 TEXT = st.text() | st.just("\ud83d")
 KINDS = st.sampled_from(
     ["text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image", "x_tool_result"]
@@ -712,7 +717,7 @@ GOOD_MESSAGE = st.one_of(
         assistant,
         st.builds(thinking, TEXT, TEXT),
         TEXT_BLOCK,
-        st.builds(use, st.dictionaries(TEXT, JSON, max_size=2)),
+        st.builds(use, st.dictionaries(TEXT, FINITE, max_size=2)),
     ),
 )
 

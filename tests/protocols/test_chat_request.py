@@ -398,6 +398,8 @@ def test_what_opencode_sends(turns: int) -> None:
     assert asked.include_usage
 
 
+INFINITE = float("1e999")  # what JSON reads it as
+
 BAD_FIELDS = [
     # field, value, the field that is named
     ("model", None, "model"),
@@ -447,6 +449,12 @@ BAD_FIELDS = [
     ("tools", [{"function": WEATHER}, {"function": {}}], "tools[1].function.name"),
     ("tools", [{"function": {"name": ""}}], "tools[0].function.name"),
     ("tools", [{"function": {"name": "x", "parameters": []}}], "tools[0].function.parameters"),
+    (
+        "tools",
+        [{"function": {"name": "x", "parameters": {"properties": {"a": [{"maximum": INFINITE}]}}}}],
+        "tools[0].function.parameters.properties.a[0].maximum",
+    ),
+    ("nobody_reads_it", {"x": INFINITE}, "nobody_reads_it.x"),
     ("tool_choice", "required", "tool_choice"),
     ("tool_choice", {"type": "function", "function": {"name": "x"}}, "tool_choice"),
     ("tool_choice", ["auto"], "tool_choice"),
@@ -607,11 +615,16 @@ def test_errors_say_what_is_wrong(fields: dict[str, Any], message: str, code: st
     assert (error.message, error.code) == (message, code)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
+def values(numbers: st.SearchStrategy[float]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        st.none() | st.booleans() | st.integers() | numbers | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=8,
+    )
+
+
+JSON = values(st.floats())
+FINITE = values(st.floats(allow_nan=False, allow_infinity=False))
 FIELDS = sorted({field for field, _, _ in BAD_FIELDS})
 PLAUSIBLE = st.sampled_from([value for _, value, _ in BAD_FIELDS])
 MESSAGE = st.fixed_dictionaries(
@@ -649,7 +662,7 @@ GOOD_MESSAGE = st.one_of(
             "content": st.none() | TEXT | PARTS,
             "reasoning": TEXT,
             "tool_calls": st.lists(
-                st.builds(call, st.none() | TEXT | st.dictionaries(TEXT, JSON, max_size=2))
+                st.builds(call, st.none() | TEXT | st.dictionaries(TEXT, FINITE, max_size=2))
             ),
         },
     ),
@@ -663,7 +676,7 @@ GOOD_BODY = st.fixed_dictionaries(
             st.fixed_dictionaries(
                 {
                     "function": st.fixed_dictionaries(
-                        {"name": st.just("f"), "parameters": st.dictionaries(TEXT, JSON)}
+                        {"name": st.just("f"), "parameters": st.dictionaries(TEXT, FINITE)}
                     )
                 }
             )

@@ -141,12 +141,13 @@ class Sampling:
 class Limits:
     """When to stop: after ``max_tokens`` ids, ``timeout`` seconds, or at a string in the content.
 
-    ``None`` means: the server's default.
+    ``None`` means: the server's default. ``one_call`` ends the turn with its first call.
     """
 
     max_tokens: int | None = None
     timeout: float | None = None
     stop: tuple[str, ...] = ()
+    one_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)

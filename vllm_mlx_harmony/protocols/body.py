@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from json import dumps, loads
-from typing import Any, TypeVar
+from math import isfinite
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -56,15 +57,48 @@ def mended(body: object) -> object:
 
     An agent written in JavaScript that shortens a text can cut an emoji in two; it must not die
     of it, turn after turn, because half a pair cannot be encoded.
-    Raises ``RequestError`` for what cannot be written as JSON: too deep, or a number too long.
+    Raises ``RequestError`` for what cannot be written as JSON: too deep, a number too long, or one
+    that no float holds (``1e999``), which could not be given back.
     """
     try:
-        text = dumps(body, ensure_ascii=False)
+        text = dumps(body, ensure_ascii=False, allow_nan=False)
         if _encodable(text):
             return body
         return loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     except (ValueError, TypeError, RecursionError) as error:
-        raise RequestError(f"the request body cannot be read: {error}") from error
+        raise _unwritable(body, error) from error
+
+
+def _unwritable(body: object, error: Exception) -> RequestError:
+    where = _infinite(body)
+    if where is not None:
+        return _guilty("finite_number", where, "must be a finite number")
+    return RequestError(f"the request body cannot be read: {error}")
+
+
+_Steps: TypeAlias = "tuple[_Steps, int | str] | tuple[()]"
+
+
+def _infinite(body: object) -> list[int | str] | None:
+    """The path of a number in ``body`` that is not finite. No recursion: it may be very deep."""
+    unseen: list[tuple[_Steps, object]] = [((), body)]
+    while unseen:
+        steps, value = unseen.pop()
+        if isinstance(value, float) and not isfinite(value):
+            return _path_of(steps)
+        if isinstance(value, dict):
+            unseen += [((steps, str(key)), inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            unseen += [((steps, index), inner) for index, inner in enumerate(value)]
+    return None
+
+
+def _path_of(steps: _Steps) -> list[int | str]:
+    parts: list[int | str] = []
+    while steps:
+        steps, part = steps
+        parts.append(part)
+    return parts[::-1]
 
 
 def required(where: str) -> RequestError:

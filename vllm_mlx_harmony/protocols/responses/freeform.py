@@ -14,8 +14,11 @@ INPUT = "input"
 """The one parameter a freeform tool is shown with."""
 
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_LONGEST_OPENING = 256  # characters: white space may stand anywhere in it
+_EMPTY = re.compile(r"\s*\{\s*\}\s*")
+_LONGEST = 256  # characters of the opening or the end: white space may stand anywhere in them
 _TOKENS = ("{", f'"{INPUT}"', ":", '"')
+_MEMBER = re.compile(r'"\s*,\s*"[^"\\]*"\s*:')
+_MAY_END = re.compile(r'"\s*(?:\}\s*|,\s*(?:"[^"\\]*(?:"\s*)?)?)?')
 _PLAIN = re.compile(r'[^"\\]+')
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "/": "/"}
 _HEX = re.compile(r"[0-9a-fA-F]*")
@@ -31,7 +34,7 @@ def wrap(text: str) -> str:
 class _State(Enum):
     OPENING = auto()  # what came so far may still become {"input": "
     STRING = auto()
-    ENDED = auto()  # behind the closing quote
+    ENDED = auto()  # in another member
     WHOLE = auto()  # not {"input": "…": handed over as it is
 
 
@@ -39,8 +42,9 @@ class FreeformInput:
     """Unwraps one call's arguments. Feed any pieces of them; what comes out is the same, joined.
 
     Arguments that do not begin as ``{"input": "`` are handed over whole: a model that was shown a
-    grammar sometimes writes the text itself. Never raises; holds no more than an escape, or what
-    may yet become the opening.
+    grammar sometimes writes the text itself. A quote that it forgot to escape is part of the text:
+    only one before the end, or before another member, ends it. Never raises; holds no more than an
+    escape, or what may yet become the opening or the end.
     """
 
     def __init__(self) -> None:
@@ -64,34 +68,47 @@ class FreeformInput:
         """The rest: the arguments end here, whole or cut."""
         held, self._held = self._held, ""
         if self._state is _State.OPENING:
-            return held
+            return "" if _EMPTY.fullmatch(held) else held
         return self._lone()
 
     def _open(self) -> None:
         opening = _OPENING.match(self._held)
-        if opening and opening.end() <= _LONGEST_OPENING:
+        if opening and opening.end() <= _LONGEST:
             self._state, self._held = _State.STRING, self._held[opening.end() :]
-        elif len(self._held) > _LONGEST_OPENING or not _may_open(self._held):
+        elif len(self._held) > _LONGEST or not (
+            _may_open(self._held) or _EMPTY.fullmatch(self._held)
+        ):
             self._state = _State.WHOLE
 
     def _string(self) -> str:
         out, at, held = [], 0, self._held
-        while at < len(held) and held[at] != '"':
-            plain = _PLAIN.match(held, at)
-            if plain:
-                out += [self._lone(), plain.group()]
-                at = plain.end()
-                continue
-            end = _escape_end(held, at)
+        while at < len(held) and self._state is _State.STRING:
+            end = self._end_of_piece(held, at)
             if end is None:
                 break
-            out.append(self._escape(held[at:end]))
+            out.append(self._piece(held[at:end]))
             at = end
-        if at < len(held) and held[at] == '"':
-            self._state, at = _State.ENDED, len(held)
-            out.append(self._lone())
         self._held = held[at:]
         return "".join(out)
+
+    def _end_of_piece(self, held: str, at: int) -> int | None:
+        """Where what stands ``at`` ends: plain text, an escape or a quote; ``None``: wait for more.
+
+        The quote before another member is not passed: there the string has ended.
+        """
+        if held[at] == "\\":
+            return _escape_end(held, at)
+        if held[at] != '"':
+            plain = _PLAIN.match(held, at)
+            return plain.end() if plain else at
+        if _MEMBER.match(held, at):
+            self._state = _State.ENDED
+            return at
+        return None if len(held) - at <= _LONGEST and _MAY_END.fullmatch(held, at) else at + 1
+
+    def _piece(self, piece: str) -> str:
+        """What ``piece`` stands for."""
+        return self._escape(piece) if piece.startswith("\\") else self._lone() + piece
 
     def _escape(self, escape: str) -> str:
         """What ``escape`` stands for; one that JSON does not know stands for itself."""
