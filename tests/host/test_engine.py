@@ -81,13 +81,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _seams() -> Iterator[None]:
-    from mlx_lm.generate import GenerationBatch
+    from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
     from vllm_mlx.models.llm import MLXLanguageModel
 
     with pytest.MonkeyPatch.context() as patch:
         reporting = hand_on_ids(MLXLanguageModel.stream_generate)
         patch.setattr(MLXLanguageModel, "stream_generate", reporting)
         patch.setattr(GenerationBatch, "filter", sampling.keep_aligned(GenerationBatch.filter))
+        extend = sampling.never_none(PromptProcessingBatch.extend)
+        patch.setattr(PromptProcessingBatch, "extend", extend)
         yield
 
 
@@ -279,6 +281,63 @@ def test_each_of_several_at_once_is_sampled_by_its_own_settings(
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("held", "joining"), [([], [print]), ([print], []), ([], [])], ids=["ours", "theirs", "both"]
+)
+def test_no_sequence_loses_its_list_of_processors(held: list[Any], joining: list[Any]) -> None:
+    from mlx_lm.generate import PromptProcessingBatch
+    from mlx_lm.models.cache import KVCache
+
+    first, second = (
+        PromptProcessingBatch(None, [uid], [[KVCache()]], [[]], logits_processors=[each])
+        for uid, each in enumerate((held, joining))
+    )
+    first.extend(second)
+    assert first.logits_processors == [held, joining]
+
+
+LONG = "".join(f" {n}" for n in range(12_000))
+"""A prompt that takes several steps to compute, so that others join it meanwhile."""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+@pytest.mark.parametrize("theirs", ["Once", LONG])
+def test_a_request_of_the_hosts_own_neither_mixes_with_ours_nor_stops_it(
+    engine: Any, run: Run, theirs: str, temperature: float
+) -> None:
+    async def hosts_own() -> None:
+        options = {"max_tokens": 40, "temperature": temperature}
+        async with aclosing(engine.stream_generate(prompt=theirs, **options)) as outputs:
+            async for _ in outputs:
+                pass
+
+    async def test() -> None:
+        running = asyncio.ensure_future(hosts_own())
+        await asyncio.sleep(0.05)
+        got = await asyncio.gather(steps(engine, "count"), steps(engine, "count", HOT))
+        await running
+        assert said(got[0]) == expected("count")
+        assert said(got[1]) != expected("count")[:30]
+
+    run(test())
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("top_p", [0.9, 0.5, 0.1, 0.01, sampling.SMALLEST])
+def test_a_small_top_p_leaves_the_likeliest_id_whatever_the_model_computes_in(
+    kind: str, top_p: float
+) -> None:
+    import mlx.core as mx
+
+    half = mx.log(mx.array(float(sampling.ROWS)))  # of all the probability
+    logits = mx.where(mx.arange(sampling.ROWS) == 17, half, 0.0)[None].astype(getattr(mx, kind))
+    (choose,) = sampling.processors(Settings(1, temperature=1.0, top_p=top_p))
+    drawn = [choose(mx.array([]), logits) for _ in range(8)]
+    assert all(mx.sum(each == 0).item() == 1 for each in drawn)  # one id is left
+    if top_p <= 0.5:
+        assert {mx.argmax(each).item() for each in drawn} == {17}
+
+
 def test_a_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
     """The bias lifts one id just over all others until the penalty takes it down again.
 
@@ -355,6 +414,17 @@ def test_the_servers_defaults_count_where_the_request_names_none(
     assert (settled.temperature, settled.top_k, settled.max_tokens) == (0.25, 17, 77)
     asked = sampling.settle(Sampling(temperature=0.0, top_k=3), Limits(max_tokens=5))
     assert (asked.temperature, asked.top_k, asked.max_tokens) == (0.0, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "expected"),
+    [(1.0, 0.0, 0.0), (1.0, 1e-9, 0.0), (1e-40, 1.0, 0.0), (0.5, 1e-5, 0.5), (0.0, 0.5, 0.0)],
+)
+def test_what_leaves_one_id_is_the_likeliest(
+    temperature: float, top_p: float, expected: float
+) -> None:
+    settled = sampling.settle(Sampling(temperature=temperature, top_p=top_p), Limits())
+    assert settled.temperature == expected and settled.top_p >= sampling.SMALLEST
 
 
 @pytest.mark.parametrize(("asked", "got"), [(0, 0), (-1, 0), (5, 5), (201_088, 0), (10**9, 0)])

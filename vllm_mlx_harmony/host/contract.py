@@ -125,6 +125,13 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "keep"),
     ),
     Patch(
+        "mlx_lm.generate:PromptProcessingBatch.extend",
+        "vllm_mlx_harmony.host.sampling:never_none",
+        "it loses the empty lists of processors, and generation fails for all that run together "
+        "(drop when mlx-lm keeps them)",
+        ("self", "batch"),
+    ),
+    Patch(
         "vllm_mlx.prompt_warmup:_build_strict_prefix_string",
         "vllm_mlx_harmony.host.prompts:build_strict_prefix_string",
         "warm-up goes past the engines' own prompt building",
@@ -204,7 +211,6 @@ USED: tuple[Fact, ...] = (
         (
             "max_tokens",
             "temperature",
-            "repetition_penalty",
             "stop_token_ids",
             "logits_processors",
             OTHERS,
@@ -228,6 +234,16 @@ USED: tuple[Fact, ...] = (
             "models.cache:RotatingKVCache._temporal_order": ("self", "v"),
             "models.cache:BatchRotatingKVCache.extract": ("self", "idx"),
         }.items()
+    ),
+    *(
+        Fact(f"mlx_lm.sample_utils:{name}", "ids are drawn with mlx-lm's means")
+        for name in (
+            "apply_min_p",
+            "apply_top_k",
+            "apply_top_p",
+            "categorical_sampling",
+            "make_logits_processors",
+        )
     ),
     Fact("vllm_mlx.api.utils:clean_output_text", "cleans an answer as text", ("text",)),
     *(

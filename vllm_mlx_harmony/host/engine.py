@@ -19,7 +19,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.host.kv.prefix import Known
 from vllm_mlx_harmony.host.prompts import PromptText
-from vllm_mlx_harmony.host.sampling import Settings, bias, when_batched
+from vllm_mlx_harmony.host.sampling import Settings, processors
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +106,15 @@ def _params(settings: Settings) -> Any:
 
     return SamplingParams(
         max_tokens=settings.max_tokens,
-        temperature=0.0,  # the likeliest id: `when_batched` draws for each request by itself
-        repetition_penalty=settings.repetition_penalty,
+        temperature=_LIKELIEST,
         # Counts only when this request is the one the host makes its batch generator for.
         stop_token_ids=sorted(vocab.TURN_ENDS),
-        logits_processors=[*bias(settings), *when_batched(settings)] or None,
+        logits_processors=processors(settings),
     )
+
+
+_LIKELIEST = 0.0
+"""The temperature of an engine that takes the likeliest id: ours have chosen it by then."""
 
 
 async def _simple(engine: Any, prompt: tuple[int, ...], settings: Settings, tenant: str) -> Steps:
@@ -150,18 +153,12 @@ def _busy(error: Exception) -> bool:
 
 
 def _keywords(settings: Settings) -> dict[str, Any]:
-    keywords: dict[str, Any] = {
+    return {
         "max_tokens": settings.max_tokens,
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
-        "min_p": settings.min_p,
-        "presence_penalty": settings.presence_penalty,
-        "repetition_penalty": settings.repetition_penalty,
+        "temperature": _LIKELIEST,
         "specprefill": False,  # it reads the prompt as text
+        "logits_processors": processors(settings),
     }
-    processors = bias(settings)
-    return {**keywords, "logits_processors": processors} if processors else keywords
 
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
