@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from itertools import pairwise
 from typing import Any
@@ -144,7 +143,6 @@ def test_a_model_that_is_gone_takes_everything_with_it(tree: Tree[Any]) -> None:
     add(tree, owner)
     add(tree, prefix.owner(model, "bob"))
     del model
-    gc.collect()
     assert tree.counters().nbytes == 0 and known(tree, owner) == 0
     assert owner[0] not in prefix._models
 

@@ -165,6 +165,7 @@ class Tree(Generic[T]):
                     node = below.pop()
                     below.extend(node.children.values())
                     self._drop(node)
+                    node.children, node.parent = {}, None  # no cycle keeps what is held alive
 
     def _drop(self, node: _Node[T]) -> None:
         if node in self._order:
