@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.turn import Defaults, Stamp, User
 from vllm_mlx_harmony.protocols.responses import error_body, read
-from vllm_mlx_harmony.protocols.responses.resource import deleted, input_tokens, not_found
+from vllm_mlx_harmony.protocols.responses.resource import (
+    deleted,
+    input_tokens,
+    not_found,
+    not_ready,
+    page,
+)
 
 STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 
@@ -39,6 +47,12 @@ def test_not_found(param: str | None, message: str, code: str) -> None:
     }
 
 
+def test_not_ready() -> None:
+    error = not_ready("resp_1")
+    assert (error.status, error.param) == (400, "previous_response_id")
+    assert error.code == "previous_response_not_ready"
+
+
 def test_small_documents() -> None:
     assert deleted("resp_1") == {"id": "resp_1", "object": "response", "deleted": True}
     assert input_tokens(7) == {"object": "response.input_tokens", "input_tokens": 7}
@@ -68,3 +82,69 @@ def test_a_compacted_conversation_goes_on() -> None:
     }
     again = read({"model": "m", "input": output}, Defaults(), Reverse())
     assert again.turn.messages == (User("Hi"), User("More"), User("They greeted."))
+
+
+# --- The input, read back with the official client's models, which are strict about it.
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+CUSTOM = {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": ""}
+PLAIN = {"type": "input_text", "text": "a"}
+TEXT = {"type": "output_text", "text": "a", "annotations": []}
+CITED = {**TEXT, "annotations": [{"type": "file_path", "file_id": "f", "index": 0}]}
+REFUSAL = {"type": "refusal", "refusal": "no"}
+
+ITEMS: list[tuple[dict[str, Any], str, Any]] = [
+    # what was sent, the field of it that is looked at, what is listed
+    ({"role": "user", "content": "a"}, "content", [PLAIN]),
+    ({"role": "developer", "content": [{**PLAIN, "type": "text"}]}, "content", [PLAIN]),
+    ({"role": "assistant", "content": "a"}, "content", [TEXT]),
+    (
+        {"role": "assistant", "content": [{**PLAIN, "type": "output_text"}]},
+        "content",
+        [TEXT],
+    ),
+    (
+        {"role": "assistant", "content": [{**TEXT, "annotations": None}, CITED, REFUSAL]},
+        "content",
+        [TEXT, CITED, REFUSAL],
+    ),
+    ({"role": "assistant", "content": None}, "content", []),
+    ({"type": "reasoning", "encrypted_content": "x"}, "summary", []),
+    ({"type": "reasoning", "summary": None, "content": None}, "summary", []),
+    (
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}]},
+        "summary",
+        [{"type": "summary_text", "text": "a"}],
+    ),
+    ({**CALL, "arguments": None}, "arguments", "{}"),
+    ({**CALL, "arguments": {"a": "é"}}, "arguments", '{"a":"é"}'),
+    ({**CALL, "arguments": "{ }"}, "arguments", "{ }"),
+    ({"type": "function_call_output", "call_id": "c", "output": None}, "output", ""),
+    (
+        {"type": "custom_tool_call_output", "call_id": "c", "output": [PLAIN]},
+        "output",
+        [PLAIN],
+    ),
+    (CUSTOM, "input", ""),
+    ({"type": "compaction", "encrypted_content": "x"}, "encrypted_content", "x"),
+]
+
+
+@pytest.mark.parametrize(("sent", "name", "expected"), ITEMS)
+def test_items_are_listed_as_the_schema_has_them(
+    sent: dict[str, Any], name: str, expected: Any
+) -> None:
+    models = pytest.importorskip("openai.types.responses.response_item_list")
+    caller = CUSTOM if sent.get("type") == "custom_tool_call_output" else CALL
+    before = [USER, caller] if "output" in sent else [USER]
+    asked = read({"model": "m", "input": [*before, sent]}, Defaults(), Reverse())
+    listed = page(asked.input_items(STAMP), {"order": "asc"})
+    models.ResponseItemList.model_validate(listed, strict=True)
+    assert listed["data"][-1][name] == expected
+
+
+def test_a_page_without_items() -> None:
+    models = pytest.importorskip("openai.types.responses.response_item_list")
+    read_back = models.ResponseItemList.model_validate(page([], {}), strict=True)
+    assert (read_back.first_id, read_back.last_id, read_back.data) == ("", "", [])

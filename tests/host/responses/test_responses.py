@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sqlite3
+import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 
 pytest.importorskip("vllm_mlx")
 
-from event_checker import check, check_documents
+from event_checker import check
 from starlette.datastructures import Headers
 from vllm_mlx import server
 from vllm_mlx.engine.base import GenerationOutput
@@ -33,7 +36,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Answer, Defaults, Instructions, Stamp, User
 from vllm_mlx_harmony.host import contract
-from vllm_mlx_harmony.host.responses import background
+from vllm_mlx_harmony.host.responses import background, routes
 from vllm_mlx_harmony.host.responses.background import Background, Running
 from vllm_mlx_harmony.host.responses.compact import COMPACT
 from vllm_mlx_harmony.host.responses.keeping import (
@@ -107,8 +110,8 @@ def test_kept_before_the_last_event(store: MemoryStore) -> None:
         ]
 
     known = asyncio.run(test())
-    assert known[-1] is True
-    assert not any(known[:-1])
+    assert known[-2:] == [True, True]  # the last event, and [DONE]
+    assert not any(known[:-2])
     kept = store.get(ID)
     assert kept is not None
     assert kept.messages == (User("Hi"), Answer("Hello."))
@@ -117,8 +120,7 @@ def test_kept_before_the_last_event(store: MemoryStore) -> None:
 
 
 def test_not_kept_unless_it_is_to_be(store: MemoryStore) -> None:
-    documents = [json.loads(event.data) for event in asyncio.run(events_of(answer(store=False)))]
-    assert check_documents(documents)["store"] is False
+    assert check(asyncio.run(events_of(answer(store=False))))["store"] is False
     assert store.get(ID) is None
 
 
@@ -131,8 +133,7 @@ def test_a_full_disk_takes_no_answer_away(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(f"{RESPONSES}.keeping.server_store", Full)
-    documents = [json.loads(event.data) for event in asyncio.run(events_of(answer()))]
-    assert check_documents(documents)["status"] == "completed"
+    assert check(asyncio.run(events_of(answer())))["status"] == "completed"
     assert "disk is full" in caplog.text
 
 
@@ -141,8 +142,7 @@ def test_a_full_disk_takes_no_answer_away(
     [(OutputError("out of memory"), "out of memory"), (KeyError("a bug"), "internal error")],
 )
 def test_a_failed_answer_is_kept(store: MemoryStore, error: Exception, message: str) -> None:
-    events = asyncio.run(events_of(answer(), SAID[:2], error))
-    final = check_documents(json.loads(event.data) for event in events)
+    final = check(asyncio.run(events_of(answer(), SAID[:2], error)))
     assert (final["status"], final["error"]["message"]) == ("failed", message)
     assert final["output"][0]["status"] == "incomplete"
     kept = store.get(ID)
@@ -229,16 +229,19 @@ def test_a_connection_remembers_more_than_the_store(store: MemoryStore) -> None:
 class Lent:
     engine = SimpleNamespace()
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0) -> None:
+        self._seconds = seconds
         self.released = False
 
     async def release(self) -> None:
+        await asyncio.sleep(self._seconds)
         self.released = True
 
 
-def job() -> Any:
+def job(seconds: float = 0) -> Any:
+    """``seconds`` is how long it takes to give the engine back."""
     tracker = SimpleNamespace(finish=lambda **_: None)
-    return SimpleNamespace(lease=Lent(), tracker=tracker)
+    return SimpleNamespace(lease=Lent(seconds), tracker=tracker)
 
 
 @pytest.fixture
@@ -255,10 +258,11 @@ def asynchronous(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 10))
 
 
-async def slowly(_: Any) -> AsyncIterator[list[Delta]]:
+async def slowly(given: Any) -> AsyncIterator[list[Delta]]:
     for group in SAID:
         yield group
         await asyncio.sleep(0.01)
+    await given.lease.release()
 
 
 async def for_ever(given: Any) -> AsyncIterator[list[Delta]]:
@@ -268,6 +272,16 @@ async def for_ever(given: Any) -> AsyncIterator[list[Delta]]:
         await asyncio.sleep(60)
     finally:
         await given.lease.release()
+
+
+async def at_once(_: Any) -> AsyncIterator[list[Delta]]:
+    for group in SAID:
+        yield group
+
+
+async def no_turn(_: Any) -> AsyncIterator[list[Delta]]:
+    await asyncio.sleep(60)
+    yield SAID[0]
 
 
 async def collected(running: Running, start: int = 0) -> list[Event]:
@@ -321,6 +335,112 @@ def test_cancelled_before_it_began(turns: Callable[[Any], None]) -> None:
     asynchronous(test)
 
 
+def test_told_of_before_its_turn(turns: Callable[[Any], None]) -> None:
+    turns(no_turn)
+
+    async def test() -> None:
+        running = Background().start(job(), answer(background=True))
+        events = running.follow()
+        names = [(await anext(events)).name for _ in range(2)]
+        assert names == ["response.created", "response.queued"]
+        assert running.document()["status"] == "queued"
+        await running.cancel()
+        assert check([event async for event in running.follow()])["status"] == "cancelled"
+
+    asynchronous(test)
+
+
+def test_cancelled_while_it_gives_the_engine_back(turns: Callable[[Any], None]) -> None:
+    turns(slowly)
+
+    async def test() -> None:
+        given = job(0.05)
+        running = Background().start(given, answer(background=True))
+        await collected(running)
+        assert not given.lease.released
+        await running.cancel()
+        assert check(running.events)["status"] == "completed"
+        await asyncio.sleep(0.1)
+        assert given.lease.released
+
+    asynchronous(test)
+
+
+class Slow(MemoryStore):
+    """A disk that takes its time."""
+
+    def put(self, kept: Kept) -> None:
+        time.sleep(0.1)
+        super().put(kept)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    store = Slow()
+    monkeypatch.setattr(f"{RESPONSES}.keeping.server_store", lambda: store)
+    monkeypatch.setattr(f"{RESPONSES}.routes.server_store", lambda: store)
+    monkeypatch.setattr(routes, "BACKGROUND", Background())
+    monkeypatch.setattr(background, "BACKGROUND", routes.BACKGROUND)
+    return store
+
+
+async def while_it_is_kept() -> Running:
+    running = routes.BACKGROUND.start(job(), answer(background=True))
+    await asyncio.sleep(0.05)
+    return running
+
+
+def test_it_has_not_ended_before_it_is_kept(turns: Callable[[Any], None], slow: Slow) -> None:
+    turns(at_once)
+
+    async def test() -> None:
+        running = await while_it_is_kept()
+        assert (running.document()["status"], slow.get(ID)) == ("in_progress", None)
+        while running.document()["status"] == "in_progress":
+            await asyncio.sleep(0)
+        kept = slow.get(ID)
+        assert kept is not None
+        assert kept.document == running.document()
+
+    asynchronous(test)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_is_deleted_while_it_is_kept_does_not_come_back(
+    turns: Callable[[Any], None], slow: Slow, cancelled: bool
+) -> None:
+    turns(at_once)
+
+    async def test() -> None:
+        running = await while_it_is_kept()
+        cancelling = asyncio.ensure_future(running.cancel()) if cancelled else None
+        request: Any = None
+        assert (await routes.delete_response(request, ID)).status_code == 200
+        await asyncio.sleep(0.15)
+        assert slow.get(ID) is None
+        assert check(running.events)["status"] == "completed"
+        assert cancelling is None or cancelling.done()
+
+    asynchronous(test)
+
+
+def test_nothing_goes_on_with_what_has_not_ended(turns: Callable[[Any], None], slow: Slow) -> None:
+    turns(at_once)
+    body = {"model": "m", "input": "More", "previous_response_id": ID}
+
+    async def test() -> None:
+        running = await while_it_is_kept()
+        for api in (routes.RESPONSES, COMPACT, Conversation(SimpleNamespace())._api):
+            with pytest.raises(RequestError) as caught:
+                await api.asked(body)
+            assert (caught.value.status, caught.value.code) == (400, "previous_response_not_ready")
+        await collected(running)
+        asked = await routes.RESPONSES.asked(body)
+        assert asked.turn.messages == (User("Hi"), Answer("Hello."), User("More"))
+
+    asynchronous(test)
+
+
 def test_what_has_ended_stays_as_it_is(turns: Callable[[Any], None]) -> None:
     turns(slowly)
 
@@ -346,6 +466,47 @@ def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
         assert remembered == [False, False, True, True]
         assert await background.forget(f"resp_{3:020x}") is True
         assert await background.forget(f"resp_{3:020x}") is False
+
+    asynchronous(test)
+
+
+def test_old_bytes_make_room(turns: Callable[[Any], None]) -> None:
+    turns(at_once)
+
+    async def test() -> None:
+        background = Background(most_bytes=300_000)
+        for number in range(4):
+            kept = answer(background=True, instructions="x" * 20_000, input="y" * 50_000)
+            kept._stamp = Stamp(f"{number:020x}", 0, "m")
+            running = background.start(job(), kept)
+            await collected(running)
+            assert 130_000 < running.bytes < 150_000
+        remembered = [background.get(f"resp_{number:020x}") is not None for number in range(4)]
+        assert remembered == [False, True, True, True]
+
+    asynchronous(test)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_has_ended_holds_its_documents_only(
+    turns: Callable[[Any], None], cancelled: bool
+) -> None:
+    turns(for_ever if cancelled else at_once)
+
+    async def test() -> None:
+        given, kept = job(), answer(background=True)
+        held = [weakref.ref(given.lease), weakref.ref(kept)]
+        running = Background().start(given, kept)
+        del given, kept
+        await asyncio.sleep(0.01)
+        await running.cancel()
+        await collected(running)
+        await asyncio.sleep(0)
+        gc.collect()
+        assert [one() for one in held] == [None, None]
+        assert running.document() == check(running.events)
+        (item,) = running.input_items()
+        assert item["content"] == [{"type": "input_text", "text": "Hi"}]
 
     asynchronous(test)
 
@@ -533,6 +694,8 @@ class Socket:
         ({"host": "localhost:8000", "origin": "http://localhost:3000"}, None, 403),
         ({"host": "localhost:8000", "origin": "https://elsewhere.example"}, None, 403),
         ({"host": "localhost:8000", "origin": "null"}, None, 403),
+        ({"host": "localhost:8000", "origin": "http://["}, None, 403),
+        ({"origin": "http://["}, None, 403),
         ({}, "sesame", 401),
         ({"authorization": "Bearer wrong"}, "sesame", 401),
         ({"Authorization": "Bearer sesame"}, "sesame", None),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import dedent
 
@@ -24,6 +27,7 @@ from vllm_mlx_harmony.core.turn import (
     Result,
     User,
 )
+from vllm_mlx_harmony.host.responses import store as stores
 from vllm_mlx_harmony.host.responses.store import (
     STORE_VARIABLE,
     FileStore,
@@ -108,10 +112,9 @@ def test_bounded_by_bytes(open_store: Open) -> None:
 
 def test_what_is_larger_than_the_store_is_not_kept(open_store: Open) -> None:
     store = open_store(max_bytes=5000)
-    store.put(kept("a", size=5000))
-    assert there(store, "a") == []
-    store.put(kept("b"))
-    assert there(store, "b") == ["b"]
+    store.put(kept("a"))
+    store.put(kept("b", size=5000))
+    assert there(store, "a", "b") == ["a"]
 
 
 def test_memory_counts_what_it_holds() -> None:
@@ -131,6 +134,52 @@ def test_a_file_survives_a_restart(tmp_path: Path) -> None:
     after = FileStore(tmp_path / "kept.db")
     assert after.get("a") == kept("a")
     after.close()
+
+
+def test_a_file_that_cannot_be_written_can_be_read(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "kept.db")
+    store.put(kept("a"))
+    store._file.execute("PRAGMA query_only=ON")
+    with pytest.raises(sqlite3.OperationalError):
+        store.put(kept("b"))
+    assert there(store, "a", "b") == ["a"]
+    store._file.execute("PRAGMA query_only=OFF")
+    store.put(kept("b"))
+    assert there(store, "a", "b") == ["a", "b"]
+    store.close()
+
+
+def test_a_text_that_is_not_asked_for_is_not_touched(tmp_path: Path) -> None:
+    """What was written again stands in the log."""
+    store = FileStore(tmp_path / "kept.db")
+    for number in range(50):
+        store.put(kept(f"r{number}", size=50_000))
+    store._file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store.put(kept("a"))
+    store.get("r0")
+    store.get("a")
+    assert (tmp_path / "kept.db-wal").stat().st_size < 100_000
+    store.close()
+
+
+def test_nothing_is_left_of_what_was_dropped(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "kept.db", max_count=2)
+    for key in ("a", "b", "b", "c", "d"):
+        store.put(kept(key))
+    store.delete("d")
+    assert store._file.execute("SELECT id FROM texts").fetchall() == [("c",)]
+    store.close()
+
+
+def test_a_file_of_another_layout_is_no_obstacle(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "kept.db") as old:
+        old.execute("CREATE TABLE kept (id TEXT PRIMARY KEY, text TEXT, size INT, used INT)")
+        old.execute("CREATE INDEX kept_used ON kept (used)")
+    old.close()
+    store = FileStore(tmp_path / "kept.db")
+    store.put(kept("a"))
+    assert there(store, "a") == ["a"]
+    store.close()
 
 
 WRITER = dedent("""
@@ -169,7 +218,7 @@ def test_a_file_survives_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("named", [True, False])
 def test_the_servers_store(named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server_store.cache_clear()
+    stores._opened.cache_clear()
     if named:
         monkeypatch.setenv(STORE_VARIABLE, str(tmp_path / "kept.db"))
     else:
@@ -177,4 +226,19 @@ def test_the_servers_store(named: bool, tmp_path: Path, monkeypatch: pytest.Monk
     store = server_store()
     assert isinstance(store, FileStore if named else MemoryStore)
     assert server_store() is store
-    server_store.cache_clear()
+    stores._opened.cache_clear()
+
+
+def test_the_servers_store_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(MemoryStore):
+        def __init__(self) -> None:
+            time.sleep(0.05)
+            super().__init__()
+
+    monkeypatch.delenv(STORE_VARIABLE, raising=False)
+    monkeypatch.setattr(stores, "MemoryStore", Slow)
+    stores._opened.cache_clear()
+    with ThreadPoolExecutor(4) as threads:
+        opened = [threads.submit(server_store) for _ in range(4)]
+    assert len({id(one.result()) for one in opened}) == 1
+    stores._opened.cache_clear()

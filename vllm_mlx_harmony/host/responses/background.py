@@ -1,51 +1,76 @@
 """Answers that are generated while nobody waits: started, watched, cancelled.
 
 Knows what each has said so far, and for how long that is remembered. Refuses to know paths and
-requests (routes), and where an answer is kept when it has ended (keeping).
+sockets (routes, websocket), and where an answer is kept when it has ended (keeping).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
+from json import loads
 from typing import Any
 
-from vllm_mlx_harmony.host.answers import Deltas, Job, run, stopped
-from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, keeping, told
-from vllm_mlx_harmony.protocols.events import DONE, Event
+from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.host.answers import Job, run, stopped
+from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, Recall, keeping, told
+from vllm_mlx_harmony.host.responses.keeping import read as read_request
+from vllm_mlx_harmony.protocols import responses
+from vllm_mlx_harmony.protocols.events import DONE, Event, encode
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 
 MOST_EVENTS = 200_000
-"""Events remembered of answers that have ended, some 50 MB; the oldest answers go first."""
+"""Events remembered of answers that have ended; the oldest answers go first."""
+
+MOST_BYTES = 64 * 1024 * 1024
+"""The same in bytes: four events of each answer repeat its instructions and its tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Generating:
+    """What an answer needs until it has ended: an engine, the conversation, and its ids."""
+
+    job: Job
+    answer: KeptAnswer
+    task: asyncio.Future[None]
 
 
 class Running:
     """An answer in the background, from its first event to its last.
 
     ``events`` are those there are so far: the one with ``sequence_number`` n is the n-th.
+    ``bytes`` are those of what is remembered when it has ended.
     """
 
     def __init__(self, job: Job, answer: KeptAnswer) -> None:
+        self.id = answer.id
         self.events: list[Event] = []
-        self.done = False
-        self._job: Job | None = job  # until it ends: it holds an engine
-        self._answer = answer
+        self._input = encode(answer.input_items())
+        self.bytes = len(self._input)
         self._more = asyncio.Event()
-        self._task = asyncio.ensure_future(self._generate(run(job)))
+        self._tell(*answer.create())
+        task = asyncio.ensure_future(self._generate(job, answer))
+        self._generating: _Generating | None = _Generating(job, answer, task)
 
     @property
-    def id(self) -> str:
-        """The id of the response."""
-        return self._answer.id
+    def done(self) -> bool:
+        """Whether the last event is there."""
+        return DONE in self.events[-1:]
 
     def document(self) -> dict[str, Any]:
         """The response as it is now."""
-        return self._answer.document()
+        if self._generating is not None:
+            return self._generating.answer.document()
+        document: dict[str, Any] = loads(self.events[-2].data)["response"]
+        return document
 
-    def input_items(self) -> Sequence[Mapping[str, Any]]:
+    def input_items(self) -> list[dict[str, Any]]:
         """What was asked, as items."""
-        return self._answer.kept().input_items
+        items: list[dict[str, Any]] = loads(self._input)
+        return items
 
     async def follow(self, start: int = 0) -> AsyncGenerator[Event, None]:
         """The events from number ``start`` on, as they come, to the last one."""
@@ -59,43 +84,41 @@ class Running:
 
     async def cancel(self) -> None:
         """Ends it now, and frees the engine. What has ended stays as it is."""
-        await stopped(self._task)
-        if self._job is not None:
-            # A task that never began had nothing to clean up after itself.
-            self._job.tracker.finish(result="client_closed")
-            await self._job.lease.release()
-        last = await self._answer.end(None)
+        now = self._generating
+        if now is None or self.done:
+            return
+        await stopped(now.task)
+        # A task that never began had nothing to clean up after itself.
+        now.job.tracker.finish(result="client_closed")
+        await now.job.lease.release()
+        last = await now.answer.end(None)
         if not self.done:  # somebody else may have cancelled it in the meantime
             self._tell(*last)
-            self._end()
+        self._generating = None
 
-    async def _generate(self, deltas: Deltas) -> None:
-        kept = keeping(deltas, self._answer, known=True)
-        async with aclosing(told(kept, self._answer)) as events:
+    async def _generate(self, job: Job, answer: KeptAnswer) -> None:
+        kept = keeping(run(job), answer, known=True)
+        async with aclosing(told(kept, answer)) as events:
             async for event in events:
                 self._tell(event)
-        self._tell(DONE)
-        self._end()
+        self._generating = None
 
     def _tell(self, *events: Event) -> None:
         self.events.extend(events)
-        self._wake()
-
-    def _end(self) -> None:
-        self.done = True
-        self._job = None
-        self._wake()
-
-    def _wake(self) -> None:
+        self.bytes += sum(len(event.data) for event in events)
         self._more.set()
         self._more = asyncio.Event()
 
 
 class Background:
-    """The answers in the background of this server: all that run, and the last that ended."""
+    """The answers in the background of this server: all that run, and the last that ended.
 
-    def __init__(self, most_events: int = MOST_EVENTS) -> None:
-        self._most_events = most_events
+    Room is made when another is started, so that the answer which just ended is there for a while
+    however long it is.
+    """
+
+    def __init__(self, most_events: int = MOST_EVENTS, most_bytes: int = MOST_BYTES) -> None:
+        self._most_events, self._most_bytes = most_events, most_bytes
         self._all: OrderedDict[str, Running] = OrderedDict()
 
     def start(self, job: Job, answer: KeptAnswer) -> Running:
@@ -116,10 +139,25 @@ class Background:
         return running is not None
 
     def _make_room(self) -> None:
-        ended = [running for running in self._all.values() if running.done]
-        events = sum(len(running.events) for running in ended)
-        for running in ended:
-            if events <= self._most_events:
-                return
-            events -= len(running.events)
-            del self._all[running.id]
+        events = size = 0
+        for running in [each for each in reversed(self._all.values()) if each.done]:
+            events, size = events + len(running.events), size + running.bytes
+            if events > self._most_events or size > self._most_bytes:
+                del self._all[running.id]
+
+
+BACKGROUND = Background()
+"""The answers in the background of this server."""
+
+
+def read(body: object, defaults: Defaults, recall: Recall | None = None) -> ResponsesRequest:
+    """The request in ``body``, with what it refers to; may block on a disk.
+
+    Raises ``RequestError``: 404 for a previous response that is not kept, 400 for one that is
+    still being generated.
+    """
+    key = responses.previous_response_id(body) or ""
+    running = BACKGROUND.get(key)
+    if running is not None and not running.done:
+        raise resource.not_ready(key)
+    return read_request(body, defaults, recall)

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Kind, Opened, Text, Usage
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.core.turn import Defaults, Stamp, User
-from vllm_mlx_harmony.host.responses.keeping import read
+from vllm_mlx_harmony.host.responses.background import read
 from vllm_mlx_harmony.host.seal import server_seal
 from vllm_mlx_harmony.host.serving import Api
 from vllm_mlx_harmony.protocols import responses

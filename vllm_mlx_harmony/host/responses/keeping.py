@@ -25,7 +25,7 @@ from vllm_mlx_harmony.host.answers import Deltas
 from vllm_mlx_harmony.host.responses.store import Kept, server_store
 from vllm_mlx_harmony.host.seal import server_seal
 from vllm_mlx_harmony.protocols import responses
-from vllm_mlx_harmony.protocols.events import DONE, Event
+from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -103,11 +103,17 @@ class KeptAnswer:
         self._asked, self._stamp, self._context = asked, stamp, context
         self._emitter = asked.emitter(stamp, time.time)
         self._last: list[Event] | None = None
+        self._before: dict[str, Any] = {}  # the response as it was before its end
+        self._keeping: asyncio.Future[None] | None = None
 
     @property
     def id(self) -> str:
         """The id of the response."""
         return responses.response_id(self._stamp)
+
+    def create(self) -> list[Event]:
+        """There is a response, though its turn may come later: what goes on the wire for that."""
+        return self._emitter.create()
 
     def feed(self, delta: Delta) -> list[Event]:
         """What goes on the wire for ``delta``; for the last one, what ``end`` made of it."""
@@ -116,12 +122,17 @@ class KeptAnswer:
         return self._emitter.feed(delta)
 
     async def end(self, delta: Finished | Failed | None) -> list[Event]:
-        """The answer ends with ``delta``, or was cancelled: kept now, if the request wants it."""
+        """The answer ends with ``delta``, or was cancelled: kept now, if the request wants it.
+
+        Whoever asks for the end sees it kept: what is deleted then does not come back.
+        """
         if self._last is None:
-            emitter = self._emitter
-            self._last = emitter.cancel() if delta is None else emitter.feed(delta)
+            self._before = self._emitter.document()
+            self._last = self._emitter.cancel() if delta is None else self._emitter.feed(delta)
             if self._asked.store:
-                await asyncio.to_thread(self._keep)
+                self._keeping = asyncio.ensure_future(asyncio.to_thread(self._keep))
+        if self._keeping is not None:
+            await asyncio.wait({self._keeping})  # which a cancellation of ours does not cancel
         return self._last
 
     def result(self) -> dict[str, Any]:
@@ -129,14 +140,18 @@ class KeptAnswer:
         return self._emitter.result()
 
     def document(self) -> dict[str, Any]:
-        """The response as it is now."""
-        return self._emitter.document()
+        """The response as it is now. It has not ended before it is kept."""
+        pending = self._keeping is not None and not self._keeping.done()
+        return self._before if pending else self._emitter.document()
+
+    def input_items(self) -> list[dict[str, Any]]:
+        """What was asked, as items."""
+        return self._asked.input_items(self._stamp)
 
     def kept(self) -> Kept:
         """All of the answer that is worth keeping."""
         messages = self._asked.conversation(self._context.messages)
-        items = self._asked.input_items(self._stamp)
-        return Kept(self.id, self.document(), items, messages)
+        return Kept(self.id, self._emitter.document(), self.input_items(), messages)
 
     def _keep(self) -> None:
         """A disk that is full takes no answer away from the client that waits for it."""
@@ -177,15 +192,16 @@ def _failure(error: Exception) -> HarmonyFailure:
 
 
 async def told(deltas: Deltas, answer: KeptAnswer) -> AsyncGenerator[Event, None]:
-    """The events of ``deltas``, which are ``keeping``'s, without frames and without [DONE]."""
+    """The events of ``deltas``, which are ``keeping``'s, without frames.
+
+    Those of the end come at once, with nothing in between that could be cancelled.
+    """
     try:
         async with aclosing(deltas):
             async for group in deltas:
                 for delta in group:
                     for event in answer.feed(delta):
-                        if event is not DONE:
-                            yield event
+                        yield event
     except Exception as error:  # noqa: BLE001 - whatever it is, who listens is told
         for event in await answer.end(Failed(_failure(error))):
-            if event is not DONE:
-                yield event
+            yield event

@@ -22,9 +22,9 @@ from vllm_mlx_harmony.host.answers import run
 from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.mount import Route
 from vllm_mlx_harmony.host.refusals import refusing_in
-from vllm_mlx_harmony.host.responses.background import Background, Running
+from vllm_mlx_harmony.host.responses.background import BACKGROUND, Running, read
 from vllm_mlx_harmony.host.responses.compact import COMPACT
-from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, keeping, new_key, read
+from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, keeping, new_key
 from vllm_mlx_harmony.host.responses.store import Kept, server_store
 from vllm_mlx_harmony.host.responses.websocket import SocketRoute
 from vllm_mlx_harmony.host.seams import Seam
@@ -32,8 +32,6 @@ from vllm_mlx_harmony.host.serving import Api, begin, count, refusing, respond, 
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import frame
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
-
-BACKGROUND = Background()
 
 
 def _writer(asked: ResponsesRequest, stamp: Stamp, context: Any) -> KeptAnswer:

@@ -10,6 +10,7 @@ import sqlite3
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from json import dumps, loads
@@ -49,7 +50,10 @@ class Store(Protocol):
     """Where answers are kept. Every call may block on a disk: not for the event loop."""
 
     def put(self, kept: Kept) -> None:
-        """Keeps it, in place of one with the same id; the least recently used go first."""
+        """Keeps it, in place of one with the same id; the least recently used go first.
+
+        One that is larger than the store is not kept: all the others would have to go for it.
+        """
 
     def get(self, id: str) -> Kept | None:  # noqa: A002 - the field's name for it
         """What is kept under ``id``, which counts as a use; ``None`` when it is gone."""
@@ -68,8 +72,10 @@ class MemoryStore:
         self.bytes = 0
 
     def put(self, kept: Kept) -> None:
-        """See ``Store``. One that is larger than the store is not kept."""
+        """See ``Store``."""
         text = _written(kept)
+        if len(text) > self._max_bytes:
+            return
         with self._lock:
             self._drop(kept.id)
             self._texts[kept.id] = text
@@ -96,15 +102,26 @@ class MemoryStore:
         return text is not None
 
 
-_TABLE = """
-CREATE TABLE IF NOT EXISTS kept (
-    id TEXT PRIMARY KEY, text TEXT NOT NULL, size INTEGER NOT NULL, used INTEGER NOT NULL
+# What is counted, ordered and touched at every use stands apart from the texts: a use costs the
+# same however large the file is.
+_TABLES = """
+CREATE TABLE IF NOT EXISTS answers (
+    id TEXT PRIMARY KEY, used INTEGER NOT NULL, size INTEGER NOT NULL
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS kept_used ON kept (used);
+CREATE INDEX IF NOT EXISTS answers_used ON answers (used);
+CREATE TABLE IF NOT EXISTS texts (
+    id TEXT PRIMARY KEY REFERENCES answers (id) ON DELETE CASCADE, text TEXT NOT NULL
+);
 """
-_NEXT = "(SELECT COALESCE(MAX(used), 0) + 1 FROM kept)"
-_TOO_MUCH = "SELECT COUNT(*) > ? OR COALESCE(SUM(size), 0) > ? FROM kept"
-_DROP_OLDEST = "DELETE FROM kept WHERE id = (SELECT id FROM kept ORDER BY used LIMIT 1)"
+_NEXT = "(SELECT COALESCE(MAX(used), 0) + 1 FROM answers)"
+_DROP_OLDEST = """
+DELETE FROM answers WHERE id IN (
+    SELECT id FROM (
+        SELECT id, COUNT(*) OVER newer AS count, SUM(size) OVER newer AS bytes
+        FROM answers WINDOW newer AS (ORDER BY used DESC)
+    ) WHERE count > ? OR bytes > ?
+)
+"""
 
 
 class FileStore:
@@ -119,41 +136,56 @@ class FileStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = sqlite3.connect(path, check_same_thread=False, timeout=30)
         self._file.execute("PRAGMA journal_mode=WAL")
-        self._file.executescript(_TABLE)
+        self._file.execute("PRAGMA foreign_keys=ON")
+        self._file.executescript(_TABLES)
 
     def put(self, kept: Kept) -> None:
-        """See ``Store``. One that is larger than the store is not kept."""
+        """See ``Store``."""
         text = _written(kept)
+        if len(text) > self._max_bytes:
+            return
         with self._lock, self._file:
             self._file.execute(
-                f"INSERT OR REPLACE INTO kept VALUES (?, ?, ?, {_NEXT})",
-                (kept.id, text, len(text)),
+                f"INSERT OR REPLACE INTO answers VALUES (?, {_NEXT}, ?)", (kept.id, len(text))
             )
-            while self._file.execute(_TOO_MUCH, (self._max_count, self._max_bytes)).fetchone()[0]:
-                self._file.execute(_DROP_OLDEST)
+            self._file.execute("INSERT INTO texts VALUES (?, ?)", (kept.id, text))
+            self._file.execute(_DROP_OLDEST, (self._max_count, self._max_bytes))
 
     def get(self, id: str) -> Kept | None:  # noqa: A002
         """See ``Store``."""
-        with self._lock, self._file:
-            row = self._file.execute("SELECT text FROM kept WHERE id = ?", (id,)).fetchone()
+        with self._lock:
+            row = self._file.execute("SELECT text FROM texts WHERE id = ?", (id,)).fetchone()
             if row is None:
                 return None
-            self._file.execute(f"UPDATE kept SET used = {_NEXT} WHERE id = ?", (id,))
+            self._use(id)
         return _read(row[0])
+
+    def _use(self, id: str) -> None:  # noqa: A002
+        """A disk that is full cannot be written; what it has can be read all the same."""
+        with suppress(sqlite3.Error), self._file:
+            self._file.execute(f"UPDATE answers SET used = {_NEXT} WHERE id = ?", (id,))
 
     def delete(self, id: str) -> bool:  # noqa: A002
         """See ``Store``."""
         with self._lock, self._file:
-            return self._file.execute("DELETE FROM kept WHERE id = ?", (id,)).rowcount > 0
+            return self._file.execute("DELETE FROM answers WHERE id = ?", (id,)).rowcount > 0
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
 
-@lru_cache(maxsize=1)
+_opening = threading.Lock()
+
+
 def server_store() -> Store:
     """The store of this server: in the file the environment names, or in memory."""
+    with _opening:
+        return _opened()
+
+
+@lru_cache(maxsize=1)
+def _opened() -> Store:
     path = os.environ.get(STORE_VARIABLE)
     return FileStore(Path(path).expanduser()) if path else MemoryStore()
 

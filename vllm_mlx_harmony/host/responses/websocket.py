@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from json import dumps, loads
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import HTTPException
 from starlette.requests import Request
@@ -29,18 +28,19 @@ from vllm_mlx_harmony.host.answers import Deltas, run, stopped
 from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.mount import APP
 from vllm_mlx_harmony.host.refusals import failure_of, refuse
+from vllm_mlx_harmony.host.responses.background import read
 from vllm_mlx_harmony.host.responses.keeping import (
     KeptAnswer,
     Recall,
     keeping,
     new_key,
-    read,
     told,
 )
 from vllm_mlx_harmony.host.responses.store import Kept
 from vllm_mlx_harmony.host.seams import Undo, locate
 from vllm_mlx_harmony.host.serving import Api, Begun, answered, begin
 from vllm_mlx_harmony.protocols import responses
+from vllm_mlx_harmony.protocols.events import DONE
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -75,7 +75,7 @@ async def _admit(socket: WebSocket) -> None:
     from vllm_mlx import server
 
     origin = socket.headers.get("origin")
-    if origin and urlsplit(origin).netloc != socket.headers.get("host"):
+    if origin and origin.partition("://")[2] != socket.headers.get("host"):
         raise HTTPException(403, f"pages of {origin} may not connect")
     # FastAPI's dependency takes a request; a WebSocket has the same headers.
     await server.verify_api_key(await server.security(socket))
@@ -161,7 +161,8 @@ class Conversation:
         kept = keeping(deltas, begun.emitter, known=True)
         async with aclosing(told(kept, begun.emitter)) as events:
             async for event in events:
-                await self._socket.send_text(event.data)
+                if event is not DONE:
+                    await self._socket.send_text(event.data)
         self._remember(begun)
         return Response()
 

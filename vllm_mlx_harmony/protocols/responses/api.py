@@ -200,6 +200,16 @@ class Emitter:
         """What goes on the wire for ``delta``. Always nothing when the answer is not streamed."""
         return _FEEDS[type(delta)](self, delta)
 
+    def create(self) -> list[Event]:
+        """There is a response, though its turn may come later: what goes on the wire for that.
+
+        Whoever does not call this is told of it with the first delta. Nothing the second time.
+        """
+        if self._number:
+            return []
+        kinds = ["response.created", *(["response.queued"] if self._queues else [])]
+        return [event for kind in kinds for event in self._tell_of_response(kind)]
+
     def cancel(self) -> list[Event]:
         """The turn ends because it was cancelled: what goes on the wire for that."""
         return [*self._begin(), *self._close(complete=False), *self._end(_CANCELLED)]
@@ -239,10 +249,9 @@ class Emitter:
         if self._begun:
             return []
         self._begun = True
-        waiting = ["response.created", *(["response.queued"] if self._queues else [])]
-        events = [event for kind in waiting for event in self._tell_of_response(kind)]
+        created = self.create()
         self._status = IN_PROGRESS
-        return [*events, *self._tell_of_response("response.in_progress")]
+        return [*created, *self._tell_of_response("response.in_progress")]
 
     def _opened(self, delta: Opened) -> list[Event]:
         """A message is told of when it says something: nothing empty is emitted but calls."""

@@ -6,12 +6,13 @@ are kept and how they are made (responses/api.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Stamp
+from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.responses.body import Item
 from vllm_mlx_harmony.protocols.responses.items import CALLS, OUTPUTS
 from vllm_mlx_harmony.protocols.seal import Seal
@@ -25,6 +26,12 @@ def not_found(key: str, *, param: str | None = None) -> RequestError:
     code = "previous_response_not_found" if param else "not_found"
     problem = f"{'previous response' if param else 'response'} with id {key!r} not found"
     return RequestError(problem, param=param, code=code, status=404)
+
+
+def not_ready(key: str) -> RequestError:
+    """The error for a previous response that has not ended: nothing can be said after it yet."""
+    problem = f"previous response with id {key!r} has not ended yet: wait until it has"
+    return RequestError(problem, param="previous_response_id", code="previous_response_not_ready")
 
 
 def deleted(key: str) -> dict[str, Any]:
@@ -86,7 +93,10 @@ _WITH_STATUS = frozenset({*CALLS, *OUTPUTS, "message"})
 
 
 def input_items(items: Sequence[Item], stamp: Stamp) -> list[dict[str, Any]]:
-    """``items`` as they were sent, each with an id, its type and its content as a list of parts."""
+    """``items`` as they were sent, each with what the schema wants of an item that is read back.
+
+    That is more than it wants of one that is sent: an id, a type, content as a list of parts.
+    """
     return [_listed(item, f"{stamp.key[:20]}{_INPUT + at:04x}") for at, item in enumerate(items)]
 
 
@@ -95,22 +105,43 @@ def _listed(item: Item, key: str) -> dict[str, Any]:
     listed["id"] = item.id or listed.get("id") or f"{_PREFIXES.get(item.type, 'item')}_{key}"
     if item.type in _WITH_STATUS:
         listed["status"] = listed.get("status") or "completed"
-    if item.type == "message" and isinstance(listed.get("content"), str):
-        listed["content"] = [_listed_part(item, listed["content"])]
+    if item.type in _FILLED:
+        name, filled = _FILLED[item.type]
+        listed[name] = filled(item)
     return listed
 
 
-def _listed_part(item: Item, text: str) -> dict[str, Any]:
+def _content(item: Item) -> list[dict[str, Any]]:
+    given = item.document.get("content") or []
+    parts = [{"type": "text", "text": given}] if isinstance(given, str) else given
+    return [_listed_part(item, part) for part in parts]
+
+
+def _listed_part(item: Item, part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] not in _PLAIN:
+        return part
     if item.role == "assistant":
-        return {"type": "output_text", "text": text, "annotations": []}
-    return {"type": "input_text", "text": text}
+        return {**part, "type": "output_text", "annotations": part.get("annotations") or []}
+    return {**part, "type": "input_text"}
+
+
+_PLAIN = frozenset({"text", "input_text", "output_text"})
+
+_FILLED: dict[str, tuple[str, Callable[[Item], Any]]] = {
+    "message": ("content", _content),
+    "reasoning": ("summary", lambda item: item.document.get("summary") or []),
+    "function_call": ("arguments", lambda item: call_arguments(item.arguments, "arguments")),
+    **dict.fromkeys(OUTPUTS, ("output", lambda item: item.document.get("output") or "")),
+}
+"""Per item the field that a client may leave out, or send in another shape than it is listed in."""
 
 
 def page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """One page of ``items`` as the query (``after``, ``limit``, ``order``) asks for it.
 
     Newest first unless ``order`` is ``asc``; 20 items unless ``limit`` is another number up to
-    100. Raises ``RequestError`` naming the parameter for anything else.
+    100. A page without items has empty ids: the clients' models want strings. Raises
+    ``RequestError`` naming the parameter for anything else.
     """
     order = query.get("order") or "desc"
     if order not in ("asc", "desc"):
@@ -121,8 +152,8 @@ def page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[s
     return {
         "object": "list",
         "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
+        "first_id": data[0]["id"] if data else "",
+        "last_id": data[-1]["id"] if data else "",
         "has_more": start + limit < len(ordered),
     }
 
