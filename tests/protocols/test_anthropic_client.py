@@ -44,7 +44,8 @@ class Backwards:
 
 
 def deltas_of(row: Row, chunks: Chunks) -> list[Delta]:
-    parser = Parser(Names.of(Turn((), tuple(map(Tool, row.tools)))), row.stop)
+    names = Names.of(Turn((), tuple(map(Tool, row.tools))))
+    parser = Parser(names, row.stop, one_call=row.one_call)
     fed = [delta for chunk in chunks for delta in parser.feed(chunk)]
     return [Started(0), *fed, *parser.close("length" if row.cut else "stop")]
 

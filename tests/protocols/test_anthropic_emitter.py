@@ -352,9 +352,14 @@ ERRORS: list[tuple[HarmonyFailure, str, str]] = [
     (RequestError("no", param="tools[0]"), "invalid_request_error", "tools[0]: no"),
     (RequestError("tools is no", param="tools"), "invalid_request_error", "tools is no"),
     (
-        RequestError("9 of 8 tokens", param="messages", code="context_length_exceeded"),
+        RequestError("8 fit, 9 came", param="messages", code="context_length_exceeded"),
         "invalid_request_error",
-        "prompt is too long: 9 of 8 tokens",
+        "prompt is too long: 9 tokens > 8 maximum",
+    ),
+    (
+        RequestError("too many", param="messages", code="context_length_exceeded"),
+        "invalid_request_error",
+        "prompt is too long: too many",
     ),
     (RequestError("no", status=401), "authentication_error", "no"),
     (RequestError("no", status=403), "permission_error", "no"),
@@ -374,3 +379,15 @@ def test_errors_have_anthropics_shape(error: HarmonyFailure, kind: str, message:
     body = {"type": "error", "error": {"type": kind, "message": message}}
     assert error_body(error) == {**body, "request_id": None}
     assert error_body(error, "req_1") == {**body, "request_id": "req_1"}
+
+
+def test_the_client_is_told_to_go_on_without_a_thread() -> None:
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+    with pytest.raises(RequestError) as caught:
+        read({**body, "thread": {"type": "create"}}, Defaults(), Mark())
+    error = error_body(caught.value)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }

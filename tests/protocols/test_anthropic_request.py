@@ -99,6 +99,15 @@ def image() -> dict[str, Any]:
     return {"type": "image", "source": source, "content": 3}
 
 
+def found(*blocks: Any) -> dict[str, Any]:
+    return {"type": "search_result", "source": "https://a", "title": "A", "content": [*blocks]}
+
+
+def plain(said: Any) -> dict[str, Any]:
+    source = {"type": "text", "media_type": "text/plain", "data": said}
+    return {"type": "document", "title": "A", "source": source}
+
+
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
@@ -157,6 +166,20 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
         user(result("fine", is_error=False)),
         [Result("c1", "fine", "messages[0].content[0]")],
     ),
+    "result, what a search found": (
+        user(result([text("Two:"), found(text("a"), text("b")), found(plain("c"))])),
+        [
+            Result(
+                "c1",
+                "Two:\na\nb\n[a file was left out: text only]",
+                "messages[0].content[0]",
+            )
+        ],
+    ),
+    "result, a document of plain text": (
+        user(result([plain("a\n"), text("b")])),
+        [Result("c1", "a\nb", "messages[0].content[0]")],
+    ),
     "results come first, then what the user says": (
         user(text("And"), result("1"), text("then?"), result("2", "c2")),
         [
@@ -176,14 +199,14 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
         [Preamble("Well,"), Reasoning("Hm"), Answer("Hi")],
     ),
     "assistant, call": (assistant(use({"a": 1})), [Call("c1", "f", '{"a":1}')]),
-    "assistant, text beside a call is a preamble": (
-        assistant(thinking("Hm"), text("Look"), use({}), use({}, key="c2"), text("So.")),
+    "assistant, calls come last and text beside them is a preamble": (
+        assistant(text("Look"), use({}), thinking("Hm"), use({}, key="c2"), text("So.")),
         [
-            Reasoning("Hm"),
             Preamble("Look"),
+            Reasoning("Hm"),
+            Preamble("So."),
             Call("c1", "f", "{}"),
             Call("c2", "f", "{}"),
-            Preamble("So."),
         ],
     ),
     "assistant, input compact, non-ASCII kept": (
@@ -204,6 +227,14 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
     ),
     "thinking, dropped and restored": (
         assistant(thinking("", "sealed:Hm"), text("a")),
+        [Reasoning("Hm"), Answer("a")],
+    ),
+    "thinking, gone and restored": (
+        assistant({"type": "thinking", "signature": "sealed:Hm"}, text("a")),
+        [Reasoning("Hm"), Answer("a")],
+    ),
+    "thinking, null and restored": (
+        assistant({"type": "thinking", "thinking": None, "signature": "sealed:Hm"}, text("a")),
         [Reasoning("Hm"), Answer("a")],
     ),
     "thinking, foreign": (assistant(thinking("Hm"), text("a")), [Reasoning("Hm"), Answer("a")]),
@@ -243,6 +274,15 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message], str | None]]
         [assistant(thinking("a"), text("b")), assistant(use({})), user(result("1"))],
         [
             Reasoning("a"),
+            Preamble("b"),
+            Call("c1", "f", "{}"),
+            Result("c1", "1", "messages[2].content[0]"),
+        ],
+        None,
+    ),
+    "what is said after a call, in the assistant's next message": (
+        [assistant(use({})), assistant(text("b")), user(result("1"))],
+        [
             Preamble("b"),
             Call("c1", "f", "{}"),
             Result("c1", "1", "messages[2].content[0]"),
@@ -366,9 +406,19 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
         (Tool("f", "", SCHEMA, "tools[5]"),),
     ),
     "tool_choice auto": (
-        {"tools": [BARE], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {"tools": [BARE], "tool_choice": {"type": "auto"}},
         "tools",
         (Tool("f", "", SCHEMA, "tools[0]"),),
+    ),
+    "one call": (
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        "limits",
+        Limits(max_tokens=99, one_call=True),
+    ),
+    "any number of calls": (
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}},
+        "limits",
+        Limits(max_tokens=99),
     ),
     "tool_choice none": ({"tools": [BARE], "tool_choice": {"type": "none"}}, "tools", ()),
     "max_tokens, stop_sequences": (
@@ -386,6 +436,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
         "sampling",
         Sampling(),
     ),
+    "top_p of none": ({"top_p": 0}, "sampling", Sampling(top_p=0)),
     "top_k of all": ({"top_k": -1}, "sampling", Sampling(top_k=0)),
     "format": (
         {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
@@ -406,7 +457,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
     "disabled, with an effort": (
         {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
         "effort",
-        Effort.HIGH,
+        Effort.LOW,
     ),
     "what changes nothing": (
         {
@@ -415,6 +466,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
             "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
             "betas": ["x"],
             "container": None,
+            "thread": None,
+            "compaction": None,
             "cache_control": {"type": "ephemeral"},
             "anything": [1],
         },
@@ -458,6 +511,20 @@ def test_counting_needs_no_limit_and_changes_nothing_else() -> None:
     assert guilty(body).param == "max_tokens"
 
 
+def test_what_is_counted_need_not_be_compacted_but_must_be_whole() -> None:
+    body = {"model": "m", "messages": HELLO}
+    summarize = {**body, "compaction": {"type": "summarize"}}
+    assert read(summarize, SERVER, Mark(), counting=True).turn.messages == (User("Hello"),)
+    with pytest.raises(RequestError, match="thread"):
+        read({**body, "thread": {"type": "create"}}, SERVER, Mark(), counting=True)
+
+
+def test_a_bad_effort_is_named_also_when_thinking_is_disabled() -> None:
+    fields = {"thinking": {"type": "disabled"}, "output_config": {"effort": "huge"}}
+    error = guilty({"model": "m", "max_tokens": 9, "messages": HELLO, **fields})
+    assert error.param == "output_config.effort"
+
+
 BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"role": "developer", "content": "a"}, ".role"),
     ({"role": "user"}, ".content"),
@@ -478,6 +545,10 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     (user(result("a", "")), ".content[0].tool_use_id"),
     (user(result(3)), ".content[0].content"),
     (user(result(["a"])), ".content[0].content[0]"),
+    (user(result([{"type": "search_result"}])), ".content[0].content[0].content"),
+    (user(result([found({"type": "text"})])), ".content[0].content[0].content[0].text"),
+    (user(result([plain(None)])), ".content[0].content[0].source.data"),
+    (user(result([plain(3)])), ".content[0].content[0].source.data"),
     (user(result([{"type": "text"}])), ".content[0].content[0].text"),
     (user(result("a", is_error="yes")), ".content[0].is_error"),
     ({"role": "system", "content": [image()]}, ".content[0]"),
@@ -500,6 +571,23 @@ def test_bad_messages_name_the_block(message: dict[str, Any], where: str) -> Non
     error = guilty(body)
     assert error.param == f"messages[1]{where}"
     assert error.param in error.message
+
+
+WHY: list[tuple[dict[str, Any], str]] = [
+    (user(image()), "the model reads text only"),
+    (user({"type": "document", "source": {}}), "the model reads text only"),
+    (user(found(text("a"))), "it is not supported here"),
+    (assistant({"type": "whatever"}), "it is not supported here"),
+    (user(use({})), "it cannot stand here"),
+    (assistant(result("a")), "it cannot stand here"),
+]
+
+
+@pytest.mark.parametrize(("message", "why"), WHY)
+def test_a_block_is_refused_for_what_it_is(message: dict[str, Any], why: str) -> None:
+    error = guilty({"model": "m", "max_tokens": 9, "messages": [message]})
+    kind = message["content"][0]["type"]
+    assert error.message == f"messages[0].content[0] is of type {kind!r}: {why}"
 
 
 LAST = [
@@ -535,6 +623,7 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
     ("temperature", -1, "temperature"),
     ("temperature", float("nan"), "temperature"),
     ("top_p", 2, "top_p"),
+    ("top_p", -0.1, "top_p"),
     ("top_k", 1.5, "top_k"),
     ("tools", {}, "tools"),
     ("tools", [3], "tools[0]"),
@@ -547,6 +636,9 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
     ("tool_choice", {}, "tool_choice.type"),
     ("tool_choice", {"type": "any"}, "tool_choice"),
     ("tool_choice", {"type": "tool", "name": "f"}, "tool_choice"),
+    ("thread", {"type": "create"}, "thread"),
+    ("thread", {"type": "continue", "previous_message_id": "msg_1"}, "thread"),
+    ("compaction", {"type": "summarize"}, "compaction"),
     ("thinking", True, "thinking"),
     ("thinking", {"type": "always"}, "thinking.type"),
     ("thinking", {"type": "enabled", "budget_tokens": 0}, "thinking.budget_tokens"),
@@ -657,6 +749,7 @@ def test_a_tool_loop_goes_on_where_the_model_stopped(dropped: str) -> None:
 
 # --- Any JSON at all.
 
+
 def values(numbers: st.SearchStrategy[float]) -> st.SearchStrategy[Any]:
     return st.recursive(
         st.none() | st.booleans() | st.integers() | numbers | st.text(),
@@ -669,7 +762,19 @@ JSON = values(st.floats())
 FINITE = values(st.floats(allow_nan=False, allow_infinity=False))
 TEXT = st.text() | st.just("\ud83d")
 KINDS = st.sampled_from(
-    ["text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image", "x_tool_result"]
+    [
+        *("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "x_tool_result"),
+        *("image", "document", "search_result"),
+    ]
+)
+TEXTS = st.lists(st.fixed_dictionaries({"type": KINDS}, optional={"text": TEXT}), max_size=3)
+ANY_PART = st.fixed_dictionaries(
+    {"type": KINDS},
+    optional={
+        "text": TEXT,
+        "content": TEXTS | JSON,
+        "source": st.fixed_dictionaries({"type": st.just("text")}, optional={"data": TEXT}) | JSON,
+    },
 )
 ANY_BLOCK = st.fixed_dictionaries(
     {},
@@ -678,7 +783,7 @@ ANY_BLOCK = st.fixed_dictionaries(
         **dict.fromkeys(("text", "thinking", "signature", "data", "id", "name"), TEXT | JSON),
         "input": st.dictionaries(TEXT, JSON) | JSON,
         "tool_use_id": TEXT | JSON,
-        "content": JSON | st.lists(st.fixed_dictionaries({"type": KINDS, "text": TEXT})),
+        "content": JSON | st.lists(ANY_PART, max_size=3),
         "is_error": st.booleans() | JSON,
     },
 )

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.served
 KEY = "secret"
 
 
-SERVED = [row for row in ROWS if can_be_generated(row)][::5]
+GENERATED = [row for row in ROWS if can_be_generated(row)]
+SERVED = [row for n, row in enumerate(GENERATED) if row.one_call or n % 5 == 0]
 """Some of each kind: all of them go through the emitter without a server, and here as chats."""
 ASKED = "Weather in Paris?"
 CALLS = (
@@ -36,12 +37,25 @@ CALLS = (
     "<|message|>One moment.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
     '<|constrain|>json<|message|>{"city":"Zürich"}<|call|>'
 )
+RECORDED = Path(__file__).parents[1] / "protocols" / "data" / "claude-code-turn1.json"
+"""A session of Claude Code with its texts taken out."""
+SHELL = (
+    "<|channel|>analysis<|message|>I should run the shell.<|end|><|start|>assistant"
+    "<|channel|>commentary<|message|>Running the command.<|end|><|start|>assistant"
+    "<|channel|>commentary to=functions.Bash <|constrain|>json<|message|>"
+    '{"command":"echo é","description":"(13 characters of text)"}<|call|>'
+)
 SCRIPTS = [
     *(Script(f"<|message|>{row.id}<|end|>", row.output) for row in SERVED),
     Script(f"<|message|>{ASKED}<|end|>", CALLS),
     Script(
         "<|start|>functions.weather to=assistant",
         "<|channel|>final<|message|>It is 18 °C.<|return|>",
+    ),
+    Script("(6062 characters of text)<|end|>", SHELL),
+    Script(
+        "<|start|>functions.Bash to=assistant<|channel|>commentary<|message|>marker-42<|end|>",
+        "<|channel|>final<|message|>It says marker-42.<|return|>",
     ),
     Script("<|message|>Break.<|end|>", "<|channel|>final<|message|>one two three", fail_at=5),
     Script(
@@ -62,10 +76,23 @@ def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Anthropic]:
+    http = anthropic.DefaultHttpxClient(event_hooks={"response": [check]})
     with anthropic.Anthropic(
-        base_url=server.base_url, api_key=KEY, max_retries=0, timeout=60
+        base_url=server.base_url, api_key=KEY, max_retries=0, timeout=60, http_client=http
     ) as client:
         yield client
+
+
+def check(response: Any) -> None:
+    """Every stream that the client reads is checked as it stands on the wire."""
+    if response.headers["content-type"].startswith("text/event-stream"):
+        assert checked(named(response.read().decode())).error is None
+
+
+def named(stream: str) -> list[tuple[str, str]]:
+    """Names and data of the events of ``stream``."""
+    lines = [block.split("\n") for block in stream.split("\n\n") if block[:1] == "e"]
+    return [(name.removeprefix("event: "), data.removeprefix("data: ")) for name, data in lines]
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +135,9 @@ def story(message: Message) -> dict[str, Any]:
 def request_for(row: Row, model: str) -> dict[str, Any]:
     limit = len(ids(row.output)) if row.cut else 1000
     stop = {"stop_sequences": list(row.stop)} if row.stop else {}
+    choice = {"type": "auto", "disable_parallel_tool_use": row.one_call}
     request = {"model": model, "messages": [user(row.id)], "tools": tools(*row.tools)}
-    return {**request, **stop, "max_tokens": limit}
+    return {**request, **stop, "tool_choice": choice, "max_tokens": limit}
 
 
 STOPPED = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
@@ -156,34 +184,61 @@ def test_a_tool_loop_with_thinking(client: Anthropic, model: str, stream: bool) 
     assert final.content[0].type == "text"
     assert final.content[0].text == "It is 18 °C."
     grown = final.usage.input_tokens - answer.usage.input_tokens
-    assert grown == answer.usage.output_tokens + len(
-        ids(
-            "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>18 °C<|end|>"
-            "<|start|>assistant"
-        )
+    assert grown == answer.usage.output_tokens + len(handed_back("weather", "18 °C"))
+
+
+def handed_back(tool: str, said: str) -> list[int]:
+    """What a prompt has more than the model's own output when a tool has answered."""
+    header = f"<|start|>functions.{tool} to=assistant<|channel|>commentary"
+    return ids(f"{header}<|message|>{said}<|end|><|start|>assistant")
+
+
+@pytest.mark.skipif(not hasattr(anthropic, "beta_tool"), reason="the client has no tool loop")
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_clients_own_tool_loop(client: Anthropic, model: str, stream: bool) -> None:
+    """It asks for a thread at first, and goes on without one."""
+    run = client.beta.messages.tool_runner(
+        model=model,
+        max_tokens=500,
+        messages=[user(ASKED)],
+        tools=[anthropic.beta_tool(weather)],
+        stream=stream,
     )
+    (final,) = run.until_done().content
+    assert final.text == "It is 18 °C."
+
+
+def weather(city: str) -> str:
+    """The weather of a city."""
+    return "18 °C"
 
 
 def events(server: Server, body: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and data of the events of a stream, as they stand on the wire."""
+    """Names and data of the events of the stream that answers ``body``."""
     with server.client() as http:
         response = http.post(
             "/v1/messages", json={**body, "stream": True}, headers={"x-api-key": KEY}
         )
     assert response.headers["request-id"].startswith("req_")
-    lines = [block.split("\n") for block in response.text.split("\n\n") if block[:1] == "e"]
-    return [(name.removeprefix("event: "), data.removeprefix("data: ")) for name, data in lines]
+    return named(response.text)
 
 
 def document(event: tuple[str, str]) -> Any:
     return json.loads(event[1])
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED[::3]])
-def test_streams_are_in_order(server: Server, model: str, row: Row) -> None:
-    told = events(server, request_for(row, model))
-    assert checked(told).error is None
-    assert document(told[0])["message"]["usage"]["input_tokens"] > 0
+def test_two_turns_of_claude_code(server: Server, model: str) -> None:
+    body = {**json.loads(RECORDED.read_text())["body"], "model": model}
+    first = checked(events(server, body)).message
+    assert [block["type"] for block in first["content"]] == ["thinking", "text", "tool_use"]
+    echoed = {"role": "assistant", "content": first["content"]}
+    result = {"type": "tool_result", "tool_use_id": first["content"][-1]["id"]}
+    answered = user([{**result, "content": "marker-42", "is_error": False}])
+    second = checked(events(server, {**body, "messages": [*body["messages"], echoed, answered]}))
+    assert second.message["content"] == [{"type": "text", "text": "It says marker-42."}]
+    assert second.message["stop_reason"] == "end_turn"
+    grown = second.message["usage"]["input_tokens"] - first["usage"]["input_tokens"]
+    assert grown == first["usage"]["output_tokens"] + len(handed_back("Bash", "marker-42"))
 
 
 def test_a_failing_engine_ends_the_stream_with_an_error(server: Server, model: str) -> None:
@@ -205,17 +260,21 @@ def test_a_silent_stream_pings(server: Server, model: str) -> None:
         ({"Authorization": f"Bearer {KEY}"}, 200),
         ({"x-api-key": "wrong"}, 401),
         ({"x-api-key": "wrong", "Authorization": f"Bearer {KEY}"}, 200),
+        ({"x-api-key": KEY, "Authorization": "Bearer another"}, 200),
+        ({"x-api-key": "wrong", "Authorization": "Bearer another"}, 401),
+        ({"x-api-key": "sécret".encode()}, 401),
         ({}, 401),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_keys(server: Server, model: str, headers: dict[str, str], status: int, path: str) -> None:
+def test_keys(server: Server, model: str, headers: dict[str, Any], status: int, path: str) -> None:
     body = {"model": model, "max_tokens": 5, "messages": [user("plain answer")]}
     with server.client() as http:
         response = http.post(path, json=body, headers=headers)
     assert response.status_code == status
     if status != 200:
         assert response.json()["error"]["type"] == "authentication_error"
+        assert response.json()["request_id"] == response.headers["request-id"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,10 @@ Knows its header names and how its tokens are counted. Refuses to know its bodie
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -15,17 +18,22 @@ from starlette.responses import Response
 from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.core.turn import Defaults, Stamp
 from vllm_mlx_harmony.host.mount import Route
-from vllm_mlx_harmony.host.refusals import refusing_in
+from vllm_mlx_harmony.host.refusals import admitted, refuse, refusing_with
 from vllm_mlx_harmony.host.seal import server_seal
 from vllm_mlx_harmony.host.serving import Api, count, serve
 from vllm_mlx_harmony.protocols import anthropic
 
 REQUEST_ID = "request-id"
-API_KEY = b"x-api-key"
+API_KEY, BEARER = b"x-api-key", b"authorization"
+
+logger = logging.getLogger("vllm_mlx_harmony")
 
 
 def _read(body: object, defaults: Defaults) -> anthropic.MessagesRequest:
-    return anthropic.read(body, defaults, server_seal())
+    asked = anthropic.read(body, defaults, server_seal())
+    for note in asked.notes:
+        logger.info("messages: %s", note)
+    return asked
 
 
 def _read_to_count(body: object, defaults: Defaults) -> anthropic.MessagesRequest:
@@ -55,7 +63,7 @@ async def root() -> Response:
 
 def _of(api: Api, key: str) -> Api:
     """``api`` whose errors name the request."""
-    return replace(api, error_body=lambda failure: _error_body(failure, key))
+    return replace(api, error_body=partial(_error_body, key=key))
 
 
 def _error_body(failure: HarmonyFailure, key: str) -> dict[str, object]:
@@ -67,29 +75,30 @@ def _signed(response: Response, key: str) -> Response:
     return response
 
 
-def bearer(request: Request) -> None:
-    """Lets ``x-api-key`` stand for the bearer token that the host's dependency looks for."""
+def _refuse(failure: HarmonyFailure) -> Response:
+    """For a request that comes to no endpoint: its answer has an id, too."""
+    key = uuid4().hex
+    return _signed(refuse(partial(_error_body, key=key), failure), key)
+
+
+async def bearer(request: Request) -> None:
+    """Lets ``x-api-key`` stand for the bearer token that the host's dependency looks for.
+
+    Claude Code sends both when it was given both: one that is right is enough.
+    """
     headers = dict(request.scope["headers"])
-    if API_KEY in headers and b"authorization" not in headers:
-        token = (b"authorization", b"Bearer " + headers[API_KEY])
-        request.scope["headers"] = [*request.scope["headers"], token]
+    if API_KEY not in headers or (BEARER in headers and await admitted(request)):
+        return
+    others = [header for header in request.scope["headers"] if header[0] != BEARER]
+    request.scope["headers"] = [*others, (BEARER, b"Bearer " + headers[API_KEY])]
+
+
+def _route(path: str, endpoint: Callable[[Request], Awaitable[Response]], why: str) -> Route:
+    return refusing_with(_refuse, Route(path, ("POST",), endpoint, why), before=bearer)
 
 
 ROUTES: tuple[Route, ...] = (
-    refusing_in(
-        anthropic.error_body,
-        Route("/v1/messages", ("POST",), create_message, "content blocks from token ids"),
-        before=bearer,
-    ),
-    refusing_in(
-        anthropic.error_body,
-        Route(
-            "/v1/messages/count_tokens",
-            ("POST",),
-            count_tokens,
-            "the host counts the text, not the prompt",
-        ),
-        before=bearer,
-    ),
+    _route("/v1/messages", create_message, "content blocks from token ids"),
+    _route("/v1/messages/count_tokens", count_tokens, "the host counts the text, not the prompt"),
     Route("/", ("HEAD",), root, "Claude Code's first question", like=("/health", "GET")),
 )

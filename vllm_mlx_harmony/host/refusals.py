@@ -6,8 +6,9 @@ Refuses to know any API's shape: a function makes the body.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from fastapi import HTTPException
@@ -18,12 +19,17 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, RequestError
 from vllm_mlx_harmony.host.mount import Handler, Route
 
 ErrorBody: TypeAlias = Callable[[HarmonyFailure], dict[str, Any]]
+Refusal: TypeAlias = Callable[[HarmonyFailure], Response]
+Before: TypeAlias = Callable[[Request], Awaitable[None]]
 
 _CODES: dict[int, tuple[str | None, str | None]] = {
     404: ("model_not_found", "model"),
     504: ("timeout", None),
 }
 """Code and guilty field of what the host refuses with a status alone."""
+
+_WRONG_KEY = HTTPException(401, "Invalid API key")
+"""As the host says it."""
 
 
 def refuse(body: ErrorBody, failure: HarmonyFailure) -> Response:
@@ -55,23 +61,44 @@ def _message(detail: Any) -> str:
     return str(detail)
 
 
-def refusing_in(
-    body: ErrorBody, route: Route, before: Callable[[Request], None] | None = None
-) -> Route:
-    """``route``, whose dependencies (API key, rate limit) refuse in the shape of ``body`` too.
+async def admitted(request: Request) -> bool:
+    """Whether the host's own check of the API key lets ``request`` in.
 
-    ``before`` sees the request before they do. Exception handlers would do it for the whole
-    application: the host's other routes keep theirs.
+    Its comparison raises ``TypeError`` for a key that is not ASCII, which is as wrong as any other.
+    """
+    from vllm_mlx import server
+
+    try:
+        # A request of its own: headers that were read once are not read again.
+        await server.verify_api_key(await server.security(Request(request.scope)))
+    except (HTTPException, TypeError):
+        return False
+    return True
+
+
+def refusing_in(body: ErrorBody, route: Route) -> Route:
+    """``route``, whose dependencies (API key, rate limit) refuse in the shape of ``body`` too."""
+    return refusing_with(partial(refuse, body), route)
+
+
+def refusing_with(refusal: Refusal, route: Route, before: Before | None = None) -> Route:
+    """``route``, where ``refusal`` answers for its dependencies; ``before`` sees requests first.
+
+    Exception handlers would do it for the whole application: the host's other routes keep theirs.
     """
 
     def around(answer: Handler) -> Handler:
         async def answering(request: Request) -> Response:
+            if before is not None:
+                await before(request)
             try:
-                if before is not None:
-                    before(request)
                 return await answer(request)
             except HTTPException as error:
-                return refuse(body, failure_of(error))
+                return refusal(failure_of(error))
+            except TypeError:
+                if await admitted(request):
+                    raise
+                return refusal(failure_of(_WRONG_KEY))
 
         return answering
 

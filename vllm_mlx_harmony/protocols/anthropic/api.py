@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from json import loads
+from re import findall
 from typing import Any, Literal, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core.deltas import (
@@ -25,7 +26,7 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.core.turn import Defaults, Stamp, Turn
-from vllm_mlx_harmony.protocols.anthropic.body import MessagesBody, read_body
+from vllm_mlx_harmony.protocols.anthropic.body import THREAD_UNSUPPORTED, MessagesBody, read_body
 from vllm_mlx_harmony.protocols.anthropic.input import ObjectText
 from vllm_mlx_harmony.protocols.anthropic.request import notes, read_turn
 from vllm_mlx_harmony.protocols.events import Event, encode, quote
@@ -113,21 +114,35 @@ def request_id(stamp: Stamp) -> str:
 def error_body(error: HarmonyFailure, request_id: str | None = None) -> dict[str, Any]:
     """``error`` in Anthropic's shape. ``type`` is what api.anthropic.com sends with the status."""
     other = "invalid_request_error" if error.status in _CALLERS_FAULT else "api_error"
-    return {
-        "type": "error",
-        "error": {"type": _ERRORS.get(error.status, other), "message": _message(error)},
-        "request_id": request_id,
-    }
+    told = {"type": _ERRORS.get(error.status, other), "message": _message(error)}
+    return {"type": "error", "error": {**told, **_details(error)}, "request_id": request_id}
+
+
+def _details(error: HarmonyFailure) -> dict[str, Any]:
+    """What a program may know beside the message: only what Anthropic's client looks for."""
+    if error.code != THREAD_UNSUPPORTED:
+        return {}
+    return {"details": {"error_code": error.code, "unsupported": [error.param]}}
 
 
 def _message(error: HarmonyFailure) -> str:
     """The shape has no place for the guilty field: the message names it."""
     if error.code == "context_length_exceeded":
-        # The words by which Claude Code knows that it has to shorten the conversation.
-        return f"prompt is too long: {error.message}"
+        return f"prompt is too long: {_overrun(error.message)}"
     if error.param is None or error.param in error.message:
         return error.message
     return f"{error.param}: {error.message}"
+
+
+def _overrun(message: str) -> str:
+    """Both numbers of ``message``, the prompt's and the window's, as Claude Code looks for them.
+
+    It shortens the conversation by their difference. The prompt's is never the lesser.
+    """
+    match sorted(map(int, findall(r"\d+", message))):
+        case [window, prompt]:
+            return f"{prompt} tokens > {window} maximum"
+    return message
 
 
 # --- Content blocks, one class each: what is sent of a message, and its document.

@@ -6,6 +6,7 @@ Refuses to know what they mean for a Turn (anthropic/request.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -32,6 +33,8 @@ _READ: dict[object, tuple[str, ...]] = {
     "redacted_thinking": ("data",),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id", "content", "is_error"),
+    "search_result": ("content",),
+    "document": ("source",),
 }
 """The fields of a block that are looked at. Fields of the same name mean other things elsewhere."""
 
@@ -45,13 +48,27 @@ def _only_read(value: object) -> object:
     return {field: value[field] for field in known if field in value}
 
 
-class ResultBlock(Wire):
-    """One block of a tool's result: text, or something that is only named."""
+class Part(Wire):
+    """Text, or something that is only named."""
 
     type: str
     text: str | None = None
 
     _only_read = model_validator(mode="before")(_only_read)
+
+
+class Source(Wire):
+    """Where a document comes from. Of type ``text`` it is the document: ``data``."""
+
+    type: str | None = None
+    data: str | None = None
+
+
+class ResultBlock(Part):
+    """One block of a tool's result; ``content`` is a search result's, ``source`` a document's."""
+
+    content: list[Part] | None = None
+    source: Source | None = None
 
 
 class Block(Wire):
@@ -132,7 +149,7 @@ class MessagesBody(Wire):
 
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
 
     tools: list[AnthropicTool] | None = None
@@ -140,6 +157,13 @@ class MessagesBody(Wire):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+
+    thread: Any = None
+    compaction: Any = None
+
+
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""By this code Anthropic's client knows that it has to send whole conversations."""
 
 
 def read_body(body: object, *, counting: bool = False) -> MessagesBody:
@@ -152,11 +176,26 @@ def read_body(body: object, *, counting: bool = False) -> MessagesBody:
     asked = checked(MessagesBody, body)
     if asked.max_tokens is None and not counting:
         raise required("max_tokens")
+    for refusal in _refusals(asked, counting=counting):
+        raise refusal
+    return asked
+
+
+def _refusals(asked: MessagesBody, *, counting: bool) -> Iterator[RequestError]:
+    """What cannot be done, and would be another request if it were ignored.
+
+    Anthropic's own count ignores ``compaction``, too.
+    """
     choice = asked.tool_choice
     if choice is not None and choice.type in ("any", "tool"):
-        raise RequestError(
-            "tool_choice: only 'auto' and 'none' are available: a call cannot be forced",
-            param="tool_choice",
-            code=UNSUPPORTED,
-        )
-    return asked
+        why = "only 'auto' and 'none' are available: a call cannot be forced"
+        yield _refusal("tool_choice", why)
+    if asked.thread is not None:
+        why = "no conversation is kept here: send all of its messages"
+        yield _refusal("thread", why, THREAD_UNSUPPORTED)
+    if asked.compaction is not None and not counting:
+        yield _refusal("compaction", "this server does not summarize conversations")
+
+
+def _refusal(field: str, why: str, code: str = UNSUPPORTED) -> RequestError:
+    return RequestError(f"{field}: {why}", param=field, code=code)

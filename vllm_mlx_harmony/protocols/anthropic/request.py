@@ -37,7 +37,9 @@ from vllm_mlx_harmony.protocols.anthropic.body import (
     AnthropicTool,
     Block,
     MessagesBody,
+    Part,
     ResultBlock,
+    Source,
 )
 from vllm_mlx_harmony.protocols.anthropic.input import INVALID_JSON
 from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
@@ -60,6 +62,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, seal: Seal) -> Turn:
         limits=Limits(
             max_tokens=body.max_tokens,
             stop=tuple(text for text in body.stop_sequences or () if text),
+            one_call=_one_call(body),
         ),
     )
 
@@ -164,10 +167,13 @@ def _assistant(run: _Spoken, seal: Seal) -> Iterator[Message]:
 
 
 def _unanswered(run: _Spoken, seal: Seal) -> Iterator[Message]:
-    """What the assistant said while its answer is still to come: before calls or a prefill."""
-    for blocks in run:
-        for each in blocks:
-            yield from _said(each, seal)
+    """What the assistant said while its answer is still to come: before calls or a prefill.
+
+    Calls come last: results follow them, and nothing that is said stands between (A4).
+    """
+    said = (each for blocks in run for each in blocks)
+    for each in sorted(said, key=lambda each: each.block.type == "tool_use"):
+        yield from _said(each, seal)
 
 
 def _said(placed: _Placed, seal: Seal) -> Iterator[Message]:
@@ -214,13 +220,14 @@ def _without_billing(text: str) -> str:
 def _thought(placed: _Placed, seal: Seal) -> str:
     """What was thought: as it was sealed, whatever the client made of the text; else the text."""
     block = placed.block
-    field = "data" if block.type == "redacted_thinking" else "thinking"
-    shown: str | None = getattr(block, field)
-    if shown is None:
-        raise required(f"{placed.where}.{field}")
-    if field == "data":
-        return seal.unseal(shown) or ""
-    return seal.unseal(block.signature or "") or shown
+    if block.type == "redacted_thinking":
+        if block.data is None:
+            raise required(f"{placed.where}.data")
+        return seal.unseal(block.data) or ""
+    sealed = seal.unseal(block.signature or "")
+    if sealed is None and block.thinking is None:
+        raise required(f"{placed.where}.thinking")
+    return sealed or block.thinking or ""
 
 
 def _call(placed: _Placed) -> Call:
@@ -262,6 +269,27 @@ _KINDS = {"document": "file"}
 
 
 def _result_text(part: ResultBlock, where: str) -> str:
+    if part.type == "search_result":
+        return _found(part, where)
+    if part.source is not None and part.source.type == "text":
+        return _document(part.source, where)
+    return _part_text(part, where)
+
+
+def _found(part: ResultBlock, where: str) -> str:
+    if part.content is None:
+        raise required(f"{where}.content")
+    parts = enumerate(part.content)
+    return _lines(_part_text(each, f"{where}.content[{index}]") for index, each in parts)
+
+
+def _document(source: Source, where: str) -> str:
+    if source.data is None:
+        raise required(f"{where}.source.data")
+    return source.data
+
+
+def _part_text(part: Part, where: str) -> str:
     if part.type != "text":
         return left_out(_KINDS.get(part.type, part.type))
     if part.text is None:
@@ -290,10 +318,17 @@ def _readable(placed: _Placed) -> str:
     return _text(placed)
 
 
+_WHY: dict[str, str] = {
+    **dict.fromkeys(
+        ("thinking", "redacted_thinking", "tool_use", "tool_result"), "it cannot stand here"
+    ),
+    **dict.fromkeys(("image", "document", "audio", "video"), "the model reads text only"),
+}
+
+
 def _unreadable(placed: _Placed) -> RequestError:
     kind, where = placed.block.type, placed.where
-    known = kind in ("thinking", "redacted_thinking", "tool_use", "tool_result")
-    why = "it cannot stand here" if known else "the model reads text only"
+    why = _WHY.get(kind, "it is not supported here")
     return RequestError(f"{where} is of type {kind!r}: {why}", param=where, code=UNSUPPORTED)
 
 
@@ -302,7 +337,7 @@ def _is_another_servers(kind: str) -> bool:
     return kind in ("server_tool_use", "mcp_tool_use") or kind.endswith("_tool_result")
 
 
-# --- Tools, format, effort and sampling.
+# --- Tools, format, effort, sampling and limits.
 
 
 def _no_tools(body: MessagesBody) -> bool:
@@ -326,12 +361,12 @@ def _tools(tools: Iterable[AnthropicTool]) -> Iterator[Tool]:
 
 
 def _effort(body: MessagesBody, defaults: Defaults) -> Effort:
-    """``output_config.effort`` wins (A8); a budget of thinking tokens changes nothing."""
+    """The lowest when thinking is disabled; a budget of thinking tokens changes nothing (A8)."""
     asked = body.output_config.effort if body.output_config else None
-    if asked is not None:
-        return Effort.parse(asked, param="output_config.effort")
+    param = "output_config.effort"
+    effort = defaults.effort if asked is None else Effort.parse(asked, param=param)
     disabled = body.thinking is not None and body.thinking.type == "disabled"
-    return Effort.LOW if disabled else defaults.effort
+    return Effort.LOW if disabled else effort
 
 
 def _response_format(body: MessagesBody) -> ResponseFormat | None:
@@ -346,3 +381,8 @@ def _sampling(body: MessagesBody) -> Sampling:
         top_p=body.top_p,
         top_k=0 if body.top_k == -1 else body.top_k,  # -1 is vLLM's word for "all of them"
     )
+
+
+def _one_call(body: MessagesBody) -> bool:
+    choice = body.tool_choice
+    return choice is not None and choice.type == "auto" and bool(choice.disable_parallel_tool_use)

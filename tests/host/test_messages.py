@@ -1,0 +1,156 @@
+"""The routes of the Messages API without a model: who is let in, and how the others are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm_mlx")
+
+from starlette.requests import Request
+from vllm_mlx import server
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.host import contract, messages
+from vllm_mlx_harmony.host.leases import Lease
+from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.host.window import fit
+from vllm_mlx_harmony.protocols.anthropic import error_body
+
+KEY = "sesame"
+PATHS = ["/v1/messages", "/v1/messages/count_tokens"]
+OURS = [*PATHS, "/v1/chat/completions", "/v1/responses"]
+HELLO = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.fixture(autouse=True)
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whoever is let in is told that there is no model: 503."""
+    monkeypatch.setattr(server, "_engine", None)
+    monkeypatch.setattr(server, "_model_name", None)
+    monkeypatch.setattr(server, "_api_key", KEY)
+    contract.activate()
+    yield
+    contract.deactivate()
+
+
+def post(path: str, headers: dict[str, Any]) -> httpx.Response:
+    async def posted() -> httpx.Response:
+        transport = httpx.ASGITransport(server.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+            return await client.post(path, json=HELLO, headers=headers)
+
+    return asyncio.run(posted())
+
+
+def bearer(key: str) -> bytes:
+    return f"Bearer {key}".encode()
+
+
+PAIRS: list[tuple[dict[str, Any], bool]] = [
+    ({}, False),
+    ({"x-api-key": KEY}, True),
+    ({"Authorization": bearer(KEY)}, True),
+    ({"x-api-key": KEY, "Authorization": bearer(KEY)}, True),
+    ({"x-api-key": KEY, "Authorization": bearer("wrong")}, True),
+    ({"x-api-key": KEY, "Authorization": bearer("fälsch")}, True),
+    ({"x-api-key": KEY, "Authorization": b"Basic c2VzYW1l"}, True),
+    ({"x-api-key": "wrong", "Authorization": bearer(KEY)}, True),
+    ({"x-api-key": "sécret".encode(), "Authorization": bearer(KEY)}, True),
+    ({"x-api-key": "wrong", "Authorization": bearer("other")}, False),
+    ({"x-api-key": "wrong"}, False),
+    ({"x-api-key": ""}, False),
+    ({"x-api-key": "sécret".encode()}, False),
+    ({"Authorization": bearer("sécret")}, False),
+    ({"x-api-key": "sécret".encode(), "Authorization": bearer("sécret")}, False),
+]
+
+
+@pytest.mark.parametrize(("headers", "admitted"), PAIRS)
+@pytest.mark.parametrize("path", PATHS)
+def test_one_right_key_is_enough(path: str, headers: dict[str, Any], admitted: bool) -> None:
+    response = post(path, headers)
+    document = response.json()
+    kind = "overloaded_error" if admitted else "authentication_error"
+    assert (response.status_code, document["error"]["type"]) == (503 if admitted else 401, kind)
+    assert re.fullmatch(r"req_[0-9a-f]{24}", document["request_id"])
+    assert response.headers["request-id"] == document["request_id"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": bearer("sécret")}])
+def test_without_a_key_of_its_own_the_server_asks_for_none(
+    monkeypatch: pytest.MonkeyPatch, headers: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(server, "_api_key", None)
+    for path in OURS:
+        assert post(path, headers).status_code == 503
+
+
+@pytest.mark.parametrize("path", OURS)
+def test_a_key_that_is_not_ascii_is_a_wrong_key(path: str) -> None:
+    odd, wrong = (post(path, {"Authorization": bearer(key)}) for key in ("sécret", "wrong"))
+    assert odd.status_code == 401
+    assert odd.json()["error"] == wrong.json()["error"]
+
+
+def test_a_bug_is_not_taken_for_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(server._rate_limiter, "is_allowed", broken)
+    assert post(PATHS[0], {"x-api-key": KEY}).status_code == 500
+
+
+def test_whoever_is_too_fast_can_name_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    limiter = server.RateLimiter(requests_per_minute=1, enabled=True)
+    monkeypatch.setattr(server, "_rate_limiter", limiter)
+    first, second, third = (post(PATHS[0], {"x-api-key": KEY}) for _ in range(3))
+    assert [each.status_code for each in (first, second, third)] == [503, 429, 429]
+    assert second.json()["error"]["type"] == "rate_limit_error"
+    assert int(second.headers["retry-after"]) > 0
+    ids = [each.headers["request-id"] for each in (first, second, third)]
+    assert ids == [each.json()["request_id"] for each in (first, second, third)]
+    assert len(set(ids)) == 3
+
+
+@pytest.mark.parametrize("headers", [headers for headers, admitted in PAIRS if admitted])
+def test_the_same_key_is_the_same_tenant(headers: dict[str, Any]) -> None:
+    raw = [(name.lower().encode(), _bytes(value)) for name, value in headers.items()]
+    request = Request({"type": "http", "headers": raw})
+    asyncio.run(messages.bearer(request))
+    alone = Request({"type": "http", "headers": [(b"authorization", bearer(KEY))]})
+    assert Lease(None, request).tenant == Lease(None, alone).tenant
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+def test_what_has_no_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    tools = [{"type": "web_search_20250305", "name": "web_search"}]
+    with caplog.at_level(logging.INFO, logger="vllm_mlx_harmony"):
+        messages.MESSAGES.read({**HELLO, "tools": tools}, Defaults())
+    assert [record.getMessage() for record in caplog.records] == [
+        "messages: tools[0] (web_search_20250305) was left out: the caller does not define it"
+    ]
+
+
+CLAUDE_CODE = re.compile(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", re.IGNORECASE)
+"""What Claude Code looks for to learn that it has to shorten the conversation, and by how much."""
+
+
+@pytest.mark.parametrize("prompt_tokens", [131_072, 131_073, 1_000_000])
+def test_claude_code_reads_both_numbers(prompt_tokens: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        fit(Settings(1, 1.0, 1.0), prompt_tokens, 131_072)
+    found = CLAUDE_CODE.search(json.dumps(error_body(caught.value)))
+    assert found is not None
+    assert found.groups() == (str(prompt_tokens), "131072")
