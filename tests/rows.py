@@ -27,6 +27,8 @@ class Row:
     whole: bool = True
     """Whether what was said last is complete."""
     tools: tuple[str, ...] = ("x",)
+    one_call: bool = False
+    """The caller wants no more than one."""
 
 
 def row(name: str, output: str, *said: tuple[str, ...], **more: object) -> Row:
@@ -261,6 +263,16 @@ MALFORMED = [
 ]
 
 RECIPIENTS = [
+    row(
+        "channel and recipient in one word",
+        '<|channel|>commentaryto=functions.x <|constrain|>json<|message|>{"a":1}<|call|>',
+        TO_X,
+    ),
+    row(
+        "channel and an empty recipient in one word",
+        '<|channel|>analysisto= functions.x<|message|>{"a":1}<|call|>',
+        TO_X,
+    ),
     row("bare name", '<|channel|>commentary to=x<|message|>{"a":1}<|call|>', TO_X),
     row(
         "space behind to=", '<|channel|>commentary to= functions.x<|message|>{"a":1}<|call|>', TO_X
@@ -486,7 +498,29 @@ STOPS = [
     ),
 ]
 
-ROWS = [*WELL_FORMED, *CUT, *MALFORMED, *RECIPIENTS, *NO_HEADER, *HIDDEN, *STOPS]
+_X = '<|channel|>commentary to=functions.x <|constrain|>json<|message|>{"a":1}'
+
+ONE_CALL = [
+    row("one call of two", f"{_X}<|end|><|start|>assistant{_X}<|call|>", TO_X, one_call=True),
+    row(
+        "one call, cut in the next",
+        f"{_X}<|start|>assistant{_X}",
+        TO_X,
+        one_call=True,
+        cut=True,
+        finish="tool_calls",
+        whole=True,
+    ),
+    row("one call alone", f"{_X}<|call|>", TO_X, one_call=True),
+    row("one call, cut", _X, TO_X, one_call=True, cut=True),
+    row(
+        "one call, none made",
+        "<|channel|>final<|message|>Hi.<|return|>",
+        (ANSWER, "Hi."),
+        one_call=True,
+    ),
+]
+ROWS = [*WELL_FORMED, *CUT, *MALFORMED, *RECIPIENTS, *NO_HEADER, *HIDDEN, *STOPS, *ONE_CALL]
 
 INVALID_UTF8: list[tuple[str, list[int], str]] = []
 

@@ -210,7 +210,8 @@ _SPOKEN = {"reasoning": Reasoning, "preamble": Preamble, ANSWER: Answer}
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_rows(row: Row) -> None:
     tools = tuple(map(Tool, row.tools))
-    turn = StreamingHarmonyContext(Turn((User("?"),), tools, limits=Limits(stop=row.stop)), STAMP)
+    limits = Limits(stop=row.stop, one_call=row.one_call)
+    turn = StreamingHarmonyContext(Turn((User("?"),), tools, limits=limits), STAMP)
     turn.append_output(ids_of(row.output))
     turn.finish("length" if row.cut else "stop")
     assert turn.messages[1:] == tuple(

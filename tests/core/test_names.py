@@ -31,6 +31,9 @@ def names(*tools: str, called: tuple[str, ...] = (), builtin: tuple[str, ...] = 
         (("a..b",), "a..b", "a_b"),
         (("<|call|>",), "<|call|>", "call"),
         ((" ",), " ", "tool"),
+        (("n" * 242,), "n" * 242, "n" * 242),
+        (("n" * 243,), "n" * 243, "n" * 242),
+        (("n" * 243, "n" * 244), "n" * 244, "n" * 240 + "_2"),
     ],
 )
 def test_alias(tools: tuple[str, ...], name: str, alias: str) -> None:

@@ -25,7 +25,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def parser_of(row: Row) -> Parser:
-    return Parser(Names.of(Turn((), tuple(map(Tool, row.tools)))), row.stop)
+    return Parser(Names.of(Turn((), tuple(map(Tool, row.tools)))), row.stop, one_call=row.one_call)
 
 
 def deltas_of(parser: Parser, chunks: Chunks, *, cut: bool = False) -> list[Delta]:
@@ -117,6 +117,14 @@ def raw_ids(raw: bytes) -> list[int]:
 def test_a_half_character_of_a_header_does_not_reach_the_body() -> None:
     ids = raw_ids(b"\xf0\x9f") + ids_of("<|message|>Hi.<|return|>")
     assert said(deltas_of(Parser(), [ids])) == ((ANSWER, "Hi."),)
+
+
+def test_a_name_as_long_as_a_header_can_carry_is_called() -> None:
+    """And a longer one has an alias that is no longer than that (A10)."""
+    name = "n" * 242
+    parser = Parser(Names.of(Turn((), (Tool(name),))))
+    output = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{{}}<|call|>"
+    assert said(deltas_of(parser, [ids_of(output)])) == ((CALL, name, "{}"),)
 
 
 def test_reasoning_tokens_are_body_ids_of_reasoning() -> None:

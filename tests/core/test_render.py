@@ -372,7 +372,7 @@ REFUSED: dict[str, tuple[Turn, str, str]] = {
         "tools[0]",
         "name",
     ),
-    "A11 no messages": (turn(), "messages", "empty"),
+    "A11 no messages": (turn(), "messages", "no message"),
     "a built-in that does not exist": (
         turn(User("Hi"), builtin_tools=("shell",)),
         "builtin_tools",

@@ -18,10 +18,11 @@ from vllm_mlx.api.models import ChatCompletionRequest
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.host import contract, prompts
-from vllm_mlx_harmony.host.defaults import DATE_VARIABLE, defaults
+from vllm_mlx_harmony.host.defaults import DATE_VARIABLE, defaults, read
 from vllm_mlx_harmony.host.prompts import PromptText, prompt_text
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.standin import Script
@@ -228,6 +229,22 @@ def test_the_date_can_be_pinned_or_left_out(
 ) -> None:
     monkeypatch.setenv(DATE_VARIABLE, pinned)
     assert defaults().date == date
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"reasoning_effort": "banana"}, "banana"),
+        ({"model_identity": 5}, "model_identity"),
+        ({"builtin_tools": 5}, "builtin_tools"),
+        ({"builtin_tools": "python"}, "builtin_tools"),
+        ({"builtin_tools": ["python", ["x"]]}, "builtin_tools"),
+        ({"builtin_tools": ["search"]}, "builtin_tools"),
+    ],
+)
+def test_a_bad_template_option_of_the_server_is_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(HostError, match=f"^--default-chat-template-kwargs: .*{named}"):
+        read(options)
 
 
 def test_the_servers_template_options_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

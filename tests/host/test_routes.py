@@ -27,6 +27,7 @@ from vllm_mlx_harmony.host.answers import Job, run
 from vllm_mlx_harmony.host.engine import Step
 from vllm_mlx_harmony.host.leases import Budget
 from vllm_mlx_harmony.host.refusals import failure_of, refuse
+from vllm_mlx_harmony.host.routes import CHAT
 from vllm_mlx_harmony.host.sampling import Settings
 from vllm_mlx_harmony.host.streams import EventStream, frames
 from vllm_mlx_harmony.protocols import chat
@@ -218,6 +219,27 @@ def test_the_key_is_asked_for_first(
         assert response.json()["error"]["code"] == "invalid_api_key"
     right = {"authorization": "Bearer sesame"}
     assert get("/v1/models/foreign", **right).json()["id"] == "foreign"
+
+
+@pytest.mark.parametrize(
+    ("timeout", "used"), [(2, 2), (0.5, 0.5), (0, None), (10**400, None), (1e9, None), ("2", None)]
+)
+def test_a_timeout_counts_when_it_is_one(timeout: object, used: float | None) -> None:
+    assert serving._routing({"model": "m", "timeout": timeout}) == ("m", used)
+
+
+def test_who_leaves_while_asking_gets_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def gone() -> Any:
+        raise ClientDisconnect
+
+    answer = asyncio.run(serving.refusing(CHAT, gone()))
+    assert answer.status_code == serving.CLIENT_CLOSED
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("_foreign", "_active")
+def test_models_with_a_slash_behind() -> None:
+    assert get("/v1/models/").json() == get("/v1/models").json()
 
 
 @pytest.mark.usefixtures("_foreign", "_active")

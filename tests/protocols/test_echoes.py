@@ -190,7 +190,9 @@ def is_whole(row: Row) -> bool:
 
 
 ENDS = ("<|return|>", "<|endoftext|>")
-PLAIN = [row for row in ROWS if not row.stop and row.tools == ("x",) and is_whole(row)]
+PLAIN = [
+    row for row in ROWS if not (row.stop or row.one_call) and row.tools == ("x",) and is_whole(row)
+]
 SHOWN = [row for row in PLAIN if any(part[0] != "reasoning" for part in row.said)]
 LOOPS = [row for row in SHOWN if any(p[0] == "call" for p in row.said) and not row.cut]
 CALLS = [row for row in LOOPS if all(part[0] != "answer" for part in row.said)]

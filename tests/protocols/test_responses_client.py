@@ -88,7 +88,7 @@ def accumulated(events: Iterable[Any]) -> Any:
 
 def deltas_of(row: Row) -> list[Delta]:
     tools = [{"type": "function", "name": name} for name in row.tools]
-    parser = Parser(Names.of(request(True, tools=tools).turn), row.stop)
+    parser = Parser(Names.of(request(True, tools=tools).turn), row.stop, one_call=row.one_call)
     ids = vocab.encoding().encode(row.output, allowed_special="all")
     fed = [delta for token in ids for delta in parser.feed([token])]
     return [Started(5), *fed, *parser.close("length" if row.cut else "stop")]

@@ -90,7 +90,7 @@ def documents(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 def deltas_of(row: Row, chunks: Iterable[Sequence[int]]) -> list[Delta]:
     tools = [{"type": "function", "name": name} for name in row.tools]
-    parser = Parser(Names.of(request(True, tools=tools).turn), row.stop)
+    parser = Parser(Names.of(request(True, tools=tools).turn), row.stop, one_call=row.one_call)
     fed = [delta for chunk in chunks for delta in parser.feed(chunk)]
     return [Started(5), *fed, *parser.close("length" if row.cut else "stop")]
 
@@ -247,7 +247,7 @@ FREEFORM: list[tuple[tuple[str, ...], list[str]]] = [
     (('{"input":""}',), []),
     (("*** Begin", " Patch"), ["*** Begin", " Patch"]),
     (('{"patch":"a"}',), ['{"patch":"a"}']),
-    (("{", "}"), ["{}"]),
+    (("{", "}"), []),
     (('{"inp',), ['{"inp']),
 ]  # fmt: skip
 
@@ -510,6 +510,26 @@ def test_in_the_background_it_is_queued_first() -> None:
         ("response.in_progress", "in_progress"),
     ]
     assert check_documents(events)["status"] == "completed"
+
+
+@pytest.mark.parametrize("begun", range(len(HALF) + 1))
+@pytest.mark.parametrize("ending", ["cancelled", "failed"])
+def test_in_the_background_it_is_told_of_before_its_turn(begun: int, ending: str) -> None:
+    emitter = request(True, background=True).emitter(STAMP)
+    events = [*emitter.create(), *emitter.create()]
+    assert [event.name for event in events] == ["response.created", "response.queued"]
+    assert emitter.document()["status"] == "queued"
+    events += [event for delta in HALF[:begun] for event in emitter.feed(delta)]
+    failed = Failed(OutputError("no"))
+    events += emitter.cancel() if ending == "cancelled" else emitter.feed(failed)
+    assert events[2].name == "response.in_progress"
+    assert check(events)["status"] == ending
+
+
+@pytest.mark.parametrize(("stream", "names"), [(True, ["response.created"]), (False, [])])
+def test_outside_the_background_nothing_is_queued(stream: bool, names: list[str]) -> None:
+    emitter = request(stream).emitter(STAMP)
+    assert [event.name for event in emitter.create()] == names
 
 
 # --- Speed: what a text costs.

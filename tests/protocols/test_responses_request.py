@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,8 @@ def test_the_previous_response_is_known_before_anything_is_read(body: Any, expec
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 
+LIMITS = partial(Limits, where="max_output_tokens")
+
 FIELDS: list[tuple[dict[str, Any], str, Any]] = [
     ({"instructions": "Be brief."}, "messages", (Instructions("Be brief."), User("Hello"))),
     ({"reasoning": {"effort": "minimal"}}, "effort", Effort.LOW),
@@ -339,7 +342,8 @@ FIELDS: list[tuple[dict[str, Any], str, Any]] = [
         "response_format",
         ResponseFormat(SCHEMA, "n"),
     ),
-    ({"max_output_tokens": 5, "timeout": 2.5}, "limits", Limits(5, 2.5)),
+    ({"max_output_tokens": 5, "timeout": 2.5}, "limits", LIMITS(5, 2.5)),
+    ({"parallel_tool_calls": False}, "limits", LIMITS(one_call=True)),
     (
         {"temperature": 0, "top_p": 0.5, "top_k": -1, "presence_penalty": 1},
         "sampling",
@@ -460,7 +464,7 @@ GUILTY: list[tuple[Any, str | None]] = [
             ({"max_output_tokens": 2.5}, "max_output_tokens"),
             ({"temperature": 3}, "temperature"),
             ({"temperature": float("nan")}, "temperature"),
-            ({"top_p": 0}, "top_p"),
+            ({"top_p": -1}, "top_p"),
             ({"metadata": {"a": 1}}, "metadata.a"),
             ({"include": "x"}, "include"),
             ({"include": ["message.output_text.logprobs"]}, "include"),
@@ -567,7 +571,7 @@ def test_opencode() -> None:
         Call(key, "bash", '{"command":"echo marker-$((40+2))","description":"Echo a marker"}'),
         Result(key, "marker-42\n", "input[4]"),
     )
-    assert asked.turn.limits == Limits(8192)
+    assert asked.turn.limits == LIMITS(8192)
     assert len(asked.turn.tools) == 10
 
 
@@ -631,8 +635,8 @@ def test_pages(query: dict[str, str], numbers: range, more: bool) -> None:
     assert page(MANY, query) == {
         "object": "list",
         "data": [{"id": key} for key in ids],
-        "first_id": ids[0] if ids else None,
-        "last_id": ids[-1] if ids else None,
+        "first_id": ids[0] if ids else "",
+        "last_id": ids[-1] if ids else "",
         "has_more": more,
     }
 

@@ -47,7 +47,8 @@ class StreamingHarmonyContext:
         rendered = renderer(turn)
         within = Header(channel="final") if turn.prefill is not None else None
         self._names = rendered.names
-        self._parser = Parser(rendered.names, turn.limits.stop, within)
+        limits = turn.limits
+        self._parser = Parser(rendered.names, limits.stop, within, one_call=limits.one_call)
         self._stamp = stamp
         self._ids = list(rendered.ids)
         self._messages = list(turn.messages)
@@ -87,10 +88,12 @@ class StreamingHarmonyContext:
         if self._answered:
             self._ids, self._answered = [*self.render_for_completion()], False
             self._begin_output()
-        if not self.done:
-            self._ids.extend(_until_end(ids))
+        goes_on, before = not self.done, self._fed
         self._fed += len(ids)
-        return self._take_in(self._parser.feed(ids))
+        deltas = self._parser.feed(ids)
+        if goes_on:  # what follows the end was never part of the conversation
+            self._ids.extend(ids[: (self._parser.done_at or self._fed) - before])
+        return self._take_in(deltas)
 
     def append_tool_output(self, messages: Iterable[Result]) -> list[Delta]:
         """What tools answered to calls of this conversation: the model goes on behind it.
@@ -178,11 +181,3 @@ class StreamingHarmonyContext:
 
     def _calls(self) -> dict[str, str]:
         return {call.id: call.name for call in self.messages if isinstance(call, Call)}
-
-
-def _until_end(ids: Sequence[int]) -> Sequence[int]:
-    """``ids`` up to the first that ends a turn: what follows was never part of the conversation."""
-    for position, token in enumerate(ids):
-        if token in vocab.TURN_ENDS:
-            return ids[: position + 1]
-    return ids

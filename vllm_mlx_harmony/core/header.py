@@ -24,6 +24,8 @@ _KNOWN = (*ROLES, *CHANNELS, *CONTENT_TYPES, "to=", "functions.")
 _PIECES = re.compile(r"\s+|\S+")
 _TYPE = re.compile(r"[A-Za-z][\w./+-]*")
 _TO = "to="
+_JOINED = re.compile(rf"({'|'.join(sorted(CHANNELS))})(?={_TO})")
+"""A channel that no space parts from the recipient: gpt-oss writes ``commentaryto=functions.x``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,9 @@ class HeaderReader:
 
     def _meaning(self, word: str) -> str:
         """Takes in what ``word`` says and returns what of it is loose text."""
+        if self._in_channel and (joined := _JOINED.match(word)):
+            self._is_channel(joined[1])
+            word = word[joined.end() :]
         if self._wants_name or word.startswith(_TO):
             return self._recipient(word.removeprefix(_TO))
         if self._wants_type or self._is_placed:

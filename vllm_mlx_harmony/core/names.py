@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.header import NAME_LIMIT
 from vllm_mlx_harmony.core.turn import Call, Tool, Turn
 
 FUNCTIONS = "functions"
 _PREFIX = f"{FUNCTIONS}."
 _NOBODY = frozenset({"assistant", "user", "all"})
 _CARRYABLE = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
+_LONGEST = NAME_LIMIT - len("to=") - len(_PREFIX) - 1
 _UNCARRYABLE = re.compile(r"[^A-Za-z0-9_-]+")
 
 
@@ -80,7 +82,7 @@ def _declared(tools: Iterable[Tool]) -> list[str]:
 
 def _aliases(declared: Sequence[str], foreign: Iterable[str]) -> dict[str, str]:
     """Names to aliases. A name met later never changes an alias given before (A12)."""
-    taken = {name for name in declared if _CARRYABLE.fullmatch(name)}
+    taken = {name for name in declared if _is_carryable(name)}
     aliases = {name: name if name in taken else _alias(name, taken) for name in declared}
     for name in foreign:
         if name not in aliases:
@@ -90,11 +92,15 @@ def _aliases(declared: Sequence[str], foreign: Iterable[str]) -> dict[str, str]:
 
 def _alias(name: str, taken: set[str]) -> str:
     """A name like ``name`` that a header can carry; it is ``taken`` from then on."""
-    plain = _CARRYABLE.fullmatch(name)
-    stem = name if plain else _UNCARRYABLE.sub("_", name).strip("_") or "tool"
-    alias, count = stem, 1
+    stem = name if _is_carryable(name) else _UNCARRYABLE.sub("_", name).strip("_") or "tool"
+    alias, count = stem[:_LONGEST], 1
     while alias in taken:
         count += 1
-        alias = f"{stem}_{count}"
+        end = f"_{count}"
+        alias = stem[: _LONGEST - len(end)] + end
     taken.add(alias)
     return alias
+
+
+def _is_carryable(name: str) -> bool:
+    return len(name) <= _LONGEST and _CARRYABLE.fullmatch(name) is not None

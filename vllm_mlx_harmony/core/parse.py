@@ -27,7 +27,7 @@ class State(Enum):
     HEADER = auto()
     BODY = auto()
     CALLED = auto()  # after <|call|>: only a transcript goes on, with <|start|>
-    ENDED = auto()  # after <|return|>, <|endoftext|> or a stop string
+    ENDED = auto()  # after <|return|>, <|endoftext|>, a stop string or the only call
 
 
 class Sign(Enum):
@@ -94,9 +94,9 @@ class Parser:
     """Reads what a model generated behind ``<|start|>assistant``.
 
     ``names`` maps recipients back to the tools of the request; ``stop`` are the caller's stop
-    strings; ``within`` is the header of a message that the prompt has begun already. Feed ids in
-    any chunks, then close: the deltas are the same however the ids were cut, once adjacent
-    ``Text`` is joined.
+    strings; ``within`` is the header of a message that the prompt has begun already; ``one_call``
+    ends the turn with its first call. Feed ids in any chunks, then close: the deltas are the same
+    however the ids were cut, once adjacent ``Text`` is joined.
     """
 
     def __init__(
@@ -104,18 +104,21 @@ class Parser:
         names: Names | None = None,
         stop: Sequence[str] = (),
         within: Header | None = None,
+        *,
+        one_call: bool = False,
     ) -> None:
         self.state = State.HEADER
-        self.done = False
-        """Whether the model ended its turn, so that nothing more need be generated."""
+        self.done_at = 0
+        """Ids generated up to the end of the turn; 0 as long as it goes on."""
         self.ended_at = 0
         """Ids generated up to the end of the last message that has ended."""
         self._began = 0  # up to the header that is being read
         self._names = names or Names()
         self._stop = tuple(stop)
         self._stopped_by: str | None = None
+        self._one_call = one_call
         self._index = 0
-        self._called = False
+        self._calls = 0
         self._tokens = 0
         self._reasoning_tokens = 0
         self._out: list[Delta] = []
@@ -124,6 +127,11 @@ class Parser:
         if within is not None:
             self.state = State.BODY
             self._begin_body(within)
+
+    @property
+    def done(self) -> bool:
+        """Whether the turn has ended, so that nothing more need be generated."""
+        return self.done_at > 0
 
     def feed(self, ids: Iterable[int]) -> list[Delta]:
         """The deltas of the next ids, of which there may be any number."""
@@ -147,7 +155,7 @@ class Parser:
         Returns the deltas that close what the output before it left open.
         """
         self._end(complete=True)
-        self.state, self.done = State.HEADER, False
+        self.state, self.done_at = State.HEADER, 0
         self._begin_header(marked=False)
         return self._take()
 
@@ -159,7 +167,7 @@ class Parser:
         cut = reason == "length" and self.state in (State.HEADER, State.BODY)
         self._end(complete=not cut)
         self.state = State.ENDED
-        called: Literal["tool_calls", "stop"] = "tool_calls" if self._called else "stop"
+        called: Literal["tool_calls", "stop"] = "tool_calls" if self._calls else "stop"
         usage = Usage(completion_tokens=self._tokens, reasoning_tokens=self._reasoning_tokens)
         self._out.append(Finished("length" if cut else called, self._stopped_by, usage))
         return self._take()
@@ -171,11 +179,14 @@ class Parser:
     # Control tokens
 
     def _control(self, sign: Sign) -> None:
-        actions, state = TRANSITIONS[self.state][sign]
-        self.done = self.done or state in (State.CALLED, State.ENDED)
-        self.state = state
+        calls = self._calls
+        actions, self.state = TRANSITIONS[self.state][sign]
         for action in actions:
             self._act(action)
+        if self._one_call and self._calls > calls:
+            self.state = State.ENDED
+        if self.state in (State.CALLED, State.ENDED):
+            self.done_at = self.done_at or self.ended_at
 
     def _act(self, action: Action) -> None:
         if action == "start":
@@ -247,7 +258,7 @@ class Parser:
         self._emit(shown)
         if self._stopped_by is not None:
             self._shut(complete=True)
-            self.state, self.done = State.ENDED, True
+            self.state, self.done_at = State.ENDED, self._tokens
 
     def _emit(self, text: str) -> None:
         if self._kind is None or not text:
@@ -274,7 +285,7 @@ class Parser:
         if self._stops is not None:
             self._emit(self._stops.flush())
         if self._is(Kind.CALL) and complete:
-            self._called = True
+            self._calls += 1
             self._emit("{}" if self._empty else "")
         self._shut(complete=complete)
 

@@ -66,7 +66,7 @@ def render(turn: Turn, replay: View | None = None) -> Rendered:
     a built-in tool that does not exist.
     """
     if not turn.messages:
-        raise RequestError("messages is empty: there is nothing to answer", param="messages")
+        raise RequestError("no message says anything: nothing to answer", param="messages")
     names = Names.of(turn)
     leading, rest = _split(turn.messages)
     ids = list(_system(turn.identity, turn.date, turn.effort, turn.builtin_tools, bool(turn.tools)))

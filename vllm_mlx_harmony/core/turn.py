@@ -102,6 +102,9 @@ class Result:
     where: str = "messages"
 
 
+BUILTIN_TOOLS = ("browser", "python")
+"""The namespaces of the tools that gpt-oss was trained with."""
+
 Message: TypeAlias = "Instructions | User | Reasoning | Preamble | Answer | Call | Result"
 
 
@@ -141,13 +144,15 @@ class Sampling:
 class Limits:
     """When to stop: after ``max_tokens`` ids, ``timeout`` seconds, or at a string in the content.
 
-    ``None`` means: the server's default. ``one_call`` ends the turn with its first call.
+    ``None`` means: the server's default. ``one_call`` ends the turn with its first call. ``where``
+    is the path of ``max_tokens`` in the request, for the error when a server allows fewer.
     """
 
     max_tokens: int | None = None
     timeout: float | None = None
     stop: tuple[str, ...] = ()
     one_call: bool = False
+    where: str = "max_tokens"
 
 
 @dataclass(frozen=True, slots=True)

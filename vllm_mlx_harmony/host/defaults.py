@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import HostError, RequestError
-from vllm_mlx_harmony.core.turn import Defaults, Effort
+from vllm_mlx_harmony.core.turn import BUILTIN_TOOLS, Defaults, Effort
 
 DATE_VARIABLE = "VLLM_MLX_HARMONY_DATE"
 """Environment variable: the date in the system message, or ``none`` for no date."""
 
 
 def defaults() -> Defaults:
-    """The defaults in force now: the date changes at midnight.
-
-    Raises ``HostError`` when ``--default-chat-template-kwargs`` has an unknown effort.
-    """
+    """The defaults in force now: the date changes at midnight. Raises ``HostError`` as ``read``."""
     from vllm_mlx import server
 
-    options: dict[str, Any] = server._default_chat_template_kwargs or {}
+    return read(server._default_chat_template_kwargs or {})
+
+
+def read(options: Mapping[str, Any]) -> Defaults:
+    """What ``--default-chat-template-kwargs`` says.
+
+    Raises ``HostError`` naming the option that is not what it has to be.
+    """
     return Defaults(
         effort=_effort(options.get("reasoning_effort")),
-        identity=options.get("model_identity"),
+        identity=_identity(options.get("model_identity")),
         date=current_date(),
-        builtin_tools=tuple(options.get("builtin_tools") or ()),
+        builtin_tools=_builtin_tools(options.get("builtin_tools")),
     )
 
 
@@ -38,7 +43,25 @@ def _effort(word: object) -> Effort:
     try:
         return Effort.parse(word)
     except RequestError as error:
-        raise HostError(f"--default-chat-template-kwargs: {error.message}") from error
+        raise _wrong(error.message) from error
+
+
+def _identity(text: object) -> str | None:
+    if text is None or isinstance(text, str):
+        return text
+    raise _wrong("model_identity must be a string")
+
+
+def _builtin_tools(names: object) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    if not isinstance(names, list) or any(name not in BUILTIN_TOOLS for name in names):
+        raise _wrong(f"builtin_tools must be a list of {' and '.join(BUILTIN_TOOLS)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _wrong(problem: str) -> HostError:
+    return HostError(f"--default-chat-template-kwargs: {problem}")
 
 
 def current_date() -> str | None:

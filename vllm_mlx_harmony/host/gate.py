@@ -150,6 +150,7 @@ def _open(args: Any) -> bool:
     try:
         from . import contract
 
+        _check(args)
         contract.activate(args.tool_call_parser)
         _imply(args)
         _report()
@@ -161,6 +162,17 @@ def _open(args: Any) -> bool:
         _warn(f"not active: {type(error).__name__}: {error}. vllm-mlx runs on its own")
         return False
     return True
+
+
+def _check(args: Any) -> None:
+    """Raises HostError for options no request could be answered with.
+
+    Not with several models: there, they may be meant for another.
+    """
+    from . import defaults
+
+    if not getattr(args, "models_config", None):
+        defaults.read(getattr(args, "default_chat_template_kwargs", None) or {})
 
 
 def _imply(args: Any) -> None:

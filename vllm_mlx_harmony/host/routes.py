@@ -27,10 +27,13 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def retrieve_model(request: Request, model_id: str) -> Response:
-    """``GET /v1/models/{model_id}``: the entry that the host's list has for it."""
+    """``GET /v1/models/{model_id}``: the entry in the host's list; without an id, the list."""
     from vllm_mlx import server
 
-    for model in (await server.list_models()).data:
+    models = await server.list_models()
+    if not model_id:
+        return JSONResponse(models.model_dump(mode="json"))
+    for model in models.data:
         if model.id == model_id:
             return JSONResponse(model.model_dump(mode="json"))
     missing = RequestError(

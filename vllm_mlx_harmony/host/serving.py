@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 from uuid import uuid4
 
 from fastapi import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
@@ -37,6 +37,9 @@ from vllm_mlx_harmony.host.window import context_length, fit
 from vllm_mlx_harmony.protocols.events import Event
 
 logger = logging.getLogger(__name__)
+
+LONGEST = 1e9
+"""Seconds. A request may not take longer: no clock could be set to when its time is over."""
 
 LONG = 32_768
 """Characters of a conversation that take long enough to render to be noticed by others."""
@@ -133,6 +136,8 @@ async def refusing(api: Api, answer: Awaitable[Response]) -> Response:
         return await answer
     except (HarmonyFailure, HTTPException) as error:
         return refuse(api.error_body, failure_of(error))
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED)
     except Exception:
         logger.exception("a request failed")
         return refuse(api.error_body, OutputError("internal error", code="internal_error"))
@@ -185,7 +190,7 @@ def _routing(document: object) -> tuple[str | None, float | None]:
     if not isinstance(document, dict):
         return None, None
     model, timeout = document.get("model"), document.get("timeout")
-    valid = isinstance(timeout, (int, float)) and timeout > 0
+    valid = isinstance(timeout, (int, float)) and 0 < timeout < LONGEST
     return model if isinstance(model, str) else None, timeout if valid else None
 
 

@@ -181,9 +181,11 @@ def _token_id(key: str) -> int:
 
 def _limits(body: ChatBody) -> Limits:
     """An empty stop string can end nothing and is ignored: forms send one for an empty field."""
-    asked = body.max_completion_tokens
+    older = body.max_completion_tokens is None
     return Limits(
-        max_tokens=body.max_tokens if asked is None else asked,
+        max_tokens=body.max_tokens if older else body.max_completion_tokens,
         timeout=body.timeout,
         stop=tuple(text for text in body.stop or () if text),
+        one_call=body.parallel_tool_calls is False,
+        where="max_tokens" if older else "max_completion_tokens",
     )

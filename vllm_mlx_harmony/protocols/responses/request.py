@@ -43,7 +43,12 @@ def read_turn(
         date=defaults.date,
         builtin_tools=_builtin_tools(template, defaults),
         sampling=_sampling(body),
-        limits=Limits(max_tokens=body.max_output_tokens, timeout=body.timeout),
+        limits=Limits(
+            max_tokens=body.max_output_tokens,
+            timeout=body.timeout,
+            one_call=body.parallel_tool_calls is False,
+            where="max_output_tokens",
+        ),
     )
 
 
