@@ -20,7 +20,13 @@ from vllm_mlx_harmony.core.deltas import (
     Text,
     Usage,
 )
-from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
+from vllm_mlx_harmony.core.errors import (
+    HarmonyFailure,
+    HostError,
+    OutputError,
+    PromptTooLong,
+    RequestError,
+)
 from vllm_mlx_harmony.core.turn import Defaults, Stamp
 from vllm_mlx_harmony.protocols.anthropic import (
     PING,
@@ -352,14 +358,9 @@ ERRORS: list[tuple[HarmonyFailure, str, str]] = [
     (RequestError("no", param="tools[0]"), "invalid_request_error", "tools[0]: no"),
     (RequestError("tools is no", param="tools"), "invalid_request_error", "tools is no"),
     (
-        RequestError("8 fit, 9 came", param="messages", code="context_length_exceeded"),
+        PromptTooLong(9, 8),
         "invalid_request_error",
         "prompt is too long: 9 tokens > 8 maximum",
-    ),
-    (
-        RequestError("too many", param="messages", code="context_length_exceeded"),
-        "invalid_request_error",
-        "prompt is too long: too many",
     ),
     (RequestError("no", status=401), "authentication_error", "no"),
     (RequestError("no", status=403), "permission_error", "no"),

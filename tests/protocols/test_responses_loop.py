@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from event_checker import check
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.render import render
+from vllm_mlx_harmony.core.replay import Replay
 from vllm_mlx_harmony.core.turn import Defaults, Instructions, Result, Stamp
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, read
 
@@ -113,6 +115,39 @@ def test_the_second_prompt_continues_the_first(
     rest = vocab.encoding().decode_utf8(second[len(first) :])
     assert rest.endswith(f"to=assistant<|channel|>commentary<|message|>marker-42\n<|end|>{START}")
     assert rest.count("<|message|>") == 1
+
+
+SPELLINGS = {
+    "a bare name": ("codex-turn1", called("close_agent", "{}")),
+    "a dotted name": ("codex-turn1", called("multi_agent_v1.close_agent", "{}")),
+    "an unknown tool": ("codex-turn1", called("nobody", '{"a" : 1}')),
+    "raw text": ("codex-custom-turn1", called("apply_patch", PATCH)),
+    "line breaks": ("codex-custom-turn1", called("apply_patch", '{"input":"a\nb"}')),
+    "quotes": ("codex-custom-turn1", called("apply_patch", '{"input":"f("a")"}')),
+    "another field": ("codex-custom-turn1", called("apply_patch", '{"input":"a","why":"b"}')),
+    "nothing": ("codex-custom-turn1", called("apply_patch", "")),
+}
+"""Calls that are not spelled as a client's echo is, but are shown to it as what they mean."""
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(("name", "call"), SPELLINGS.values(), ids=SPELLINGS)
+def test_however_a_call_was_spelled_what_was_generated_is_continued(
+    name: str, call: str, stored: bool
+) -> None:
+    body, view = recorded(name), Replay(2**20).view("")
+    asked = read(body, SERVER, Reverse())
+    first, response, context = generated(asked, THOUGHT + call)
+    for output in context.outputs:
+        view.remember(replace(output, messages=tuple(map(asked.echoed, output.messages))))
+
+    shown = [item for item in response["output"] if item["type"] != "reasoning"]
+    new = [result_of(shown[-1])]
+    history = asked.conversation(context.messages) if stored else ()
+    sent = new if stored else [*body["input"], *shown, *new]
+    again = read({**body, "input": sent}, SERVER, Reverse(), history)
+    second = list(render(again.turn, view).ids)
+    assert second[: len(first)] == first
 
 
 def test_a_stored_conversation_goes_on_from_its_messages() -> None:

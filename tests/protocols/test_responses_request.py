@@ -246,6 +246,16 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
         ],
         [User("Hello")],
     ),
+    "foreign items with the output of a function": (
+        [
+            ASKED,
+            {"type": "local_shell_call", "call_id": "c9", "action": {"type": "exec"}},
+            {"type": "local_shell_call", "call_id": [], "action": {}},
+            result("done", key="c9"),
+            assistant("a"),
+        ],
+        [User("Hello"), Answer("a")],
+    ),
     "references to what nobody stored": (
         [ASKED, {"type": "item_reference", "id": "msg_1"}, {"id": "rs_1", "type": None}],
         [User("Hello")],

@@ -41,6 +41,21 @@ class RequestError(HarmonyFailure):
     status = 400
 
 
+class PromptTooLong(RequestError):
+    """The prompt leaves no room in the model's ``window``; both are in tokens (semantics A11)."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt_tokens: int, window: int) -> None:
+        super().__init__(
+            f"this model's maximum context length is {window} tokens; "
+            f"the messages take {prompt_tokens} tokens",
+            param="messages",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.window = window
+
+
 class OutputError(HarmonyFailure):
     """The engine failed while it was generating. 500."""
 

@@ -7,7 +7,7 @@ Refuses to know APIs and sockets.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 from vllm_mlx_harmony.core.deltas import Delta, Finished
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.replay import View
+from vllm_mlx_harmony.core.turn import Message
 from vllm_mlx_harmony.host.engine import Finish, Step, Steps, generate, one_at_a_time
 from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.remembering import remember
@@ -36,7 +37,10 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything a turn needs to run. ``context`` is a `StreamingHarmonyContext` or another's."""
+    """Everything a turn needs to run. ``context`` is a `StreamingHarmonyContext` or another's.
+
+    ``echoed`` is how a message of it is read when a client gives it back.
+    """
 
     lease: Lease
     context: Any
@@ -44,6 +48,7 @@ class Job:
     budget: Budget
     tracker: Tracker
     turns: View | None = None
+    echoed: Callable[[Message], Message] = lambda message: message
 
 
 async def run(job: Job) -> Deltas:
@@ -95,7 +100,7 @@ async def _generated(job: Job) -> Deltas:
             job.tracker.observe_ttft()
             yield context.append_output(step.ids)
     last = context.finish(finish or "stop", cached_tokens)
-    remember(job.turns, context)
+    remember(job.turns, context, job.echoed)
     _account(job.tracker, last)
     yield last
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from inspect import signature
 from typing import Any
 
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import Replay, View
-from vllm_mlx_harmony.core.turn import Turn
+from vllm_mlx_harmony.core.turn import Message, Turn
 from vllm_mlx_harmony.host.leases import Lease
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,11 @@ def replaying(renderer: Callable[..., Rendered], turns: View | None) -> Callable
     return partial(renderer, replay=turns)
 
 
-def remember(turns: View | None, context: Any) -> None:
-    """Takes in what ``context``, which has ended, holds of generated turns."""
+def remember(turns: View | None, context: Any, echoed: Callable[[Message], Message]) -> None:
+    """Takes in what ``context``, which has ended, holds of generated turns.
+
+    ``echoed`` is how its messages are read when a client gives them back.
+    """
     if turns is not None:
         for output in getattr(context, "outputs", ()):
-            turns.remember(output)
+            turns.remember(replace(output, messages=tuple(map(echoed, output.messages))))

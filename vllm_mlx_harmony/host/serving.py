@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.core.replay import View
-from vllm_mlx_harmony.core.turn import Defaults, Stamp, Turn
+from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
 from vllm_mlx_harmony.host import contract, remembering
 from vllm_mlx_harmony.host.answers import Deltas, Job, run
 from vllm_mlx_harmony.host.defaults import defaults
@@ -62,6 +62,9 @@ class Asked(Protocol):
 
     def emitter(self, stamp: Stamp) -> Emitter:
         """The writer of the answer."""
+
+    def echoed(self, message: Message) -> Message:
+        """A message of the answer, as it is read when a client gives it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,7 @@ async def begin(api: Api, document: object, lease: Lease, budget: Budget, key: s
         budget=budget,
         tracker=server._metrics.track_inference(api.name, stream=asked.stream),
         turns=turns,
+        echoed=asked.echoed,
     )
     return Begun(asked, stamp, job, api.emitter(asked, stamp, context))
 

@@ -12,25 +12,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import PromptTooLong
 from vllm_mlx_harmony.host.sampling import Settings
 
 
 def fit(settings: Settings, prompt_tokens: int, window: int | None) -> Settings:
     """``settings`` with no more ``max_tokens`` than the window holds after the prompt.
 
-    Raises ``RequestError`` ``context_length_exceeded`` when not even one fits (semantics A11).
+    Raises ``PromptTooLong`` when not even one fits (semantics A11).
     """
     if window is None:
         return settings
     room = window - prompt_tokens
     if room < 1:
-        raise RequestError(
-            f"this model's maximum context length is {window} tokens; "
-            f"the messages take {prompt_tokens} tokens",
-            param="messages",
-            code="context_length_exceeded",
-        )
+        raise PromptTooLong(prompt_tokens, window)
     return replace(settings, max_tokens=min(settings.max_tokens, room))
 
 

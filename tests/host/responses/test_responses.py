@@ -696,6 +696,7 @@ class Socket:
         ({"host": "localhost:8000", "origin": "null"}, None, 403),
         ({"host": "localhost:8000", "origin": "http://["}, None, 403),
         ({"origin": "http://["}, None, 403),
+        ({"authorization": "Bearer s\xe9cret"}, "secret", 401),
         ({}, "sesame", 401),
         ({"authorization": "Bearer wrong"}, "sesame", 401),
         ({"Authorization": "Bearer sesame"}, "sesame", None),

@@ -78,7 +78,10 @@ async def _admit(socket: WebSocket) -> None:
     if origin and origin.partition("://")[2] != socket.headers.get("host"):
         raise HTTPException(403, f"pages of {origin} may not connect")
     # FastAPI's dependency takes a request; a WebSocket has the same headers.
-    await server.verify_api_key(await server.security(socket))
+    try:
+        await server.verify_api_key(await server.security(socket))
+    except TypeError as error:  # of its comparison, for a key that is not ASCII
+        raise HTTPException(401, "Invalid API key") from error
 
 
 class Conversation:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from json import loads
-from re import findall
 from typing import Any, Literal, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core.deltas import (
@@ -24,8 +23,8 @@ from vllm_mlx_harmony.core.deltas import (
     Text,
     Usage,
 )
-from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
-from vllm_mlx_harmony.core.turn import Defaults, Stamp, Turn
+from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, PromptTooLong
+from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
 from vllm_mlx_harmony.protocols.anthropic.body import THREAD_UNSUPPORTED, MessagesBody, read_body
 from vllm_mlx_harmony.protocols.anthropic.input import ObjectText
 from vllm_mlx_harmony.protocols.anthropic.request import notes, read_turn
@@ -56,6 +55,10 @@ class MessagesRequest:
     def emitter(self, stamp: Stamp) -> Emitter:
         """The writer of this request's answer, signed with ``stamp``."""
         return Emitter(stamp, self.seal, stream=self.stream, thinking=self.thinking)
+
+    def echoed(self, message: Message) -> Message:
+        """A message the model said, as it is read when a client gives it back: the same."""
+        return message
 
 
 def read(
@@ -126,23 +129,15 @@ def _details(error: HarmonyFailure) -> dict[str, Any]:
 
 
 def _message(error: HarmonyFailure) -> str:
-    """The shape has no place for the guilty field: the message names it."""
-    if error.code == "context_length_exceeded":
-        return f"prompt is too long: {_overrun(error.message)}"
+    """The shape has no place for the guilty field: the message names it.
+
+    Claude Code looks for the two numbers, and shortens the conversation by their difference.
+    """
+    if isinstance(error, PromptTooLong):
+        return f"prompt is too long: {error.prompt_tokens} tokens > {error.window} maximum"
     if error.param is None or error.param in error.message:
         return error.message
     return f"{error.param}: {error.message}"
-
-
-def _overrun(message: str) -> str:
-    """Both numbers of ``message``, the prompt's and the window's, as Claude Code looks for them.
-
-    It shortens the conversation by their difference. The prompt's is never the lesser.
-    """
-    match sorted(map(int, findall(r"\d+", message))):
-        case [window, prompt]:
-            return f"{prompt} tokens > {window} maximum"
-    return message
 
 
 # --- Content blocks, one class each: what is sent of a message, and its document.

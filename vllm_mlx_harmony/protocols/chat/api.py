@@ -23,7 +23,7 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
-from vllm_mlx_harmony.core.turn import Defaults, Stamp, Turn
+from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
 from vllm_mlx_harmony.protocols.chat.body import read_body
 from vllm_mlx_harmony.protocols.chat.request import read_turn
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
@@ -44,6 +44,10 @@ class ChatRequest:
     def emitter(self, stamp: Stamp) -> Emitter:
         """The writer of this request's answer, signed with ``stamp``."""
         return Emitter(stamp, stream=self.stream, include_usage=self.include_usage)
+
+    def echoed(self, message: Message) -> Message:
+        """A message the model said, as it is read when a client gives it back: the same."""
+        return message
 
 
 def read(body: object, defaults: Defaults) -> ChatRequest:

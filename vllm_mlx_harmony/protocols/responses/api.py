@@ -22,7 +22,7 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
-from vllm_mlx_harmony.core.turn import Defaults, Instructions, Message, Stamp, Turn
+from vllm_mlx_harmony.core.turn import Call, Defaults, Instructions, Message, Stamp, Turn
 from vllm_mlx_harmony.protocols.body import required
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
 from vllm_mlx_harmony.protocols.openai_error import error_body
@@ -88,12 +88,16 @@ class ResponsesRequest:
         """The input compacted, for ``POST /v1/responses/compact``: ``text`` stands for the rest."""
         return compaction(self._items, text, seal, stamp, usage)
 
+    def echoed(self, message: Message) -> Message:
+        """A message the model said, as it is read when a client gives it back."""
+        return self._writing.tools.echoed(message) if isinstance(message, Call) else message
+
     def conversation(self, messages: Iterable[Message]) -> tuple[Message, ...]:
         """Of ``messages``, a context's, what the next response continues.
 
         All but this request's ``instructions``: they hold for this request only.
         """
-        return tuple(messages)[self._instructed :]
+        return tuple(map(self.echoed, messages))[self._instructed :]
 
 
 def read(

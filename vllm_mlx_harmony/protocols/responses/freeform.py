@@ -31,6 +31,12 @@ def wrap(text: str) -> str:
     return json.dumps({INPUT: text}, ensure_ascii=False, separators=(",", ":"))
 
 
+def unwrapped(arguments: str) -> str:
+    """The text that a freeform tool is called with by ``arguments``, all of them."""
+    freeform = FreeformInput()
+    return freeform.feed(arguments) + freeform.close()
+
+
 class _State(Enum):
     OPENING = auto()  # what came so far may still become {"input": "
     STRING = auto()

@@ -50,11 +50,15 @@ class ItemReader:
     notes: list[str] = field(default_factory=list)
 
     def messages(self, items: Sequence[Item]) -> Iterator[Message]:
-        """The messages ``items`` stand for. Raises ``RequestError`` naming the guilty field."""
+        """The messages ``items`` stand for. Raises ``RequestError`` naming the guilty field.
+
+        Nothing is left of a foreign call: Codex answers its ``local_shell_call`` as a function's.
+        """
         known = [self._resolved(item, f"input[{at}]") for at, item in enumerate(items)]
+        foreign = [item.document.get("call_id") for item in known if item.type not in _READERS]
         for at, item in enumerate(known):
             read = _READERS.get(item.type)
-            if read is not None:
+            if read is not None and not (item.type in OUTPUTS and item.call_id in foreign):
                 yield from read(self, item, f"input[{at}]", known[at + 1 :])
 
     def _resolved(self, item: Item, where: str) -> Item:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import Tool
+from vllm_mlx_harmony.core.turn import Call, Tool
 from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
 from vllm_mlx_harmony.protocols.responses.body import (
     AllowedTool,
@@ -19,7 +19,7 @@ from vllm_mlx_harmony.protocols.responses.body import (
     ResponsesTool,
     ToolChoice,
 )
-from vllm_mlx_harmony.protocols.responses.freeform import INPUT
+from vllm_mlx_harmony.protocols.responses.freeform import INPUT, unwrapped, wrap
 
 
 class Declared(NamedTuple):
@@ -42,6 +42,12 @@ class Tools:
     def declared(self, called: str) -> Declared:
         """The tool that a call to ``called`` is for; an undeclared one is what it is called."""
         return self._declared.get(called) or Declared(called)
+
+    def echoed(self, call: Call) -> Call:
+        """``call``, however the model spelled it, as a client's echo of its item is read."""
+        tool = self.declared(call.name)
+        arguments = wrap(unwrapped(call.arguments)) if tool.freeform else call.arguments
+        return replace(call, name=self.name(tool.name, tool.namespace), arguments=arguments)
 
     def name(self, name: str, namespace: str = "") -> str:
         """What the model is shown the tool ``name`` of ``namespace`` as, declared or not."""
