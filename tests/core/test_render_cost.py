@@ -199,6 +199,10 @@ WORDS = [
     "世界",
     "é",
     "e\u0301",
+    "да",
+    "كتابٌ",
+    "입술",
+    "राजा",
     "ǅ",
     "²",
     "Ⅷ",
@@ -208,7 +212,7 @@ SIGNS = ["🙂", "-", "'", "/", "_", "\u200d", "\ufeff", "x1"]
 SEAMS = st.sampled_from([*WORDS, *SIGNS, " ", "  ", "\n", "\r\n", "\t", "\u3000"])
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(SEAMS, max_size=60).map("".join), st.integers(1, 12))
 @example("we'LL go'S 1a\n\nb  c 世界。好 9\n", 2)
 def test_parts_are_encoded_as_the_whole(text: str, size: int) -> None:
@@ -217,7 +221,7 @@ def test_parts_are_encoded_as_the_whole(text: str, size: int) -> None:
         assert list(module._encoded(text)) == vocab.encode(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=80), st.integers(1, 12))
 def test_parts_of_any_text_are_encoded_as_the_whole(text: str, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -231,6 +235,10 @@ LONG = {
     "one line": "word " * 40_000,
     "a blob": "QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo0x3f9Kd2" * 4_000,
     "Chinese": "这是一个很长的句子，没有空格。" * 12_000,
+    "Russian": "Съешь же ещё этих мягких французских булок, да выпей чаю. " * 4_000,
+    "Arabic": "نص حكيم له سر قاطع وذو شأن عظيم مكتوب على ثوب أخضر " * 4_000,
+    "Korean": "키스의 고유조건은 입술끼리 만나야 하고 특별한 기술은 필요치 않다. " * 5_000,
+    "Hindi": "ऋषियों को सताने वाले दुष्ट राक्षसों के राजा रावण का सर्वनाश करने वाले " * 3_000,
     "hexadecimal": "0123456789abcdef" * 12_000,
 }
 

@@ -161,7 +161,9 @@ _AT_ONCE = 16_384
 """Characters that are encoded in one go. No other thread runs meanwhile: the encoder keeps the
 interpreter's lock, and 16 K characters take it a few milliseconds."""
 
-_SEAM = re.compile(r"[A-Za-z](?=[ \n0-9])|[0-9](?=[ \n])|[\u4e00-\u9fff](?=[ \n，。、])")
+_SEAM = re.compile(
+    r"[^\W\d_](?=[ \n])|[A-Za-z](?=[0-9])|[0-9](?=[ \n])|[\u4e00-\u9fff](?=[，。、])"
+)
 """Where no token of o200k ever spans: none of its patterns takes both characters, and none that
 ends before the first looks at the second."""
 
