@@ -33,34 +33,38 @@ SCRIPTS = (
 )
 
 
-def block(language: str) -> str:
-    """The only block of a language."""
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return str(found)
+def blocks(language: str) -> list[str]:
+    """All blocks of a language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("language", ["python", "text"])
-def test_the_example_is_the_only_one(language: str) -> None:
-    assert block(language)
+EXAMPLES = dict(zip(("chat", "responses"), blocks("python"), strict=True))
+OUTPUTS = dict(zip(EXAMPLES, blocks("text"), strict=True))
 
 
 @pytest.mark.served
 @pytest.mark.parametrize("flags", [(), ("--continuous-batching",)], ids=["simple", "batched"])
-def test_the_example_prints_what_it_says(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_the_examples_print_what_they_say(tmp_path: Path, flags: tuple[str, ...]) -> None:
     model = standin.write(tmp_path / "model", SCRIPTS)
     (tmp_path / "home").mkdir()
     named = ("--served-model-name", "gpt-oss-20b")
     with serving(model, tmp_path / "home", [*named, *flags]) as server:
-        code = block("python").replace(":8000/", f":{server.port}/")
-        ended = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-        )
+        printed = {
+            name: run(code.replace(":8000/", f":{server.port}/")) for name, code in EXAMPLES.items()
+        }
+    assert printed == OUTPUTS
+
+
+def run(code: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
     assert ended.stderr == ""
-    assert ended.stdout == block("text")
+    return ended.stdout
 
 
 def test_every_variable_is_one() -> None:

@@ -178,7 +178,7 @@ SEAMS: tuple[Seam, ...] = (
                 (
                     "vllm_mlx.engine.simple:SimpleEngine.clear_runtime_caches",
                     "vllm_mlx.scheduler:Scheduler.clear_runtime_caches",
-                    "vllm_mlx.scheduler:Scheduler.clear_prefix_cache",
+                    "vllm_mlx.engine.batched:BatchedEngine._clear_prefix_cache_on_owner",
                 ),
             ),
         )

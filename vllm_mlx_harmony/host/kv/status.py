@@ -46,5 +46,11 @@ def with_ours(original: Method) -> Method:
 
 
 def _model(holder: Any) -> Any:
-    """The module itself: a scheduler has it, the simple engine has the host's wrapper of it."""
+    """The module itself: a scheduler has it, the simple engine has the host's wrapper of it.
+
+    A batched engine has the scheduler, two objects down.
+    """
+    core = getattr(getattr(holder, "_engine", None), "engine", None)
+    if core is not None:
+        return core.scheduler.model
     return getattr(getattr(holder, "_model", holder), "model", None)
