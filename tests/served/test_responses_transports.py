@@ -342,10 +342,14 @@ def read_slowly(server: Server, body: dict[str, Any], start: threading.Barrier) 
     return b"".join(parts).decode()
 
 
-@pytest.mark.parametrize("interval", [1, 64])
-def test_slow_readers_miss_nothing(start: Start, standin_dir: Path, interval: int) -> None:
+@pytest.mark.parametrize(
+    ("engine", "interval"), [("simple", 1), ("batched", 1), ("batched", 7), ("batched", 64)]
+)
+def test_slow_readers_miss_nothing(
+    start: Start, standin_dir: Path, engine: str, interval: int
+) -> None:
     standin.rescript(standin_dir, SCRIPTS)
-    server = start(*FLAG, "--stream-interval", str(interval), engine="batched", command=HARMONY)
+    server = start(*FLAG, "--stream-interval", str(interval), engine=engine, command=HARMONY)
     try:
         with client_of(server) as client:
             model = client.models.list().data[0].id
