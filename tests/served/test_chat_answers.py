@@ -112,8 +112,9 @@ def joined(row: Row, *kinds: str) -> str:
 def request_for(row: Row, model: str) -> dict[str, Any]:
     limit = {"max_tokens": len(ids(row.output))} if row.cut else {}
     stop = {"stop": list(row.stop)} if row.stop else {}
+    calls = {"parallel_tool_calls": False} if row.one_call else {}
     request = {"model": model, "messages": [user(row.id)], "tools": tools(*row.tools)}
-    return {**request, **limit, **stop, "temperature": 0}
+    return {**request, **limit, **stop, **calls, "temperature": 0}
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED])

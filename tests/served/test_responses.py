@@ -133,6 +133,7 @@ def request_for(row: Row, model: str) -> dict[str, Any]:
         "input": row.id,
         "tools": tools(*row.tools),
         "max_output_tokens": limit,
+        "parallel_tool_calls": not row.one_call,
         "reasoning": {"summary": "auto"},
         "include": ["reasoning.encrypted_content"],
     }
