@@ -327,7 +327,8 @@ def test_segments_are_the_output_in_a_row(ids: list[int], cut: bool, chunks: int
     for begin in output.begins[1:]:
         behind_one = output.ids[begin - 1] in (vocab.END, vocab.CALL)
         assert behind_one or output.ids[begin] in (vocab.START, vocab.CHANNEL)
-    placed = [token for segment in segments for token in segment.ids]
+    assert len(segments) == len(output.messages)
+    placed = [token for segment in segments for token in segment]
     body = [*opening(), *without_terminator(whole[len(whole) - len(output.ids) + 2 :])]
     shorter = body[: len(placed) - (placed[-1] in (vocab.END, vocab.CALL))]
     left_out = body[len(shorter) :]
@@ -354,8 +355,8 @@ def test_a_segment_is_read_as_its_message(ids: list[int], cut: bool) -> None:
     """Each one that stands alone, between others: junk behind it is none before a ``<|start|>``."""
     for output in generated(ids, cut).outputs:
         for message, segment in zip(output.messages, _segments(output), strict=False):
-            if segment.stands_alone and segment.ids[:2] == tuple(opening()):
-                said = generated([*segment.ids[2:], vocab.START], False).messages[1:]
+            if segment[:2] == tuple(opening()):
+                said = generated([*segment[2:], vocab.START], False).messages[1:]
                 assert [type(one) for one in said] == [type(message)]
 
 

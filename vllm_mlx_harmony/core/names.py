@@ -29,10 +29,13 @@ class Names:
     aliases: Mapping[str, str] = field(default_factory=dict)
     builtin: tuple[str, ...] = ()
     _declared: Mapping[str, str] = field(init=False)
+    _recipients: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         inverse = {alias: name for name, alias in self.aliases.items()}
+        recipients = {name: _PREFIX + alias for name, alias in self.aliases.items()}
         object.__setattr__(self, "_declared", inverse)
+        object.__setattr__(self, "_recipients", recipients)
 
     @classmethod
     def of(cls, turn: Turn) -> Names:
@@ -40,7 +43,7 @@ class Names:
 
         Raises ``RequestError`` for a tool without a name and for two tools of the same name.
         """
-        called = (message.name for message in turn.messages if isinstance(message, Call))
+        called = {message.name: None for message in turn.messages if isinstance(message, Call)}
         foreign = (name for name in called if _namespace(name) not in turn.builtin_tools)
         return cls(_aliases(_declared(turn.tools), foreign), turn.builtin_tools)
 
@@ -50,9 +53,10 @@ class Names:
 
     def recipient(self, name: str) -> str:
         """The recipient that addresses the tool: ``functions.NAME``, or a built-in's own name."""
-        if name not in self.aliases and _namespace(name) in self.builtin:
-            return name
-        return _PREFIX + self.alias(name)
+        known = self._recipients.get(name)  # asked for every call and result of a history
+        if known is None:
+            return name if _namespace(name) in self.builtin else _PREFIX + name
+        return known
 
     def addressee(self, recipient: str) -> str:
         """The declared name of the tool that ``recipient`` addresses; empty when it is no tool.

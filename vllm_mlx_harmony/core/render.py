@@ -12,13 +12,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, compress
 from sys import getsizeof
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core import recent, schema, vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
-from vllm_mlx_harmony.core.replay import Segment, View, shared
+from vllm_mlx_harmony.core.replay import Segment, View, shared, stands_alone
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -71,16 +72,13 @@ def render(turn: Turn, replay: View | None = None) -> Rendered:
     leading, rest = _split(turn.messages)
     ids = list(_system(turn.identity, turn.date, turn.effort, turn.builtin_tools, bool(turn.tools)))
     ids += _developer(_joined(leading), turn.tools, turn.response_format, names)
-    boundaries, thoughts = [], []
-    for kind, written in _written(_kept(_stretches(rest, replay)), names):
-        if kind is Reasoning:
-            thoughts.append(len(ids))
-        boundaries.append(len(ids))
-        ids += written
-    boundaries.append(len(ids))
-    stable = min(thoughts, default=len(ids))
+    kept = _kept(_stretches(rest, replay))
+    written = _written(kept, names)
+    boundaries = tuple(accumulate(map(len, written), initial=len(ids)))
+    for message in written:
+        ids += message
     ids += opening(turn.prefill)
-    return Rendered(tuple(ids), names, tuple(boundaries), stable)
+    return Rendered(tuple(ids), names, boundaries, boundaries[_first_reasoning(kept)])
 
 
 def render_messages(
@@ -93,9 +91,8 @@ def render_messages(
     dropped: A6 is for whoever knows the whole conversation. Raises ``RequestError`` naming
     ``Result.where`` when no earlier call has its id (A5).
     """
-    stretches: Iterable[_Stretch] = (((message,), (message,)) for message in messages)
-    written = _written(stretches, names, calls)
-    return [token for _, ids in written for token in ids]
+    written = _written([_as_sent(list(messages))], names, calls)
+    return [token for ids in written for token in ids]
 
 
 def render_message(message: Message, names: Names, calls: Mapping[str, str]) -> list[int]:
@@ -253,65 +250,78 @@ def _joined(texts: Iterable[str]) -> str:
     return "\n\n".join(text for text in texts if text.strip())
 
 
-_Piece: TypeAlias = "Message | Segment"
-
-
-_Stretch: TypeAlias = "tuple[Sequence[_Piece], Sequence[Message]]"
-"""What the assistant said in a row, or what stands between: as it is placed, and as it was sent."""
+_Stretch: TypeAlias = "tuple[Sequence[type[Message]], Sequence[Message], Sequence[Segment] | None]"
+"""What the assistant said in a row, or what stands between: the kinds of what is placed, all as it
+was sent, and what is placed instead of that, as it was generated here. A plain tuple: a history has
+hundreds, on every turn."""
 
 
 def _stretches(messages: Sequence[Message], replay: View | None) -> list[_Stretch]:
     """The history; where the assistant said what was generated here, as it was generated."""
     if replay is None:
-        return [(messages, messages)]
-    history = replay.history(messages)
-    return [(found.segments if found else sent, sent) for sent, found in history]
+        return [_as_sent(messages)]
+    return [
+        (found.kinds, sent, found.segments) if found else _as_sent(sent)
+        for sent, found in replay.history(messages)
+    ]
 
 
-def _kept(stretches: Sequence[_Stretch]) -> Iterator[_Stretch]:
+def _as_sent(messages: Sequence[Message]) -> _Stretch:
+    return list(map(type, messages)), messages, None
+
+
+def _kept(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
     """``stretches`` without the reasoning that led to an answer already given (A6)."""
-    kinds = (_kind(piece) for placed, _ in stretches for piece in placed)
-    ahead = max((at for at, kind in enumerate(kinds, 1) if kind is Answer), default=0)
-    for stretch in stretches:
-        yield _without_reasoning(stretch, ahead) if ahead > 0 else stretch
-        ahead -= len(stretch[0])
+    answered = [at for at, (kinds, *_) in enumerate(stretches) if Answer in kinds]
+    if not answered:
+        return stretches
+    at = answered[-1]
+    latest = _without_reasoning(stretches[at], _past_answer(stretches[at]))
+    return [*map(_without_reasoning, stretches[:at]), latest, *stretches[at + 1 :]]
 
 
-def _without_reasoning(stretch: _Stretch, ahead: int) -> _Stretch:
-    """``stretch`` without the reasoning among its first ``ahead`` pieces.
+def _past_answer(stretch: _Stretch) -> int:
+    kinds, *_ = stretch
+    return len(kinds) - kinds[::-1].index(Answer)
+
+
+def _without_reasoning(stretch: _Stretch, until: int | None = None) -> _Stretch:
+    """``stretch`` without the reasoning among the first ``until`` messages of it.
 
     What cannot be placed without the reasoning before it is written as it was sent.
     """
-    placed, sent = stretch
-    kept = [one for at, one in enumerate(placed) if at >= ahead or _kind(one) is not Reasoning]
-    if len(kept) == len(placed):
+    kinds, sent, generated = stretch
+    if Reasoning not in kinds[:until]:
         return stretch
-    if all(one.stands_alone for one in kept if isinstance(one, Segment)):
-        return kept, sent
-    return [one for one in sent if not isinstance(one, Reasoning)], sent
+    stays = [kind is not Reasoning for kind in kinds[:until]] + [True] * len(kinds[until:])
+    if generated is None:
+        return _as_sent(list(compress(sent, stays)))
+    left = list(compress(generated, stays))
+    if all(map(stands_alone, left)):
+        return list(compress(kinds, stays)), sent, left
+    return _as_sent([message for message in sent if not isinstance(message, Reasoning)])
 
 
-def _kind(piece: _Piece) -> type[Message]:
-    return piece.kind if isinstance(piece, Segment) else type(piece)
+def _first_reasoning(stretches: Iterable[_Stretch]) -> int:
+    """Which message that is; -1, where the next one will stand, when there is none."""
+    kinds = [kind for placed, *_ in stretches for kind in placed]
+    return kinds.index(Reasoning) if Reasoning in kinds else -1
 
 
 def _written(
     stretches: Iterable[_Stretch], names: Names, calls: Mapping[str, str] | None = None
-) -> Iterator[tuple[type[Message], tuple[int, ...]]]:
-    """What each piece is, and its ids."""
+) -> list[tuple[int, ...]]:
+    """The ids of each message."""
+    written: list[tuple[int, ...]] = []
     made = dict(calls or {})
-    for placed, sent in stretches:
-        for piece in placed:
-            if isinstance(piece, Segment):
-                yield piece.kind, piece.ids
-                continue
-            yield type(piece), _ids_of(piece, names, made)
-            if isinstance(piece, Call):
-                made[piece.id] = piece.name
-        if placed is not sent:  # its calls may be segments; their results stand behind it
-            for one in sent:
-                if isinstance(one, Call):
-                    made[one.id] = one.name
+    for _, sent, generated in stretches:
+        for message in sent:
+            if generated is None:
+                written.append(_ids_of(message, names, made))
+            if isinstance(message, Call):
+                made[message.id] = message.name
+        written += generated or ()
+    return written
 
 
 # --- the system and the developer message: openai-harmony owns their templates ---

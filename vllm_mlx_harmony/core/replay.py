@@ -35,26 +35,24 @@ class Output:
     ended: int
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The ids of one generated message, and of what was not shown behind it."""
+Segment: TypeAlias = "tuple[int, ...]"
+"""The ids of one generated message, and of what was not shown behind it."""
 
-    kind: type[Message]
-    ids: tuple[int, ...]
 
-    @property
-    def stands_alone(self) -> bool:
-        """Whether it can be placed without what was generated before it."""
-        return self.ids[0] == vocab.START
+def stands_alone(segment: Segment) -> bool:
+    """Whether it can be placed without what was generated before it."""
+    return segment[0] == vocab.START
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
     """A turn as it was generated; its segments in a row are its ids, ended as in a history.
 
-    ``content`` and ``calls`` are what a client saw of it, whatever API it used.
+    ``kinds`` are what the segments are, ``content`` and ``calls`` what a client saw of it, whatever
+    API it used.
     """
 
+    kinds: tuple[type[Message], ...]
     segments: tuple[Segment, ...]
     content: str
     calls: tuple[Call, ...]
@@ -100,20 +98,24 @@ class View:
         content, calls = visible(output.messages)
         if segments and (content or calls):
             key = self._key(content, calls, story(output.before))
-            turn = Remembered(segments, content, tuple(calls))
+            kinds = tuple(map(type, output.messages))
+            turn = Remembered(kinds, segments, content, tuple(calls))
             self._turns.put(key, turn, _size(turn, key))
 
     def history(
         self, messages: Iterable[Message]
     ) -> Iterator[tuple[list[Message], Remembered | None]]:
         """``messages`` in groups as `turns` has them, each with the turn that was generated."""
-        before, since = 0, list[tuple[bool, list[Message]]]()
-        for said, group in turns(messages):
-            content, calls = visible(group) if said else ("", [])
-            if content and not calls:  # only such a turn is known by the story before it
-                before, since = _further(before, since), []
-            yield group, self._generated(content, calls, before) if said else None
-            since.append((said, group))
+        groups = turns(messages)
+        before = told = 0
+        for at, (said, group) in enumerate(groups):
+            if not said:
+                yield group, None
+                continue
+            content, calls = visible(group)
+            if not calls:  # only such a turn is known by the story before it
+                before, told = _further(before, groups[told:at]), at
+            yield group, self._generated(content, calls, before)
 
     def find(self, turn: Sequence[Message], before: int) -> Remembered | None:
         """``turn`` as it was generated; ``None`` when it was not here, or a client edited it.
@@ -152,17 +154,17 @@ def visible(turn: Iterable[Message]) -> tuple[str, list[Call]]:
     return "\n".join(texts), calls
 
 
-def turns(messages: Iterable[Message]) -> Iterator[tuple[bool, list[Message]]]:
+def turns(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
     """``messages`` in groups: what the assistant says in a row (true), and what stands between."""
-    said, group = False, list[Message]()
+    groups: list[tuple[bool, list[Message]]] = []
+    said, group = None, list[Message]()
     for message in messages:
-        if (type(message) in _SPOKEN) is not said:
-            if group:
-                yield said, group
-            said, group = not said, []
+        speaks = type(message) in _SPOKEN
+        if speaks is not said:
+            said, group = speaks, []
+            groups.append((said, group))
         group.append(message)
-    if group:
-        yield said, group
+    return groups
 
 
 def story(messages: Iterable[Message]) -> int:
@@ -238,10 +240,7 @@ def _segments(output: Output) -> tuple[Segment, ...]:
         return ()
     ids = _ended(output)
     starts, ends = (0, *begins[1:]), (*begins[1:], len(ids))
-    return tuple(
-        Segment(type(message), shared(ids[start:end]))
-        for message, start, end in zip(output.messages, starts, ends, strict=True)
-    )
+    return tuple(shared(ids[start:end]) for start, end in zip(starts, ends, strict=True))
 
 
 def _ended(output: Output) -> Sequence[int]:
@@ -288,5 +287,5 @@ _EACH = 256
 def _size(remembered: Remembered, key: _Key) -> int:
     texts = (remembered.content, *(call.arguments for call in remembered.calls), key[0])
     objects = 1 + len(remembered.segments) + len(remembered.calls)
-    ids = sum(getsizeof(segment.ids) for segment in remembered.segments)
+    ids = sum(map(getsizeof, remembered.segments))
     return ids + sum(map(getsizeof, texts)) + objects * _EACH
