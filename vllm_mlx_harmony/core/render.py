@@ -21,6 +21,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.replay import Segment, View, shared, stands_alone
 from vllm_mlx_harmony.core.turn import (
+    BUILTIN_TOOLS,
     Answer,
     Call,
     Effort,
@@ -346,11 +347,11 @@ def _system(
 def _builtin(name: str) -> ToolNamespaceConfig:
     from openai_harmony import ToolNamespaceConfig
 
-    known = {"browser": ToolNamespaceConfig.browser, "python": ToolNamespaceConfig.python}
-    if name not in known:
-        problem = f"there is no built-in tool {name!r}: only {' and '.join(known)}"
+    if name not in BUILTIN_TOOLS:
+        problem = f"there is no built-in tool {name!r}: only {' and '.join(BUILTIN_TOOLS)}"
         raise RequestError(problem, param="builtin_tools")
-    return known[name]()
+    configured: ToolNamespaceConfig = getattr(ToolNamespaceConfig, name)()  # it calls them so, too
+    return configured
 
 
 def _developer(

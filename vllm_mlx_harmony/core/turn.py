@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from vllm_mlx_harmony.core.errors import RequestError
 
@@ -102,8 +102,10 @@ class Result:
     where: str = "messages"
 
 
-BUILTIN_TOOLS = ("browser", "python")
+BuiltinTool: TypeAlias = Literal["browser", "python"]
 """The namespaces of the tools that gpt-oss was trained with."""
+
+BUILTIN_TOOLS: tuple[str, ...] = get_args(BuiltinTool)
 
 Message: TypeAlias = "Instructions | User | Reasoning | Preamble | Answer | Call | Result"
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from fastapi import HTTPException
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, RequestError
@@ -28,8 +28,10 @@ _CODES: dict[int, tuple[str | None, str | None]] = {
 }
 """Code and guilty field of what the host refuses with a status alone."""
 
-_WRONG_KEY = HTTPException(401, "Invalid API key")
-"""As the host says it."""
+
+def _wrong_key() -> HTTPException:
+    """As the host says it."""
+    return HTTPException(401, "Invalid API key")
 
 
 def refuse(body: ErrorBody, failure: HarmonyFailure) -> Response:
@@ -61,17 +63,25 @@ def _message(detail: Any) -> str:
     return str(detail)
 
 
-async def admitted(request: Request) -> bool:
-    """Whether the host's own check of the API key lets ``request`` in.
+async def admit(connection: HTTPConnection) -> None:
+    """The host's own check of the API key, for a request or a WebSocket. Raises ``HTTPException``.
 
     Its comparison raises ``TypeError`` for a key that is not ASCII, which is as wrong as any other.
     """
     from vllm_mlx import server
 
     try:
+        await server.verify_api_key(await server.security(connection))
+    except TypeError as error:
+        raise _wrong_key() from error
+
+
+async def admitted(request: Request) -> bool:
+    """Whether the host's own check of the API key lets ``request`` in."""
+    try:
         # A request of its own: headers that were read once are not read again.
-        await server.verify_api_key(await server.security(Request(request.scope)))
-    except (HTTPException, TypeError):
+        await admit(Request(request.scope))
+    except HTTPException:
         return False
     return True
 
@@ -98,7 +108,7 @@ def refusing_with(refusal: Refusal, route: Route, before: Before | None = None) 
             except TypeError:
                 if await admitted(request):
                     raise
-                return refusal(failure_of(_WRONG_KEY))
+                return refusal(failure_of(_wrong_key()))
 
         return answering
 

@@ -27,7 +27,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestErr
 from vllm_mlx_harmony.host.answers import Deltas, run, stopped
 from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.mount import APP
-from vllm_mlx_harmony.host.refusals import failure_of, refuse
+from vllm_mlx_harmony.host.refusals import admit, failure_of, refuse
 from vllm_mlx_harmony.host.responses.background import read
 from vllm_mlx_harmony.host.responses.keeping import (
     KeptAnswer,
@@ -72,16 +72,10 @@ async def _admit(socket: WebSocket) -> None:
 
     A browser lets any page talk to any WebSocket, and read what comes back: only its own may.
     """
-    from vllm_mlx import server
-
     origin = socket.headers.get("origin")
     if origin and origin.partition("://")[2] != socket.headers.get("host"):
         raise HTTPException(403, f"pages of {origin} may not connect")
-    # FastAPI's dependency takes a request; a WebSocket has the same headers.
-    try:
-        await server.verify_api_key(await server.security(socket))
-    except TypeError as error:  # of its comparison, for a key that is not ASCII
-        raise HTTPException(401, "Invalid API key") from error
+    await admit(socket)
 
 
 class Conversation:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import BuiltinTool
 from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, checked
 from vllm_mlx_harmony.protocols.openai_content import Parts
 
@@ -79,7 +80,7 @@ class ReasoningOptions(Wire):
 class TemplateOptions(Wire):
     reasoning_effort: Any = None
     model_identity: str | None = None
-    builtin_tools: list[Literal["browser", "python"]] | None = None
+    builtin_tools: list[BuiltinTool] | None = None
 
 
 class ChatBody(Wire):

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import BuiltinTool
 from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, checked
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
 
@@ -156,7 +157,7 @@ class ReasoningOptions(Wire):
 class TemplateOptions(Wire):
     reasoning_effort: Any = None
     model_identity: str | None = None
-    builtin_tools: list[Literal["browser", "python"]] | None = None
+    builtin_tools: list[BuiltinTool] | None = None
 
 
 class ResponsesBody(Wire):
