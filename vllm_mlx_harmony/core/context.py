@@ -133,7 +133,7 @@ class StreamingHarmonyContext:
     def _end_output(self) -> list[Delta]:
         """Closes the output on both sides: as deltas, and with a terminator that a history has."""
         called = self._open is not None and self._open.kind is Kind.CALL
-        if self._ids[-1] in (vocab.RETURN, vocab.ENDOFTEXT):
+        if self._ids[-1] in vocab.LAST:
             self._ids[-1] = vocab.END
         elif self._ids[-1] not in (vocab.END, vocab.CALL):
             self._ids.append(vocab.CALL if called else vocab.END)

@@ -248,7 +248,7 @@ def _ended(output: Output) -> Sequence[int]:
 
     Of a header that was cut nothing is left.
     """
-    if output.ids[-1] in (vocab.RETURN, vocab.ENDOFTEXT):
+    if output.ids[-1] in vocab.LAST:
         return (*output.ids[:-1], vocab.END)
     ids = output.ids[: _end_of_messages(output)]
     if ids[-1] in (vocab.END, vocab.CALL):

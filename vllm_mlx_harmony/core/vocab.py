@@ -40,6 +40,9 @@ CALL = 200_012
 TURN_ENDS = frozenset({RETURN, CALL, ENDOFTEXT})
 """Ids after which the model has nothing more to say (semantics B)."""
 
+LAST = frozenset({RETURN, ENDOFTEXT})
+"""Those of them that no history has: it has ``END`` in their place."""
+
 SIZE = 201_089
 """Number of ids the encoding defines, reserved ones included. (gpt-oss itself has 201,088 rows.)"""
 

@@ -68,6 +68,16 @@ def result(seed: int, text: str = "") -> list[int]:
     return ids(f"<|start|>functions.x to=assistant<|channel|>commentary<|message|>{body}<|end|>")
 
 
+def placed(said: list[int]) -> list[int]:
+    """What was said, as a history has it."""
+    return [*said[:-1], vocab.END] if said[-1] == vocab.RETURN else said
+
+
+def known(prompt: list[int], said: list[int]) -> int:
+    """How many ids of a prompt that goes on behind ``said`` were computed."""
+    return len(prompt) + len(said) - (said[-1] == vocab.RETURN)
+
+
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -221,10 +231,24 @@ def test_next_user_turn_without_the_reasoning(served: Served, run: Run) -> None:
     turns = run(loop(served, 3))
     first = turns[0][0]
     dropped = ids(CALL)[2:]  # the opening is there, the analysis is not
-    again = [*first, *dropped, *result(0), *OPENING, *ids(FINAL)[2:], *user("Say hello."), *OPENING]
+    again = [*first, *dropped, *result(0), *OPENING]
+    again += [*placed(ids(FINAL))[2:], *user("Say hello."), *OPENING]
     assert run(served.ask(again))[1] == len(first) - 1
     edited = [*again[: -len(user("Say hello.")) - 2], *user("Look it up."), *OPENING]
     assert run(served.ask(edited))[1] == len(again) - len(user("Say hello.")) - 2
+
+
+def test_next_user_turn_after_an_answer_without_reasoning(served: Served, run: Run) -> None:
+    """Known but for its last id, which a history has otherwise."""
+    prompt = [*SYSTEM, *user("Say hello."), *OPENING]
+    said, _ = run(served.ask(prompt))
+    if said[-1] != vocab.RETURN:
+        said, _ = run(served.ask(prompt, max_tokens=150))  # of random weights: a window and more
+    again = [*prompt, *placed(said), *user("Say hello."), *OPENING]
+    there, cached = run(served.ask(again))
+    assert cached == known(prompt, said)
+    served.tree = Tree(0)
+    assert run(served.ask(again)) == (there, 0)
 
 
 def test_length_is_an_end_too(served: Served, run: Run) -> None:
@@ -259,8 +283,8 @@ def test_eight_conversations_interleaved(served: Served, run: Run, name: str) ->
                     assert said == expected[:20]
                 if turn:
                     assert cached == kept[n]
-                prompts[n] += [*said, *user(f"Person {n} asks."), *OPENING]
-            kept = {n: len(prompts[n]) - len(user(f"Person {n} asks.")) - 2 for n in range(8)}
+                kept[n] = known(prompts[n], said)
+                prompts[n] += [*placed(said), *user(f"Person {n} asks."), *OPENING]
 
     run(together())
     system = len(SYSTEM)
@@ -319,8 +343,8 @@ def test_thrown_out_while_it_is_used(served: Served, run: Run) -> None:
         return said
 
     assert run(emptied()) == before
-    follow = [*prompt, *before, *result(1), *OPENING]
-    assert run(served.ask(follow))[1] == len(prompt) + len(before)
+    follow = [*prompt, *placed(before), *result(1), *OPENING]
+    assert run(served.ask(follow))[1] == known(prompt, before)
 
 
 def test_failure_inside_changes_nothing_outside(

@@ -67,8 +67,9 @@ def _kind(layer: Any) -> int | None:
 def cut(cache: Sequence[Any], start: int, end: int, row: int = 0) -> Segment:
     """The piece from ``start`` to ``end`` (in tokens) of what ``cache`` holds in ``row``.
 
-    Raises ``Misaligned`` unless the cache holds exactly ``end`` tokens: a window that has moved on
-    cannot be moved back.
+    Raises ``Misaligned`` unless the cache holds ``end`` tokens, or one more: a window that has
+    moved on cannot be moved back. By one it can: a token looks at itself and, with a window of n,
+    at the n - 1 before it.
     """
     whole, tail = [], []
     for layer in cache:
@@ -89,27 +90,43 @@ def _stacked(parts: list[Any]) -> Any | None:
 
 
 def _rows(layer: Any, row: int, end: int) -> tuple[Any, Any, int]:
-    """Keys and values of one row in the order of their tokens, and what the layer keeps."""
+    """Keys and values of one row in the order of their tokens, and what the layer keeps.
+
+    Those of a window end at ``end``.
+    """
     if isinstance(layer, BatchKVCache):
         padding = int(layer.left_padding[row].item())
-        _check(layer._idx - padding, end)
+        _more(layer._idx - padding, end)
         ours = (slice(row, row + 1), slice(None), slice(padding, padding + end))
         return layer.keys[ours], layer.values[ours], WHOLE
     if isinstance(layer, BatchRotatingKVCache):
         layer = layer.extract(row)
-    _check(layer.offset, end)
+    more = _more(layer.offset, end)
     if isinstance(layer, KVCache):
         return layer.keys, layer.values, WHOLE
     if not isinstance(layer, RotatingKVCache):
         raise Misaligned(f"{type(layer).__name__} cannot be cut")
     keys, values = layer._temporal_order(layer.keys), layer._temporal_order(layer.values)
-    _check(min(keys.shape[2], layer.max_size), min(end, layer.max_size))
-    return keys, values, layer.max_size
+    _more(min(keys.shape[2], layer.max_size), min(layer.offset, layer.max_size))
+    wanted = min(end, layer.max_size)
+    return _moved_back(keys, more, wanted), _moved_back(values, more, wanted), layer.max_size
 
 
-def _check(held: int, wanted: int) -> None:
-    if held != wanted:
+def _more(held: int, wanted: int) -> int:
+    """How many tokens more are held than wanted."""
+    if held - wanted not in (0, 1):
         raise Misaligned(f"the cache holds {held} tokens, not {wanted}")
+    return held - wanted
+
+
+def _moved_back(window: Any, by: int, wanted: int) -> Any:
+    """``window`` without the ``by`` last tokens, ``wanted`` tokens at least.
+
+    In the place of one that is lost the oldest stands twice: the next token does not look there.
+    """
+    left = window[:, :, : window.shape[2] - by]
+    missing = wanted - left.shape[2]
+    return mx.concatenate([left[:, :, :missing], left], axis=2) if missing > 0 else left
 
 
 def join(model: Any, segments: Sequence[Segment], room: int = 0) -> list[Any]:

@@ -174,15 +174,15 @@ def resume(model: Any, prompt: Known, answer: int = 0) -> tuple[int, list[Any] |
 def remember(model: Any, tenant: str, ids: Iterable[int], cache: Any, row: int = 0) -> None:
     """Remembers ``ids``, which are exactly those that ``cache`` holds in ``row``.
 
-    Nothing happens when it does not hold them, or anything else goes wrong. On the thread that owns
-    the model.
+    What ended an answer and no later prompt has is left out. Nothing happens when the cache does
+    not hold them, or anything else goes wrong. On the thread that owns the model.
     """
     from vllm_mlx_harmony.host.kv.layers import cut
 
     try:
-        memory().add(
-            owner(model, tenant), pack(ids), lambda start, end: cut(cache, start, end, row)
-        )
+        *before, last = ids
+        known = pack(before if last in vocab.LAST else [*before, last])
+        memory().add(owner(model, tenant), known, lambda start, end: cut(cache, start, end, row))
     except Exception:
         logger.exception("a prefix could not be remembered")
 
