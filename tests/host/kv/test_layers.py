@@ -153,6 +153,9 @@ def test_rows_of_a_batch(lengths: tuple[int, ...]) -> None:
             cut(batch, 0, length, row)
         segments = [cut(singles[row], 0, length), cut(batch, length, length + 150, row)]
         assert same(join(GPT_OSS, segments), length + 150)
+        one_less = [segments[0], cut(batch, length, length + 149, row)]
+        joined = fed(join(GPT_OSS, one_less), length + 149, length + 150)
+        assert same(joined, length + 150)
     for layer in batch:
         layer.filter([len(lengths) - 1])
     assert same(join(GPT_OSS, [cut(batch, 0, lengths[-1] + 150)]), lengths[-1] + 150)
