@@ -10,7 +10,8 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -58,7 +59,7 @@ def marks(ids: Sequence[int], after: int) -> list[int]:
     """
     last = len(ids) - 1
     found, before = [], after
-    for place in sorted({_preamble(ids), _last_user(ids)}):
+    for place in sorted({_preamble(ids), _last_user(ids, after)}):
         if before + SHORTEST <= place <= last - SHORTEST:
             found.append(place)
             before = place
@@ -68,18 +69,21 @@ def marks(ids: Sequence[int], after: int) -> list[int]:
 def _preamble(ids: Sequence[int]) -> int:
     """Where the first message begins that is neither the system's nor the developer's."""
     opening, _ = _roles()
-    for place in range(len(ids) - 1):
-        if ids[place] == vocab.START and ids[place + 1] not in opening:
-            return place
-    return 0
+    return next((place for place, role in _messages(ids) if role not in opening), 0)
 
 
-def _last_user(ids: Sequence[int]) -> int:
+def _last_user(ids: Sequence[int], after: int) -> int:
     _, user = _roles()
-    for place in range(len(ids) - 2, -1, -1):
-        if ids[place] == vocab.START and ids[place + 1] == user:
-            return place
-    return 0
+    return max((place for place, role in _messages(ids, after) if role == user), default=0)
+
+
+def _messages(ids: Sequence[int], after: int = 0) -> Iterator[tuple[int, int]]:
+    """Where each message begins, and the first id of its role."""
+    place = after - 1
+    with suppress(ValueError):  # there is no more
+        while True:
+            place = ids.index(vocab.START, place + 1, len(ids) - 1)
+            yield place, ids[place + 1]
 
 
 @lru_cache(maxsize=1)
@@ -171,7 +175,7 @@ def resume(model: Any, prompt: Known, answer: int = 0) -> tuple[int, list[Any] |
     return known, cache
 
 
-def remember(model: Any, tenant: str, ids: Iterable[int], cache: Any, row: int = 0) -> None:
+def remember(model: Any, tenant: str, ids: Sequence[int], cache: Any, row: int = 0) -> None:
     """Remembers ``ids``, which are exactly those that ``cache`` holds in ``row``.
 
     What ended an answer and no later prompt has is left out. Nothing happens when the cache does
@@ -180,8 +184,7 @@ def remember(model: Any, tenant: str, ids: Iterable[int], cache: Any, row: int =
     from vllm_mlx_harmony.host.kv.layers import cut
 
     try:
-        *before, last = ids
-        known = pack(before if last in vocab.LAST else [*before, last])
+        known = pack(ids[:-1] if ids[-1] in vocab.LAST else ids)
         memory().add(owner(model, tenant), known, lambda start, end: cut(cache, start, end, row))
     except Exception:
         logger.exception("a prefix could not be remembered")
