@@ -252,9 +252,9 @@ def _joined(texts: Iterable[str]) -> str:
 
 
 _Stretch: TypeAlias = "tuple[Sequence[type[Message]], Sequence[Message], Sequence[Segment] | None]"
-"""What the assistant said in a row, or what stands between: the kinds of what is placed, all as it
-was sent, and what is placed instead of that, as it was generated here. A plain tuple: a history has
-hundreds, on every turn."""
+"""What the assistant said in a row, or what stands between (then without kinds): the kinds of what
+is placed, all as it was sent, and what is placed instead of that, as it was generated here. A plain
+tuple: a history has hundreds, on every turn."""
 
 
 def _stretches(messages: Sequence[Message], replay: View | None) -> list[_Stretch]:
@@ -262,18 +262,18 @@ def _stretches(messages: Sequence[Message], replay: View | None) -> list[_Stretc
     if replay is None:
         return [_as_sent(messages)]
     return [
-        (found.kinds, sent, found.segments) if found else _as_sent(sent)
-        for sent, found in replay.history(messages)
+        (found.kinds, sent, found.segments) if found else _as_sent(sent, said)
+        for said, sent, found in replay.history(messages)
     ]
 
 
-def _as_sent(messages: Sequence[Message]) -> _Stretch:
-    return list(map(type, messages)), messages, None
+def _as_sent(messages: Sequence[Message], said: bool = True) -> _Stretch:
+    return list(map(type, messages)) if said else (), messages, None
 
 
 def _kept(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
     """``stretches`` without the reasoning that led to an answer already given (A6)."""
-    answered = [at for at, (kinds, *_) in enumerate(stretches) if Answer in kinds]
+    answered = [at for at, (kinds, _, _) in enumerate(stretches) if Answer in kinds]
     if not answered:
         return stretches
     at = answered[-1]
@@ -305,8 +305,12 @@ def _without_reasoning(stretch: _Stretch, until: int | None = None) -> _Stretch:
 
 def _first_reasoning(stretches: Iterable[_Stretch]) -> int:
     """Which message that is; -1, where the next one will stand, when there is none."""
-    kinds = [kind for placed, *_ in stretches for kind in placed]
-    return kinds.index(Reasoning) if Reasoning in kinds else -1
+    before = 0
+    for kinds, sent, generated in stretches:
+        if Reasoning in kinds:
+            return before + kinds.index(Reasoning)
+        before += len(sent if generated is None else generated)
+    return -1
 
 
 def _written(

@@ -104,18 +104,18 @@ class View:
 
     def history(
         self, messages: Iterable[Message]
-    ) -> Iterator[tuple[list[Message], Remembered | None]]:
+    ) -> Iterator[tuple[bool, list[Message], Remembered | None]]:
         """``messages`` in groups as `turns` has them, each with the turn that was generated."""
         groups = turns(messages)
         before = told = 0
         for at, (said, group) in enumerate(groups):
             if not said:
-                yield group, None
+                yield said, group, None
                 continue
             content, calls = visible(group)
             if not calls:  # only such a turn is known by the story before it
                 before, told = _further(before, groups[told:at]), at
-            yield group, self._generated(content, calls, before)
+            yield said, group, self._generated(content, calls, before)
 
     def find(self, turn: Sequence[Message], before: int) -> Remembered | None:
         """``turn`` as it was generated; ``None`` when it was not here, or a client edited it.
