@@ -133,6 +133,14 @@ def test_a_cache_that_holds_something_else_is_not_cut(end: int) -> None:
         cut(fed(GPT_OSS.make_cache(), 0, 100, 10), 0, end)
 
 
+def test_a_window_with_a_token_that_does_not_count_is_not_cut() -> None:
+    cache = fed(GPT_OSS.make_cache(), 0, 100, 10)
+    for layer in cache:
+        layer.offset = 99
+    with pytest.raises(Misaligned):
+        cut(cache, 0, 99)
+
+
 @pytest.mark.parametrize("lengths", [(300, 300), (300, 40, 131), (5, 400), (129, 128, 127)])
 def test_rows_of_a_batch(lengths: tuple[int, ...]) -> None:
     from mlx_lm.generate import _merge_caches

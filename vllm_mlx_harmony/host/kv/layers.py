@@ -107,7 +107,8 @@ def _rows(layer: Any, row: int, end: int) -> tuple[Any, Any, int]:
     if not isinstance(layer, RotatingKVCache):
         raise Misaligned(f"{type(layer).__name__} cannot be cut")
     keys, values = layer._temporal_order(layer.keys), layer._temporal_order(layer.values)
-    _more(min(keys.shape[2], layer.max_size), min(layer.offset, layer.max_size))
+    if min(keys.shape[2], layer.max_size) != min(layer.offset, layer.max_size):
+        raise Misaligned(f"a window of {keys.shape[2]} tokens does not end at {layer.offset}")
     wanted = min(end, layer.max_size)
     return _moved_back(keys, more, wanted), _moved_back(values, more, wanted), layer.max_size
 
