@@ -111,22 +111,54 @@ Message: TypeAlias = "Instructions | User | Reasoning | Preamble | Answer | Call
 
 
 @dataclass(frozen=True, slots=True)
+class Syntax:
+    """What a text must match: a ``regex`` (all of it), or a grammar in ``lark``'s notation."""
+
+    kind: Literal["regex", "lark"]
+    definition: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tool:
-    """A function the model may call. ``parameters`` is JSON Schema, ``None`` when it takes none."""
+    """A function the model may call. ``parameters`` is JSON Schema, ``None`` when it takes none.
+
+    ``strict``: the caller wants arguments that are valid for the schema, or an error when that
+    cannot be promised. ``syntax`` is what the input of a freeform tool must match: the string
+    ``input`` that is its only parameter.
+    """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None
     where: str = "tools"
+    strict: bool = False
+    syntax: Syntax | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which tools the turn may call: ``names`` as declared (``None``: all of them).
+
+    ``required``: it has to end in a call of one of them. That no tool may be called is said by a
+    turn without tools (A9).
+    """
+
+    required: bool = False
+    names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """A JSON answer is asked for: by ``schema``, or any JSON object when it is ``None``."""
+    """A JSON answer is asked for: by ``schema``, or any JSON object when it is ``None``.
+
+    ``strict``: as for a ``Tool``. With ``syntax`` the answer is a text that matches it, no JSON.
+    """
 
     schema: Mapping[str, Any] | None = None
     name: str = "response"
     description: str = ""
+    strict: bool = False
+    syntax: Syntax | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +179,9 @@ class Limits:
     """When to stop: after ``max_tokens`` ids, ``timeout`` seconds, or at a string in the content.
 
     ``None`` means: the server's default. ``one_call`` ends the turn with its first call. ``where``
-    is the path of ``max_tokens`` in the request, for the error when a server allows fewer.
+    is the path of ``max_tokens`` in the request, for the error when a server allows fewer. After
+    ``reasoning_tokens`` ids of analysis the model is made to answer; it may not end its turn before
+    ``min_tokens`` ids.
     """
 
     max_tokens: int | None = None
@@ -155,6 +189,8 @@ class Limits:
     stop: tuple[str, ...] = ()
     one_call: bool = False
     where: str = "max_tokens"
+    reasoning_tokens: int | None = None
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +200,8 @@ class Turn:
     ``identity`` replaces the first line of the system message (``None``: openai-harmony's own),
     ``date`` is the current date in it as ``YYYY-MM-DD`` (``None``: no date line, A1),
     ``builtin_tools`` names the built-in namespaces (``browser``, ``python``) that are enabled,
-    ``prefill`` is the beginning of the final answer, which the model continues.
+    ``prefill`` is the beginning of the final answer, which the model continues. Without
+    ``thinking`` no analysis may be written (the effort then says what the prompt shows).
     """
 
     messages: tuple[Message, ...]
@@ -177,6 +214,8 @@ class Turn:
     prefill: str | None = None
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
+    tool_choice: ToolChoice = ToolChoice()
+    thinking: bool = True
 
     @property
     def characters(self) -> int:
