@@ -20,9 +20,9 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
-from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.core.turn import Defaults, Effort
 from vllm_mlx_harmony.host import contract, prompts
-from vllm_mlx_harmony.host.defaults import DATE_VARIABLE, defaults, read
+from vllm_mlx_harmony.host.defaults import DATE_VARIABLE, NONE_VARIABLE, defaults, read
 from vllm_mlx_harmony.host.prompts import PromptText, prompt_text
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.standin import Script
@@ -253,3 +253,33 @@ def test_the_servers_template_options_are_the_defaults(monkeypatch: pytest.Monke
     monkeypatch.setenv(DATE_VARIABLE, "none")
     high = chat.read({"model": "m", "messages": [ASK]}, Defaults()).turn.effort.HIGH
     assert defaults() == Defaults(high, "X", None, ("python",))
+
+
+@pytest.mark.parametrize(
+    ("options", "none_effort", "expected"),
+    [
+        ({}, "", (Effort.MEDIUM, True)),
+        ({"reasoning_effort": "none"}, "", (Effort.LOW, False)),
+        ({"reasoning_effort": "none"}, "low", (Effort.LOW, True)),
+        ({"enable_thinking": False}, "", (Effort.LOW, False)),
+        ({"enable_thinking": False}, "none", (Effort.LOW, False)),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, "", (Effort.HIGH, True)),
+    ],
+)
+def test_the_server_may_not_think(
+    options: dict[str, Any],
+    none_effort: str,
+    expected: tuple[Effort, bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(NONE_VARIABLE, none_effort)
+    found = read(options)
+    assert (found.effort, found.thinking) == expected
+    word = "none" if none_effort == "low" else "high"
+    assert found.reasoning(("reasoning_effort", word))[1]
+
+
+def test_what_none_is_taken_for_must_be_an_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NONE_VARIABLE, "a little")
+    with pytest.raises(HostError, match=NONE_VARIABLE):
+        read({})

@@ -218,7 +218,7 @@ TURNS = {
             "store": True,
             "service_tier": "auto",
             "prediction": {"type": "content", "content": "x"},
-            "enable_thinking": False,
+            "enable_thinking": True,
             "response_format": {"type": "text"},
             "parallel_tool_calls": True,
             "tool_choice": "auto",
@@ -359,6 +359,36 @@ def test_server_defaults_give_way_to_the_request(fields: dict[str, Any], expecte
 )
 def test_effort_is_the_first_that_is_given(fields: dict[str, Any], effort: Effort) -> None:
     assert request(SERVER, **fields).turn.effort is effort
+
+
+LOW, MEDIUM, HIGH = Effort
+SILENT = Defaults(effort=LOW, thinking=False)
+
+
+@pytest.mark.parametrize(
+    ("server", "fields", "expected"),
+    [
+        (Defaults(), {}, (MEDIUM, True)),
+        (Defaults(), {"reasoning_effort": "none"}, (LOW, False)),
+        (Defaults(), {"reasoning_effort": "NONE"}, (LOW, False)),
+        (Defaults(), {"reasoning_effort": "minimal"}, (LOW, True)),
+        (Defaults(), {"reasoning": {"effort": "none"}}, (LOW, False)),
+        (Defaults(), {"chat_template_kwargs": {"reasoning_effort": "none"}}, (LOW, False)),
+        (Defaults(), {"chat_template_kwargs": {"enable_thinking": False}}, (LOW, False)),
+        (Defaults(), {"enable_thinking": False}, (LOW, False)),
+        (Defaults(), {"enable_thinking": True}, (MEDIUM, True)),
+        (Defaults(), {"enable_thinking": False, "reasoning_effort": "high"}, (HIGH, True)),
+        (Defaults(none_effort=LOW), {"reasoning_effort": "none"}, (LOW, True)),
+        (Defaults(none_effort=MEDIUM), {"enable_thinking": False}, (MEDIUM, True)),
+        (SILENT, {}, (LOW, False)),
+        (SILENT, {"reasoning_effort": "medium"}, (MEDIUM, True)),
+    ],
+)
+def test_thinking_can_be_turned_off(
+    server: Defaults, fields: dict[str, Any], expected: tuple[Effort, bool]
+) -> None:
+    asked = request(server, **fields).turn
+    assert (asked.effort, asked.thinking) == expected
 
 
 @pytest.mark.parametrize(

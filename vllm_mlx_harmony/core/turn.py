@@ -34,8 +34,11 @@ class Effort(str, Enum):
         return effort
 
 
+NO_THINKING = "none"
+"""The effort that is none: no analysis may be written."""
+
 EFFORTS: dict[str, Effort] = {
-    "none": Effort.LOW,
+    NO_THINKING: Effort.LOW,
     "minimal": Effort.LOW,
     "low": Effort.LOW,
     "medium": Effort.MEDIUM,
@@ -228,12 +231,31 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What the server was started with and a request may override (A1, A8)."""
+    """What the server was started with and a request may override (A1, A8).
+
+    ``none_effort`` is what the word ``none`` is taken for, thinking; ``None``: that it must not.
+    """
 
     effort: Effort = Effort.MEDIUM
     identity: str | None = None
     date: str | None = None
     builtin_tools: tuple[str, ...] = ()
+    thinking: bool = True
+    none_effort: Effort | None = None
+
+    def reasoning(self, *asked: tuple[str, object]) -> tuple[Effort, bool]:
+        """The ``effort`` and the ``thinking`` of a turn (A8).
+
+        ``asked`` are paths in the request and the words there; the first that is not ``None``
+        counts. Raises ``RequestError`` naming its path when it is no effort.
+        """
+        for param, word in asked:
+            if word is not None:
+                effort = Effort.parse(word, param=param)
+                if str(word).lower() != NO_THINKING:
+                    return effort, True
+                return (effort, False) if self.none_effort is None else (self.none_effort, True)
+        return self.effort, self.thinking
 
 
 @dataclass(frozen=True, slots=True)

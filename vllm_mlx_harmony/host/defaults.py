@@ -1,6 +1,6 @@
 """What the server was started with and a request may override (semantics A1, A8).
 
-Knows the host's default template options and one environment variable.
+Knows the host's default template options and two environment variables.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import HostError, RequestError
-from vllm_mlx_harmony.core.turn import BUILTIN_TOOLS, Defaults, Effort
+from vllm_mlx_harmony.core.turn import BUILTIN_TOOLS, NO_THINKING, Defaults, Effort
 
 DATE_VARIABLE = "VLLM_MLX_HARMONY_DATE"
 """Environment variable: the date in the system message, or ``none`` for no date."""
+
+NONE_VARIABLE = "VLLM_MLX_HARMONY_NONE_EFFORT"
+"""Environment variable: the effort that ``none`` is taken for. Not set: no thinking."""
 
 
 def defaults() -> Defaults:
@@ -25,25 +28,40 @@ def defaults() -> Defaults:
 
 
 def read(options: Mapping[str, Any]) -> Defaults:
-    """What ``--default-chat-template-kwargs`` says.
+    """What ``--default-chat-template-kwargs`` and the environment say.
 
     Raises ``HostError`` naming the option that is not what it has to be.
     """
+    none_effort = _none_effort()
+    effort, thinking = _reasoning(options, none_effort)
     return Defaults(
-        effort=_effort(options.get("reasoning_effort")),
+        effort=effort,
         identity=_identity(options.get("model_identity")),
         date=current_date(),
         builtin_tools=_builtin_tools(options.get("builtin_tools")),
+        thinking=thinking,
+        none_effort=none_effort,
     )
 
 
-def _effort(word: object) -> Effort:
-    if word is None:
-        return Defaults().effort
+def _reasoning(options: Mapping[str, Any], none_effort: Effort | None) -> tuple[Effort, bool]:
     try:
-        return Effort.parse(word)
+        return Defaults(none_effort=none_effort).reasoning(
+            ("reasoning_effort", options.get("reasoning_effort")),
+            ("enable_thinking", NO_THINKING if options.get("enable_thinking") is False else None),
+        )
     except RequestError as error:
         raise _wrong(error.message) from error
+
+
+def _none_effort() -> Effort | None:
+    word = os.environ.get(NONE_VARIABLE, "").lower()
+    if word in ("", NO_THINKING):
+        return None
+    try:
+        return Effort.parse(word, param=NONE_VARIABLE)
+    except RequestError as error:
+        raise HostError(error.message) from error
 
 
 def _identity(text: object) -> str | None:

@@ -81,6 +81,7 @@ class TemplateOptions(Wire):
     reasoning_effort: Any = None
     model_identity: str | None = None
     builtin_tools: list[BuiltinTool] | None = None
+    enable_thinking: bool | None = None
 
 
 class ChatBody(Wire):
@@ -110,6 +111,7 @@ class ChatBody(Wire):
     response_format: ChatFormat | None = None
     reasoning_effort: Any = None
     reasoning: ReasoningOptions | None = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
 
     n: int | None = Field(default=None, ge=1)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import (
+    NO_THINKING,
     Answer,
     Call,
     Defaults,
@@ -44,16 +45,18 @@ VOCABULARY = 201_088
 def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
     template = body.chat_template_kwargs or TemplateOptions()
+    effort, thinking = _reasoning(body, template, defaults)
     return Turn(
         messages=tuple(_messages(body.messages)),
         tools=() if body.tool_choice == "none" else tuple(_tools(body.tools or ())),
-        effort=_effort(body, template, defaults),
+        effort=effort,
         response_format=_response_format(body.response_format),
         identity=template.model_identity or defaults.identity,
         date=defaults.date,
         builtin_tools=_builtin_tools(template, defaults),
         sampling=_sampling(body),
         limits=_limits(body),
+        thinking=thinking,
     )
 
 
@@ -143,17 +146,16 @@ def _response_format(asked: ChatFormat | None) -> ResponseFormat | None:
     return ResponseFormat(schema.document, schema.name or "response", schema.description or "")
 
 
-def _effort(body: ChatBody, template: TemplateOptions, defaults: Defaults) -> Effort:
-    """The first that is given (A8)."""
-    asked = (
+def _reasoning(
+    body: ChatBody, template: TemplateOptions, defaults: Defaults
+) -> tuple[Effort, bool]:
+    thoughtless = False in (body.enable_thinking, template.enable_thinking)
+    return defaults.reasoning(
         ("reasoning_effort", body.reasoning_effort),
         ("reasoning.effort", body.reasoning.effort if body.reasoning else None),
         ("chat_template_kwargs.reasoning_effort", template.reasoning_effort),
+        ("enable_thinking", NO_THINKING if thoughtless else None),
     )
-    for param, word in asked:
-        if word is not None:
-            return Effort.parse(word, param=param)
-    return defaults.effort
 
 
 def _sampling(body: ChatBody) -> Sampling:
