@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import BuiltinTool
 from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, checked
+from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
 
 ITEMS = frozenset(
@@ -101,7 +102,7 @@ class Format(Wire):
     """What the input of a freeform tool looks like."""
 
     type: str
-    syntax: str | None = None
+    syntax: GrammarSyntax | None = None
     definition: str | None = None
 
 

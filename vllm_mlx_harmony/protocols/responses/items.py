@@ -21,6 +21,7 @@ from vllm_mlx_harmony.core.turn import (
     User,
 )
 from vllm_mlx_harmony.protocols.body import required
+from vllm_mlx_harmony.protocols.freeform import wrap
 from vllm_mlx_harmony.protocols.openai_content import (
     call_arguments,
     message_text,
@@ -28,7 +29,6 @@ from vllm_mlx_harmony.protocols.openai_content import (
     result_text,
 )
 from vllm_mlx_harmony.protocols.responses.body import Item, read_item
-from vllm_mlx_harmony.protocols.responses.freeform import wrap
 from vllm_mlx_harmony.protocols.responses.tools import Tools
 from vllm_mlx_harmony.protocols.seal import Seal
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from vllm_mlx_harmony.core.deltas import Kind, Opened
 from vllm_mlx_harmony.core.turn import Stamp
 from vllm_mlx_harmony.protocols.events import encode, quote
-from vllm_mlx_harmony.protocols.responses.freeform import FreeformInput
+from vllm_mlx_harmony.protocols.freeform import FreeformInput
 from vllm_mlx_harmony.protocols.responses.tools import Declared, Tools
 from vllm_mlx_harmony.protocols.seal import Seal
 

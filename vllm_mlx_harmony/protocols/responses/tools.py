@@ -13,13 +13,14 @@ from typing import NamedTuple
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Call, Tool
 from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
+from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
 from vllm_mlx_harmony.protocols.responses.body import (
     AllowedTool,
+    Format,
     NamespacedTool,
     ResponsesTool,
     ToolChoice,
 )
-from vllm_mlx_harmony.protocols.responses.freeform import INPUT, unwrapped, wrap
 
 
 class Declared(NamedTuple):
@@ -118,35 +119,15 @@ def _read(tool: NamespacedTool, where: str) -> Iterator[tuple[Declared, Tool]]:
         yield Declared(name), Tool(name, tool.description or "", tool.parameters, where)
     elif tool.type == "custom":
         name = _named(tool, where)
-        yield (
-            Declared(name, freeform=True),
-            Tool(name, _freeform(tool), _FREEFORM_PARAMETERS, where),
-        )
+        form = tool.format or Format(type="text")
+        shown = freeform_tool(name, tool.description or "", where, form.syntax, form.definition)
+        yield Declared(name, freeform=True), shown
 
 
 def _named(tool: NamespacedTool, where: str) -> str:
     if tool.name is None:
         raise required(f"{where}.name")
     return tool.name
-
-
-_FREEFORM_PARAMETERS: Mapping[str, object] = {
-    "type": "object",
-    "properties": {
-        INPUT: {"type": "string", "description": "The whole input, as one string of free text."}
-    },
-    "required": [INPUT],
-}
-
-
-def _freeform(tool: NamespacedTool) -> str:
-    """The tool's description with the grammar its input must match."""
-    definition = tool.format.definition if tool.format else None
-    if not tool.format or not definition:
-        return tool.description or ""
-    syntax = f"this {tool.format.syntax} grammar" if tool.format.syntax else "this grammar"
-    grammar = f"The input must match {syntax}:\n{definition.strip()}"
-    return f"{tool.description}\n\n{grammar}" if tool.description else grammar
 
 
 # --- What the model is shown, and what it may call it.

@@ -1,6 +1,7 @@
-"""The input of a freeform tool, out of the JSON arguments it is called with, as they arrive.
+"""Freeform tools (``custom`` in both of OpenAI's APIs): text in, where a function takes JSON.
 
-Knows ``{"input": "…"}`` and JSON's escapes. Refuses to know tools and events.
+The model is shown a function with one string, ``input``. Knows that function, and how its input
+comes out of ``{"input": "…"}`` as the arguments arrive. Refuses to know requests and events.
 """
 
 from __future__ import annotations
@@ -8,10 +9,42 @@ from __future__ import annotations
 import json
 import re
 from codecs import getincrementaldecoder
+from collections.abc import Mapping
 from enum import Enum, auto
+from typing import Literal, TypeAlias
+
+from vllm_mlx_harmony.core.turn import Syntax, Tool
 
 INPUT = "input"
 """The one parameter a freeform tool is shown with."""
+
+GrammarSyntax: TypeAlias = Literal["regex", "lark"]
+"""The notations that a grammar may be written in."""
+
+_PARAMETERS: Mapping[str, object] = {
+    "type": "object",
+    "properties": {
+        INPUT: {"type": "string", "description": "The whole input, as one string of free text."}
+    },
+    "required": [INPUT],
+}
+
+
+def freeform_tool(
+    name: str, description: str, where: str, syntax: GrammarSyntax | None, definition: str | None
+) -> Tool:
+    """The tool as the model is shown it: its description ends with the grammar of its input.
+
+    ``syntax`` and ``definition`` are those of its format, when that is a grammar.
+    """
+    if not definition:
+        return Tool(name, description, _PARAMETERS, where)
+    what = f"this {syntax} grammar" if syntax else "this grammar"
+    grammar = f"The input must match {what}:\n{definition.strip()}"
+    described = f"{description}\n\n{grammar}" if description else grammar
+    must = Syntax(syntax, definition) if syntax else None
+    return Tool(name, described, _PARAMETERS, where, syntax=must)
+
 
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _EMPTY = re.compile(r"\s*\{\s*\}\s*")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_mlx_harmony.protocols.responses.freeform import FreeformInput, wrap
+from vllm_mlx_harmony.core.turn import Syntax
+from vllm_mlx_harmony.protocols.freeform import INPUT, FreeformInput, freeform_tool, wrap
 
 ROWS = {
     "plain": ('{"input":"abc"}', "abc"),
@@ -97,3 +99,37 @@ def test_it_streams() -> None:
 def test_the_text_itself_streams_too() -> None:
     freeform = FreeformInput()
     assert [freeform.feed(piece) for piece in ("*** Be", "gin")] == ["*** Be", "gin"]
+
+
+@pytest.mark.parametrize(
+    ("description", "grammar", "shown", "syntax"),
+    [
+        ("Says it.", (None, None), "Says it.", None),
+        ("Says it.", ("regex", None), "Says it.", None),
+        (
+            "Says it.",
+            ("regex", "[a-z]+ "),
+            "Says it.\n\nThe input must match this regex grammar:\n[a-z]+",
+            Syntax("regex", "[a-z]+ "),
+        ),
+        (
+            "",
+            ("lark", 'start: "a"\n'),
+            'The input must match this lark grammar:\nstart: "a"',
+            Syntax("lark", 'start: "a"\n'),
+        ),
+        ("", (None, "a or b"), "The input must match this grammar:\na or b", None),
+    ],
+)
+def test_a_tool_shows_its_grammar_and_must_obey_it(
+    description: str, grammar: Any, shown: str, syntax: Syntax | None
+) -> None:
+    tool = freeform_tool("say", description, "tools[0]", *grammar)
+    assert (tool.name, tool.description, tool.where, tool.syntax) == (
+        "say",
+        shown,
+        "tools[0]",
+        syntax,
+    )
+    assert tool.parameters is not None
+    assert tool.parameters["required"] == [INPUT]
