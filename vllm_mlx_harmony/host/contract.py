@@ -279,6 +279,7 @@ USED: tuple[Fact, ...] = (
     Fact(f"{_SERVER}:_metrics.track_inference", "its metrics", ("endpoint", "stream")),
     Fact(f"{_SERVER}:_response_model_name", "the name an answer carries", ("request_model",)),
     Fact(f"{_SERVER}:list_models", "its models", ()),
+    Fact(f"{_SERVER}:_api_key", "whether there is an API key"),
     Fact(f"{_SERVER}:security", "reads the API key from a header"),
     Fact(f"{_SERVER}:verify_api_key", "checks it, also for a WebSocket", ("credentials",)),
     Fact(f"{_SERVER}:check_rate_limit", "also for each message on a WebSocket", ("request",)),

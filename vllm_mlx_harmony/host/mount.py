@@ -1,7 +1,7 @@
-"""Puts a route in front of one of the host's, and passes a request on to the one behind it.
+"""Puts a route in front of one of the host's, or a middleware around all of them.
 
-Re-binding an endpoint's name changes nothing: the decorator has captured the function. Knows
-FastAPI's routing; refuses to know any path or endpoint.
+A request can be passed on to the route behind. Re-binding an endpoint's name changes nothing: the
+decorator has captured the function. Knows FastAPI's routing; refuses to know any path or endpoint.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from fastapi.routing import APIRoute, request_response
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
@@ -98,6 +99,46 @@ class Route:
 
     def _model(self, routes: list[BaseRoute]) -> APIRoute | None:
         return _find(routes, self.like[0], {self.like[1]}) if self.like else None
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """An ASGI middleware around the host's whole application, outside of those it has.
+
+    ``middleware`` is a class that takes the application; as a string it is imported when applied.
+    """
+
+    middleware: str
+    why: str
+    app: str = APP
+
+    @property
+    def label(self) -> str:
+        """The middleware's name."""
+        return f"around {self.app.partition(':')[2]}: {self.middleware.rpartition(':')[2]}"
+
+    def problem(self) -> str | None:
+        """Why it cannot be put there in this host, or None."""
+        try:
+            application = locate(self.app)
+        except (ImportError, AttributeError) as error:
+            return f"{self.app} is missing ({error})"
+        fits = hasattr(application, "user_middleware") and hasattr(application, "middleware_stack")
+        return None if fits else f"{self.app} takes no middleware"
+
+    def apply(self) -> Undo:
+        """Puts it around the others; undone, they are as before."""
+        application = locate(self.app)
+        entry = Middleware(locate(self.middleware))
+        before = application.middleware_stack
+        application.user_middleware.insert(0, entry)
+        application.middleware_stack = None  # built anew by the next request
+
+        def undo() -> None:
+            application.user_middleware.remove(entry)
+            application.middleware_stack = before
+
+        return undo
 
 
 def _find(routes: list[BaseRoute], path: str, methods: set[str]) -> APIRoute | None:

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.host import messages
-from vllm_mlx_harmony.host.mount import Route
+from vllm_mlx_harmony.host.mount import Around, Route
 from vllm_mlx_harmony.host.refusals import refuse, refusing_in
 from vllm_mlx_harmony.host.responses import routes as responses
 from vllm_mlx_harmony.host.seams import Seam
@@ -64,4 +64,9 @@ _CHAT: tuple[Route, ...] = (
     ),
 )
 
-ROUTES: tuple[Seam, ...] = (*_CHAT, *messages.ROUTES, *responses.ROUTES)
+ORIGINS = Around(
+    "vllm_mlx_harmony.host.origins:OriginCheck",
+    "without an API key, any page in a browser could use the server",
+)
+
+ROUTES: tuple[Seam, ...] = (ORIGINS, *_CHAT, *messages.ROUTES, *responses.ROUTES)

@@ -59,23 +59,12 @@ _TOO_MUCH = 1013  # "try again later"
 async def converse(socket: WebSocket) -> None:
     """``/v1/responses`` as a WebSocket: one response after the other, until somebody hangs up."""
     try:
-        await _admit(socket)
+        await admit(socket)
     except HTTPException as error:
         await socket.send_denial_response(refuse(responses.error_body, failure_of(error)))
         return
     await socket.accept()
     await Conversation(socket).last()
-
-
-async def _admit(socket: WebSocket) -> None:
-    """The host's own check of the API key. Raises ``HTTPException``.
-
-    A browser lets any page talk to any WebSocket, and read what comes back: only its own may.
-    """
-    origin = socket.headers.get("origin")
-    if origin and origin.partition("://")[2] != socket.headers.get("host"):
-        raise HTTPException(403, f"pages of {origin} may not connect")
-    await admit(socket)
 
 
 class Conversation:

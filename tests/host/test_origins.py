@@ -1,0 +1,233 @@
+"""Which pages and names get through to a server without a key, and which headers they get back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm_mlx")
+
+from fastapi.testclient import TestClient
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.testclient import WebSocketDenialResponse
+from starlette.websockets import WebSocket
+from vllm_mlx import server
+
+from vllm_mlx_harmony.host.mount import Around
+from vllm_mlx_harmony.host.origins import HOSTS_VARIABLE, ORIGINS_VARIABLE, OriginCheck
+
+NAME = "Toms-Mac.fritz.box"
+SETTINGS = {"origins": ["https://chat.example.com", "vscode-webview://*"], "hosts": ["*.corp.net"]}
+
+
+async def hello(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(f"hello {(await request.body()).decode()}")
+
+
+async def talk(socket: WebSocket) -> None:
+    await socket.accept()
+    await socket.send_text("hello")
+    await socket.close()
+
+
+def client(**settings: Any) -> TestClient:
+    paths = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+    routes = [Route(path, hello, methods=["GET", "POST"]) for path in paths]
+    app = Starlette(routes=[*routes, WebSocketRoute("/v1/responses", talk)])
+    given = {"origins": [], "hosts": [], "name": NAME, **settings}
+    return TestClient(OriginCheck(app, **given))
+
+
+@pytest.fixture(autouse=True)
+def key(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's API key: none, unless a row has one."""
+    monkeypatch.setattr(server, "_api_key", getattr(request, "param", None))
+
+
+LET_IN = [
+    ("127.0.0.1:8000", None),
+    ("localhost:8000", None),
+    ("localhost.", None),
+    ("[::1]:8000", None),
+    ("192.168.1.20:8000", None),
+    ("[fd12::7]:8000", None),
+    ("Toms-Mac.fritz.box:8000", None),
+    ("toms-mac.local:8000", None),
+    ("host.docker.internal:8000", None),
+    ("inference:8000", None),
+    ("llm.corp.net", None),
+    ("127.0.0.1:8000", "http://127.0.0.1:8000"),
+    ("toms-mac.local:8000", "http://toms-mac.local:8000"),
+    ("127.0.0.1:8000", "http://localhost:3000"),
+    ("127.0.0.1:8000", "http://app.localhost:3000"),
+    ("127.0.0.1:8000", "http://[::1]:3000"),
+    ("127.0.0.1:8000", "tauri://localhost"),
+    ("127.0.0.1:8000", "https://chat.example.com"),
+    ("127.0.0.1:8000", "https://Chat.Example.com"),
+    ("127.0.0.1:8000", "vscode-webview://0f0m3"),
+]
+
+KEPT_OUT = [
+    ("evil.example", None),
+    ("evil.example:8000", "http://evil.example:8000"),
+    ("127.0.0.1.evil.example", None),
+    ("localhost.evil.example", None),
+    ("local", "http://evil.example"),
+    ("corp.net", None),
+    ("[", None),
+    ("127.0.0.1:8000", "https://evil.example"),
+    ("127.0.0.1:8000", "https://chat.example.com.evil.example"),
+    ("127.0.0.1:8000", "http://chat.example.com"),
+    ("127.0.0.1:8000", "http://localhost.evil.example"),
+    ("127.0.0.1:8000", "http://192.168.1.66"),
+    ("127.0.0.1:8000", "http://evil.local"),
+    ("127.0.0.1:8000", "null"),
+    ("127.0.0.1:8000", "file://"),
+    ("127.0.0.1:8000", "http://["),
+]
+
+
+def headers_of(host: str, origin: str | None) -> dict[str, str]:
+    return {"host": host} if origin is None else {"host": host, "origin": origin}
+
+
+@pytest.mark.parametrize(("host", "origin"), LET_IN)
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain"])
+def test_let_in(host: str, origin: str | None, content_type: str) -> None:
+    headers = {**headers_of(host, origin), "content-type": content_type}
+    answer = client(**SETTINGS).post("/v1/chat/completions", content="you", headers=headers)
+    assert (answer.status_code, answer.text) == (200, "hello you")
+    assert answer.headers.get("access-control-allow-origin") == origin
+
+
+@pytest.mark.parametrize(("host", "origin"), KEPT_OUT)
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain"])
+def test_kept_out(host: str, origin: str | None, content_type: str) -> None:
+    headers = {**headers_of(host, origin), "content-type": content_type}
+    answer = client(**SETTINGS).post("/v1/chat/completions", content="you", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize(("host", "origin"), KEPT_OUT)
+def test_a_websocket_is_kept_out_too(host: str, origin: str | None) -> None:
+    connect = client(**SETTINGS).websocket_connect(
+        "/v1/responses", headers=headers_of(host, origin)
+    )
+    with pytest.raises(WebSocketDenialResponse) as denied, connect:
+        pass
+    assert denied.value.status_code == 403
+
+
+@pytest.mark.parametrize(("host", "origin"), LET_IN)
+def test_a_websocket_is_let_in(host: str, origin: str | None) -> None:
+    headers = headers_of(host, origin)
+    with client(**SETTINGS).websocket_connect("/v1/responses", headers=headers) as socket:
+        assert socket.receive_text() == "hello"
+
+
+@pytest.mark.parametrize(("host", "origin"), [*LET_IN, *KEPT_OUT])
+@pytest.mark.parametrize("key", ["sesame"], indirect=True)
+def test_with_a_key_the_key_is_the_check(host: str, origin: str | None) -> None:
+    answer = client(**SETTINGS).get("/v1/messages", headers=headers_of(host, origin))
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("key", [None, "sesame"], indirect=True)
+def test_an_allowed_page_may_ask_first(key: None) -> None:
+    headers = {
+        **headers_of("127.0.0.1:8000", "https://chat.example.com"),
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, x-stainless-lang",
+        "access-control-request-private-network": "true",
+    }
+    answer = client(**SETTINGS).options("/v1/responses", headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example.com"
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert answer.headers["access-control-allow-headers"] == "authorization, x-stainless-lang"
+    assert answer.headers["access-control-allow-private-network"] == "true"
+
+
+def test_a_foreign_page_may_not_ask_first() -> None:
+    headers = {
+        **headers_of("127.0.0.1:8000", "https://evil.example"),
+        "access-control-request-method": "POST",
+    }
+    answer = client(**SETTINGS).options("/v1/responses", headers=headers)
+    assert answer.status_code == 403
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_every_page_can_be_allowed() -> None:
+    answer = client(origins=["*"]).get("/v1/messages", headers={"origin": "null"})
+    assert answer.headers["access-control-allow-origin"] == "null"
+
+
+def test_refused_in_the_shape_of_messages() -> None:
+    answer = client().post("/v1/messages", headers={"origin": "https://evil.example"})
+    assert (answer.status_code, answer.json()["type"]) == (403, "error")
+    assert answer.json()["error"]["type"] == "permission_error"
+
+
+def test_programs_notice_nothing() -> None:
+    answer = client().get("/v1/messages")
+    assert set(answer.headers) == {"content-length", "content-type"}
+
+
+def test_what_is_refused_is_logged_once_and_quoted(caplog: pytest.LogCaptureFixture) -> None:
+    asking = client()
+    for _ in range(3):
+        asking.get("/v1/messages", headers={"origin": "https://evil\x1b[31m.example"})
+    assert len(caplog.messages) == 1
+    assert "\x1b" not in caplog.text
+    for number in range(300):
+        asking.get("/v1/messages", headers={"origin": f"https://evil{number}.example"})
+    assert len(caplog.messages) <= 100
+
+
+def test_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ORIGINS_VARIABLE, " https://A.example , ,null")
+    monkeypatch.setenv(HOSTS_VARIABLE, "LLM.example.com")
+    asking = client(origins=None, hosts=None)
+    for origin in ("https://a.example", "null"):
+        headers = headers_of("llm.example.com", origin)
+        assert asking.get("/v1/messages", headers=headers).status_code == 200
+    assert asking.get("/v1/messages", headers={"host": "other.example.com"}).status_code == 403
+
+
+@pytest.fixture
+def around() -> Iterator[TestClient]:
+    seam = Around("vllm_mlx_harmony.host.origins:OriginCheck", "a test")
+    assert seam.problem() is None
+    undo = seam.apply()
+    yield TestClient(server.app)
+    undo()
+
+
+def test_around_the_whole_host(around: TestClient) -> None:
+    """Its own routes run tools and load models: they are no page's to use either."""
+    evil = {"origin": "https://evil.example"}
+    for path in ("/v1/mcp/execute", "/v1/completions", "/v1/nowhere"):
+        answer = around.post(path, content=json.dumps({}), headers=evil)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert around.get("/v1/models").status_code == 200
+
+
+def test_taken_away_nothing_is_left() -> None:
+    before = list(server.app.user_middleware)
+    Around("vllm_mlx_harmony.host.origins:OriginCheck", "a test").apply()()
+    assert server.app.user_middleware == before
+    answer = TestClient(server.app).get("/v1/models", headers={"origin": "https://evil.example"})
+    assert answer.status_code == 200
+
+
+def test_a_host_that_takes_no_middleware() -> None:
+    assert "missing" in (Around("", "", "vllm_mlx.server:nothing").problem() or "")
+    assert "takes no middleware" in (Around("", "", "vllm_mlx.server:security").problem() or "")
