@@ -24,9 +24,12 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import opening, render, render_message, render_messages
 from vllm_mlx_harmony.core.turn import (
+    AdditionalTools,
     Answer,
     Call,
     Effort,
+    EffortUpdate,
+    FormatUpdate,
     Instructions,
     Message,
     Preamble,
@@ -82,6 +85,10 @@ city: string,
 }) => any;
 
 } // namespace functions"""
+ONE_TOOL = (
+    "<|start|>developer<|message|># Tools\n\n## functions\n\nnamespace functions {{\n\n"
+    "type {} = () => any;\n\n}} // namespace functions<|end|>"
+)
 TOOL_MESSAGE = f"<|start|>developer<|message|>{WEATHER_SECTION}<|end|>"
 
 
@@ -295,6 +302,38 @@ ROWS: dict[str, tuple[Turn, str]] = {
         + "<|start|>developer<|message|># Tools\n\n## functions\n\nnamespace functions {\n\n"
         "type get_it = () => any;\n\n} // namespace functions<|end|>" + HI
         + CALL.replace("weather", "get_it") + RESULT.replace("weather", "get_it") + GO,
+    ),
+    "A12 tools that come later": (
+        turn(User("Hi"), AdditionalTools((WEATHER,)), call(), Result("c1", "sunny")),
+        SYSTEM + HI + TOOL_MESSAGE + CALL + RESULT + GO,
+    ),
+    "A12 leading tools are those of the beginning": (
+        turn(AdditionalTools((Tool("now"), WEATHER)), Instructions("Be kind."), User("Hi"),
+             tools=(Tool("now", "Older."),)),
+        SYSTEM_WITH_TOOLS + "<|start|>developer<|message|># Instructions\n\nBe kind.\n\n"
+        + WEATHER_SECTION.replace("{\n\n//", "{\n\ntype now = () => any;\n\n//", 1)
+        + "<|end|>" + HI + GO,
+    ),
+    "A12 a later name that no header can carry": (
+        turn(User("Hi"), AdditionalTools((Tool("a b"),)), AdditionalTools((Tool("a_b"),)),
+             tools=(Tool("a!b"),)),
+        SYSTEM_WITH_TOOLS + ONE_TOOL.format("a_b") + HI + ONE_TOOL.format("a_b_2")
+        + ONE_TOOL.format("a_b_3") + GO,
+    ),
+    "A12 another effort from here on": (
+        turn(User("Hi"), EffortUpdate(Effort.HIGH), User("Hi"), effort=Effort.LOW),
+        system(effort="low") + HI + "<|start|>system<|message|>Reasoning: high<|end|>" + HI + GO,
+    ),
+    "A12 another format from here on": (
+        turn(
+            User("Hi"),
+            FormatUpdate(ResponseFormat({"type": "object"}, "thing", "A thing.")),
+            User("Hi"),
+            FormatUpdate(None),
+        ),
+        SYSTEM + HI + "<|start|>developer<|message|># Response Formats\n\n## thing\n\n// A thing.\n"
+        '{"type":"object"}<|end|>' + HI + "<|start|>developer<|message|># Response Formats\n\n"
+        "None any more: answer in plain text.<|end|>" + GO,
     ),
     "prefill": (
         turn(User("Hi"), prefill="Once upon"),
@@ -587,6 +626,19 @@ def test_opening(prefill: str | None, expected: str) -> None:
 
 # --- A12 ---
 
+
+def test_what_holds_now_is_what_was_said_last() -> None:
+    newer = replace(WEATHER, description="Newer.")
+    later = [AdditionalTools((Tool("now"), newer)), FormatUpdate(ResponseFormat())]
+    first = turn(User("Hi"), tools=(WEATHER,), response_format=ResponseFormat({"type": "object"}))
+    assert (first.callable_tools, first.answer_format) == (first.tools, first.response_format)
+    second = replace(first, messages=(*first.messages, *later))
+    assert second.callable_tools == (newer, Tool("now"))
+    assert second.answer_format == ResponseFormat()
+    third = replace(second, messages=(*second.messages, FormatUpdate(None)))
+    assert third.answer_format is None
+
+
 TEXTS = st.text(max_size=8)
 STEPS = st.one_of(
     st.builds(lambda text: (User(text),), TEXTS),
@@ -594,6 +646,9 @@ STEPS = st.one_of(
     st.builds(lambda text: (Reasoning(text),), TEXTS),
     st.builds(lambda text: (Preamble(text),), TEXTS),
     st.builds(lambda text: (Answer(text),), TEXTS),
+    st.builds(lambda name: (AdditionalTools((Tool(name),)),), st.text(min_size=1, max_size=4)),
+    st.builds(lambda effort: (EffortUpdate(effort),), st.sampled_from(Effort)),
+    st.builds(lambda asked: (FormatUpdate(asked),), st.sampled_from([None, ResponseFormat()])),
     st.builds(
         lambda key, text, result: (Call(key, "weather", text), Result(key, result)),
         st.sampled_from(["c1", "c2"]),

@@ -7,12 +7,12 @@ Refuses to know where in a header a recipient stands: that is the parser's part.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.header import NAME_LIMIT
-from vllm_mlx_harmony.core.turn import Call, Tool, Turn
+from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool, Turn
 
 FUNCTIONS = "functions"
 _PREFIX = f"{FUNCTIONS}."
@@ -39,13 +39,12 @@ class Names:
 
     @classmethod
     def of(cls, turn: Turn) -> Names:
-        """The names of a turn's tools, and of the calls in its history, in that order.
+        """The names of a turn's tools, and of the tools and calls in its history, in that order.
 
         Raises ``RequestError`` for a tool without a name and for two tools of the same name.
         """
-        called = {message.name: None for message in turn.messages if isinstance(message, Call)}
-        foreign = (name for name in called if _namespace(name) not in turn.builtin_tools)
-        return cls(_aliases(_declared(turn.tools), foreign), turn.builtin_tools)
+        later = dict.fromkeys(_met(turn.messages, turn.builtin_tools))
+        return cls(_aliases(_declared(turn.tools), later), turn.builtin_tools)
 
     def alias(self, name: str) -> str:
         """``name`` as the model is shown it in ``namespace functions``."""
@@ -69,6 +68,16 @@ class Names:
         return self._declared.get(bare) or self._declared.get(recipient) or bare
 
 
+def _met(messages: Iterable[Message], builtin: Sequence[str]) -> Iterator[str]:
+    """The names that a history calls or declares, as they come."""
+    for message in messages:
+        if isinstance(message, Call):
+            if _namespace(message.name) not in builtin:
+                yield message.name
+        elif isinstance(message, AdditionalTools):
+            yield from _declared(message.tools)
+
+
 def _namespace(name: str) -> str:
     return name.partition(".")[0]
 
@@ -84,11 +93,11 @@ def _declared(tools: Iterable[Tool]) -> list[str]:
     return list(names)
 
 
-def _aliases(declared: Sequence[str], foreign: Iterable[str]) -> dict[str, str]:
+def _aliases(declared: Sequence[str], later: Iterable[str]) -> dict[str, str]:
     """Names to aliases. A name met later never changes an alias given before (A12)."""
     taken = {name for name in declared if _is_carryable(name)}
     aliases = {name: name if name in taken else _alias(name, taken) for name in declared}
-    for name in foreign:
+    for name in later:
         if name not in aliases:
             aliases[name] = _alias(name, taken)
     return aliases

@@ -10,9 +10,9 @@ import json
 import marshal
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, compress
+from itertools import accumulate, compress, takewhile
 from sys import getsizeof
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -22,9 +22,12 @@ from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.replay import Segment, View, shared, stands_alone
 from vllm_mlx_harmony.core.turn import (
     BUILTIN_TOOLS,
+    AdditionalTools,
     Answer,
     Call,
     Effort,
+    EffortUpdate,
+    FormatUpdate,
     Instructions,
     Message,
     Preamble,
@@ -71,8 +74,10 @@ def render(turn: Turn, replay: View | None = None) -> Rendered:
         raise RequestError("no message says anything: nothing to answer", param="messages")
     names = Names.of(turn)
     leading, rest = _split(turn.messages)
-    ids = list(_system(turn.identity, turn.date, turn.effort, turn.builtin_tools, bool(turn.tools)))
-    ids += _developer(_joined(leading), turn.tools, turn.response_format, names)
+    tools = replace(turn, messages=leading).callable_tools
+    instructions = _joined(each.text for each in leading if isinstance(each, Instructions))
+    ids = list(_system(turn.identity, turn.date, turn.effort, turn.builtin_tools, bool(tools)))
+    ids += _developer(instructions, tools, turn.response_format, names)
     kept = _kept(_stretches(rest, replay))
     written = _written(kept, names)
     boundaries = tuple(accumulate(map(len, written), initial=len(ids)))
@@ -106,6 +111,13 @@ def _ids_of(message: Message, names: Names, calls: Mapping[str, str]) -> tuple[i
         return _message(Call, message.arguments, names.recipient(message.name))
     if isinstance(message, Result):
         return _message(Result, message.text, names.recipient(_answered(message, calls)))
+    if isinstance(message, AdditionalTools):
+        return _message(AdditionalTools, _tools(message.tools, names))
+    if isinstance(message, EffortUpdate):
+        return _message(EffortUpdate, f"Reasoning: {message.effort.value}")
+    if isinstance(message, FormatUpdate):
+        asked = message.response_format
+        return _message(FormatUpdate, _PLAIN if asked is None else _response_format(asked))
     return _message(type(message), message.text)
 
 
@@ -192,6 +204,9 @@ _FORMS: dict[type, _Form] = {
     Preamble: _Form("assistant", "commentary"),
     Answer: _Form("assistant", "final"),
     Turn: _Form("developer"),  # the leading one: instructions, tools, formats
+    AdditionalTools: _Form("developer"),
+    EffortUpdate: _Form("system"),
+    FormatUpdate: _Form("developer"),
 }
 
 
@@ -237,14 +252,13 @@ def opening(prefill: str | None = None) -> list[int]:
 # --- which messages, in which order ---
 
 
-def _split(messages: Sequence[Message]) -> tuple[list[str], Sequence[Message]]:
-    """The texts of the leading instructions, and everything after them (A2, A3)."""
-    leading: list[str] = []
-    for message in messages:
-        if not isinstance(message, Instructions):
-            break
-        leading.append(message.text)
+def _split(messages: Sequence[Message]) -> tuple[tuple[Message, ...], Sequence[Message]]:
+    """The leading instructions and tools, and everything after them (A2, A3)."""
+    leading = tuple(takewhile(lambda each: isinstance(each, _LEADING), messages))
     return leading, messages[len(leading) :]
+
+
+_LEADING = (Instructions, AdditionalTools)
 
 
 def _joined(texts: Iterable[str]) -> str:
@@ -431,6 +445,9 @@ _ANY_OBJECT = ResponseFormat(
     name="json_object",
     description="The answer is one JSON object, without any text or code fence around it.",
 )
+
+
+_PLAIN = "# Response Formats\n\nNone any more: answer in plain text."
 
 
 def _response_format(asked: ResponseFormat) -> str:

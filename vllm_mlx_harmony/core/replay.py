@@ -149,7 +149,7 @@ def visible(turn: Iterable[Message]) -> tuple[str, list[Call]]:
     for message in turn:
         if isinstance(message, Call):
             calls.append(message)
-        elif not isinstance(message, Reasoning):
+        elif isinstance(message, (Preamble, Answer)):
             texts.append(message.text)
     return "\n".join(texts), calls
 

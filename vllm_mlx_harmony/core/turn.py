@@ -7,7 +7,7 @@ and how Harmony spells it (render).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -110,8 +110,6 @@ BuiltinTool: TypeAlias = Literal["browser", "python"]
 
 BUILTIN_TOOLS: tuple[str, ...] = get_args(BuiltinTool)
 
-Message: TypeAlias = "Instructions | User | Reasoning | Preamble | Answer | Call | Result"
-
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
@@ -127,7 +125,8 @@ class Tool:
 
     ``strict``: the caller wants arguments that are valid for the schema, or an error when that
     cannot be promised. ``syntax`` is what the input of a freeform tool must match: the string
-    ``input`` that is its only parameter.
+    ``input`` that is its only parameter. ``origin`` is what the client's API knows the tool by,
+    where ``name`` does not say all of it: for that API alone.
     """
 
     name: str
@@ -136,6 +135,7 @@ class Tool:
     where: str = "tools"
     strict: bool = False
     syntax: Syntax | None = None
+    origin: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,45 @@ class ResponseFormat:
     description: str = ""
     strict: bool = False
     syntax: Syntax | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdditionalTools:
+    """Tools that a conversation declares behind its beginning: callable from here on.
+
+    One with the name of an earlier one takes its place. Nothing before it is rendered anew (A12).
+    """
+
+    tools: tuple[Tool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EffortUpdate:
+    """From here on, the effort is this one. ``thinking``: as of a ``Turn``."""
+
+    effort: Effort
+    thinking: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FormatUpdate:
+    """From here on, answers have this format; ``None``: none, they are plain text."""
+
+    response_format: ResponseFormat | None
+
+
+Message: TypeAlias = (
+    Instructions
+    | User
+    | Reasoning
+    | Preamble
+    | Answer
+    | Call
+    | Result
+    | AdditionalTools
+    | EffortUpdate
+    | FormatUpdate
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +244,10 @@ class Turn:
     ``builtin_tools`` names the built-in namespaces (``browser``, ``python``) that are enabled,
     ``prefill`` is the beginning of the final answer, which the model continues. Without
     ``thinking`` no analysis may be written (the effort then says what the prompt shows).
+
+    ``tools``, ``effort`` and ``response_format`` are what the beginning of the prompt shows;
+    messages can change them later on: ``callable_tools`` and ``answer_format`` are what holds for
+    the answer, and so does ``thinking``.
     """
 
     messages: tuple[Message, ...]
@@ -221,12 +264,34 @@ class Turn:
     thinking: bool = True
 
     @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that the next assistant turn knows, each once, as declared last."""
+        tools = {tool.name: tool for tool in self.tools}
+        for message in self.messages:
+            if isinstance(message, AdditionalTools):
+                tools.update({tool.name: tool for tool in message.tools})
+        return tuple(tools.values())
+
+    @property
+    def answer_format(self) -> ResponseFormat | None:
+        """The format of the next answer."""
+        for message in reversed(self.messages):
+            if isinstance(message, FormatUpdate):
+                return message.response_format
+        return self.response_format
+
+    @property
     def characters(self) -> int:
         """Characters of the conversation: how much work it is to render."""
-        return sum(
-            len(message.arguments if isinstance(message, Call) else message.text)
-            for message in self.messages
-        )
+        return sum(map(_characters, self.messages))
+
+
+def _characters(message: Message) -> int:
+    if isinstance(message, Call):
+        return len(message.arguments)
+    if isinstance(message, AdditionalTools):
+        return sum(len(tool.description) for tool in message.tools)
+    return 0 if isinstance(message, (EffortUpdate, FormatUpdate)) else len(message.text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,20 @@ import pytest
 pytest.importorskip("vllm_mlx")
 
 from vllm_mlx_harmony.core.turn import (
+    AdditionalTools,
     Answer,
     Call,
+    Effort,
+    EffortUpdate,
+    FormatUpdate,
     Instructions,
     Message,
     Preamble,
     Reasoning,
+    ResponseFormat,
     Result,
+    Syntax,
+    Tool,
     User,
 )
 from vllm_mlx_harmony.host.responses import store as stores
@@ -73,6 +80,28 @@ def test_comes_back_as_it_was(open_store: Open) -> None:
     store.put(kept("a"))
     assert store.get("a") == kept("a")
     assert store.get("b") is None
+
+
+def test_what_a_conversation_declares_comes_back(open_store: Open) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, None, 2.5]}}}
+    lark = Syntax("lark", 'start: "a"')
+    find = Tool("crm__find", "Finds.", schema, "input[0]", True, origin=("find", "crm"))
+    patch = Tool("patch", syntax=lark)
+    messages = (
+        User("Hi"),
+        AdditionalTools((find, patch)),
+        EffortUpdate(Effort.HIGH),
+        EffortUpdate(Effort.LOW, thinking=False),
+        FormatUpdate(ResponseFormat(schema, "n", strict=True)),
+        FormatUpdate(ResponseFormat(syntax=lark)),
+        FormatUpdate(None),
+    )
+    store = open_store()
+    store.put(Kept("a", {}, [], messages))
+    back = store.get("a")
+    assert back is not None
+    assert back.messages == messages
+    assert back.messages[1].tools[0].origin == ("find", "crm")  # type: ignore[union-attr]
 
 
 def test_put_again_replaces(open_store: Open) -> None:

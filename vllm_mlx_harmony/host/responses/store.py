@@ -11,22 +11,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from itertools import starmap
 from json import dumps, loads
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
-from vllm_mlx_harmony.core.turn import (
-    Answer,
-    Call,
-    Instructions,
-    Message,
-    Preamble,
-    Reasoning,
-    Result,
-    User,
-)
+from pydantic import TypeAdapter
+
+from vllm_mlx_harmony.core.turn import Message
 
 STORE_VARIABLE = "VLLM_MLX_HARMONY_STORE"
 """Environment variable: the SQLite file to keep answers in. Without it they are kept in memory."""
@@ -190,21 +184,28 @@ def _opened() -> Store:
     return FileStore(Path(path).expanduser()) if path else MemoryStore()
 
 
-_MESSAGES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Instructions, User, Reasoning, Preamble, Answer, Call, Result)
-}
+_MESSAGES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def _written(kept: Kept) -> str:
-    messages = [
-        [type(message).__name__, *(getattr(message, field.name) for field in fields(message))]
-        for message in kept.messages
-    ]
+    messages = [[type(message).__name__, *asdict(message).values()] for message in kept.messages]
     return dumps([kept.id, kept.document, kept.input_items, messages], separators=(",", ":"))
 
 
 def _read(text: str) -> Kept:
     key, document, input_items, messages = loads(text)
-    return Kept(
-        key, document, input_items, tuple(_MESSAGES[kind](*values) for kind, *values in messages)
-    )
+    return Kept(key, document, input_items, tuple(starmap(_message, messages)))
+
+
+def _message(name: str, *values: Any) -> Message:
+    kind = _MESSAGES[name]
+    if name in _NESTED:
+        given = dict(zip((field.name for field in fields(kind)), values, strict=True))
+        read: Message = TypeAdapter(kind).validate_python(given)
+    else:
+        read = kind(*values)
+    return read
+
+
+_NESTED = frozenset({"AdditionalTools", "EffortUpdate", "FormatUpdate"})
+"""The messages that are more than strings."""
