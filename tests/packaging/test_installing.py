@@ -290,9 +290,6 @@ def test_the_real_host_is_changed_by_the_flag_alone(
     home = {"HOME": str(tmp_path / "home")}
     done = run(*command, "--tool-call-parser", "harmony", **home)
     assert done.returncode == 2, done.stderr
-    active = [line for line in done.stderr.splitlines() if "vllm-mlx-harmony active" in line]
-    assert len(active) == 1
-    assert "POST /v1/chat/completions" in active[0]
     assert "is not a gpt-oss (Harmony) model" in done.stderr.splitlines()[-1]
     without = run(*command, "--tool-call-parser", "qwen", **home)
     assert without.returncode not in {0, 2}  # there is nothing to load in that directory

@@ -75,6 +75,16 @@ SEAMS: tuple[Seam, ...] = (
         ("model_name", "model_path", OTHERS),
     ),
     Patch(
+        "vllm_mlx.server:load_model",
+        "vllm_mlx_harmony.host.summary:of_model",
+        "one line for each fact that a user needs, when the model is there",
+    ),
+    Patch(
+        "vllm_mlx.server:load_model_registry",
+        "vllm_mlx_harmony.host.summary:of_registry",
+        "the same, of several models",
+    ),
+    Patch(
         "vllm_mlx.engine.base:BaseEngine.preserve_native_tool_format",
         models.native_tool_format,
         "tool calls of a Harmony engine stay structured: no `[Calling tool:` reaches a prompt",
@@ -189,6 +199,16 @@ SEAMS: tuple[Seam, ...] = (
 _SERVER = "vllm_mlx.server"
 
 USED: tuple[Fact, ...] = (
+    Fact("vllm_mlx.cli:create_parser", "tells the flags that were given from defaults", ()),
+    Fact(
+        "vllm_mlx.memory_cache:MemoryCacheConfig",
+        "how much --cache-memory-percent is",
+        ("max_memory_percent", OTHERS),
+    ),
+    *(
+        Fact(f"{_SERVER}:{name}", "shown at the start")
+        for name in ("_api_key", "_rate_limiter", "_model_name", "_model_path")
+    ),
     Fact(
         "vllm_mlx.engine.simple:SimpleEngine.stream_generate",
         "takes a prompt of token ids",

@@ -13,6 +13,9 @@ from typing import Any
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.turn import BUILTIN_TOOLS, NO_THINKING, Defaults, Effort
 
+OPTIONS = ("reasoning_effort", "enable_thinking", "model_identity", "builtin_tools")
+"""What ``--default-chat-template-kwargs`` may say; the rest has no effect."""
+
 DATE_VARIABLE = "VLLM_MLX_HARMONY_DATE"
 """Environment variable: the date in the system message, or ``none`` for no date."""
 

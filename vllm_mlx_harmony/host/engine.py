@@ -124,7 +124,9 @@ async def _simple(engine: Any, prompt: tuple[int, ...], settings: Settings, tena
         ids = IdPrompt(prompt, tenant)
         try:
             async with aclosing(
-                engine.stream_generate(prompt=ids, **_keywords(settings))
+                engine.stream_generate(
+                    prompt=ids, prefill_step_size=engine._prefill_step_size, **_keywords(settings)
+                )
             ) as outputs:
                 async for output in outputs:
                     started = True

@@ -152,6 +152,7 @@ def _open(args: Any) -> bool:
 
         _check(args)
         contract.activate(args.tool_call_parser)
+        _apply(args)
         _imply(args)
         _report()
     except HostError as error:
@@ -173,6 +174,20 @@ def _check(args: Any) -> None:
 
     if not getattr(args, "models_config", None):
         defaults.read(getattr(args, "default_chat_template_kwargs", None) or {})
+        if getattr(args, "mllm", False):
+            raise HostError("--mllm: gpt-oss takes text only; leave the flag out")
+
+
+def _apply(args: Any) -> None:
+    """The flags that mean something else here, or nothing. Raises HostError."""
+    from . import flags, summary
+    from .kv import prefix
+
+    given = flags.given(args)
+    prefix.limit(flags.budget(given))
+    batched = bool(getattr(args, "continuous_batching", False))
+    replaced = prefix.enabled() and not getattr(args, "max_kv_size", None)
+    summary.set_idle(flags.without_effect(given, batched=batched, replaced=replaced))
 
 
 def _imply(args: Any) -> None:
@@ -186,12 +201,7 @@ def _imply(args: Any) -> None:
 
 
 def _report() -> None:
-    now = status()
-    logger.info(
-        "vllm-mlx-harmony active: %s; seams: %s",
-        ", ".join(f"{name} {version}" for name, version in now.versions.items()),
-        ", ".join(now.seams),
-    )
+    logger.debug("seams: %s", ", ".join(status().seams))
 
 
 def _warn(message: str) -> None:

@@ -31,7 +31,12 @@ def fit(settings: Settings, prompt_tokens: int, window: int | None) -> Settings:
 
 def context_length(engine: Any) -> int | None:
     """Tokens the engine's model can see, ``None`` when its configuration is not at hand."""
-    return _length(_configuration(str(engine._model_path)))
+    return length_of(str(engine._model_path))
+
+
+def length_of(model: str) -> int | None:
+    """The same of a model directory, or of a repository in the Hugging Face cache."""
+    return _length(_configuration(model))
 
 
 def _length(configuration: dict[str, Any]) -> int | None:

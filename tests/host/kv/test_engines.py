@@ -207,6 +207,39 @@ def test_tool_loop_computes_only_what_is_new(served: Served, run: Run) -> None:
     assert served.counters.hits == 7 and served.counters.misses == 1
 
 
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("budget", [PLENTY, 0])
+def test_prefill_steps_are_as_long_as_the_flag_says(
+    directories: dict[str, Path],
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    budget: int,
+) -> None:
+    """Computed at a time: never more ids than ``--prefill-step-size``, and as many where it can."""
+    from mlx_lm.models.gpt_oss import Model
+    from vllm_mlx.scheduler import SchedulerConfig
+
+    lengths: list[int] = []
+    call = Model.__call__
+
+    def counted(self: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+        lengths.append(inputs.shape[1])
+        return call(self, inputs, *args, **keywords)
+
+    monkeypatch.setattr(Model, "__call__", counted)
+    keywords: dict[str, Any] = {"prefill_step_size": 48}
+    if kind == "batched":
+        keywords = {"scheduler_config": SchedulerConfig(prefill_step_size=48)}
+    engine = make(kind, directories["tiny"], **keywords)
+    run(engine.start())
+    served = Served(engine, kind, limit=3, tree=Tree(budget))
+    monkeypatch.setattr(prefix, "memory", lambda: served.tree)
+    run(served.ask([*SYSTEM, *user("Hello."), *OPENING]))
+    run(engine.stop())
+    assert max(lengths) == 48
+
+
 def test_output_is_the_same_without(served: Served, run: Run) -> None:
     reused = run(loop(served, 5))
     served.tree = Tree(0)

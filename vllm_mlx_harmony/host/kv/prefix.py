@@ -96,11 +96,23 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
+_limit: int | None = None
+
+
+def limit(nbytes: int | None) -> None:
+    """Sets what the server's flags allow, ``None`` when they say nothing; what is held goes."""
+    global _limit
+    _limit = nbytes
+    memory.cache_clear()
+
+
 def budget() -> int:
-    """Bytes that may be remembered: as the environment says, else a share of the memory.
+    """Bytes that may be remembered: as flags say, else the environment, else a share of the memory.
 
     A value that is no size is warned about, and counts as none given.
     """
+    if _limit is not None:
+        return _limit
     given = os.environ.get(VARIABLE, "").strip()
     if size := _SIZE.fullmatch(given):
         return int(float(size[1]) * _UNITS[size[2].upper()])
@@ -181,6 +193,8 @@ def remember(model: Any, tenant: str, ids: Sequence[int], cache: Any, row: int =
     What ended an answer and no later prompt has is left out. Nothing happens when the cache does
     not hold them, or anything else goes wrong. On the thread that owns the model.
     """
+    if not enabled():
+        return
     from vllm_mlx_harmony.host.kv.layers import cut
 
     try:

@@ -21,7 +21,7 @@ from vllm_mlx_harmony.host.kv.prefix import Known
 logger = logging.getLogger(__name__)
 
 STEP = 2048
-"""Tokens computed at a time, as mlx-lm does it."""
+"""Tokens computed at a time where ``--prefill-step-size`` says nothing else, as mlx-lm does it."""
 
 ROOM = 256
 """Tokens an answer may have before the cache grows for the first time."""
@@ -47,7 +47,7 @@ def reuse_prefix(original: Stream) -> Stream:
 def _continued(
     original: Stream, wrapper: Any, prompt: Known, keywords: dict[str, Any]
 ) -> Iterator[Any]:
-    rest, cache = _prefilled(wrapper.model, prompt)
+    rest, cache = _prefilled(wrapper.model, prompt, keywords.pop("prefill_step_size", STEP))
     speaker = wrapper if keywords.get("stop") else _silent(wrapper)
     chunks = original(speaker, rest, **{**keywords, "prompt_cache": cache})
     generated: list[int] = []
@@ -65,25 +65,26 @@ def _continued(
             prefix.remember(wrapper.model, prompt.tenant, [*prompt, *generated], cache)
 
 
-def _prefilled(model: Any, prompt: Known) -> tuple[list[int], list[Any] | None]:
+def _prefilled(model: Any, prompt: Known, step: int) -> tuple[list[int], list[Any] | None]:
     """What is left for mlx-lm to do: the last id, and a cache that holds the ones before it."""
     try:
-        if prefix.reusable(model):
-            return prompt[-1:], _prefill(model, prompt)
+        # mlx-lm would compute the prompt as well, but in steps of its own.
+        if prefix.reusable(model) or step != STEP:
+            return prompt[-1:], _prefill(model, prompt, step)
     except Exception:
         logger.exception("a prompt could not be computed in pieces")
     prompt.cached = 0
     return list(prompt), None
 
 
-def _prefill(model: Any, prompt: Known) -> list[Any]:
+def _prefill(model: Any, prompt: Known, step: int) -> list[Any]:
     from mlx_lm.models.cache import make_prompt_cache
 
     with _generating(model):
         known, cache = prefix.resume(model, prompt, answer=ROOM)
         cache = make_prompt_cache(model) if cache is None else cache
         for place in prefix.marks(prompt, after=known):
-            _compute(model, prompt[known:place], cache)
+            _compute(model, prompt[known:place], cache, step)
             prefix.remember(model, prompt.tenant, prompt[:place], cache)
             known = place
         return cache
@@ -100,11 +101,11 @@ def _generating(model: Any) -> Iterator[None]:
         yield
 
 
-def _compute(model: Any, ids: list[int], cache: list[Any]) -> None:
+def _compute(model: Any, ids: list[int], cache: list[Any], step: int) -> None:
     import mlx.core as mx
 
-    for at in range(0, len(ids), STEP):
-        model(mx.array(ids[at : at + STEP])[None], cache=cache)
+    for at in range(0, len(ids), step):
+        model(mx.array(ids[at : at + step])[None], cache=cache)
         mx.eval([layer.state for layer in cache])
         mx.clear_cache()
 

@@ -1,0 +1,180 @@
+"""Flags of the host on our path: honoured, or named with the reason when they were given."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm_mlx")
+
+import vllm_mlx.cli
+
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.host import flags, gate
+
+MB = 1 << 20
+
+
+def parsed(*line: str) -> Any:
+    """What the host's own parser makes of a command line."""
+    return vllm_mlx.cli.create_parser().parse_args(["serve", "MODEL", *line])
+
+
+def given(monkeypatch: pytest.MonkeyPatch, *line: str) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["vllm-mlx", "serve", "MODEL", *line])
+    return flags.given(parsed(*line))
+
+
+def test_a_flag_given_with_its_default_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = given(monkeypatch, "--cache-memory-percent", "0.2", "--prefill-step-s=2048")
+    assert found == {
+        "command": "serve",
+        "model": "MODEL",
+        "cache_memory_percent": 0.2,
+        "prefill_step_size": 2048,
+    }
+
+
+@pytest.mark.parametrize("argv", [["pytest"], ["vllm-mlx", "serve", "OTHER"], ["x", "serve", "-?"]])
+def test_another_command_line_than_the_process_s(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    found = flags.given(parsed("--use-paged-cache", "--max-cache-blocks", "1000"))
+    assert found == {"use_paged_cache": True}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", None),
+        ("--continuous-batching", None),
+        ("--cache-memory-mb 512", 512 * MB),
+        ("--cache-memory-mb 0", 0),
+        ("--prefix-trie-cache-memory-mb 64", 64 * MB),
+        ("--prefix-trie-cache-memory-mb 64 --cache-memory-mb 128", 128 * MB),
+        ("--cache-memory-percent 0.5 --cache-memory-mb 7", 7 * MB),
+        ("--cache-memory-percent 0.5", 5000 * MB),
+        ("--cache-memory-percent 0.2", 2000 * MB),
+        ("--disable-prefix-cache", 0),
+        ("--disable-prefix-cache --cache-memory-mb 9", 0),
+    ],
+)
+def test_budget(monkeypatch: pytest.MonkeyPatch, line: str, expected: int | None) -> None:
+    monkeypatch.setattr("vllm_mlx.memory_cache._get_available_memory", lambda: 10_000 * MB)
+    assert flags.budget(given(monkeypatch, *line.split())) == expected
+
+
+def test_a_share_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HostError, match=r"--cache-memory-percent: .*1\.5"):
+        flags.budget(given(monkeypatch, "--cache-memory-percent", "1.5"))
+
+
+BOTH, SIMPLE, BATCHED = ("simple", "batched"), ("simple",), ("batched",)
+
+NAMED = [
+    ("--ssd-cache-dir d", "--ssd-cache-dir: prefixes are kept in memory only", BOTH),
+    ("--ssd-cache-dir d --ssd-cache-max-gb 10", "--ssd-cache-dir, --ssd-cache-max-gb: ", BOTH),
+    ("--prefix-cache-size 5", "--prefix-cache-size: the prefix cache is bounded in bytes", BOTH),
+    ("--no-memory-aware-cache", "--no-memory-aware-cache: ", BOTH),
+    ("--kv-cache-quantization", "--kv-cache-quantization: attention with sinks", BOTH),
+    ("--kv-cache-quantization-bits 8", "--kv-cache-quantization-bits: ", BOTH),
+    ("--kv-cache-quantization-group-size 64", "--kv-cache-quantization-group-size: ", BOTH),
+    ("--kv-cache-min-quantize-tokens 9", "--kv-cache-min-quantize-tokens: ", BOTH),
+    ("--use-paged-cache", "--use-paged-cache: ", BOTH),
+    ("--paged-cache-block-size 32", "--paged-cache-block-size: ", BOTH),
+    ("--max-cache-blocks 32", "--max-cache-blocks: ", BOTH),
+    ("--prefix-trie-cache", "--prefix-trie-cache: the prefix cache is always on", BOTH),
+    ("--prefix-trie-cache-size 3", "--prefix-trie-cache-size: ", BOTH),
+    ("--specprefill", "--specprefill: it leaves tokens of the prompt out", BOTH),
+    ("--specprefill-threshold 8192", "--specprefill-threshold: ", BOTH),
+    ("--specprefill-keep-pct 0.2", "--specprefill-keep-pct: ", BOTH),
+    ("--specprefill-backbone-pct 0.2", "--specprefill-backbone-pct: ", BOTH),
+    ("--specprefill-draft-model m", "--specprefill-draft-model: ", BOTH),
+    ("--enable-mtp", "--enable-mtp: gpt-oss has no heads", BOTH),
+    ("--mtp-num-draft-tokens 2", "--mtp-num-draft-tokens: ", BOTH),
+    ("--mtp-optimistic", "--mtp-optimistic: ", BOTH),
+    ("--mllm-prefill-step-size 9", "--mllm-prefill-step-size: gpt-oss takes text only", BOTH),
+    ("--default-thinking-token-budget 9", "--default-thinking-token-budget: ", BOTH),
+    ("--reasoning-parser qwen3", "--reasoning-parser qwen3: reasoning is read from", BOTH),
+    (
+        '--default-chat-template-kwargs {"colour":1,"reasoning_effort":"low"}',
+        "--default-chat-template-kwargs colour: ",
+        BOTH,
+    ),
+    ("--max-num-seqs 256", "--max-num-seqs: only with --continuous-batching", SIMPLE),
+    ("--prefill-batch-size 4", "--prefill-batch-size: ", SIMPLE),
+    ("--completion-batch-size 4", "--completion-batch-size: ", SIMPLE),
+    ("--chunked-prefill-tokens 512", "--chunked-prefill-tokens: ", SIMPLE),
+    ("--stream-interval 4", "--stream-interval: ", SIMPLE),
+    ("--max-kv-size 4096", "--max-kv-size: ", SIMPLE),
+    ("--gpu-memory-utilization 0.5", "--gpu-memory-utilization: ", SIMPLE),
+]
+
+
+@pytest.mark.parametrize("engine", BOTH)
+@pytest.mark.parametrize(("line", "said", "engines"), NAMED, ids=[row[0] for row in NAMED])
+def test_what_has_no_effect_is_named(
+    monkeypatch: pytest.MonkeyPatch, engine: str, line: str, said: str, engines: tuple[str, ...]
+) -> None:
+    found = given(monkeypatch, *line.split())
+    sentences = flags.without_effect(found, batched=engine == "batched", replaced=True)
+    if engine in engines:
+        (sentence,) = sentences
+        assert sentence.startswith(said)
+        assert sentence.partition(": ")[2]
+    else:
+        assert sentences == []
+
+
+HONOURED = (
+    "--prefill-step-size 64 --cache-memory-mb 5 --cache-memory-percent 0.1 --enable-prefix-cache "
+    "--prefix-trie-cache-memory-mb 4 --max-tokens 9 --max-request-tokens 9 --timeout 5 "
+    "--reasoning-parser harmony --api-key k --rate-limit 3 --default-temperature 1 --host h"
+)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_has_an_effect_is_not(monkeypatch: pytest.MonkeyPatch, batched: bool) -> None:
+    found = given(monkeypatch, *HONOURED.split())
+    assert flags.without_effect(found, batched=batched, replaced=True) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["--ssd-cache-dir d", "--use-paged-cache", "--prefix-cache-size 3"]
+)
+def test_the_hosts_own_cache_takes_its_flags(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    found = given(monkeypatch, *line.split())
+    assert flags.without_effect(found, batched=True, replaced=False) == []
+    assert flags.without_effect(found, batched=False, replaced=False) != []
+
+
+ELSEWHERE = {
+    *("help", "model", "models_config", "memory_budget_gb", "served_model_name", "host", "port"),
+    *("max_tokens", "max_request_tokens", "continuous_batching", "warm_prompts", "mcp_config"),
+    *("api_key", "rate_limit", "timeout", "enable_metrics", "auto_unload_idle_seconds"),
+    *("lazy_load_model", "max_audio_upload_mb", "max_tts_input_chars", "trust_remote_code"),
+    *("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "mllm"),
+    *("mllm_draft_model", "mllm_draft_kind", "mllm_draft_block_size", "default_mllm_draft"),
+    *("default_temperature", "default_top_p", "default_top_k", "default_min_p"),
+    *("default_presence_penalty", "default_repetition_penalty", "default_chat_template_kwargs"),
+    *("embedding_model", "embedding_max_length", "embedding_overflow_policy", "rerank_model"),
+    *("download_timeout", "download_retries", "offline", "prefill_step_size"),
+    *("enable_prefix_cache", "disable_prefix_cache", "cache_memory_mb", "cache_memory_percent"),
+    "prefix_trie_cache_memory_mb",
+}
+"""Flags that do what the host says of them, were looked at, and are tested where they act."""
+
+
+def test_every_flag_of_the_host_was_looked_at() -> None:
+    """A flag that is new in the host belongs into one of the two lists."""
+    idle = {name for row in flags.IDLE for name in row.names}
+    assert idle & ELSEWHERE == set()
+    assert set(vars(parsed())) - {"command"} == (idle | ELSEWHERE) - {"help"}
+
+
+def test_a_text_only_model_has_no_mllm(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(HostError, match="--mllm: gpt-oss takes text only"):
+        gate._check(parsed("--mllm"))
