@@ -25,7 +25,9 @@ from vllm_mlx_harmony.core.turn import (
     ResponseFormat,
     Result,
     Sampling,
+    Syntax,
     Tool,
+    ToolChoice,
     Turn,
     User,
 )
@@ -34,6 +36,8 @@ from vllm_mlx_harmony.protocols.chat.body import ChatBody
 
 DATA = Path(__file__).parent / "data"
 HELLO = [{"role": "user", "content": "Hello"}]
+CITY = {"type": "function", "function": {"name": "weather"}}
+SAY = {"type": "custom", "custom": {"name": "say", "description": "Says it."}}
 SERVER = Defaults(
     effort=Effort.HIGH, identity="You are Ada.", date="2025-08-05", builtin_tools=("python",)
 )
@@ -222,6 +226,16 @@ TURNS = {
             "response_format": {"type": "text"},
             "parallel_tool_calls": True,
             "tool_choice": "auto",
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+            "thinking_token_budget": -1,
+            "min_tokens": 0,
+            "structured_outputs": {"json_object": False, "whitespace_pattern": " "},
+            "guided_decoding_backend": "outlines",
+            "include_reasoning": True,
+            "stop_token_ids": [],
+            "bad_words": [],
+            "echo": False,
             "whatever": [{"a": 1}],
         },
         Turn((User("Hello"),)),
@@ -269,7 +283,7 @@ TURNS = {
             (User("Hello"),),
             tools=(
                 Tool("weather", "The weather.", SCHEMA, "tools[0]"),
-                Tool("now", "", None, "tools[1]"),
+                Tool("now", "", None, "tools[1]", strict=True),
                 Tool("empty", "", {}, "tools[2]"),
             ),
         ),
@@ -294,7 +308,10 @@ TURNS = {
                 },
             }
         },
-        Turn((User("Hello"),), response_format=ResponseFormat(SCHEMA, "place", "Where.")),
+        Turn(
+            (User("Hello"),),
+            response_format=ResponseFormat(SCHEMA, "place", "Where.", strict=True),
+        ),
     ),
     "a schema of nothing": (
         {"response_format": {"type": "json_schema", "json_schema": {}}},
@@ -409,6 +426,285 @@ def test_how_the_answer_is_wanted(
     assert (asked.model, asked.stream, asked.include_usage) == ("m", stream, include_usage)
 
 
+# --- A turn of the assistant may come in several messages.
+
+R1, R2 = {"reasoning_content": "Hm."}, {"reasoning_content": "So."}
+RESULT = tool("42")
+RUNS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
+    "text, then a call": (
+        [assistant(content="Let me look.", **R1), assistant(tool_calls=[call("{}")]), RESULT],
+        [Reasoning("Hm."), Preamble("Let me look."), Call("c1", "f", "{}")],
+    ),
+    "reasoning of its own": (
+        [
+            assistant(**R1),
+            assistant(content="Let me look."),
+            assistant(tool_calls=[call("{}")], **R2),
+            RESULT,
+        ],
+        [Reasoning("Hm."), Preamble("Let me look."), Reasoning("So."), Call("c1", "f", "{}")],
+    ),
+    "each call in a message": (
+        [
+            assistant(tool_calls=[call("{}")]),
+            assistant(tool_calls=[call("{}", key="c2")]),
+            RESULT,
+        ],
+        [Call("c1", "f", "{}"), Call("c2", "f", "{}")],
+    ),
+    "text behind a call": (
+        [assistant(tool_calls=[call("{}")]), assistant(content="Looking.", **R1), RESULT],
+        [Reasoning("Hm."), Preamble("Looking."), Call("c1", "f", "{}")],
+    ),
+    "answers": (
+        [
+            assistant(content="One.", **R1),
+            assistant(content="Two."),
+            {"role": "user", "content": "?"},
+        ],
+        [Reasoning("Hm."), Answer("One."), Answer("Two.")],
+    ),
+    "a result stands between": (
+        [
+            assistant(tool_calls=[call("{}")]),
+            RESULT,
+            assistant(content="It is 42."),
+            {"role": "user", "content": "?"},
+        ],
+        [Call("c1", "f", "{}"), Result("c1", "42", "messages[2]"), Answer("It is 42.")],
+    ),
+}
+
+
+@pytest.mark.parametrize(("said", "expected"), RUNS.values(), ids=RUNS)
+def test_messages_of_the_assistant_in_a_row_are_one_turn(said: list[Any], expected: Any) -> None:
+    *before, _ = turn(messages=[*HELLO, *said]).messages
+    assert before == [User("Hello"), *expected]
+
+
+CONTINUED: dict[str, tuple[list[dict[str, Any]], list[Any], str | None]] = {
+    "an answer": ([assistant(content="It is")], [], "It is"),
+    "white space at its end": ([assistant(content="It is ")], [], "It is "),
+    "parts": ([assistant(content=text("It ", "is"))], [], "It is"),
+    "reasoning before it": ([assistant(content="It is", **R1)], [Reasoning("Hm.")], "It is"),
+    "text before it": (
+        [assistant(content="Well."), assistant(content="It is")],
+        [Preamble("Well.")],
+        "It is",
+    ),
+    "only reasoning": ([assistant(**R1)], [Reasoning("Hm.")], None),
+    "nothing": ([assistant(content="")], [], None),
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"continue_final_message": True},
+        {"continue_final_message": True, "add_generation_prompt": False},
+        {"add_generation_prompt": False},
+    ],
+    ids=["continue", "both", "no prompt"],
+)
+@pytest.mark.parametrize(("said", "read", "prefill"), CONTINUED.values(), ids=CONTINUED)
+def test_the_last_message_is_continued(
+    said: list[Any], read: list[Any], prefill: str | None, fields: dict[str, Any]
+) -> None:
+    asked = turn(messages=[*HELLO, *said], **fields)
+    assert list(asked.messages) == [User("Hello"), *read]
+    assert asked.prefill == prefill
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"continue_final_message": False},
+        {"continue_final_message": False, "add_generation_prompt": False},
+        {"add_generation_prompt": True},
+    ],
+)
+def test_the_last_message_is_a_turn_of_its_own_otherwise(fields: dict[str, Any]) -> None:
+    asked = turn(messages=[*HELLO, assistant(content="It is")], **fields)
+    assert asked.messages[-1] == Answer("It is")
+    assert asked.prefill is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "last", "param"),
+    [
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            assistant(content="It is"),
+            "add_generation_prompt",
+        ),
+        ({"continue_final_message": True}, assistant(tool_calls=[call("{}")]), "messages[1]"),
+        (
+            {"continue_final_message": True, "tools": [CITY], "tool_choice": "required"},
+            assistant(content="It is"),
+            "tool_choice",
+        ),
+    ],
+)
+def test_what_cannot_be_continued(fields: dict[str, Any], last: Any, param: str) -> None:
+    assert guilty({"model": "m", "messages": [*HELLO, last], **fields}).param == param
+
+
+def test_legacy_calls_are_answered_by_name() -> None:
+    messages = [
+        *HELLO,
+        assistant(content="One.", function_call={"name": "f", "arguments": "{}"}),
+        {"role": "function", "name": "f", "content": "1"},
+        assistant(function_call={"name": "f", "arguments": {"a": 1}}),
+        {"role": "function", "name": "f", "content": [{"type": "image_url"}]},
+    ]
+    assert turn(messages=messages).messages == (
+        User("Hello"),
+        Preamble("One."),
+        Call("function_call_1", "f", "{}"),
+        Result("function_call_1", "1", "messages[2]"),
+        Call("function_call_3", "f", '{"a":1}'),
+        Result("function_call_3", "[an image was left out: text only]", "messages[4]"),
+    )
+
+
+def test_a_picture_in_an_earlier_message_is_left_out() -> None:
+    look = {"role": "user", "content": [*text("Look:"), image(), *text("Well?")]}
+    asked = turn(messages=[look, assistant(content="No."), *HELLO, assistant(content="Hi.")])
+    assert asked.messages[0] == User("Look:\n[an image was left out: text only]\nWell?")
+    last = [*HELLO, assistant(content="Hi."), look, assistant(tool_calls=[call("{}")]), RESULT]
+    assert guilty({"model": "m", "messages": last}).param == "messages[2].content[1]"
+
+
+# --- What must be called, and what the answer must be.
+
+TOOLS = [{"type": "function", "function": WEATHER}, SAY]
+SAID = {"type": "custom", "custom": {"name": "say"}}
+
+
+def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, ToolChoice()),
+        ("auto", ToolChoice()),
+        ("required", ToolChoice(required=True)),
+        (CITY, ToolChoice(True, ("weather",))),
+        ({"function": {"name": "weather"}}, ToolChoice(True, ("weather",))),
+        (SAID, ToolChoice(True, ("say",))),
+        (allowed("auto", CITY), ToolChoice(names=("weather",))),
+        (allowed("required", SAID, CITY, SAID), ToolChoice(True, ("say", "weather"))),
+    ],
+)
+def test_the_choice_leaves_all_tools_in_the_prompt(choice: Any, expected: ToolChoice) -> None:
+    asked = turn(tools=TOOLS, tool_choice=choice)
+    assert asked.tool_choice == expected
+    assert [tool.name for tool in asked.tools] == ["weather", "say"]
+
+
+@pytest.mark.parametrize("kind", ["function", "custom"])
+def test_a_tool_is_chosen_by_its_kind_too(kind: str) -> None:
+    name = "say" if kind == "function" else "weather"
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": kind, kind: {"name": name}}}
+    assert guilty({"model": "m", **body}).param == "tool_choice"
+
+
+def test_a_freeform_tool_has_its_grammar() -> None:
+    grammar = {"syntax": "regex", "definition": "[a-z]+"}
+    form = {"type": "grammar", "grammar": grammar}
+    (asked,) = turn(tools=[{"type": "custom", "custom": {"name": "say", "format": form}}]).tools
+    assert asked.syntax == Syntax("regex", "[a-z]+")
+    (free,) = turn(
+        tools=[{"type": "custom", "custom": {"name": "say", "format": {"type": "text"}}}]
+    ).tools
+    assert free.syntax is None
+    assert free.parameters == asked.parameters
+
+
+def test_freeform_calls_are_read_back() -> None:
+    made = {"id": "c1", "type": "custom", "custom": {"name": "say", "input": 'a "b"'}}
+    asked = turn(messages=[*HELLO, assistant(tool_calls=[made]), RESULT], tools=[SAY])
+    assert asked.messages[1] == Call("c1", "say", '{"input":"a \\"b\\""}')
+
+
+REGEX = ResponseFormat(strict=True, syntax=Syntax("regex", "a+"))
+FORMATS: list[tuple[dict[str, Any], ResponseFormat]] = [
+    ({"guided_json": SCHEMA}, ResponseFormat(SCHEMA, strict=True)),
+    ({"guided_json": json.dumps(SCHEMA)}, ResponseFormat(SCHEMA, strict=True)),
+    ({"structured_outputs": {"json": SCHEMA}}, ResponseFormat(SCHEMA, strict=True)),
+    (
+        {"structured_outputs": {"json": '{"x":"\\ud83d"}'}},
+        ResponseFormat({"x": "\ufffd"}, strict=True),
+    ),
+    ({"guided_json_object": True}, ResponseFormat()),
+    ({"structured_outputs": {"json_object": True}}, ResponseFormat()),
+    ({"guided_regex": "a+"}, REGEX),
+    ({"structured_outputs": {"regex": "a+"}}, REGEX),
+    (
+        {"guided_choice": ["a+b", "c|d"]},
+        ResponseFormat(strict=True, syntax=Syntax("regex", r"(?:a\+b|c\|d)")),
+    ),
+    (
+        {"structured_outputs": {"choice": ["yes"]}},
+        ResponseFormat(strict=True, syntax=Syntax("regex", "(?:yes)")),
+    ),
+    (
+        {"guided_grammar": 'start: "a"'},
+        ResponseFormat(strict=True, syntax=Syntax("lark", 'start: "a"')),
+    ),
+    (
+        {"structured_outputs": {"grammar": 'start: "a"'}},
+        ResponseFormat(strict=True, syntax=Syntax("lark", 'start: "a"')),
+    ),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, ResponseFormat(SCHEMA)),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, ResponseFormat(SCHEMA)),
+    ({"response_format": {"type": "text"}, "guided_regex": "a+"}, REGEX),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), FORMATS)
+def test_what_the_answer_has_to_be(fields: dict[str, Any], expected: ResponseFormat) -> None:
+    assert turn(**fields).response_format == expected
+
+
+@pytest.mark.parametrize("field", ["response_format", "guided_regex", "structured_outputs"])
+def test_there_is_one_format(field: str) -> None:
+    others = {
+        "response_format": {"type": "json_object"},
+        "guided_regex": "a",
+        "structured_outputs": {"choice": ["a"]},
+    }
+    del others[field]
+    assert guilty({"model": "m", "messages": HELLO, **others}).code == "invalid_value"
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget", "thinking"),
+    [
+        ({"thinking_token_budget": 100}, 100, True),
+        ({"thinking_budget_tokens": 100}, 100, True),
+        ({"thinking_budget": 100}, 100, True),
+        ({"reasoning": {"max_tokens": 100}}, 100, True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 100}}, 100, True),
+        ({"thinking_token_budget": 100, "thinking_budget": 7}, 100, True),
+        ({"thinking_token_budget": -1, "thinking_budget": 7}, None, True),
+        ({"thinking_token_budget": 0}, 0, False),
+        ({"thinking": {"type": "disabled"}}, None, False),
+        ({"reasoning": {"enabled": False}}, None, False),
+    ],
+)
+def test_reasoning_has_a_budget(fields: dict[str, Any], budget: int | None, thinking: bool) -> None:
+    asked = turn(**fields)
+    assert (asked.limits.reasoning_tokens, asked.thinking) == (budget, thinking)
+
+
+def test_an_answer_may_have_to_be_long() -> None:
+    assert turn(min_tokens=7).limits == Limits(min_tokens=7)
+
+
 @pytest.mark.parametrize("turns", [1, 2])
 def test_what_opencode_sends(turns: int) -> None:
     recorded = json.loads((DATA / f"opencode-chat-turn{turns}.json").read_text())["body"]
@@ -480,9 +776,33 @@ BAD_FIELDS = [
     ("stop", 3, "stop"),
     ("stop", ["a", 3], "stop[1]"),
     ("tools", {}, "tools"),
-    ("tools", [{"type": "custom", "custom": {"name": "x"}}], "tools[0].type"),
+    ("tools", [{"type": "web_search"}], "tools[0].type"),
+    ("tools", [{"type": "custom", "function": {"name": "x"}}], "tools[0].custom"),
+    ("tools", [{"type": "custom", "custom": {"name": ""}}], "tools[0].custom.name"),
+    (
+        "tools",
+        [{"type": "custom", "custom": {"name": "x", "format": {"type": "grammar"}}}],
+        "tools[0].custom.format.grammar",
+    ),
+    (
+        "tools",
+        [
+            {
+                "type": "custom",
+                "custom": {
+                    "name": "x",
+                    "format": {
+                        "type": "grammar",
+                        "grammar": {"syntax": "gbnf", "definition": "x"},
+                    },
+                },
+            }
+        ],
+        "tools[0].custom.format.grammar.syntax",
+    ),
     ("tools", [{"type": "function", "name": "x"}], "tools[0].function"),
     ("tools", [{"function": WEATHER}, {"function": {}}], "tools[1].function.name"),
+    ("tools", [{"function": {"name": "x", "strict": "yes"}}], "tools[0].function.strict"),
     ("tools", [{"function": {"name": ""}}], "tools[0].function.name"),
     ("tools", [{"function": {"name": "x", "parameters": []}}], "tools[0].function.parameters"),
     (
@@ -494,6 +814,25 @@ BAD_FIELDS = [
     ("tool_choice", "required", "tool_choice"),
     ("tool_choice", {"type": "function", "function": {"name": "x"}}, "tool_choice"),
     ("tool_choice", ["auto"], "tool_choice"),
+    ("tool_choice", "any", "tool_choice"),
+    ("tool_choice", {"type": "function"}, "tool_choice"),
+    ("tool_choice", {"type": "custom", "function": {"name": "x"}}, "tool_choice"),
+    ("tool_choice", {"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+    (
+        "tool_choice",
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+        "tool_choice.allowed_tools.tools",
+    ),
+    (
+        "tool_choice",
+        {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [CITY]}},
+        "tool_choice.allowed_tools.mode",
+    ),
+    (
+        "tool_choice",
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [CITY]}},
+        "tool_choice",
+    ),
     ("parallel_tool_calls", "no", "parallel_tool_calls"),
     ("response_format", "json", "response_format"),
     ("response_format", {}, "response_format.type"),
@@ -504,6 +843,29 @@ BAD_FIELDS = [
         {"type": "json_schema", "json_schema": {"schema": 3}},
         "response_format.json_schema.schema",
     ),
+    ("guided_json", "{", "guided_json"),
+    ("guided_json", "[]", "guided_json"),
+    ("guided_json", '{"maximum": NaN}', "guided_json"),
+    ("guided_json", [], "guided_json"),
+    ("guided_choice", [], "guided_choice"),
+    ("guided_choice", ["a", 1], "guided_choice[1]"),
+    ("guided_grammar", 'root ::= "a"', "guided_grammar"),
+    ("structured_outputs", "json", "structured_outputs"),
+    ("structured_outputs", {"json": "{"}, "structured_outputs.json"),
+    ("structured_outputs", {"grammar": 'root ::= "a"'}, "structured_outputs.grammar"),
+    ("structured_outputs", {"structural_tag": "{}"}, "structured_outputs.structural_tag"),
+    (
+        "structured_outputs",
+        {"json": {}, "disable_additional_properties": True},
+        "structured_outputs.disable_additional_properties",
+    ),
+    ("structured_outputs", {"regex": "a", "choice": ["a"]}, "structured_outputs.choice"),
+    ("thinking_token_budget", -2, "thinking_token_budget"),
+    ("thinking_token_budget", 1.5, "thinking_token_budget"),
+    ("thinking", {"budget_tokens": -1}, "thinking.budget_tokens"),
+    ("min_tokens", -1, "min_tokens"),
+    ("continue_final_message", True, "continue_final_message"),
+    ("add_generation_prompt", False, "add_generation_prompt"),
     ("reasoning_effort", "huge", "reasoning_effort"),
     ("reasoning_effort", 3, "reasoning_effort"),
     ("reasoning", "low", "reasoning"),
@@ -525,6 +887,23 @@ BAD_FIELDS = [
     ("functions", [WEATHER], "functions"),
     ("function_call", "auto", "function_call"),
     ("web_search_options", {}, "web_search_options"),
+    ("moderation", {"model": "x"}, "moderation"),
+    ("echo", True, "echo"),
+    ("use_beam_search", True, "use_beam_search"),
+    ("prompt_logprobs", 0, "prompt_logprobs"),
+    ("logprob_token_ids", [1], "logprob_token_ids"),
+    ("stop_token_ids", [1], "stop_token_ids"),
+    ("include_stop_str_in_output", True, "include_stop_str_in_output"),
+    ("ignore_eos", True, "ignore_eos"),
+    ("truncate_prompt_tokens", 5, "truncate_prompt_tokens"),
+    ("allowed_token_ids", [1], "allowed_token_ids"),
+    ("bad_words", ["no"], "bad_words"),
+    ("repetition_detection", {}, "repetition_detection"),
+    ("chat_template", "{{ messages }}", "chat_template"),
+    ("documents", [{"text": "x"}], "documents"),
+    ("return_token_ids", True, "return_token_ids"),
+    ("return_tokens_as_token_ids", True, "return_tokens_as_token_ids"),
+    ("return_prompt_text", True, "return_prompt_text"),
 ]
 
 
@@ -537,7 +916,15 @@ def test_a_bad_field_is_named(field: str, value: Any, param: str) -> None:
 BAD_MESSAGES = {
     "no role": ({"content": "a"}, "messages[1].role"),
     "unknown role": ({"role": "critic", "content": "a"}, "messages[1].role"),
-    "legacy role": ({"role": "function", "name": "f", "content": "a"}, "messages[1].role"),
+    "a legacy result without its call": (
+        {"role": "function", "name": "f", "content": "a"},
+        "messages[1]",
+    ),
+    "a legacy result without name": ({"role": "function", "content": "a"}, "messages[1]"),
+    "a legacy result of a list's name": (
+        {"role": "function", "name": ["f"], "content": "a"},
+        "messages[1]",
+    ),
     "user without content": ({"role": "user"}, "messages[1].content"),
     "system without content": ({"role": "system", "content": None}, "messages[1].content"),
     "content of a number": ({"role": "user", "content": 3}, "messages[1].content"),
@@ -566,7 +953,14 @@ BAD_MESSAGES = {
     "a file": ({"role": "user", "content": [{"type": "file"}]}, "messages[1].content[0]"),
     "a picture from the assistant": (assistant(content=[image()]), "messages[1].content[0]"),
     "an answer that was spoken": (assistant(audio={"id": "x"}), "messages[1].audio"),
-    "a legacy call": (assistant(function_call={"name": "f"}), "messages[1].function_call"),
+    "a legacy call without name": (
+        assistant(function_call={"arguments": "{}"}),
+        "messages[1].function_call.name",
+    ),
+    "a legacy call's arguments of a number": (
+        assistant(function_call={"name": "f", "arguments": 3}),
+        "messages[1].function_call.arguments",
+    ),
     "reasoning of a number": (assistant(reasoning=3), "messages[1].reasoning"),
     "calls in an object": (assistant(tool_calls={}), "messages[1].tool_calls"),
     "a call without id": (
@@ -578,8 +972,20 @@ BAD_MESSAGES = {
         "messages[1].tool_calls[0].function.name",
     ),
     "a call of another type": (
-        assistant(tool_calls=[{"id": "c", "type": "custom", "custom": {}}]),
+        assistant(tool_calls=[{"id": "c", "type": "shell", "shell": {}}]),
         "messages[1].tool_calls[0].type",
+    ),
+    "a call without function": (
+        assistant(tool_calls=[{"id": "c", "type": "function"}]),
+        "messages[1].tool_calls[0].function",
+    ),
+    "a freeform call without custom": (
+        assistant(tool_calls=[{"id": "c", "type": "custom"}]),
+        "messages[1].tool_calls[0].custom",
+    ),
+    "a freeform call without input": (
+        assistant(tool_calls=[{"id": "c", "type": "custom", "custom": {"name": "x"}}]),
+        "messages[1].tool_calls[0].custom.input",
     ),
     "arguments of a list": (
         assistant(tool_calls=[call("{}"), call([1])]),
@@ -641,8 +1047,18 @@ def test_what_is_no_request_at_all(body: object) -> None:
         ),
         (
             {"tool_choice": "required"},
-            "tool_choice: only 'auto' and 'none' are available: a call cannot be forced",
-            "unsupported_value",
+            "tool_choice: there are no tools",
+            "invalid_value",
+        ),
+        (
+            {"tool_choice": CITY, "tools": [SAY]},
+            "tool_choice: 'weather' is not among the tools",
+            "invalid_value",
+        ),
+        (
+            {"guided_regex": "a", "response_format": {"type": "json_object"}},
+            "guided_regex: response_format asks for a format, too: there can be only one",
+            "invalid_value",
         ),
     ],
 )
@@ -666,7 +1082,7 @@ PLAUSIBLE = st.sampled_from([value for _, value, _ in BAD_FIELDS])
 MESSAGE = st.fixed_dictionaries(
     {},
     optional={
-        "role": st.sampled_from(["system", "user", "assistant", "tool"]) | JSON,
+        "role": st.sampled_from(["system", "user", "assistant", "tool", "function"]) | JSON,
         "content": JSON | st.lists(st.fixed_dictionaries({"type": st.text(), "text": JSON})),
         "reasoning": JSON,
         "tool_calls": JSON | st.lists(st.fixed_dictionaries({"id": st.text(), "function": JSON})),

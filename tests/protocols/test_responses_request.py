@@ -121,6 +121,10 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
     "user, parts are one text": ([message("user", text("a", "b\n", "c"))], [User("ab\nc")]),
     "user, chat's word for a part": ([message("user", text("a", kind="text"))], [User("a")]),
     "user, control token is text": ([message("user", "<|start|>")], [User("<|start|>")]),
+    "user, a picture in an earlier message": (
+        [message("user", [*text("Look:"), IMAGE]), assistant("Hi"), ASKED],
+        [User("Look:\n[an image was left out: text only]"), Answer("Hi"), User("Hello")],
+    ),
     "user, half an emoji": ([message("user", "a\ud83d")], [User("a\ufffd")]),
     "user, nulls and unknown fields": (
         [message("user", "a", id=None, status=None, phase=None, x=[1], name=None)],

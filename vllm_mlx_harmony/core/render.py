@@ -451,7 +451,13 @@ _PLAIN = "# Response Formats\n\nNone any more: answer in plain text."
 
 
 def _response_format(asked: ResponseFormat) -> str:
-    """``# Response Formats`` as openai-harmony's guide shows it: name, comment, JSON Schema."""
+    """``# Response Formats`` as openai-harmony's guide shows it: name, comment, JSON Schema.
+
+    What is no JSON has its grammar in the schema's place.
+    """
+    if asked.syntax is not None:
+        rule = f"// The answer matches this {asked.syntax.kind} grammar, and is nothing else."
+        return f"# Response Formats\n\n## {asked.name}\n\n{rule}\n{asked.syntax.definition.strip()}"
     shown = _ANY_OBJECT if asked.schema is None else asked
     try:
         text = json.dumps(shown.schema, ensure_ascii=False, separators=(",", ":"))

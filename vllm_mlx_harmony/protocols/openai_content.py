@@ -68,6 +68,14 @@ def message_text(parts: Sequence[Part], where: str) -> str:
     return "".join(_readable(part, f"{where}[{index}]") for index, part in enumerate(parts))
 
 
+def user_text(parts: Sequence[Part], where: str, *, newest: bool) -> str:
+    """The text of a user's message; of what is not text, a line in all but the ``newest`` (A11).
+
+    Raises ``RequestError`` naming the part in that one: it is what the answer would be about.
+    """
+    return message_text(parts, where) if newest else result_text(parts, where)
+
+
 def paragraphs(parts: Sequence[Part], where: str) -> str:
     """The texts of parts that were paragraphs of their own. What is not text is not there."""
     texts = (_part_text(part, f"{where}[{index}]") for index, part in enumerate(parts))

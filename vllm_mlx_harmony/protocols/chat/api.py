@@ -7,7 +7,7 @@ request (chat/body.py, chat/request.py), tokens, channels and sockets.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_mlx_harmony.core.deltas import (
@@ -23,10 +23,11 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
-from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
+from vllm_mlx_harmony.core.turn import Call, Defaults, Message, Stamp, Turn
 from vllm_mlx_harmony.protocols.chat.body import read_body
-from vllm_mlx_harmony.protocols.chat.request import read_turn
+from vllm_mlx_harmony.protocols.chat.request import is_freeform, read_turn
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
+from vllm_mlx_harmony.protocols.freeform import FreeformInput, unwrapped, wrap
 from vllm_mlx_harmony.protocols.openai_error import error_body
 
 __all__ = ["ChatRequest", "Emitter", "error_body", "read"]
@@ -40,13 +41,23 @@ class ChatRequest:
     model: str
     stream: bool
     include_usage: bool
+    shows_reasoning: bool = True
+    freeform: frozenset[str] = frozenset()
 
     def emitter(self, stamp: Stamp) -> Emitter:
         """The writer of this request's answer, signed with ``stamp``."""
-        return Emitter(stamp, stream=self.stream, include_usage=self.include_usage)
+        return Emitter(
+            stamp,
+            stream=self.stream,
+            include_usage=self.include_usage,
+            shows_reasoning=self.shows_reasoning,
+            freeform=self.freeform,
+        )
 
     def echoed(self, message: Message) -> Message:
-        """A message the model said, as it is read when a client gives it back: the same."""
+        """A message the model said, as it is read when a client gives it back."""
+        if isinstance(message, Call) and message.name in self.freeform:
+            return replace(message, arguments=wrap(unwrapped(message.arguments)))
         return message
 
 
@@ -62,6 +73,11 @@ def read(body: object, defaults: Defaults) -> ChatRequest:
         model=chat.model,
         stream=bool(chat.stream),
         include_usage=bool(options and options.include_usage),
+        shows_reasoning=chat.include_reasoning is not False
+        and not (chat.reasoning and chat.reasoning.exclude),
+        freeform=frozenset(
+            tool.custom.name for tool in chat.tools or () if tool.custom and is_freeform(tool)
+        ),
     )
 
 
@@ -78,16 +94,28 @@ _OPENINGS = {
 
 @dataclass(slots=True)
 class _Call:
-    """A call in the answer: its id for the client and, not streamed, the arguments so far."""
+    """A call in the answer: its id for the client and, not streamed, the arguments so far.
+
+    ``input`` unwraps the arguments of a freeform tool.
+    """
 
     id: str
     name: str
+    input: FreeformInput | None = None
     arguments: list[str] = field(default_factory=list)
 
     def document(self, arguments: str) -> dict[str, Any]:
         """The call as both shapes write it."""
+        if self.input is not None:
+            custom = {"name": self.name, "input": arguments}
+            return {"id": self.id, "type": "custom", "custom": custom}
         function = {"name": self.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
+
+    @property
+    def opening(self) -> str:
+        """The JSON before more of the arguments."""
+        return '"function":{"arguments":' if self.input is None else '"custom":{"input":'
 
 
 class Emitter:
@@ -96,12 +124,25 @@ class Emitter:
     Streamed: the role at once, then a chunk per text or call, then the finish reason, the usage if
     ``include_usage``, and ``[DONE]``. The chunk's JSON is made once per message and only the text
     is quoted per delta: a delta's cost does not depend on what came before, and no text is kept.
+    ``freeform`` are the names of the tools that are called with text.
     """
 
-    def __init__(self, stamp: Stamp, *, stream: bool, include_usage: bool = False) -> None:
+    def __init__(
+        self,
+        stamp: Stamp,
+        *,
+        stream: bool,
+        include_usage: bool = False,
+        shows_reasoning: bool = True,
+        freeform: frozenset[str] = frozenset(),
+    ) -> None:
         self._stamp = stamp
         self._stream = stream
         self._include_usage = include_usage
+        self._shows_reasoning = shows_reasoning
+        self._freeform = freeform
+        self._input: FreeformInput | None = None
+        self._hidden = False
         self._head = encode(self._signed("chat.completion.chunk"))[:-1] + ',"choices":['
         self._tail = ',"usage":null}' if include_usage else "}"
         self._texts: dict[str, list[str]] = {}
@@ -139,8 +180,12 @@ class Emitter:
         return self._send('{"role":"assistant","content":null,"refusal":null}')
 
     def _opened(self, delta: Opened) -> list[Event]:
+        self._hidden = delta.kind is Kind.REASONING and not self._shows_reasoning
+        self._input = None
         if delta.kind is Kind.CALL:
             return self._opened_call(delta)
+        if self._hidden:
+            return []
         name = _FIELDS[delta.kind]
         # Messages that land in the same field are joined by a line break (semantics B).
         self._joint = "\n" if name in self._texts else ""
@@ -150,16 +195,22 @@ class Emitter:
 
     def _opened_call(self, delta: Opened) -> list[Event]:
         index = len(self._calls)
-        call = _Call(self._stamp.call_id(delta.index), delta.name)
+        self._input = FreeformInput() if delta.name in self._freeform else None
+        call = _Call(self._stamp.call_id(delta.index), delta.name, self._input)
         self._calls.append(call)
         self._joint = ""
         self._parts = call.arguments
-        opening = f'{{"tool_calls":[{{"index":{index},"function":{{"arguments":'
-        self._around = self._framed(opening, "}}]}")
+        self._around = self._framed(f'{{"tool_calls":[{{"index":{index},{call.opening}', "}}]}")
         return self._send(encode({"tool_calls": [{"index": index, **call.document("")}]}))
 
     def _text(self, delta: Text) -> list[Event]:
-        text = delta.text
+        if self._input is not None:
+            return self._show(self._input.feed(delta.text))
+        return [] if self._hidden else self._show(delta.text)
+
+    def _show(self, text: str) -> list[Event]:
+        if not text:
+            return []
         if self._joint:
             text, self._joint = self._joint + text, ""
         if self._stream:
@@ -168,7 +219,7 @@ class Emitter:
         return []
 
     def _closed(self, _: Closed) -> list[Event]:
-        return []
+        return [] if self._input is None else self._show(self._input.close())
 
     def _finished(self, delta: Finished) -> list[Event]:
         self._reason, self._usage = delta.reason, delta.usage

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import BuiltinTool
 from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, checked
+from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Parts
 
 # --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
@@ -23,19 +24,32 @@ def _as_strings(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _as_choice(value: object) -> object:
+    """``auto`` and the like are a choice of that type."""
+    return {"type": value} if isinstance(value, str) else value
+
+
 class ChatFunction(Wire):
     name: str = Field(min_length=1)
     arguments: Any = None
 
 
+class ChatInput(Wire):
+    """What a freeform tool is called with."""
+
+    name: str = Field(min_length=1)
+    input: str
+
+
 class ChatCall(Wire):
     id: str = Field(min_length=1)
-    type: Literal["function"] | None = None
-    function: ChatFunction
+    type: Literal["function", "custom"] | None = None
+    function: ChatFunction | None = None
+    custom: ChatInput | None = None
 
 
 class ChatMessage(Wire):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Parts = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -43,7 +57,8 @@ class ChatMessage(Wire):
     refusal: str | None = None
     tool_calls: list[ChatCall] | None = None
     tool_call_id: str | None = None
-    function_call: Any = None
+    function_call: ChatFunction | None = None
+    name: Any = None
     audio: Any = None
 
 
@@ -51,22 +66,81 @@ class ChatToolFunction(Wire):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatGrammar(Wire):
+    syntax: GrammarSyntax
+    definition: str = Field(min_length=1)
+
+
+class ChatInputFormat(Wire):
+    """What the input of a freeform tool looks like."""
+
+    type: Literal["text", "grammar"]
+    grammar: ChatGrammar | None = None
+
+
+class ChatFreeform(Wire):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    format: ChatInputFormat | None = None
 
 
 class ChatTool(Wire):
-    type: Literal["function"] | None = None
-    function: ChatToolFunction
+    type: Literal["function", "custom"] | None = None
+    function: ChatToolFunction | None = None
+    custom: ChatFreeform | None = None
+
+
+class ChatNamed(Wire):
+    name: str
+
+
+class ChatNamedTool(Wire):
+    """A tool, by its type and its name."""
+
+    type: str = "function"
+    function: ChatNamed | None = None
+    custom: ChatNamed | None = None
+
+
+class ChatAllowedTools(Wire):
+    mode: Literal["auto", "required"]
+    tools: list[ChatNamedTool] = Field(min_length=1)
+
+
+class ChatToolChoice(ChatNamedTool):
+    """A tool that must be called, or a rule: ``auto`` and the like are types of their own."""
+
+    allowed_tools: ChatAllowedTools | None = None
 
 
 class ChatSchema(Wire):
     name: str | None = None
     description: str | None = None
     document: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
 
 class ChatFormat(Wire):
+    """``document`` is where llama.cpp has the schema, in both types."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: ChatSchema | None = None
+    document: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class StructuredOutputs(Wire):
+    """vLLM's ways to say what the answer must be: one of them. ``document`` is a schema."""
+
+    document: Any = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1)
+    grammar: str | None = None
+    structural_tag: Any = None
+    disable_additional_properties: bool | None = None
 
 
 class StreamOptions(Wire):
@@ -74,7 +148,19 @@ class StreamOptions(Wire):
 
 
 class ReasoningOptions(Wire):
+    """``effort`` as everywhere; the rest is OpenRouter's."""
+
     effort: Any = None
+    max_tokens: int | None = Field(default=None, ge=0)
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+
+class ThinkingOptions(Wire):
+    """Anthropic's field, which proxies pass on as it is."""
+
+    type: str | None = None
+    budget_tokens: int | None = Field(default=None, ge=0)
 
 
 class TemplateOptions(Wire):
@@ -105,10 +191,27 @@ class ChatBody(Wire):
     repetition_penalty: float | None = Field(default=None, gt=0)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
 
+    min_tokens: int | None = Field(default=None, ge=0)
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
     tools: list[ChatTool] | None = None
-    tool_choice: Any = None
+    tool_choice: Annotated[ChatToolChoice | None, BeforeValidator(_as_choice)] = None
     parallel_tool_calls: bool | None = None
+
     response_format: ChatFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1)
+    guided_grammar: str | None = None
+
+    thinking_token_budget: int | None = Field(default=None, ge=-1)
+    thinking_budget_tokens: int | None = Field(default=None, ge=-1)
+    thinking_budget: int | None = Field(default=None, ge=-1)
+    thinking: ThinkingOptions | None = None
+    include_reasoning: bool | None = None
     reasoning_effort: Any = None
     reasoning: ReasoningOptions | None = None
     enable_thinking: bool | None = None
@@ -123,25 +226,64 @@ class ChatBody(Wire):
     functions: Any = None
     function_call: Any = None
     web_search_options: Any = None
+    moderation: Any = None
+
+    echo: bool | None = None
+    use_beam_search: bool | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Any = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: Any = None
+    bad_words: list[str] | None = None
+    repetition_detection: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_prompt_text: bool | None = None
 
 
 # --- What would silently change the answer if it were ignored: field, when, why.
 
+_LOGPROBS = "log probabilities are not available"
+_TEXT_ONLY = "the model writes text only"
+_TOKENS = "not available: answers are text"
+
+
+def _any(_: object) -> bool:
+    return True
+
+
 _REFUSED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("n", lambda n: n > 1, "one answer per request: send the request again instead of n > 1"),
-    ("logprobs", bool, "log probabilities are not available"),
-    ("top_logprobs", bool, "log probabilities are not available"),
+    ("logprobs", bool, _LOGPROBS),
+    ("top_logprobs", bool, _LOGPROBS),
+    ("prompt_logprobs", _any, _LOGPROBS),
+    ("logprob_token_ids", _any, _LOGPROBS),
     ("frequency_penalty", bool, "not available: use presence_penalty or repetition_penalty"),
-    ("modalities", lambda asked: {*asked} - {"text"}, "the model writes text only"),
-    ("audio", lambda _: True, "the model writes text only"),
+    ("modalities", lambda asked: {*asked} - {"text"}, _TEXT_ONLY),
+    ("audio", _any, _TEXT_ONLY),
     ("functions", bool, "replaced by tools: send each function as a tool of type 'function'"),
-    ("function_call", lambda _: True, "replaced by tool_choice"),
-    ("web_search_options", lambda _: True, "web search is not available: declare it as a tool"),
-    (
-        "tool_choice",
-        lambda choice: choice not in ("auto", "none"),
-        "only 'auto' and 'none' are available: a call cannot be forced",
-    ),
+    ("function_call", _any, "replaced by tool_choice"),
+    ("web_search_options", _any, "web search is not available: declare it as a tool"),
+    ("moderation", _any, "moderation is not available"),
+    ("echo", bool, "not available: the answer is what the model adds"),
+    ("use_beam_search", bool, "beam search is not available"),
+    ("stop_token_ids", bool, "not available: use stop"),
+    ("include_stop_str_in_output", bool, "a stop string is no part of the answer"),
+    ("ignore_eos", bool, "a turn ends where the model ends it"),
+    ("truncate_prompt_tokens", _any, "a prompt is never cut"),
+    ("allowed_token_ids", bool, "not available: use logit_bias"),
+    ("bad_words", bool, "not available: use logit_bias"),
+    ("repetition_detection", _any, "not available"),
+    ("chat_template", _any, "the prompt is Harmony's own"),
+    ("documents", bool, "not available: send them in a message"),
+    ("return_token_ids", bool, _TOKENS),
+    ("return_tokens_as_token_ids", bool, _LOGPROBS),
+    ("return_prompt_text", bool, _TOKENS),
 )
 
 

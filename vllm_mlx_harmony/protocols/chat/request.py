@@ -6,7 +6,9 @@ rendered, and how the answer is written (chat/api.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import (
@@ -20,10 +22,10 @@ from vllm_mlx_harmony.core.turn import (
     Message,
     Preamble,
     Reasoning,
-    ResponseFormat,
     Result,
     Sampling,
     Tool,
+    ToolChoice,
     Turn,
     User,
 )
@@ -31,12 +33,21 @@ from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
 from vllm_mlx_harmony.protocols.chat.body import (
     ChatBody,
     ChatCall,
-    ChatFormat,
     ChatMessage,
+    ChatNamedTool,
     ChatTool,
+    ChatToolChoice,
+    ReasoningOptions,
     TemplateOptions,
 )
-from vllm_mlx_harmony.protocols.openai_content import call_arguments, message_text, result_text
+from vllm_mlx_harmony.protocols.chat.formats import response_format
+from vllm_mlx_harmony.protocols.freeform import freeform_tool, wrap
+from vllm_mlx_harmony.protocols.openai_content import (
+    call_arguments,
+    message_text,
+    result_text,
+    user_text,
+)
 
 VOCABULARY = 201_088
 """How many ids o200k_harmony has: what ``logit_bias`` may name."""
@@ -46,87 +57,233 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
     template = body.chat_template_kwargs or TemplateOptions()
     effort, thinking = _reasoning(body, template, defaults)
+    builtin_tools = _builtin_tools(template, defaults)
+    messages, prefill = _conversation(body)
+    choice = body.tool_choice or ChatToolChoice(type="auto")
+    tools = () if choice.type == "none" else tuple(_tools(body.tools or ()))
+    tool_choice = _tool_choice(choice, body.tools or (), builtin_tools)
+    if tool_choice.required and prefill is not None:
+        problem = "tool_choice: an answer that has begun cannot become a call"
+        raise RequestError(problem, param="tool_choice", code=UNSUPPORTED)
     return Turn(
-        messages=tuple(_messages(body.messages)),
-        tools=() if body.tool_choice == "none" else tuple(_tools(body.tools or ())),
+        messages=tuple(messages),
+        tools=tools,
         effort=effort,
-        response_format=_response_format(body.response_format),
+        response_format=response_format(body),
         identity=template.model_identity or defaults.identity,
         date=defaults.date,
-        builtin_tools=_builtin_tools(template, defaults),
+        builtin_tools=builtin_tools,
+        prefill=prefill,
         sampling=_sampling(body),
         limits=_limits(body),
+        tool_choice=tool_choice,
         thinking=thinking,
     )
 
 
-# --- Messages (semantics A2 to A6, A11): one reader per role.
+# --- Messages (semantics A2 to A6, A11).
 
 
-def _messages(messages: Sequence[ChatMessage]) -> Iterator[Message]:
-    for index, message in enumerate(messages):
-        yield from _ROLES[message.role](message, f"messages[{index}]")
+def _conversation(body: ChatBody) -> tuple[list[Message], str | None]:
+    """All messages; and the beginning of the answer, when the last message is to be continued."""
+    continued = _continued(body)
+    reader = _Reader(max((i for i, m in enumerate(body.messages) if m.role == "user"), default=-1))
+    read: list[Message] = []
+    prefill = None
+    last = len(body.messages) - 1
+    for spoken, run in groupby(
+        enumerate(body.messages), key=lambda each: each[1].role == "assistant"
+    ):
+        if not spoken:
+            for index, message in run:
+                read += reader.heard(message, index)
+            continue
+        turn = list(run)
+        if continued and turn[-1][0] == last:
+            prefill = reader.begun(turn)
+            read += reader.said(turn, Preamble)
+        else:
+            calls = any(message.tool_calls or message.function_call for _, message in turn)
+            read += reader.said(turn, Preamble if calls else Answer)
+    return read, prefill
 
 
-def _instructions(message: ChatMessage, where: str) -> Iterator[Message]:
-    text = _needed(message, where)
-    if text:
-        yield Instructions(text)
+def _continued(body: ChatBody) -> bool:
+    """Whether the last message is to be continued: vLLM's two fields, which exclude each other.
+
+    A prompt without ``add_generation_prompt`` is one whose last message is open, unless
+    ``continue_final_message`` says that it is not.
+    """
+    asked = body.continue_final_message
+    if asked and body.add_generation_prompt:
+        problem = "add_generation_prompt: cannot be true when continue_final_message is"
+        raise RequestError(problem, param="add_generation_prompt", code="invalid_value")
+    field = "add_generation_prompt" if asked is None else "continue_final_message"
+    continued = body.add_generation_prompt is False if asked is None else asked
+    if continued and body.messages[-1].role != "assistant":
+        problem = f"{field}: the last message is not the assistant's, so there is none to continue"
+        raise RequestError(problem, param=field, code=UNSUPPORTED)
+    return continued
 
 
-def _user(message: ChatMessage, where: str) -> Iterator[Message]:
-    yield User(_needed(message, where))
+_Run = Sequence[tuple[int, ChatMessage]]
+"""Messages of the assistant in a row, each with its place among all messages."""
 
 
-def _assistant(message: ChatMessage, where: str) -> Iterator[Message]:
-    """In the model's own order: reasoning, text, calls (A4). Nothing at all adds nothing."""
-    for field in ("function_call", "audio"):
-        if getattr(message, field) is not None:
-            param = f"{where}.{field}"
+@dataclass(slots=True)
+class _Reader:
+    """Reads the messages of a request, in order. ``newest`` is the place of the last user's."""
+
+    newest: int
+    _functions: dict[str, str] = field(default_factory=dict)
+    """The ids of the latest calls of the legacy kind, which have none, by name."""
+
+    def heard(self, message: ChatMessage, index: int) -> Iterator[Message]:
+        """What somebody else than the assistant said."""
+        where = f"messages[{index}]"
+        if message.role == "tool":
+            if not message.tool_call_id:
+                raise RequestError("tool message without tool_call_id", param=where)
+            yield self._result(message.tool_call_id, message, where)
+        elif message.role == "function":
+            called = self._functions.get(message.name) if isinstance(message.name, str) else None
+            if called is None:
+                problem = "function message without an earlier function_call of that name"
+                raise RequestError(problem, param=where)
+            yield self._result(called, message, where)
+        elif message.content is None:
+            raise required(f"{where}.content")
+        elif message.role == "user":
+            newest = index >= self.newest
+            yield User(user_text(message.content, f"{where}.content", newest=newest))
+        elif text := message_text(message.content, f"{where}.content"):
+            yield Instructions(text)
+
+    def _result(self, key: str, message: ChatMessage, where: str) -> Result:
+        return Result(key, result_text(message.content or (), f"{where}.content"), where)
+
+    def said(self, run: _Run, kind: type[Preamble] | type[Answer]) -> list[Message]:
+        """One turn of the assistant in the model's own order (A4): its texts are of one ``kind``.
+
+        Calls come last: results follow them, and nothing that is said stands between.
+        """
+        said = [each for index, message in run for each in self._said(message, index, kind)]
+        return sorted(said, key=lambda message: isinstance(message, Call))
+
+    def _said(
+        self, message: ChatMessage, index: int, kind: type[Preamble] | type[Answer]
+    ) -> Iterator[Message]:
+        """Reasoning, text, calls. Nothing at all adds nothing."""
+        where = f"messages[{index}]"
+        if message.audio is not None:
+            param = f"{where}.audio"
             raise RequestError(f"{param} cannot be read", param=param, code=UNSUPPORTED)
-    calls = message.tool_calls or ()
-    if reasoning := message.reasoning_content or message.reasoning or message.thinking:
-        yield Reasoning(reasoning)
-    if text := message_text(message.content or (), f"{where}.content") or message.refusal:
-        yield Preamble(text) if calls else Answer(text)
-    for index, call in enumerate(calls):
-        yield _call(call, f"{where}.tool_calls[{index}]")
+        if reasoning := message.reasoning_content or message.reasoning or message.thinking:
+            yield Reasoning(reasoning)
+        if text := _text(message, where):
+            yield kind(text)
+        for at, call in enumerate(message.tool_calls or ()):
+            yield _call(call, f"{where}.tool_calls[{at}]")
+        if legacy := message.function_call:
+            key = self._functions[legacy.name] = f"function_call_{index}"
+            arguments = call_arguments(legacy.arguments, f"{where}.function_call.arguments")
+            yield Call(key, legacy.name, arguments)
+
+    def begun(self, run: _Run) -> str | None:
+        """The text that the answer continues; it is taken out of the last message of ``run``.
+
+        Raises ``RequestError`` for a call in it, which nobody has answered.
+        """
+        for index, message in run:
+            if message.tool_calls or message.function_call:
+                problem = f"messages[{index}]: a call has to be answered, it cannot be continued"
+                raise RequestError(problem, param=f"messages[{index}]", code=UNSUPPORTED)
+        index, last = run[-1]
+        text = _text(last, f"messages[{index}]")
+        last.content, last.refusal = None, None
+        return text or None
 
 
-def _tool(message: ChatMessage, where: str) -> Iterator[Message]:
-    if not message.tool_call_id:
-        raise RequestError("tool message without tool_call_id", param=where)
-    text = result_text(message.content or (), f"{where}.content")
-    yield Result(message.tool_call_id, text, where)
-
-
-_ROLES: dict[str, Callable[[ChatMessage, str], Iterator[Message]]] = {
-    "system": _instructions,
-    "developer": _instructions,
-    "user": _user,
-    "assistant": _assistant,
-    "tool": _tool,
-}
+def _text(message: ChatMessage, where: str) -> str:
+    return message_text(message.content or (), f"{where}.content") or message.refusal or ""
 
 
 def _call(call: ChatCall, where: str) -> Call:
+    if call.type == "custom" or (call.type is None and call.custom and not call.function):
+        if call.custom is None:
+            raise required(f"{where}.custom")
+        return Call(call.id, call.custom.name, wrap(call.custom.input))
+    if call.function is None:
+        raise required(f"{where}.function")
     arguments = call_arguments(call.function.arguments, f"{where}.function.arguments")
     return Call(call.id, call.function.name, arguments)
 
 
-def _needed(message: ChatMessage, where: str) -> str:
-    if message.content is None:
-        raise required(f"{where}.content")
-    return message_text(message.content, f"{where}.content")
-
-
-# --- Tools, format, effort, sampling and limits.
+# --- Tools, effort, sampling and limits.
 
 
 def _tools(tools: Sequence[ChatTool]) -> Iterator[Tool]:
     for index, tool in enumerate(tools):
-        what = tool.function
-        yield Tool(what.name, what.description or "", what.parameters, f"tools[{index}]")
+        where = f"tools[{index}]"
+        if is_freeform(tool):
+            custom = tool.custom
+            if custom is None:
+                raise required(f"{where}.custom")
+            form = custom.format
+            if form is not None and form.type == "grammar" and form.grammar is None:
+                raise required(f"{where}.custom.format.grammar")
+            grammar = form.grammar if form else None
+            syntax, definition = (grammar.syntax, grammar.definition) if grammar else (None, None)
+            described = custom.description or ""
+            yield freeform_tool(custom.name, described, where, syntax, definition)
+        else:
+            what = tool.function
+            if what is None:
+                raise required(f"{where}.function")
+            described = what.description or ""
+            yield Tool(what.name, described, what.parameters, where, strict=bool(what.strict))
+
+
+def is_freeform(tool: ChatTool) -> bool:
+    """Whether ``tool`` takes text instead of JSON."""
+    return tool.type == "custom" or (tool.type is None and tool.function is None)
+
+
+def _tool_choice(
+    choice: ChatToolChoice, tools: Sequence[ChatTool], builtin_tools: Sequence[str]
+) -> ToolChoice:
+    """What may or must be called. All tools stay in the prompt, whichever are allowed (A12)."""
+    if choice.type in ("auto", "none"):
+        return ToolChoice()
+    if choice.type == "required":
+        if not tools and not builtin_tools:
+            raise _no_choice("there are no tools")
+        return ToolChoice(required=True)
+    if choice.type in ("function", "custom"):
+        return ToolChoice(required=True, names=(_declared(choice, tools),))
+    if choice.type == "allowed_tools":
+        if choice.allowed_tools is None:
+            raise required("tool_choice.allowed_tools")
+        names = dict.fromkeys(_declared(each, tools) for each in choice.allowed_tools.tools)
+        return ToolChoice(choice.allowed_tools.mode == "required", tuple(names))
+    raise _no_choice(f"unknown choice {choice.type!r}")
+
+
+def _declared(named: ChatNamedTool, tools: Sequence[ChatTool]) -> str:
+    """The name of a tool that is chosen. Raises ``RequestError`` when no such tool is declared."""
+    freeform = named.type == "custom"
+    chosen = named.custom if freeform else named.function
+    if chosen is None:
+        raise _no_choice(f"it names no {'custom' if freeform else 'function'}")
+    for tool in tools:
+        declared = tool.custom if freeform else tool.function
+        if is_freeform(tool) is freeform and declared and declared.name == chosen.name:
+            return chosen.name
+    raise _no_choice(f"{chosen.name!r} is not among the tools")
+
+
+def _no_choice(problem: str) -> RequestError:
+    return RequestError(f"tool_choice: {problem}", param="tool_choice", code="invalid_value")
 
 
 def _builtin_tools(template: TemplateOptions, defaults: Defaults) -> tuple[str, ...]:
@@ -135,27 +292,34 @@ def _builtin_tools(template: TemplateOptions, defaults: Defaults) -> tuple[str, 
     return tuple(dict.fromkeys(template.builtin_tools))
 
 
-def _response_format(asked: ChatFormat | None) -> ResponseFormat | None:
-    if asked is None or asked.type == "text":
-        return None
-    if asked.type == "json_object":
-        return ResponseFormat()
-    schema = asked.json_schema
-    if schema is None:
-        raise required("response_format.json_schema")
-    return ResponseFormat(schema.document, schema.name or "response", schema.description or "")
-
-
 def _reasoning(
     body: ChatBody, template: TemplateOptions, defaults: Defaults
 ) -> tuple[Effort, bool]:
-    thoughtless = False in (body.enable_thinking, template.enable_thinking)
-    return defaults.reasoning(
+    """Effort and whether to think: the first that is given (A8); a budget of 0 is no thinking."""
+    asked = body.reasoning or ReasoningOptions()
+    thoughtless = False in (body.enable_thinking, template.enable_thinking, asked.enabled) or bool(
+        body.thinking and body.thinking.type == "disabled"
+    )
+    effort, thinking = defaults.reasoning(
         ("reasoning_effort", body.reasoning_effort),
-        ("reasoning.effort", body.reasoning.effort if body.reasoning else None),
+        ("reasoning.effort", asked.effort),
         ("chat_template_kwargs.reasoning_effort", template.reasoning_effort),
         ("enable_thinking", NO_THINKING if thoughtless else None),
     )
+    return effort, thinking and _reasoning_tokens(body) != 0
+
+
+def _reasoning_tokens(body: ChatBody) -> int | None:
+    """The budget for reasoning, however other servers call it; -1 is none."""
+    asked = (
+        body.thinking_token_budget,  # vLLM
+        body.thinking_budget_tokens,  # llama.cpp
+        body.thinking_budget,  # Qwen's own API
+        body.reasoning.max_tokens if body.reasoning else None,  # OpenRouter
+        body.thinking.budget_tokens if body.thinking else None,  # Anthropic, through proxies
+    )
+    budget = next((each for each in asked if each is not None), None)
+    return None if budget == -1 else budget
 
 
 def _sampling(body: ChatBody) -> Sampling:
@@ -190,4 +354,6 @@ def _limits(body: ChatBody) -> Limits:
         stop=tuple(text for text in body.stop or () if text),
         one_call=body.parallel_tool_calls is False,
         where="max_tokens" if older else "max_completion_tokens",
+        reasoning_tokens=_reasoning_tokens(body),
+        min_tokens=body.min_tokens or 0,
     )

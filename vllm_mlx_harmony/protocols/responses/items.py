@@ -27,6 +27,7 @@ from vllm_mlx_harmony.protocols.openai_content import (
     message_text,
     paragraphs,
     result_text,
+    user_text,
 )
 from vllm_mlx_harmony.protocols.responses.body import Item, read_item
 from vllm_mlx_harmony.protocols.responses.tools import Tools
@@ -76,10 +77,10 @@ class ItemReader:
             raise required(f"{where}.role")
         if item.content is None and item.role != "assistant":
             raise required(f"{where}.content")
-        text = message_text(item.content or (), f"{where}.content")
         if item.role == "user":
-            yield User(text)
-        elif text:
+            newest = not any(each.role == "user" for each in after)
+            yield User(user_text(item.content or (), f"{where}.content", newest=newest))
+        elif text := message_text(item.content or (), f"{where}.content"):
             yield self._spoken(item, text, after)
 
     def _spoken(self, item: Item, text: str, after: Sequence[Item]) -> Message:

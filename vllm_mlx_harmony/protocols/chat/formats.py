@@ -1,0 +1,106 @@
+"""What the answer to a Chat request has to be: OpenAI's field for it, and those of vLLM.
+
+vLLM had a field for each kind of format (``guided_regex``), and has one for all of them now
+(``structured_outputs``). Refuses to know how a format is shown to the model, and kept to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import ResponseFormat, Syntax
+from vllm_mlx_harmony.protocols.body import UNSUPPORTED, mended, required
+from vllm_mlx_harmony.protocols.chat.body import ChatBody, ChatFormat, StructuredOutputs
+
+
+def response_format(body: ChatBody) -> ResponseFormat | None:
+    """The one format that is asked for; ``None``: any text.
+
+    Raises ``RequestError`` naming the field for two of them, and for one that cannot be had.
+    """
+    found = list(_formats(body))
+    if len(found) > 1:
+        (one, _), (other, _), *_ = found
+        problem = f"{other}: {one} asks for a format, too: there can be only one"
+        raise RequestError(problem, param=other, code="invalid_value")
+    return found[0][1] if found else None
+
+
+def _formats(body: ChatBody) -> Iterator[tuple[str, ResponseFormat]]:
+    if body.response_format is not None and body.response_format.type != "text":
+        yield "response_format", _openai(body.response_format)
+    outputs = body.structured_outputs or StructuredOutputs()
+    if outputs.structural_tag is not None:
+        raise _refused("structured_outputs.structural_tag", "the tags are Harmony's own")
+    if outputs.disable_additional_properties:
+        where = "structured_outputs.disable_additional_properties"
+        raise _refused(where, "say additionalProperties in the schema")
+    for name, field, read in _VLLM:
+        for where, asked in (
+            (f"guided_{name}", getattr(body, f"guided_{name}")),
+            (f"structured_outputs.{name}", getattr(outputs, field)),
+        ):
+            if asked is not None and asked is not False:
+                yield where, read(asked, where)
+
+
+def _openai(asked: ChatFormat) -> ResponseFormat:
+    schema = asked.json_schema
+    if asked.type == "json_object" or (schema is None and asked.document is not None):
+        return ResponseFormat(asked.document)
+    if schema is None:
+        raise required("response_format.json_schema")
+    return ResponseFormat(
+        schema.document,
+        schema.name or "response",
+        schema.description or "",
+        strict=bool(schema.strict),
+    )
+
+
+def _schema(asked: object, where: str) -> ResponseFormat:
+    """By a schema, as an object or as JSON."""
+    try:
+        schema = mended(json.loads(asked)) if isinstance(asked, str) else asked
+    except (ValueError, RecursionError, RequestError) as error:
+        problem = f"{where} is not valid JSON: {error}"
+        raise RequestError(problem, param=where, code="invalid_value") from error
+    if not isinstance(schema, dict):
+        raise RequestError(f"{where} must be an object", param=where, code="invalid_type")
+    return ResponseFormat(schema, strict=True)
+
+
+def _any_object(_: object, __: str) -> ResponseFormat:
+    return ResponseFormat()
+
+
+def _regex(asked: str, _: str) -> ResponseFormat:
+    return ResponseFormat(strict=True, syntax=Syntax("regex", asked))
+
+
+def _choice(asked: list[str], where: str) -> ResponseFormat:
+    return _regex(f"(?:{'|'.join(map(re.escape, asked))})", where)
+
+
+def _grammar(asked: str, where: str) -> ResponseFormat:
+    if "::=" in asked:  # GBNF, which other backends of vLLM take
+        raise _refused(where, "write the grammar in Lark's notation")
+    return ResponseFormat(strict=True, syntax=Syntax("lark", asked))
+
+
+_VLLM: tuple[tuple[str, str, Callable[[Any, str], ResponseFormat]], ...] = (
+    ("json", "document", _schema),
+    ("json_object", "json_object", _any_object),
+    ("regex", "regex", _regex),
+    ("choice", "choice", _choice),
+    ("grammar", "grammar", _grammar),
+)
+"""vLLM's name of a format, the field of ``StructuredOutputs`` that has it, and what it means."""
+
+
+def _refused(where: str, why: str) -> RequestError:
+    return RequestError(f"{where}: not available: {why}", param=where, code=UNSUPPORTED)
