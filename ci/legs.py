@@ -14,6 +14,7 @@ TEST_TOOLS = (
     "anthropic>=0.40",
     "httpx>=0.27",
     "hypothesis>=6.100",
+    "jsonschema>=4.20",
     "openai>=2",
     "pytest>=8",
     "pytest-cov>=5",

@@ -16,7 +16,7 @@ from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool, Tur
 
 FUNCTIONS = "functions"
 _PREFIX = f"{FUNCTIONS}."
-_NOBODY = frozenset({"assistant", "user", "all"})
+NOBODY = frozenset({"assistant", "user", "all"})
 _CARRYABLE = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
 _LONGEST = NAME_LIMIT - len("to=") - len(_PREFIX) - 1
 _UNCARRYABLE = re.compile(r"[^A-Za-z0-9_-]+")
@@ -62,7 +62,7 @@ class Names:
 
         An undeclared one comes back as it is, without the ``functions.`` prefix.
         """
-        if recipient in _NOBODY:
+        if recipient in NOBODY:
             return ""
         bare = recipient.removeprefix(_PREFIX) or recipient
         return self._declared.get(bare) or self._declared.get(recipient) or bare

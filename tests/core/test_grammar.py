@@ -1,0 +1,442 @@
+"""What a turn may say: rows of outputs, taken or refused id by id, and outputs drawn at random."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jsonschema
+import pytest
+from openai_harmony import Role
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Text
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.grammar import Compiled, Mask, Policy, compiled, grammar_of
+from vllm_mlx_harmony.core.header import Header
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.parse import Parser
+from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, ToolChoice, Turn, User
+
+WEATHER: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+ANSWER: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 3},
+        "score": {"type": ["number", "null"]},
+    },
+    "required": ["title", "tags"],
+    "additionalProperties": False,
+}
+TOOLS = (Tool("weather", parameters=WEATHER), Tool("weather_now"), Tool("last.one", parameters={}))
+
+
+def turn(**asked: Any) -> Turn:
+    return Turn(messages=(User("Hi."),), **asked)
+
+
+def held_to(asked: Turn, policy: Policy = Policy.AUTO) -> Compiled:
+    grammar = grammar_of(asked, Names.of(asked), policy)
+    assert grammar is not None
+    return compiled(grammar)
+
+
+def ids_of(text: str) -> list[int]:
+    return vocab.encoding().encode(text, allowed_special="all")
+
+
+# --- rows ---
+
+PLAIN = turn()
+SILENT = turn(thinking=False)
+AUTO = turn(tools=TOOLS)
+SILENT_AUTO = turn(tools=TOOLS, thinking=False)
+REQUIRED = turn(tools=TOOLS, tool_choice=ToolChoice(required=True))
+NAMED = turn(tools=TOOLS, tool_choice=ToolChoice(required=True, names=("weather",)))
+ALLOWED = turn(tools=TOOLS, tool_choice=ToolChoice(names=("weather_now",)))
+TYPED = turn(response_format=ResponseFormat(ANSWER))
+OBJECT = turn(response_format=ResponseFormat())
+TYPED_TOOLS = turn(tools=TOOLS, response_format=ResponseFormat(ANSWER))
+TYPED_REQUIRED = turn(
+    tools=TOOLS, response_format=ResponseFormat(ANSWER), tool_choice=ToolChoice(required=True)
+)
+BUILTIN = turn(builtin_tools=("browser", "python"))
+CHOICES = {
+    "plain": PLAIN,
+    "silent": SILENT,
+    "auto": AUTO,
+    "silent auto": SILENT_AUTO,
+    "required": REQUIRED,
+    "named": NAMED,
+    "allowed": ALLOWED,
+    "typed": TYPED,
+    "object": OBJECT,
+    "typed with tools": TYPED_TOOLS,
+    "typed, required": TYPED_REQUIRED,
+    "built-in": BUILTIN,
+}
+
+ARGS = '{"city":"Rome"}'
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+SAID = "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>Hi.<|return|>"
+CALL = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGS}<|call|>"
+JSON = '{"title":"t","tags":["a"]}'
+TYPED_FINAL = f"<|channel|>final<|message|>{JSON}<|return|>"
+
+CALLERS = ("auto", "silent auto", "required", "named", "typed with tools", "typed, required")
+TALKERS = ("plain", "silent", "auto", "silent auto", "allowed", "built-in")
+THINKERS = tuple(name for name in CHOICES if not name.startswith("silent"))
+
+
+@dataclass(frozen=True)
+class Row:
+    id: str
+    output: str
+    choices: tuple[str, ...]
+    """Under which all of it is taken; under any other some of it is refused."""
+
+
+def types(*before: str) -> list[str]:
+    return [
+        f"{header}{kind}<|message|>{ARGS}<|call|>"
+        for header in before
+        for kind in (
+            "",
+            " json",
+            " code",
+            "<|constrain|>json",
+            " <|constrain|>json",
+            " <|constrain|>code",
+        )
+    ]
+
+
+HEADERS = types(
+    *(
+        f"<|channel|>{channel} to={functions}weather"
+        for channel in ("analysis", "commentary", "final")
+        for functions in ("functions.", "")
+    ),
+    *(
+        f" to={functions}weather{space}<|channel|>{channel}"
+        for space in ("", " ")
+        for channel in ("analysis", "commentary", "final")
+        for functions in ("functions.", "")
+    ),
+    " to=functions.weather",
+)
+
+OUTPUTS = [
+    *(Row(f"header: {header}", header, CALLERS) for header in HEADERS),
+    Row("an answer", FINAL, TALKERS),
+    Row("an answer with a type", FINAL.replace("final", "final <|constrain|>json"), TALKERS),
+    Row("an empty answer", "<|channel|>final<|message|><|return|>", TALKERS),
+    Row("thought, an answer", THOUGHT + FINAL, tuple(set(TALKERS) & set(THINKERS))),
+    Row("thought often", THOUGHT * 3 + CALL, tuple(set(CALLERS) & set(THINKERS))),
+    Row("said, a call", SAID + CALL, CALLERS),
+    Row("said and thought, a call", (SAID + THOUGHT) * 2 + CALL, tuple({*CALLERS} & {*THINKERS})),
+    Row("said, an answer", SAID + FINAL, tuple(set(TALKERS) - {"silent"})),
+    Row("typed", TYPED_FINAL, ("typed", "object", "typed with tools", *TALKERS)),
+    Row("typed, pretty", "<|channel|>final<|message|>" + '{\n  "title": "t",\n  "tags": [\n    "a"'
+        "\n  ]\n}<|return|>", ("typed", "object", "typed with tools", *TALKERS)),
+    Row("typed with a type", TYPED_FINAL.replace("final", "final<|constrain|>json"),
+        ("typed", "object", "typed with tools", *TALKERS)),
+    Row("thought, typed", THOUGHT + TYPED_FINAL,
+        ("typed", "object", "typed with tools", *({*TALKERS} & {*THINKERS}))),
+    Row("said, typed", SAID + TYPED_FINAL, tuple(set(TALKERS) - {"silent"})),
+    Row("other JSON", '<|channel|>final<|message|>{"x":[1,null]}<|return|>', ("object", *TALKERS)),
+    Row("an answer with a lone word", FINAL.replace("final", "final json"), ()),
+    Row("JSON, and no object", "<|channel|>final<|message|>[1]<|return|>", TALKERS),
+    Row("another tool", "<|channel|>commentary to=functions.weather_now<|message|>{}<|call|>",
+        tuple({*CALLERS, "allowed"} - {"named"})),
+    Row("a tool with dots", '<|channel|>commentary to=last.one<|message|>{"a":1}<|call|>',
+        tuple(set(CALLERS) - {"named"})),
+    Row("an undeclared tool", "<|channel|>commentary to=functions.rain<|message|>{}<|call|>", ()),
+    Row("nobody", "<|channel|>commentary to=user<|message|>Hi.<|end|>", ()),
+    Row("no parameters, but an argument",
+        '<|channel|>commentary to=functions.weather_now<|message|>{"a":1}<|call|>', ()),
+    Row("a wrong argument", CALL.replace("Rome", "R" * 21), ()),
+    Row("one argument too many", CALL.replace("}", ',"x":1}'), ()),
+    Row("no JSON", CALL.replace(ARGS, "Rome"), ()),
+    Row("a call without its end", CALL.replace("<|call|>", "<|end|>"), ()),
+    Row("an answer that calls", FINAL.replace("<|return|>", "<|call|>"), ()),
+    Row("thought that ends the turn", "<|channel|>analysis<|message|>Hm.<|return|>", ()),
+    Row("no channel", "<|message|>Hi.<|return|>", ()),
+    Row("no header", "Hi.<|return|>", ()),
+    Row("another role", THOUGHT.replace("assistant", "user") + FINAL, ()),
+    Row("a search", '<|channel|>analysis to=browser.search code<|message|>{"query":"x"}<|call|>',
+        ("built-in",)),
+    Row("code", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", ("built-in",)),
+    Row("no browser", "<|channel|>analysis to=browser.buy code<|message|>{}<|call|>", ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", OUTPUTS, ids=lambda row: row.id)
+def test_row(row: Row) -> None:
+    ids = ids_of(row.output)
+    for choice, asked in CHOICES.items():
+        matcher = held_to(asked).matcher()
+        took = [matcher.consume(token) for token in ids]
+        assert all(took) == (choice in row.choices), choice
+        assert matcher.done == all(took)
+        assert bool(matcher.error) == (not all(took))
+
+
+@pytest.mark.parametrize(
+    ("choice", "output"),
+    [
+        ("named", SAID + THOUGHT + CALL),
+        ("typed", THOUGHT + TYPED_FINAL),
+        ("typed", "<|channel|>final<|message|>{}"),
+        ("plain", THOUGHT + " to=functions.x"),
+    ],
+)
+def test_mask_and_consume_agree(choice: str, output: str) -> None:
+    matcher, mask = held_to(CHOICES[choice]).matcher(), Mask()
+    for token in ids_of(output):
+        allowed = matcher.fill(mask) and token in mask
+        assert matcher.consume(token) == allowed
+        if not allowed:
+            break
+
+
+# --- drawn at random ---
+
+
+@dataclass
+class Message:
+    kind: Kind
+    name: str
+    text: str = ""
+    complete: bool = False
+
+
+@dataclass
+class Output:
+    ids: list[int] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    reason: str = ""
+
+
+CLOSING = [token for text in ('"', "}", "]", '"}', "]}", ":", "1") for token in ids_of(text)]
+ENDS = [vocab.END, vocab.CALL, vocab.RETURN, vocab.MESSAGE, vocab.CHANNEL, vocab.START]
+
+
+def drawn(asked: Turn, seed: int, limit: int = 400) -> Output:
+    """An output that the grammar has: random ids, more and more of those that come to an end."""
+    chance = random.Random(seed)
+    matcher, mask = held_to(asked).matcher(), Mask()
+    output = Output()
+    while not matcher.done and len(output.ids) < limit:
+        assert matcher.fill(mask), matcher.error
+        token = chosen(mask, chance, len(output.ids) / limit)
+        assert token in mask
+        assert matcher.consume(token)
+        output.ids.append(token)
+    read(asked, output, cut=not matcher.done)
+    return output
+
+
+def chosen(mask: Mask, chance: random.Random, ending: float) -> int:
+    if chance.random() < 0.1 + ending:
+        for favoured in (ENDS, CLOSING):
+            allowed = [token for token in favoured if token in mask]
+            if allowed:
+                return chance.choice(allowed)
+    for _ in range(50):
+        token = chance.randrange(vocab.STARTOFTEXT)
+        if token in mask:
+            return token
+    return chance.choice(list(mask))
+
+
+def read(asked: Turn, output: Output, *, cut: bool) -> None:
+    within = None if asked.prefill is None else Header(channel="final")
+    parser = Parser(Names.of(asked), within=within)
+    for delta in [*parser.feed(output.ids), *parser.close("length" if cut else "stop")]:
+        if isinstance(delta, Opened):
+            output.messages.append(Message(delta.kind, delta.name))
+        elif isinstance(delta, Text):
+            output.messages[-1].text += delta.text
+        elif isinstance(delta, Closed):
+            output.messages[-1].complete = delta.complete
+        elif isinstance(delta, Finished):
+            output.reason = delta.reason
+    if not cut and (not output.messages or output.messages[-1].kind in OPEN):
+        output.messages.append(Message(Kind.ANSWER, "", complete=True))  # an empty one is not told
+
+
+OPEN = (Kind.REASONING, Kind.PREAMBLE)
+
+
+def check(asked: Turn, output: Output) -> None:
+    """That a whole output is what was asked for, and what openai-harmony reads in it."""
+    *before, last = output.messages
+    assert all(message.complete for message in output.messages)
+    allowed = asked.tool_choice.names or [tool.name for tool in asked.tools]
+    if last.kind is Kind.CALL:
+        assert output.reason == "tool_calls"
+        tool = next(tool for tool in asked.tools if tool.name == last.name)
+        assert tool.name in allowed
+        jsonschema.validate(json.loads(last.text), dict(tool.parameters or {}))
+    else:
+        assert output.reason == "stop"
+        assert last.kind is Kind.ANSWER
+        assert not asked.tool_choice.required
+        if asked.response_format:
+            assert not any(message.kind is Kind.PREAMBLE for message in before)
+            answer = json.loads(last.text)
+            jsonschema.validate(answer, dict(asked.response_format.schema or {"type": "object"}))
+    kinds = {message.kind for message in before}
+    assert kinds <= {Kind.REASONING, Kind.PREAMBLE}
+    assert asked.thinking or Kind.REASONING not in kinds
+    strictly = vocab.encoding().parse_messages_from_completion_tokens(output.ids, Role.ASSISTANT)
+    texts = ["".join(part.text for part in message.content) for message in strictly]
+    shown = [message.text for message in output.messages]
+    assert [text for text in texts if text] == [text for text in shown if text]
+    recipients = [message.recipient or "" for message in strictly]
+    assert not any(recipients[:-1])
+    # `final <|constrain|>json` has a recipient for openai-harmony: the content type.
+    typeless = recipients[-1].removeprefix("<|constrain|>json").removeprefix("<|constrain|>code")
+    assert bool(typeless) == (last.kind is Kind.CALL)
+
+
+SAMPLED = {name: asked for name, asked in CHOICES.items() if name != "built-in"}
+SEEDS = int(os.environ.get("GRAMMAR_SEEDS", "30"))
+"""Outputs of each kind. ``GRAMMAR_SEEDS=500`` is the full run."""
+
+
+@pytest.mark.parametrize("choice", SAMPLED)
+def test_whatever_is_drawn_is_what_was_asked_for(choice: str) -> None:
+    asked = SAMPLED[choice]
+    outputs = [drawn(asked, seed) for seed in range(SEEDS)]
+    whole = [output for output in outputs if output.reason != "length"]
+    for output in whole:
+        check(asked, output)
+    assert len(whole) > SEEDS // 3
+
+
+# --- errors and edges ---
+
+
+def test_off_is_no_grammar() -> None:
+    assert grammar_of(AUTO, Names.of(AUTO), Policy.OFF) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "words"),
+    [
+        (turn(tool_choice=ToolChoice(required=True)), "tool_choice", "no tool"),
+        (turn(tools=TOOLS, tool_choice=ToolChoice(True), prefill="I"), "tool_choice", "begun"),
+        (turn(tools=TOOLS, tool_choice=ToolChoice(True, ("nobody",))), "tool_choice", "no tool"),
+    ],
+)
+def test_what_cannot_be(asked: Turn, param: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as raised:
+        grammar_of(asked, Names.of(asked))
+    assert raised.value.param == param
+
+
+def test_equal_turns_share_what_is_compiled() -> None:
+    assert held_to(AUTO) is held_to(turn(tools=TOOLS))
+
+
+def test_a_matcher_survives_what_it_does_not_have() -> None:
+    matcher, mask = held_to(NAMED).matcher(), Mask()
+    assert not matcher.consume(vocab.RETURN)
+    assert matcher.error
+    assert not matcher.fill(mask)
+    assert not matcher.consume(vocab.CHANNEL)
+    assert matcher.forced() == []
+    assert not matcher.done
+
+
+def test_forced_ids() -> None:
+    matcher = held_to(TYPED).matcher()
+    for token in ids_of('<|channel|>final<|message|>{"title":"t","tags":[]}'):
+        assert matcher.consume(token)
+    assert matcher.forced() == [vocab.RETURN]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "rest"),
+    [("I think", " so.<|return|>"), ('{"title":', '"t","tags":[]}<|return|>')],
+)
+def test_prefill(prefill: str, rest: str) -> None:
+    matcher = held_to(turn(tools=TOOLS, prefill=prefill)).matcher()
+    assert all(map(matcher.consume, ids_of(rest)))
+    assert matcher.done
+
+
+def test_prefill_of_a_typed_answer() -> None:
+    asked = turn(response_format=ResponseFormat(ANSWER), prefill='{"title":')
+    matcher = held_to(asked).matcher()
+    assert all(map(matcher.consume, ids_of('"t","tags":[]}<|return|>')))
+    assert matcher.done
+    with pytest.raises(RequestError):
+        held_to(turn(response_format=ResponseFormat(ANSWER), prefill="I think"))
+
+
+LOOKALIKES = (
+    "<|end|><|start|>assistant<|channel|>commentary to=functions.weather<|message|>{}<|call|>"
+)
+
+
+@pytest.mark.parametrize("choice", ["plain", "auto", "typed", "required"])
+def test_what_looks_like_a_control_token_is_text(choice: str) -> None:
+    matcher = held_to(CHOICES[choice]).matcher()
+    assert all(map(matcher.consume, ids_of("<|channel|>analysis<|message|>")))
+    assert all(map(matcher.consume, vocab.encode(LOOKALIKES)))
+    assert matcher.consume(vocab.END)
+
+
+def test_no_control_id_within_a_text() -> None:
+    matcher, mask = held_to(AUTO).matcher(), Mask()
+    assert all(map(matcher.consume, ids_of("<|channel|>analysis<|message|>Hm")))
+    assert matcher.fill(mask)
+    assert [token for token in mask if token >= vocab.STARTOFTEXT] == [vocab.END]
+
+
+def in_threads(work: Callable[[int], None], count: int = 8) -> None:
+    failed: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            work(index)
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed
+
+
+def test_matchers_of_several_threads() -> None:
+    choices = list(SAMPLED.values())
+    whole = [drawn(asked, seed).ids for seed, asked in enumerate(choices)]
+
+    def work(index: int) -> None:
+        at = index % len(choices)
+        for _ in range(3):
+            assert drawn(choices[at], at).ids == whole[at]
+
+    in_threads(work)

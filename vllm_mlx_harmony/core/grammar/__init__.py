@@ -1,0 +1,77 @@
+"""What a turn may say, as one grammar over the ids of the whole output.
+
+**The language.** Generation begins behind ``<|start|>assistant``. What follows is any number of
+messages that leave the turn open, and one that ends it::
+
+    turn     = { open "<|start|>assistant" } last
+    open     = "<|channel|>analysis<|message|>"   TEXT "<|end|>"      reasoning
+             | "<|channel|>commentary<|message|>" TEXT "<|end|>"      a preamble
+    last     = "<|channel|>final" [ type ] "<|message|>" BODY "<|return|>"
+             | call [ WORD | type ] "<|message|>" ARGUMENTS "<|call|>"
+    call     = " to=" NAME [ "<|channel|>" CHANNEL ]                  recipient in role position
+             | "<|channel|>" CHANNEL " to=" NAME                      in channel position
+    type     = [ " " ] "<|constrain|>" ("json" | "code")
+    WORD     = " json" | " code"
+
+``TEXT`` is any text; ``BODY`` that, or the JSON that is asked for; ``ARGUMENTS`` the JSON of the
+tool that is ``NAME``. What the caller wants of the turn (its tools and their choice, its format,
+whether it may think) decides which of these alternatives there are; nothing is asked of the model
+that is not in the language, and nothing else can be said. The turn has one call at most: generation
+stops at ``<|call|>``, so ``parallel_tool_calls: false`` asks for nothing more.
+
+**Why lenient.** gpt-oss writes one and the same call in a dozen ways: the recipient behind the role
+or behind the channel, on any channel, with or without a content type, which is a word or follows
+``<|constrain|>``. A model that is kept from its habit is pushed off the path it was trained on, and
+pays for it in the arguments. So every header that the parser (semantics B) reads as intended is in
+the language. Noise that the parser merely survives is not: there the mask helps. Nor is
+``final json``, in which openai-harmony's own parser reads a recipient.
+
+**Why in token space.** A control token is an id that no text has. A grammar over text cannot tell
+``<|end|>`` from the seven characters that a user may well talk about, and either lets a body end in
+the middle or forbids talking about Harmony. Here control tokens are ids and texts are bytes, and
+neither can become the other. The parser, the renderer and the grammar thus agree on where a message
+ends, whatever it says.
+
+**What is enforced** of JSON Schema is what llguidance can express (`expressible`), and no keyword
+more is promised: with strictness asked for, another keyword is an error that names it; otherwise
+the arguments hold for the schema without it, and a note says so. Properties come in the order of
+the schema, as the model is shown them. White space between JSON's tokens is free but bounded, so
+that a model cannot loop in it.
+
+**When there is none.** ``grammar_of`` is ``None`` under the policy ``off`` and only then. Without
+tools the language is small, but it is not everything: a call to a tool that was never declared can
+be written nowhere in it, and the turn always ends in an answer. That is the cheapest grammar there
+is, most of it one free text.
+
+The grammar is a value; compiling it (`compiled`) and following one output (`Matcher`) is
+llguidance's part: https://github.com/guidance-ai/llguidance, its variant of Lark in
+``docs/syntax.md``, what it takes of JSON Schema in ``docs/json_schema.md``. Harmony:
+https://cookbook.openai.com/articles/openai-harmony. How long reasoning may go on is not in the
+grammar, because it is no property of a text: that is ``core.reasoning``.
+"""
+
+from __future__ import annotations
+
+from vllm_mlx_harmony.core.grammar.language import Grammar, Policy, grammar_of
+from vllm_mlx_harmony.core.grammar.matching import (
+    ROWS,
+    WORDS,
+    Compiled,
+    Mask,
+    Matcher,
+    compiled,
+    prepare,
+)
+
+__all__ = [
+    "ROWS",
+    "WORDS",
+    "Compiled",
+    "Grammar",
+    "Mask",
+    "Matcher",
+    "Policy",
+    "compiled",
+    "grammar_of",
+    "prepare",
+]

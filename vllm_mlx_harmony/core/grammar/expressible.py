@@ -1,0 +1,424 @@
+"""JSON Schema in, the part of it that llguidance can enforce out, and what that leaves out.
+
+Knows which keywords llguidance has, and that dropping a keyword only ever allows more. Refuses to
+know tools and messages. Never raises on any JSON value, and is bounded in depth and in size.
+
+llguidance (https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md) takes most of
+draft 2020-12 and refuses a schema with anything else in it. So a schema is copied, keyword by
+keyword: annotations and what is no keyword are left out silently; keywords that llguidance does not
+have are dropped and told; and where it refuses the rest (a pattern with look-around, a ``oneOf``
+whose branches overlap), the keyword that it refuses is looked for, and dropped and told as well.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+from vllm_mlx_harmony.core import recent, schema
+
+Schema: TypeAlias = "dict[str, Any]"
+
+MAX_DEPTH = 100
+MAX_SCHEMAS = 20_000
+REMEMBERED = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Expressed:
+    """A schema as llguidance takes it, in JSON, and the keywords that are not in it any more."""
+
+    text: str
+    dropped: tuple[str, ...] = ()
+
+
+_WHITE_SPACE = r"\r?\n[ \t]{0,80}|[ \t]{1,4}"
+"""Between JSON's tokens: a line end with its indentation, or some blanks. Matched once."""
+
+_OPTIONS = {"whitespace_pattern": _WHITE_SPACE, "json_allow_general_unicode_escapes": True}
+
+
+def express(value: Mapping[str, Any], *, of_object: bool = False) -> Expressed:
+    """``value`` without what cannot be enforced. ``of_object``: it is the schema of an object even
+    where it does not say so. Remembered: it is asked for on every turn."""
+    try:
+        key = json.dumps([of_object, value], separators=(",", ":"))
+    except (RecursionError, TypeError, ValueError):
+        return Expressed(ANY_OBJECT.text, ("a schema that is no JSON",))
+    known = _remembered.get(key)
+    if known is None:
+        known = _expressed(value, of_object)
+        _remembered.put(key, known, 2 * (len(key) + len(known.text)) + 512)
+    return known
+
+
+_remembered: recent.Recent[str, Expressed] = recent.Recent(REMEMBERED)
+
+
+def _expressed(value: Mapping[str, Any], of_object: bool) -> Expressed:
+    reading = _Reading(value)
+    copied = reading.root(of_object)
+    dropped = list(reading.dropped)
+    if _refusal(copied):
+        copied, refused = _weakened(copied)
+        dropped += refused
+    return Expressed(_text(copied), tuple(dict.fromkeys(dropped)))
+
+
+def _text(copied: Schema) -> str:
+    return json.dumps({"x-guidance": _OPTIONS, **copied}, separators=(",", ":"))
+
+
+def _refusal(copied: Schema) -> str:
+    """Why llguidance does not take it; empty when it does."""
+    from llguidance import LLMatcher
+
+    grammar = json.dumps({"grammars": [{"json_schema": {"x-guidance": _OPTIONS, **copied}}]})
+    return LLMatcher.validate_grammar(grammar)
+
+
+# --- copying: any JSON value -> known, well-formed keywords, every $ref to a definition ---
+
+
+class _Reading:
+    """One walk through a schema. What is referred to becomes a definition of its own."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._left = MAX_SCHEMAS
+        self._definitions: dict[str, str] = {}
+        self._waiting: list[tuple[str, object]] = []
+        self._named: dict[str, object] | None = None
+        self.dropped: dict[str, None] = {}
+
+    def root(self, of_object: bool) -> Schema:
+        copied = self.schema(self._root)
+        copied = {"not": {}} if copied is False else {} if copied is True else copied
+        if of_object and not _is_object(copied):
+            copied = {"type": "object", **copied}
+        definitions = {}
+        while self._waiting:
+            name, target = self._waiting.pop()
+            definitions[name] = self.schema(target)
+        return {**copied, "$defs": definitions} if definitions else copied
+
+    def schema(self, value: object, depth: int = 0) -> Any:
+        """``value`` as a schema: a boolean or a new mapping."""
+        self._left -= 1
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, Mapping):
+            return self._drop("a schema that is neither object nor boolean", True)
+        if depth >= MAX_DEPTH or self._left < 0:
+            return self._drop("a schema of this size", True)
+        copied: Schema = {}
+        for key, content in value.items():
+            if key in _MEANINGLESS and content in _MEANINGLESS[key]:
+                continue
+            if key in _MISSING:
+                self._drop(key, None)
+            elif key in _KEYWORDS:
+                read = _KEYWORDS[key](self, content, depth + 1)
+                if read is None:
+                    self._drop(f"{key} as it stands there", None)
+                else:
+                    copied.update(zip((key,), read, strict=False))
+        return copied
+
+    def _drop(self, what: str, instead: Any) -> Any:
+        self.dropped[what] = None
+        return instead
+
+    # What a keyword may hold: a 1-tuple with its copy, () to leave it out, None when malformed.
+
+    def plain(self, content: object, _: int) -> tuple[Any] | None:
+        return (content,)
+
+    def number(self, content: object, _: int) -> tuple[Any] | None:
+        return (content,) if isinstance(content, (int, float)) else None
+
+    def count(self, content: object, _: int) -> tuple[Any] | None:
+        whole = isinstance(content, (int, float)) and content >= 0 and content == int(content)
+        return (int(content),) if whole else None  # type: ignore[call-overload]
+
+    def text(self, content: object, _: int) -> tuple[Any] | None:
+        return (schema.clean(content),) if isinstance(content, str) else None
+
+    def format(self, content: object, _: int) -> tuple[Any] | tuple[()] | None:
+        return (content,) if content in FORMATS else ()
+
+    def texts(self, content: object, _: int) -> tuple[Any] | None:
+        if not isinstance(content, list) or not all(isinstance(one, str) for one in content):
+            return None
+        return ([schema.clean(one) for one in content],)
+
+    def values(self, content: object, _: int) -> tuple[Any] | None:
+        return (content,) if isinstance(content, list) else None
+
+    def types(self, content: object, _: int) -> tuple[Any] | None:
+        named = [content] if isinstance(content, str) else content
+        if not isinstance(named, list) or not named or not all(one in TYPES for one in named):
+            return None
+        return (content,)
+
+    def sub(self, content: object, depth: int) -> tuple[Any] | None:
+        return (self.schema(content, depth),)
+
+    def subs(self, content: object, depth: int) -> tuple[Any] | None:
+        if not isinstance(content, list) or not content:
+            return None
+        return ([self.schema(one, depth) for one in content],)
+
+    def items(self, content: object, depth: int) -> tuple[Any] | None:
+        return self.subs(content, depth) if isinstance(content, list) else self.sub(content, depth)
+
+    def named(self, content: object, depth: int) -> tuple[Any] | None:
+        if not isinstance(content, Mapping):
+            return None
+        return ({schema.clean(str(k)): self.schema(v, depth) for k, v in content.items()},)
+
+    def reference(self, content: object, _: int) -> tuple[Any] | None:
+        if content == "#":
+            return ("#",)
+        if not isinstance(content, str):
+            return None
+        if content not in self._definitions:
+            target = self._target(content)
+            if target is None:
+                return None
+            self._definitions[content] = f"d{len(self._definitions)}"
+            self._waiting.append((self._definitions[content], target))
+        return (f"#/$defs/{self._definitions[content]}",)
+
+    def _target(self, ref: str) -> object:
+        if ref.startswith("#/"):
+            return _pointed(self._root, ref)
+        if self._named is None:
+            self._named = dict(_named(self._root))
+        return self._named.get(ref)
+
+
+def _is_object(copied: Schema) -> bool:
+    return copied.get("type") == "object"
+
+
+def _pointed(root: object, ref: str) -> object:
+    """What the JSON pointer ``#/a/b`` points to in ``root``; ``None`` when to nothing."""
+    found = root
+    for part in ref[2:].split("/"):
+        step = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(step)
+        elif isinstance(found, list) and re.fullmatch(r"[0-9]{1,6}", step):
+            found = found[int(step)] if int(step) < len(found) else None
+        else:
+            return None
+    return found
+
+
+def _named(root: object) -> Iterator[tuple[str, object]]:
+    """What an ``$anchor`` or an ``$id`` in ``root`` names."""
+    waiting, left = [root], MAX_SCHEMAS
+    while waiting and left:
+        left -= 1
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            if isinstance(value.get("$anchor"), str):
+                yield f"#{value['$anchor']}", value
+            if isinstance(value.get("$id"), str):
+                yield value["$id"], value
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+TYPES = frozenset({"null", "boolean", "number", "integer", "string", "array", "object"})
+
+FORMATS = frozenset(
+    {
+        "date-time",
+        "time",
+        "date",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "uuid",
+        "uri",
+    }
+)
+"""Those that are enforced. Any other is an annotation, as for JSON Schema every format may be."""
+
+_Reader: TypeAlias = "Callable[[_Reading, object, int], tuple[Any] | tuple[()] | None]"
+
+_KEYWORDS: Mapping[str, _Reader] = {
+    "type": _Reading.types,
+    "enum": _Reading.values,
+    "const": _Reading.plain,
+    "$ref": _Reading.reference,
+    "anyOf": _Reading.subs,
+    "oneOf": _Reading.subs,
+    "allOf": _Reading.subs,
+    "properties": _Reading.named,
+    "patternProperties": _Reading.named,
+    "additionalProperties": _Reading.sub,
+    "required": _Reading.texts,
+    "minProperties": _Reading.count,
+    "maxProperties": _Reading.count,
+    "items": _Reading.items,
+    "prefixItems": _Reading.subs,
+    "additionalItems": _Reading.sub,
+    "minItems": _Reading.count,
+    "maxItems": _Reading.count,
+    "minLength": _Reading.count,
+    "maxLength": _Reading.count,
+    "pattern": _Reading.text,
+    "format": _Reading.format,
+    "minimum": _Reading.number,
+    "maximum": _Reading.number,
+    "exclusiveMinimum": _Reading.number,
+    "exclusiveMaximum": _Reading.number,
+    "multipleOf": _Reading.number,
+}
+"""What llguidance has, and how its content is read."""
+
+_MISSING = frozenset(
+    {
+        "if",
+        "then",
+        "else",
+        "not",
+        "uniqueItems",
+        "contains",
+        "minContains",
+        "maxContains",
+        "propertyNames",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "$dynamicRef",
+        "$recursiveRef",
+    }
+)
+"""Keywords of any draft that llguidance does not have."""
+
+_MEANINGLESS: Mapping[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "contains": (),
+    "not": (False,),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "additionalItems": (True, {}),
+}
+"""Contents with which a keyword says nothing."""
+
+
+# --- weakening: what llguidance refuses all the same ---
+
+
+def _weakened(copied: Schema) -> tuple[Schema, list[str]]:
+    """``copied`` without the keywords for which it is refused, and these.
+
+    The one keyword whose absence is enough; or several; or nothing but an object is left.
+    """
+    for keyword in _REFUSABLE:
+        weaker, changed = _without(copied, [keyword])
+        if changed and not _refusal(weaker):
+            return weaker, [keyword]
+    weaker, refused = copied, []
+    for keyword in _REFUSABLE:
+        less, changed = _without(weaker, [keyword])
+        if changed:
+            weaker = less
+            refused.append(keyword)
+            if not _refusal(weaker):
+                return weaker, refused
+    return {"type": "object"} if _is_object(copied) else {}, ["the schema as a whole"]
+
+
+_REFUSABLE = (
+    "pattern",
+    "oneOf",
+    "patternProperties",
+    "minProperties",
+    "maxProperties",
+    "multipleOf",
+    "format",
+    "minLength",
+    "maxLength",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "minItems",
+    "maxItems",
+    "const",
+    "enum",
+    "allOf",
+    "required",
+    "anyOf",
+    "$ref",
+)
+"""In the order in which they are given up."""
+
+
+def _without(copied: Schema, keywords: Iterable[str]) -> tuple[Schema, bool]:
+    """``copied`` without those of ``keywords`` that llguidance refuses; whether any was there."""
+    dropping = frozenset(keywords)
+    changed = False
+
+    def walk(value: Any) -> Any:
+        nonlocal changed
+        if not isinstance(value, dict):
+            return value
+        out: Schema = {}
+        for key, content in value.items():
+            if key in dropping and _is_refused(key, content):
+                changed = True
+                if key == "oneOf":
+                    out["anyOf" if "anyOf" not in value else "oneOf"] = [*map(walk, content)]
+                continue
+            if key in ("properties", "patternProperties", "$defs"):
+                out[key] = {name: walk(one) for name, one in content.items()}
+            elif key in ("anyOf", "oneOf", "allOf", "prefixItems") or isinstance(content, list):
+                out[key] = [walk(one) if key in _SCHEMAS else one for one in content]
+            else:
+                out[key] = walk(content) if key in _SCHEMAS else content
+        return out
+
+    weaker: Schema = walk(copied)
+    return weaker, changed
+
+
+_SCHEMAS = frozenset(
+    {
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "prefixItems",
+        "items",
+        "additionalItems",
+        "additionalProperties",
+    }
+)
+
+
+def _is_refused(keyword: str, content: Any) -> bool:
+    """A pattern by itself; of the other keywords it cannot be said."""
+    if keyword == "pattern":
+        return bool(_refusal({"type": "string", "pattern": content}))
+    return True
+
+
+ANY_OBJECT = Expressed(_text({"type": "object"}))

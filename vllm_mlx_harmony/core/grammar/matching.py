@@ -1,0 +1,194 @@
+"""A grammar followed id by id: llguidance's tokenizer, compiled grammars, and one output's matcher.
+
+Knows which ids may come next. Refuses to know what they mean and where logits are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_mlx_harmony.core import recent, vocab
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.grammar.language import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+ROWS = 201_088
+"""Logits of gpt-oss: one for each id that a mask speaks of."""
+
+WORDS = ROWS // 32
+"""32-bit words of a mask: the lowest bit of the first one is id 0."""
+
+REMEMBERED = 64 * 2**20
+"""Bytes of compiled grammars that are remembered, about."""
+
+
+# --- the tokenizer: once per process ---
+
+_tokenizer: LLTokenizer | None = None
+_lock = threading.Lock()
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer. No text is ever a control id, in no direction."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = vocab.ENDOFTEXT  # never in a grammar: <|call|> and <|return|> are, as tokens
+    special_token_ids = range(vocab.STARTOFTEXT, ROWS)
+
+    def __init__(self) -> None:
+        self.tokens = [vocab.token_bytes(token) for token in range(vocab.STARTOFTEXT)]
+        self.tokens += [b"<|%d|>" % token for token in self.special_token_ids]
+
+    def __call__(self, text: str) -> list[int]:
+        return vocab.encode(text)
+
+
+def prepare() -> None:
+    """Builds the tokenizer (1–2 s of one core) unless it is there: while a model loads, say.
+
+    Any thread; several wait for one. Raises what ``vocab.encoding`` raises, and ``ImportError``
+    without llguidance.
+    """
+    _prepared()
+
+
+def _prepared() -> LLTokenizer:
+    global _tokenizer
+    if _tokenizer is None:
+        with _lock:
+            if _tokenizer is None:
+                from llguidance import LLTokenizer
+
+                _tokenizer = LLTokenizer(_Vocabulary())  # type: ignore[arg-type]
+    return _tokenizer
+
+
+# --- compiled grammars ---
+
+_compiled: recent.Recent[Grammar, Compiled] = recent.Recent(REMEMBERED)
+
+
+def compiled(grammar: Grammar) -> Compiled:
+    """``grammar`` ready to be followed, remembered. Takes milliseconds for a new one, without the
+    interpreter's lock: any thread, but not an event loop's.
+
+    Raises ``RequestError`` when it is too large for llguidance, or when what the prompt has begun
+    does not fit it.
+    """
+    known = _compiled.get(grammar)
+    if known is None:
+        known = Compiled(grammar, _fresh(grammar))
+        _compiled.put(grammar, known, _size(grammar))
+    return known
+
+
+def _fresh(grammar: Grammar) -> LLMatcher:
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(_prepared(), grammar.text, log_level=0)
+    if matcher.is_error():
+        problem = matcher.get_error().partition("\n")[0]
+        raise RequestError(f"tools and formats cannot be enforced: {problem}", param="tools")
+    if grammar.begun and not matcher.consume_tokens(list(grammar.begun)):
+        problem = "the answer as it was begun does not fit the response format"
+        raise RequestError(problem, param="messages")
+    return matcher
+
+
+def _size(grammar: Grammar) -> int:
+    return _BASE + _PER_CHARACTER * len(grammar.text)
+
+
+_BASE = 100_000
+_PER_CHARACTER = 100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compiled:
+    """A grammar that any number of outputs can be held to, from any thread."""
+
+    grammar: Grammar
+    _template: LLMatcher
+
+    def matcher(self) -> Matcher:
+        """For one output, at its beginning."""
+        return Matcher(self._template.deep_copy())
+
+
+# --- one output ---
+
+
+class Mask:
+    """Which ids may come next: memory that is written anew for every id, and belongs to the caller.
+
+    ``words`` views it as ``WORDS`` unsigned integers of 32 bits, for whoever takes buffers.
+    """
+
+    def __init__(self) -> None:
+        memory = (ctypes.c_uint32 * WORDS)()
+        self.words = memoryview(memory).cast("B").cast("I")
+        self.address = ctypes.addressof(memory)
+
+    def __contains__(self, token: int) -> bool:
+        return bool(self.words[token // 32] >> token % 32 & 1)
+
+    def __iter__(self) -> Iterator[int]:
+        """All allowed ids, in order."""
+        for first, word in zip(range(0, ROWS, 32), self.words, strict=True):
+            if word:
+                yield from (first + bit for bit in range(32) if word >> bit & 1)
+
+
+class Matcher:
+    """Follows one output. One thread at a time; different ones do not know of each other.
+
+    Never raises: an id that the grammar does not have, or an error within llguidance, sets
+    ``error``, and from then on everything is allowed.
+    """
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self.error = ""
+        """What went wrong; empty as long as nothing did."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the output is whole: nothing may follow."""
+        return not self.error and self._matcher.is_stopped()
+
+    def fill(self, mask: Mask) -> bool:
+        """Writes which ids may come next; a few microseconds, without the interpreter's lock.
+
+        False when nothing was written and everything is allowed: the output is whole, or ``error``.
+        """
+        if self.error or self._matcher.is_stopped():
+            return False
+        self._matcher.unsafe_compute_mask_ptr(mask.address, 4 * WORDS)
+        return not self._failed()
+
+    def consume(self, token: int) -> bool:
+        """Takes in an id that was generated; false when it may not stand here."""
+        if self.error:
+            return False
+        if self._matcher.is_stopped():
+            return token in vocab.LAST
+        self._matcher.consume_token(token)
+        return not self._failed()
+
+    def forced(self) -> list[int]:
+        """The ids that must come next, whatever the model wants; empty when it has a choice."""
+        if self.error or self._matcher.is_stopped():
+            return []
+        return self._matcher.compute_ff_tokens()
+
+    def _failed(self) -> bool:
+        if self._matcher.is_error():
+            self.error = self._matcher.get_error() or "unknown"
+        return bool(self.error)
