@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_mlx_harmony.core import names as module
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Call, Tool, Turn, User
@@ -82,3 +83,27 @@ def test_every_declared_name_comes_back(tools: list[str]) -> None:
     recipients = [found.recipient(name) for name in tools]
     assert [found.addressee(recipient) for recipient in recipients] == tools
     assert all(recipient.isascii() and " " not in recipient for recipient in recipients)
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [f"a{'!' * at}b" for at in range(1, 8_001)],
+        ["é" * at for at in range(1, 8_001)],
+        [f"{'n' * 240}{chr(65 + at // 64 % 26)}{chr(97 + at % 26)}{at}" for at in range(8_000)],
+    ],
+    ids=["alike", "nothing left", "longer than a header can carry"],
+)
+def test_thousands_of_names_that_are_alike_take_as_many_tries(tools: list[str]) -> None:
+    tried = 0
+
+    class Counting(set[str]):
+        def __contains__(self, name: object) -> bool:
+            nonlocal tried
+            tried += 1
+            return super().__contains__(name)
+
+    taken, numbers = Counting(), dict[str, int]()
+    aliases = [module._alias(name, taken, numbers) for name in tools]
+    assert len(set(aliases)) == len(tools)
+    assert tried <= 2 * len(tools)

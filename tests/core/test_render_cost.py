@@ -11,12 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from vllm_mlx_harmony.core import render as module
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.render import opening, render
+from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -40,30 +38,30 @@ def forget() -> None:
 
 
 class Counted:
-    """What is expensive: the texts that were encoded, and the templates that were rendered."""
+    """What is expensive: the texts that were encoded, and the tools that were declared."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.templates = 0
+        self.declarations = 0
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
     """Counts from where everything is forgotten."""
     forget()
-    counted, encode, template = Counted(), vocab.encode, module._template
+    counted, encode, declare = Counted(), vocab.encode, module._declaration
 
     def counting(text: str) -> list[int]:
         if text != "assistant":  # the opening, in every prompt
             counted.texts.append(text)
         return encode(text)
 
-    def templating(*args: Any, **options: Any) -> list[int]:
-        counted.templates += 1
-        return template(*args, **options)
+    def declaring(*args: Any) -> str:
+        counted.declarations += 1
+        return declare(*args)
 
     monkeypatch.setattr(vocab, "encode", counting)
-    monkeypatch.setattr(module, "_template", templating)
+    monkeypatch.setattr(module, "_declaration", declaring)
     yield counted
     forget()
 
@@ -96,20 +94,20 @@ def read(description: str = "Reads.", **changes: Any) -> tuple[Tool, ...]:
 
 
 STEP_3 = ["I need 3.", "Reading 3.", '{"n":3}', "This is 3."]
-# What the next turn is -> how the texts begin that are encoded for it, templates rendered.
+# What the next turn is -> how the texts begin that are encoded for it, tools declared or not.
 COSTS: dict[str, tuple[Turn, list[str], int]] = {
     "the same": (turn(), [], 0),
     "one step more": (turn(*step(3)), STEP_3, 0),
     "a step that was there, and its reasoning was not": (turn(*step(2)), ["I need 2."], 0),
     "at another place in the request": (turn(where="input[9]"), [], 0),
-    "another effort": (turn(effort=Effort.HIGH), [], 1),
-    "another date": (turn(date="2026-01-02"), [], 1),
+    "another effort": (turn(effort=Effort.HIGH), ["You are ChatGPT"], 0),
+    "another date": (turn(date="2026-01-02"), ["You are ChatGPT"], 0),
     "other instructions": (turn(rules="Refuse."), ["# Instructions\n\nRefuse.\n\n# Tools"], 0),
     "a response format": (turn(response_format=ResponseFormat()), ["# Instructions"], 0),
     "another description": (turn(tools=read("Reads!")), ["# Instructions"], 1),
     "another type": (turn(tools=read(parameters=parameters("n", "o"))), ["# Instructions"], 1),
     "another order": (turn(tools=read(parameters=parameters("m", "n"))), ["# Instructions"], 1),
-    "no tools": (turn(tools=()), ["# Instructions\n\nObey."], 1),
+    "no tools": (turn(tools=()), ["You are ChatGPT", "# Instructions\n\nObey."], 0),
 }
 
 
@@ -119,10 +117,10 @@ def test_a_turn_costs_what_is_new(
 ) -> None:
     render(Turn((User("Go."), Reasoning("Headers are texts too."))))
     render(turn())
-    counted.texts, counted.templates = [], 0
+    counted.texts, counted.declarations = [], 0
     warm = render(after)
     assert [text[: len(start)] for text, start in zip(counted.texts, texts, strict=True)] == texts
-    assert counted.templates == templates
+    assert counted.declarations == templates
     forget()
     assert render(after) == warm
 
@@ -151,7 +149,7 @@ def test_tools_that_are_no_plain_json_are_rendered_each_time(counted: Counted) -
     plain = render(turn(tools=read()))
     frozen = turn(tools=read(parameters=MappingProxyType(parameters("n", "m"))))
     assert render(frozen) == render(frozen) == plain
-    assert counted.templates == 1 + 1 + 2  # the system message once, the tools each time
+    assert counted.declarations == 1 + 2
 
 
 def test_an_alias_is_part_of_what_is_remembered() -> None:
@@ -183,72 +181,3 @@ def test_what_it_takes_is_about_what_is_counted() -> None:
     assert 8 * len(ids) + sys.getsizeof(text) - 5_000 < counted
     assert counted < 8 * len(ids) + sys.getsizeof(text) + 5_000
     forget()
-
-
-# --- Long texts are encoded in parts, which no other thread has to wait for.
-
-WORDS = [
-    "a",
-    "Zz",
-    "it's",
-    "we'LL",
-    "9",
-    "1234",
-    "。",
-    "，",
-    "世界",
-    "é",
-    "e\u0301",
-    "да",
-    "كتابٌ",
-    "입술",
-    "राजा",
-    "ǅ",
-    "²",
-    "Ⅷ",
-    "٣",
-]
-SIGNS = ["🙂", "-", "'", "/", "_", "\u200d", "\ufeff", "x1"]
-SEAMS = st.sampled_from([*WORDS, *SIGNS, " ", "  ", "\n", "\r\n", "\t", "\u3000"])
-
-
-@settings(max_examples=500)
-@given(st.lists(SEAMS, max_size=60).map("".join), st.integers(1, 12))
-@example("we'LL go'S 1a\n\nb  c 世界。好 9\n", 2)
-def test_parts_are_encoded_as_the_whole(text: str, size: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_AT_ONCE", size)
-        assert list(module._encoded(text)) == vocab.encode(text)
-
-
-@settings(max_examples=300)
-@given(st.text(max_size=80), st.integers(1, 12))
-def test_parts_of_any_text_are_encoded_as_the_whole(text: str, size: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_AT_ONCE", size)
-        assert list(module._encoded(text)) == vocab.encode(text)
-
-
-LONG = {
-    "prose": "The quick brown fox, 1984.\n" * 8_000,
-    "lines without words": '  "a1": {"b2": [3, 4]},\n' * 8_000,
-    "one line": "word " * 40_000,
-    "a blob": "QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo0x3f9Kd2" * 4_000,
-    "Chinese": "这是一个很长的句子，没有空格。" * 12_000,
-    "Russian": "Съешь же ещё этих мягких французских булок, да выпей чаю. " * 4_000,
-    "Arabic": "نص حكيم له سر قاطع وذو شأن عظيم مكتوب على ثوب أخضر " * 4_000,
-    "Korean": "키스의 고유조건은 입술끼리 만나야 하고 특별한 기술은 필요치 않다. " * 5_000,
-    "Hindi": "ऋषियों को सताने वाले दुष्ट राक्षसों के राजा रावण का सर्वनाश करने वाले " * 3_000,
-    "hexadecimal": "0123456789abcdef" * 12_000,
-}
-
-
-@pytest.mark.parametrize("text", LONG.values(), ids=LONG.keys())
-def test_no_part_is_long(counted: Counted, text: str) -> None:
-    whole = vocab.encode(text)
-    counted.texts = []
-    rendered = render(Turn((User(text),)))
-    body = rendered.ids[rendered.boundaries[0] :]
-    assert list(body[body.index(vocab.MESSAGE) + 1 : -1 - len(opening())]) == whole
-    assert max(map(len, counted.texts)) < 2 * module._AT_ONCE
-    assert "".join(counted.texts).endswith(text)

@@ -11,18 +11,24 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai_harmony import DeveloperContent, Message, Role, ToolDescription
 
-from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core import typescript, vocab
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.schema import MAX_DEPTH, clean, express, parameters
-from vllm_mlx_harmony.core.turn import Tool
+from vllm_mlx_harmony.core.render import render
+from vllm_mlx_harmony.core.schema import MAX_DEPTH, express, parameters
+from vllm_mlx_harmony.core.turn import Tool, Turn, User
+from vllm_mlx_harmony.core.vocab import clean
+
+BEFORE = "<|start|>developer<|message|>"
 
 
 def printed(schema: dict[str, Any] | None) -> str:
-    """The type of a tool with these parameters, as openai-harmony prints it."""
+    """The type of a tool with these parameters, as openai-harmony prints it, and we."""
     tool = ToolDescription.new("t", "", schema)
     content = DeveloperContent.new().with_function_tools([tool])
     ids = vocab.encoding().render(Message.from_role_and_content(Role.DEVELOPER, content))
     text = vocab.encoding().decode(ids)
+    ours = typescript.section("functions", [typescript.tool("t", "", schema)])
+    assert ours == text.removeprefix(BEFORE).removesuffix("<|end|>")
     return text.partition("type t = ")[2].rpartition(";\n\n} // namespace functions")[0]
 
 
@@ -661,3 +667,67 @@ def test_every_line_of_a_description_is_a_comment(text: str) -> None:
 )
 def test_clean(text: str, expected: str) -> None:
     assert clean(text) == expected
+
+
+# --- Bounds: what little text can stand for
+
+
+def refused(*tools: Tool) -> str | None:
+    with pytest.raises(RequestError) as caught:
+        render(Turn((User("?"),), tools))
+    assert "too large" in caught.value.message
+    return caught.value.param
+
+
+def referring(target: object, count: int) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {f"p{at}": {"$ref": "#/$defs/a"} for at in range(count)},
+        "$defs": {"a": target},
+    }
+
+
+def tree(depth: int, leaf: object) -> dict[str, Any]:
+    """Two references to the next level, on each."""
+    levels: dict[str, Any] = {
+        str(at): {"properties": {side: {"$ref": f"#/$defs/{at + 1}"} for side in "ab"}}
+        for at in range(depth)
+    }
+    return {"type": "object", "$ref": "#/$defs/0", "$defs": {**levels, str(depth): leaf}}
+
+
+LONG_TEXT = {"type": "string", "description": "word " * 2_000}
+TOO_LARGE: dict[str, dict[str, Any]] = {
+    "references to a long description": referring(LONG_TEXT, 2_000),
+    "a tree of references": tree(11, LONG_TEXT),
+    "references to a long enum": referring({"enum": ["value"] * 2_000}, 2_000),
+    "references to a long default": referring({"default": {"a": ["value"] * 2_000}}, 2_000),
+    "references to a long list": referring({"required": ["value"] * 2_000}, 2_000),
+    "references to long names": referring({"properties": {"n" * 10_000: {}}}, 2_000),
+    "a long title that is not ASCII": referring({"title": "é" * 10_000}, 2_000),
+}
+
+
+@pytest.mark.parametrize("parameters", TOO_LARGE.values(), ids=TOO_LARGE.keys())
+def test_tools_that_would_be_too_large_are_refused(parameters: dict[str, Any]) -> None:
+    small = Tool("a", parameters=referring({"type": "string"}, 2), where="tools[0]")
+    assert refused(small, Tool("b", parameters=parameters, where="tools[1]")) == "tools[1]"
+
+
+def test_all_tools_count_together() -> None:
+    one = referring(LONG_TEXT, 20)
+    tools = [Tool(f"t{at}", parameters=one, where=f"tools[{at}]") for at in range(20)]
+    assert refused(*tools) == "tools[5]"  # read and printed: each counts
+    render(Turn((User("?"),), tuple(tools[:5])))
+
+
+def test_descriptions_of_tools_count_too() -> None:
+    text = "word " * 300_000
+    tools = [Tool(name, text, where=f"tools.{name}") for name in "ab"]
+    assert refused(*tools) == "tools.b"
+
+
+def test_many_small_schemas_count_too() -> None:
+    one = referring({"type": "string"}, 3_000)
+    tools = [Tool(f"t{at}", parameters=one, where=f"tools[{at}]") for at in range(20)]
+    assert refused(*tools) is not None

@@ -19,6 +19,8 @@ _PREFIX = f"{FUNCTIONS}."
 NOBODY = frozenset({"assistant", "user", "all"})
 _CARRYABLE = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
 _LONGEST = NAME_LIMIT - len("to=") - len(_PREFIX) - 1
+_NUMBER = 8
+"""Characters of an alias, at its end, that tell names apart that are otherwise alike."""
 _UNCARRYABLE = re.compile(r"[^A-Za-z0-9_-]+")
 
 
@@ -96,20 +98,25 @@ def _declared(tools: Iterable[Tool]) -> list[str]:
 def _aliases(declared: Sequence[str], later: Iterable[str]) -> dict[str, str]:
     """Names to aliases. A name met later never changes an alias given before (A12)."""
     taken = {name for name in declared if _is_carryable(name)}
-    aliases = {name: name if name in taken else _alias(name, taken) for name in declared}
+    numbers: dict[str, int] = {}
+    aliases = {name: name if name in taken else _alias(name, taken, numbers) for name in declared}
     for name in later:
         if name not in aliases:
-            aliases[name] = _alias(name, taken)
+            aliases[name] = _alias(name, taken, numbers)
     return aliases
 
 
-def _alias(name: str, taken: set[str]) -> str:
-    """A name like ``name`` that a header can carry; it is ``taken`` from then on."""
+def _alias(name: str, taken: set[str], numbers: dict[str, int]) -> str:
+    """A name like ``name`` that a header can carry; it is ``taken`` from then on.
+
+    ``numbers`` are those given last to what names begin with: thousands of names that are alike
+    would otherwise each try all that were given before.
+    """
     stem = name if _is_carryable(name) else _UNCARRYABLE.sub("_", name).strip("_") or "tool"
-    alias, count = stem[:_LONGEST], 1
+    alias, start = stem[:_LONGEST], stem[: _LONGEST - _NUMBER]
     while alias in taken:
-        count += 1
-        end = f"_{count}"
+        numbers[start] = number = numbers.get(start, 1) + 1
+        end = f"_{number}"
         alias = stem[: _LONGEST - len(end)] + end
     taken.add(alias)
     return alias

@@ -16,7 +16,7 @@ from itertools import accumulate, compress, takewhile
 from sys import getsizeof
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from vllm_mlx_harmony.core import recent, schema, vocab
+from vllm_mlx_harmony.core import recent, schema, typescript, vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.replay import Segment, View, shared, stands_alone
@@ -40,7 +40,7 @@ from vllm_mlx_harmony.core.turn import (
 )
 
 if TYPE_CHECKING:
-    from openai_harmony import Content, Role, ToolDescription, ToolNamespaceConfig
+    from openai_harmony import ToolNamespaceConfig
 
 # openai_harmony is imported where it is used: where it is not installed this package still loads,
 # so that it can say what is missing.
@@ -160,31 +160,12 @@ def _rendered(kind: type, text: str, tool: str) -> Iterator[int]:
         form = _FORMS[kind]
         yield from _header(form.role, form.channel)
         text = form.heading + text
-    yield from _encoded(text)
+    yield from vocab.encode(text)
     yield vocab.CALL if kind is Call else vocab.END
 
 
 _ENTRY = 512
 """Bytes that a remembered message takes beside its ids and its text, about."""
-
-_AT_ONCE = 16_384
-"""Characters that are encoded in one go. No other thread runs meanwhile: the encoder keeps the
-interpreter's lock, and 16 K characters take it a few milliseconds."""
-
-_SEAM = re.compile(
-    r"[^\W\d_](?=[ \n])|[A-Za-z](?=[0-9])|[0-9](?=[ \n])|[\u4e00-\u9fff](?=[，。、])"
-)
-"""Where no token of o200k ever spans: none of its patterns takes both characters, and none that
-ends before the first looks at the second."""
-
-
-def _encoded(text: str) -> Iterator[int]:
-    start = 0
-    while len(text) - start > _AT_ONCE and (seam := _SEAM.search(text, start + _AT_ONCE // 2)):
-        yield from vocab.encode(text[start : seam.end()])
-        start = seam.end()
-    yield from vocab.encode(text[start:])
-
 
 # --- headers ---
 
@@ -197,7 +178,12 @@ class _Form(NamedTuple):
     heading: str = ""
 
 
+class _System:
+    """The kind of the first message, which no request has."""
+
+
 _FORMS: dict[type, _Form] = {
+    _System: _Form("system"),
     Instructions: _Form("developer", heading="# Instructions\n\n"),
     User: _Form("user"),
     Reasoning: _Form("assistant", "analysis"),
@@ -343,23 +329,41 @@ def _written(
     return written
 
 
-# --- the system and the developer message: openai-harmony owns their templates ---
+# --- the system and the developer message ---
 
 
-@lru_cache(maxsize=64)
 def _system(
     identity: str | None, date: str | None, effort: Effort, builtin: tuple[str, ...], tools: bool
 ) -> tuple[int, ...]:
-    from openai_harmony import ReasoningEffort, Role, SystemContent
+    """The system message: openai-harmony's, with the caller's words put into it afterwards."""
+    given = {_IDENTITY: identity or "", _DATE: date or ""}
+    form = _system_form(*map(bool, given.values()), effort, builtin, tools)
+    text = "".join(vocab.clean(given.get(part, part)) for part in _BLANKS.split(form))
+    return _message(_System, text)
+
+
+_IDENTITY, _DATE = "\ue000", "\ue001"
+_BLANKS = re.compile(f"([{_IDENTITY}{_DATE}])")
+
+
+@lru_cache(maxsize=64)
+def _system_form(
+    identity: bool, date: bool, effort: Effort, builtin: tuple[str, ...], tools: bool
+) -> str:
+    """The text of the system message, with blanks for identity and date."""
+    from openai_harmony import Message as HarmonyMessage
+    from openai_harmony import ReasoningEffort, RenderOptions, Role, SystemContent
 
     content = SystemContent.new().with_reasoning_effort(ReasoningEffort[effort.name])
     if identity:
-        content = content.with_model_identity(schema.clean(identity))
+        content = content.with_model_identity(_IDENTITY)
     if date:
-        content = content.with_conversation_start_date(schema.clean(date))
+        content = content.with_conversation_start_date(_DATE)
     for name in builtin:
         content = content.with_tools(_builtin(name))
-    return tuple(_template(Role.SYSTEM, content, functions=tools))
+    message = HarmonyMessage.from_role_and_content(Role.SYSTEM, content)
+    ids = vocab.encoding().render(message, RenderOptions(conversation_has_function_tools=tools))
+    return vocab.encoding().decode_utf8(ids[ids.index(vocab.MESSAGE) + 1 : -1])
 
 
 def _builtin(name: str) -> ToolNamespaceConfig:
@@ -416,28 +420,16 @@ def _declared(tools: Sequence[Tool], names: Names) -> bytes | None:
 
 
 def _declaration(tools: Sequence[Tool], names: Names) -> str:
-    from openai_harmony import DeveloperContent, Role
-
-    described = [_described(tool, names) for tool in tools]
-    content = DeveloperContent.new().with_function_tools(described)
-    message = _template(Role.DEVELOPER, content, functions=True)
-    return vocab.encoding().decode_utf8(message[message.index(vocab.MESSAGE) + 1 : -1])
+    room = schema.Room()
+    return typescript.section(
+        FUNCTIONS, [_declared_tool(tool, names.alias(tool.name), room) for tool in tools]
+    )
 
 
-def _described(tool: Tool, names: Names) -> ToolDescription:
-    from openai_harmony import ToolDescription
-
-    description = schema.clean(tool.description)
-    return ToolDescription.new(names.alias(tool.name), description, schema.parameters(tool))
-
-
-def _template(role: Role, content: Content, *, functions: bool) -> list[int]:
-    from openai_harmony import Message as HarmonyMessage
-    from openai_harmony import RenderOptions
-
-    message = HarmonyMessage.from_role_and_content(role, content)
-    options = RenderOptions(conversation_has_function_tools=functions)
-    return vocab.encoding().render(message, options)
+def _declared_tool(tool: Tool, name: str, room: schema.Room) -> str:
+    parameters = schema.parameters(tool, room)
+    description = vocab.clean(tool.description)
+    return room.declare(tool, typescript.tool(name, description, parameters))
 
 
 _ANY_OBJECT = ResponseFormat(

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Tool
+from vllm_mlx_harmony.core.vocab import clean
 
 Schema: TypeAlias = "dict[str, Any]"
 
@@ -24,6 +25,10 @@ MAX_DEPTH = 32
 # A few nested `$ref`s can stand for more schemas than there is memory. What is over is `any`.
 MAX_SCHEMAS = 4_000
 MAX_VALUE_DEPTH = 8
+# The same for texts and for all tools of a request together, which is refused then: no model has
+# room for as much.
+MAX_CHARACTERS = 2 * 2**20
+MAX_SCHEMAS_IN_ALL = 40_000
 
 # openai-harmony joins a list of types with ` | ` and prints each as it is, so such a list can say
 # what its template has no form for: a number, null, a union in brackets.
@@ -40,10 +45,42 @@ _LINE_ENDS = re.compile(r"\r\n|[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]")
 _PRINTED_BARE = re.compile(r'[^"\\\x00-\x1f\x7f-\x9f\u2028\u2029]*')
 
 
-def parameters(tool: Tool) -> Schema | None:
-    """What openai-harmony is to print as the argument of ``tool``; ``None`` when it takes none.
+class Room:
+    """What the tools of one request may still take, with every ``$ref`` in its place."""
 
-    Raises ``RequestError`` naming the tool when its parameters are not the schema of an object.
+    def __init__(self) -> None:
+        self._characters = MAX_CHARACTERS
+        self._schemas = MAX_SCHEMAS_IN_ALL
+
+    def take(self, characters: int, schemas: int = 0) -> None:
+        """Raises ``OverflowError`` when there is not as much left."""
+        self._characters -= characters
+        self._schemas -= schemas
+        if self._characters < 0 or self._schemas < 0:
+            raise OverflowError
+
+    def declare(self, tool: Tool, text: str) -> str:
+        """``text``, the declaration of ``tool``. Raises ``RequestError`` as ``parameters``."""
+        try:
+            self.take(len(text))
+        except OverflowError as error:
+            raise _too_large(tool) from error
+        return text
+
+
+def _too_large(tool: Tool) -> RequestError:
+    problem = (
+        f"with tool {tool.name!r} the tools are too large: more than {MAX_CHARACTERS} characters "
+        f"or {MAX_SCHEMAS_IN_ALL} schemas, with every $ref in its place"
+    )
+    return RequestError(problem, param=tool.where)
+
+
+def parameters(tool: Tool, room: Room | None = None) -> Schema | None:
+    """What is to be printed as the argument of ``tool``; ``None`` when it takes none.
+
+    Raises ``RequestError`` naming the tool when its parameters are not the schema of an object, or
+    when there is no ``room`` for them.
     """
     schema: object = tool.parameters
     if schema is None:
@@ -53,7 +90,10 @@ def parameters(tool: Tool) -> Schema | None:
         raise _refusal(tool, f"must be a JSON Schema object, not {kind}")
     if isinstance(schema.get("type"), str) and schema["type"] in _NOT_PARAMETERS:
         raise _refusal(tool, f"must have the type 'object', not {schema['type']!r}")
-    expressed = express(schema)
+    try:
+        expressed = express(schema, room)
+    except OverflowError as error:
+        raise _too_large(tool) from error
     expressed.pop("nullable", None)
     takes_none = not _shape(expressed) or expressed.get("properties") == {}
     return None if takes_none else expressed
@@ -68,21 +108,15 @@ def _shape(expressed: Schema) -> bool:
     return "oneOf" in expressed or expressed.get("type") not in (None, _OBJECT["type"])
 
 
-def express(schema: object) -> Schema:
+def express(schema: object, room: Room | None = None) -> Schema:
     """``schema`` (any JSON value) as a new schema that openai-harmony prints whole and right.
 
     ``$ref`` is inlined, ``anyOf`` is ``oneOf``, null is ``nullable`` or a variant, ``const`` is an
     ``enum``, ``allOf`` is merged (A9). What cannot be understood is ``{}``: printed as ``any``.
-    Never raises, never changes what it is given.
+    Never changes what it is given. Raises ``OverflowError`` when there is no ``room`` for it, and
+    nothing else.
     """
-    return _noted(_expressed(_Reading(schema).schema(schema)))
-
-
-def clean(text: str) -> str:
-    """``text`` without lone surrogates, which no UTF-8 can hold and openai-harmony raises on."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return _noted(_expressed(_Reading(schema, room or Room()).schema(schema)))
 
 
 # --- reading: any JSON value -> a bounded tree of known, well-typed keywords without `$ref` ---
@@ -94,13 +128,15 @@ _ROOT = frozenset({"#"})
 class _Reading:
     """One walk through a schema: where references point, and how much may still be read."""
 
-    def __init__(self, root: object) -> None:
+    def __init__(self, root: object, room: Room) -> None:
         self._root = root
+        self._room = room
         self._left = MAX_SCHEMAS
 
     def schema(self, value: object, depth: int = 0, refs: frozenset[str] = _ROOT) -> Schema:
         """``value`` as a schema; ``refs`` are the references that lead here: again is recursion."""
         self._left -= 1
+        self._room.take(0, schemas=1)
         if value is False:
             return {"enum": []}
         if not isinstance(value, Mapping) or depth >= MAX_DEPTH or self._left < 0:
@@ -120,6 +156,7 @@ class _Reading:
                 name, read = _PLAIN_KEYWORDS[key]
                 plain = read(content)
                 if plain is not None:
+                    self._room.take(_characters(plain[0]))
                     yield name, plain[0]
             elif key in _SCHEMA_KEYWORDS:
                 yield from self._nested(key, content, depth + 1, refs)
@@ -136,11 +173,13 @@ class _Reading:
             yield key, [self.schema(one, depth, refs) for one in content]
         elif kind is Mapping and isinstance(content, Mapping):
             named = content.items()
+            self._room.take(sum(len(str(name)) for name in content))
             yield key, {clean(str(name)): self.schema(one, depth, refs) for name, one in named}
 
     def _target(self, ref: str, depth: int, refs: frozenset[str]) -> Schema:
         if ref in refs or not ref.startswith("#/"):
             return {}
+        self._room.take(len(ref))
         return self.schema(_pointed(self._root, ref), depth + 1, refs | {ref})
 
 
@@ -193,6 +232,15 @@ def _plain(value: object, depth: int = 0) -> Any:
 
 def _is_small(number: float) -> bool:
     return abs(number) < 2**63 if isinstance(number, int) else math.isfinite(number)
+
+
+def _characters(value: object) -> int:
+    """Of a JSON value, about."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + _characters(one) for key, one in value.items())
+    return sum(1 + _characters(one) for one in value) if isinstance(value, list) else 1
 
 
 _Reader: TypeAlias = "Callable[[object], tuple[Any] | None]"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import HostError
+from .pretokens import pieces
 
 if TYPE_CHECKING:
     from openai_harmony import HarmonyEncoding
@@ -85,36 +85,26 @@ def encoding() -> HarmonyEncoding:
 def encode(text: str) -> list[int]:
     """Ids of `text` as ordinary text: what looks like a control token stays text (semantics A7).
 
-    A lone surrogate, which no UTF-8 can hold, is encoded as U+FFFD. A run of more than
-    ``LONGEST_RUN`` letters, spaces or signs is encoded in parts: the time that the byte pair
-    encoding takes grows with the square of a run's length (100,000 times ``a``: 3 s).
+    A lone surrogate, which no UTF-8 can hold, is encoded as U+FFFD. The encoder is given a long
+    text in pieces (see `pretokens`, also for where that makes a difference): it holds the
+    interpreter's lock for a few milliseconds, and other threads run in between.
     """
     encode = encoding().encode
-    if not _has_long_run(text):
-        return encode(text, disallowed_special=())
-    return [token for part in _parts(text) for token in encode(part, disallowed_special=())]
+    ids: list[int] = []
+    for piece in pieces(clean(text)):
+        ids += encode(piece, disallowed_special=())
+    return ids
 
 
-LONGEST_RUN = 1024
-_LONG_SPACE = re.compile(rf"\s{{{LONGEST_RUN + 1}}}")
-_RUNS = re.compile(r"[^\W\d_]+|\s+|(?:[^\w\s]|_)+")
-
-
-def _has_long_run(text: str) -> bool:
-    """Whether ``text`` may have one. Quick, because nearly no text has."""
-    if len(text) <= LONGEST_RUN:
-        return False
-    longest_word = max(map(len, text.split()), default=0)
-    return longest_word > LONGEST_RUN or _LONG_SPACE.search(text) is not None
-
-
-def _parts(text: str) -> Iterator[str]:
-    start = 0
-    for run in _RUNS.finditer(text):
-        for cut in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
-            yield text[start:cut]
-            start = cut
-    yield text[start:]
+def clean(text: str) -> str:
+    """`text` without lone surrogates, which no UTF-8 can hold: each is U+FFFD."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def token_bytes(token: int) -> bytes:

@@ -1,0 +1,167 @@
+"""A text cut into pieces that take the byte pair encoding a few milliseconds each, and no more.
+
+Knows where o200k's pre-tokenizer cuts a text. Refuses to know ids (vocab). Pure.
+
+Byte pair encoding runs in two steps. A regular expression (o200k's is in
+https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py) cuts the text into
+*pre-tokens*; within each one, pairs are merged, no token reaches across two. Merging takes time
+that grows with the square of a pre-token's bytes, and the encoder holds the interpreter's lock
+meanwhile: 100,000 times ``a`` stop every other thread for 3 s. The expression's alternatives are,
+with ``L`` for letters (``U`` upper case, ``l`` lower case), ``M`` for marks and ``N`` for numbers:
+
+1. a word: ``[^\\r\\nLN]? [UM…]* [lM…]+`` or ``[^\\r\\nLN]? [UM…]+ [lM…]*``, then ``'s`` and such:
+   letters and marks without limit, behind one character that is neither letter, number nor line end
+2. a number: ``N{1,3}``
+3. signs: one space at most, then ``[^\\sLN]+`` (marks are signs, too), then line ends and ``/``
+4. white space up to its last line end: ``\\s*[\\r\\n]+``
+5. other white space; when something follows, its last character is left for that: ``\\s+(?!\\S)``
+
+so words, signs and white space can be as long as the text, and scripts without spaces (Thai, Lao,
+Khmer, Japanese, Chinese) make long words of ordinary sentences.
+
+What follows from it is this file:
+
+- Two encodings in a row are the encoding of the whole if the cut between them is where pre-tokens
+  end, and if what is left of it would end there, too, were it alone. Only (5) looks beyond a
+  pre-token, so that is any end of one, but where white space other than a line end comes before
+  something that is not white space.
+- Between some two characters there is such a cut whatever stands around them: a *seam*. Every space
+  behind a word is one. Ordinary text has one every few characters, and is cut there.
+- Where there is none for ``LONGEST`` characters, the expression itself says where pre-tokens end.
+  It is run over kinds of characters instead of characters (``re`` has no ``\\p{L}``), each of its
+  repetitions at most ``LONGEST`` times: that finds all pre-tokens that are no longer, and no step
+  takes longer than that.
+- **The difference**: a pre-token of more than ``LONGEST`` characters is encoded in parts of that
+  length, and so is not always in the tokens it would have whole; nor is the one behind it. Beside
+  such a run, characters that are newer than this Python's Unicode count as signs.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+
+LONGEST = 1024
+"""Characters of a pre-token that is encoded whole."""
+
+AT_ONCE = 16_384
+"""Characters of a piece, at most: as ordinary text they take the encoder some 3 ms."""
+
+MOST_WORK = (4 * LONGEST) ** 2
+"""Of a piece: the squares of its pre-tokens' bytes. The longest one, in the widest characters, has
+as much, and takes some 5 ms."""
+
+_STEP = LONGEST // 4
+
+_SEAM = re.compile(
+    r"\S(?=[ \t])"  # none of the alternatives goes on with white space, but (3) and (4) with ends
+    r"|[\r\n](?=[^\s/])"  # nor behind a line end, but (3) with `/` and (4) with white space
+    r"|[^\W_](?=[\r\n])"  # words and numbers end before line ends,
+    r"|[^\W_](?=[!-&(-/:-@\[-`{-~、-〃！-＆（-／：-＠])"  # and before signs, but ' and marks
+    r"|[A-Za-z](?=[0-9])"
+)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """``text`` in pieces to be encoded one by one."""
+    if len(text) <= _STEP:
+        yield text
+        return
+    start = at = work = 0
+    for end, more in _spans(text):
+        if start < at and (end - start > AT_ONCE or work + more > MOST_WORK):
+            yield text[start:at]
+            start, work = at, 0
+        at, work = end, work + more
+    yield text[start:]
+
+
+def _spans(text: str) -> Iterator[tuple[int, int]]:
+    """Where ``text`` may be cut, and how much work stands before that, at most."""
+    at = 0
+    while len(text) - at > LONGEST:
+        seam = _SEAM.search(text, at + _STEP, at + LONGEST)
+        if seam is not None:
+            yield seam.end(), _work(text[at : seam.end()])
+            at = seam.end()
+        else:
+            seam = _SEAM.search(text, at + LONGEST - 1)
+            end = len(text) if seam is None else seam.end()
+            yield from _long_span(text, at, end)
+            at = end
+    yield len(text), _work(text[at:])
+
+
+def _long_span(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Where it may be cut between two seams that are far apart."""
+    kinds = "".join(
+        text[at : min(at + AT_ONCE, end)].translate(_KINDS) for at in range(start, end, AT_ONCE)
+    )
+    work = 0
+    for found in _PRETOKEN.finditer(kinds):
+        at = found.start()
+        for cut in range(at + LONGEST, found.end(), LONGEST):
+            yield start + cut, MOST_WORK
+            at, work = cut, 0
+        whole = found.end() - at < LONGEST  # else it may go on: what follows is another piece
+        work += _work(text[start + at : start + found.end()]) if whole else MOST_WORK
+        if not _BEFORE_MORE.match(kinds, found.end() - 1):
+            yield start + found.end(), work
+            work = 0
+
+
+def _work(text: str) -> int:
+    """Of merging ``text``, if it is one pre-token."""
+    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    return size * size
+
+
+# --- o200k's pre-tokenizer, over kinds of characters ---
+
+_SPACE = frozenset(map(ord, "\t\v\f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000"))
+_SPACE |= frozenset(range(0x2000, 0x200B))  # as Unicode has it; to `str.isspace` \x1c is one, too
+_KIND = {"Lu": "A", "Lt": "A", "Ll": "a", "Lm": "@", "Lo": "@"}
+_ITSELF = frozenset(map(ord, " \n/'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"))
+
+
+def _kind(code: int) -> str:
+    """What the expression sees in a character, as one that ``_PRETOKEN`` is written in.
+
+    ``A`` and ``a`` for letters with case, ``@`` for those without, ``^`` marks, ``0`` numbers,
+    ``!`` signs, a tab white space. Those that stand for themselves in it are their own kind.
+    """
+    character = chr(code)
+    if code in _ITSELF:
+        return character
+    if code in _SPACE:
+        return "\t"
+    if character == "\r":
+        return "\n"
+    if character == "ſ":  # which is an `s` where case is ignored
+        return "s"
+    category = unicodedata.category(character)
+    return _KIND.get(category) or {"M": "^", "N": "0"}.get(category[0], "!")
+
+
+class _Kinds(dict[int, str]):
+    """A table for ``str.translate``. Only ASCII is kept in it: there are a million characters."""
+
+    def __missing__(self, code: int) -> str:
+        return _kind(code)
+
+
+_KINDS = _Kinds({code: _kind(code) for code in range(128)})
+
+_ONE, _ANY = f"{{1,{LONGEST}}}", f"{{0,{LONGEST}}}"
+_BEHIND = "(?:'(?:[sStTmMdD]|[rRvV][eE]|[lL][lL]))?"
+_PRETOKEN = re.compile(
+    rf"[\^ \t/'!]?[A-Z@^]{_ANY}[a-z@^]{_ONE}{_BEHIND}"
+    rf"|[\^ \t/'!]?[A-Z@^]{_ONE}[a-z@^]{_ANY}{_BEHIND}"
+    r"|0{1,3}"
+    rf"| ?[\^/'!]{_ONE}[\n/]{_ANY}"
+    rf"|[ \t\n]{_ANY}\n{_ONE}"
+    rf"|[ \t\n]{_ONE}(?![^ \t\n])"
+    rf"|[ \t\n]{_ONE}"
+)
+_BEFORE_MORE = re.compile(r"[ \t][^ \t\n]")
