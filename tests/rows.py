@@ -7,7 +7,9 @@ to the same story. Control tokens are written out; ``said`` lists (kind, text) a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from vllm_mlx_harmony.core import vocab
 
@@ -411,26 +413,387 @@ NO_HEADER = [
     ),
 ]
 
-HIDDEN = [
+_GO_ON = "<|start|>assistant<|channel|>final<|message|>Never.<|return|>"
+
+PLAYED = [
     row(
-        f"hallucinated {role}",
-        f"<|channel|>analysis<|message|>Hm.<|end|><|start|>{role}<|message|>No.<|end|><|start|>"
-        "assistant<|channel|>final<|message|>Hi.<|return|>",
+        f"the model plays {author!r}",
+        f"<|channel|>analysis<|message|>Hm.<|end|><|start|>{author}<|message|>No.<|end|>{_GO_ON}",
         (REASONING, "Hm."),
-        (ANSWER, "Hi."),
     )
-    for role in ("user", "system", "developer", "tool", "functions.x to=assistant", "functions.x")
+    for author in (
+        "user",
+        "User:",
+        "system",
+        "developer",
+        "tool",
+        "x",
+        "functions.x",
+        "functions.x to=assistant<|channel|>commentary",
+        "functions.y<|channel|>final",
+        "other to=assistant<|channel|>commentary",
+        "browser.search to=assistant<|channel|>analysis",
+        "user<|channel|>final",
+        "user to=functions.x",
+    )
 ] + [
     row(
-        "a named tool without prefix",
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>x to=assistant<|channel|>commentary"
-        "<|message|>42<|end|>",
+        "played at once",
+        f"<|start|>user<|message|>No.<|end|>{_GO_ON}",
+    ),
+    row(
+        "played behind an answer that it cuts",
+        f"<|channel|>final<|message|>Hi.<|start|>user<|message|>No.<|end|>{_GO_ON}",
+        (ANSWER, "Hi."),
+    ),
+    row(
+        "played behind a call",
+        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|end|><|start|>functions.x '
+        f"to=assistant<|channel|>commentary<|message|>42<|end|>{_GO_ON}",
+        TO_X,
+    ),
+    row(
+        "played without start",
+        f"<|channel|>analysis<|message|>Hm.<|end|>user<|message|>No.<|end|>{_GO_ON}",
         (REASONING, "Hm."),
     ),
     row(
-        "a user without start",
-        "<|channel|>analysis<|message|>Hm.<|end|>user<|message|>No.<|end|>",
+        "played without message",
+        f"<|channel|>final<|message|>Hi.<|end|><|start|>user No, never.<|end|>{_GO_ON}",
+        (ANSWER, "Hi."),
+    ),
+    row(
+        "played, then begun anew",
+        f"<|channel|>final<|message|>Hi.<|end|><|start|>user{_GO_ON}",
+        (ANSWER, "Hi."),
+    ),
+    row(
+        "played at the limit",
+        "<|channel|>final<|message|>Hi.<|end|><|start|>user<|message|>No.",
+        (ANSWER, "Hi."),
+        cut=True,
+        finish="stop",
+        whole=True,
+    ),
+    row(
+        "a user begun at the limit",
+        "<|channel|>final<|message|>Hi.<|end|><|start|>user",
+        (ANSWER, "Hi."),
+        cut=True,
+        whole=True,
+    ),
+    row(
+        "played behind text that waits",
+        f"Hi.<|end|><|start|>user<|message|>No.<|end|>{_GO_ON}",
+        (ANSWER, "Hi."),
+    ),
+]
+
+GARBLED_ROLES = [
+    row(
+        f"a garbled role is the assistant: {role!r}",
+        f"<|channel|>analysis<|message|>Hm.<|end|><|start|>{role}<|channel|>final<|message|>Hi."
+        "<|return|>",
         (REASONING, "Hm."),
+        (ANSWER, "Hi."),
+    )
+    for role in ("assist", "assistantassistant", "Assistant", "users", "um user", "y", "?")
+]
+
+TRANSCRIPTS = [
+    row(
+        f"results in a transcript: {between!r}",
+        f'<|channel|>commentary to=functions.x<|message|>{{"a":1}}<|call|>{between}'
+        "<|start|>assistant<|channel|>final<|message|>It is 42.<|return|>",
+        TO_X,
+        (ANSWER, "It is 42."),
+    )
+    for between in (
+        "<|start|>functions.x to=assistant<|channel|>commentary<|message|>42<|end|>",
+        "<|start|>functions.x to=assistant<|message|>42<|end|>"
+        "<|start|>other to=assistant<|channel|>commentary<|message|>43<|end|>",
+        "<|start|>tool<|message|>42<|end|>",
+        "<|start|>x<|end|>",
+        "<|start|>functions.x",
+    )
+] + [
+    row(
+        "a user in a transcript",
+        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|><|start|>user<|message|>No.'
+        f"<|end|>{_GO_ON}",
+        TO_X,
+    ),
+]
+
+# Text that <|end|> ends without a <|message|>: it waits for the turn to say something else.
+WAITING = [
+    row("waits: alone", "Hi.<|end|>", (ANSWER, "Hi.")),
+    row("waits: alone, cut", "Hi.<|end|>", (ANSWER, "Hi."), cut=True, whole=True),
+    row("waits: returned", "Hi.<|end|><|return|>", (ANSWER, "Hi.")),
+    row(
+        "waits: a header given up, alone",
+        "<|channel|>commentary?commentary?<|end|>",
+        (ANSWER, "commentary?commentary?"),
+    ),
+    row("waits: a preamble", "<|channel|>commentary Look.<|end|>", (PREAMBLE, "Look.")),
+    row("waits: reasoning", "<|channel|>analysis Look.<|end|>", (REASONING, "Look.")),
+    row("waits: a call", 'to=functions.x {"a":1}<|end|>', TO_X),
+    row("waits: the last", "One.<|end|>Two.<|end|><|start|>assistant", (ANSWER, "Two.")),
+    row("waits: nothing", "<|channel|>commentary<|end|> <|end|>"),
+    row(
+        "waits: behind reasoning",
+        "<|channel|>analysis<|message|>Hm.<|end|>Hi.<|end|>",
+        (REASONING, "Hm."),
+        (ANSWER, "Hi."),
+    ),
+    row(
+        "waits: before reasoning",
+        "um<|end|><|channel|>analysis<|message|>Hm.<|end|>",
+        (REASONING, "Hm."),
+    ),
+    row(
+        "waits: behind an answer",
+        "<|channel|>final<|message|>Hi.<|end|>um<|end|>",
+        (ANSWER, "Hi."),
+    ),
+    row(
+        "waits: behind a call",
+        "<|channel|>commentary to=x<|message|>{}<|end|>um<|end|>",
+        (CALL, "x", "{}"),
+    ),
+    row("waits: before bare text", "um<|end|>Hi.<|return|>", (ANSWER, "Hi.")),
+    row(
+        "waits: before an empty message",
+        "Hi.<|end|><|channel|>final<|message|><|return|>",
+        (ANSWER, "Hi."),
+    ),
+    row(
+        "waits: before a header, cut",
+        "Hi.<|end|><|start|>assistant<|channel|>fin",
+        (ANSWER, "Hi."),
+        cut=True,
+        whole=True,
+    ),
+    row(
+        "waits: a stop string in it",
+        "one two three<|end|>",
+        (ANSWER, "one "),
+        stop=("two",),
+        stopped_by="two",
+    ),
+    row(
+        "waits: a stop string in it, cut",
+        "one two three<|end|>",
+        (ANSWER, "one "),
+        stop=("two",),
+        stopped_by="two",
+        cut=True,
+        finish="stop",
+        whole=True,
+    ),
+    row(
+        "waits: too long to wait",
+        "um " * 40 + "<|end|><|channel|>final<|message|>Hi.<|return|>",
+        (ANSWER, "um " * 40),
+        (ANSWER, "Hi."),
+    ),
+]
+
+# As gpt-oss-20b wrote them.
+RECORDED = [
+    row(
+        "recorded: a stray channel before reasoning",
+        "<|channel|>commentary<|channel|>analysis<|message|>Hm.<|end|>",
+        (REASONING, "Hm."),
+    ),
+    row(
+        "recorded: a stray channel to the assistant before reasoning",
+        "<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm.<|end|>",
+        (REASONING, "Hm."),
+    ),
+    row(
+        "recorded: a stray channel to the assistant before a call",
+        "<|channel|>commentary to=assistant<|channel|>commentary to=functions.x <|constrain|>json"
+        '<|message|>{"a":1}<|call|>',
+        TO_X,
+    ),
+    row(
+        "recorded: a tool in the channel's place before a call",
+        '<|channel|>functions.x<|channel|>commentary to=assistant json<|message|>{"a":1}<|call|>',
+        TO_X,
+    ),
+    row(
+        "recorded: a tool in the channel's place before reasoning",
+        "<|channel|>functions.x<|channel|>analysis<|message|>Hm.<|end|>",
+        (REASONING, "Hm."),
+    ),
+    row(
+        "recorded: a tool in the channel's place",
+        '<|channel|>functions.x<|message|>{"a":1}<|call|>',
+        TO_X,
+    ),
+    row(
+        "recorded: a header given up before reasoning and a call",
+        "<|channel|>commentary?commentary?<|end|><|start|>assistant<|channel|>analysis<|message|>"
+        "Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.x <|constrain|>json"
+        '<|message|>{"a":1}<|call|>',
+        (REASONING, "Hm."),
+        TO_X,
+    ),
+    *(
+        row(
+            f"recorded: {channel}", f"<|channel|>{channel}<|message|>Hm.<|end|>", (REASONING, "Hm.")
+        )
+        for channel in (
+            "analysis…",
+            "“analysis”",
+            "**Analysis**",
+            "ANALYSIS",
+            "《analysis》",
+            "—analysis?",
+        )
+    ),
+    *(
+        row(
+            f"recorded: {recipient}",
+            f'<|channel|>commentary {recipient}<|message|>{{"a":1}}<|call|>',
+            TO_X,
+        )
+        for recipient in (
+            "to=functions.x?",
+            'to="functions.x"',
+            "to=“functions.x”.",
+            "to='x'",
+            "to=`functions.x`,",
+            "to=assistant to=functions.x",
+            "to=user to=all to=x",
+        )
+    ),
+    row(
+        "recorded: to the assistant in role position, to a tool in the channel",
+        ' to=assistant<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|>',
+        TO_X,
+    ),
+    row(
+        "recorded: to a tool in role position, to the assistant in the channel",
+        ' to=functions.x<|channel|>commentary to=assistant<|message|>{"a":1}<|call|>',
+        TO_X,
+    ),
+]
+
+NOISE = [
+    row(
+        "no message behind a channel in capitals",
+        "<|channel|>Final. I forgot<|return|>",
+        (ANSWER, "I forgot"),
+    ),
+    row(
+        "glued to the role",
+        '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistantto=functions.x<|message|>{"a":1}'
+        "<|call|>",
+        (REASONING, "Hm."),
+        TO_X,
+    ),
+    row(
+        "role and channel in one word",
+        "<|start|>assistantanalysis<|message|>Hm.<|end|>",
+        (REASONING, "Hm."),
+    ),
+    row(
+        "a channel in capitals, without marker",
+        "Analysis:<|message|>Hm.<|end|>",
+        (REASONING, "Hm."),
+    ),
+    row(
+        "bare text that begins like a channel",
+        "Final answer: 4<|return|>",
+        (ANSWER, "Final answer: 4"),
+    ),
+    row(
+        "final, then text that begins like it",
+        "<|channel|>final Final answer: 4<|return|>",
+        (ANSWER, "Final answer: 4"),
+    ),
+    row(
+        "a channel among punctuation",
+        "<|channel|>commentary?commentary?<|message|>Look.<|end|>",
+        (PREAMBLE, "Look."),
+    ),
+    row(
+        "an empty channel last",
+        "<|channel|>commentary<|channel|><|message|>Hi.<|return|>",
+        (ANSWER, "Hi."),
+    ),
+    row(
+        "quotes with nothing in them",
+        '<|channel|>commentary to=""<|message|>Hi.<|end|>',
+        (PREAMBLE, "Hi."),
+    ),
+    row(
+        "a tool in other capitals",
+        '<|channel|>commentary to=Functions.X<|message|>{"a":1}<|call|>',
+        TO_X,
+    ),
+    row(
+        "a tool's name in other capitals",
+        '<|channel|>commentary to=functions.X<|message|>{"a":1}<|call|>',
+        TO_X,
+    ),
+    row(
+        "of two tools alike, neither",
+        "<|channel|>commentary to=functions.GO<|message|>{}<|call|>",
+        (CALL, "GO", "{}"),
+        tools=("go", "Go"),
+    ),
+    row(
+        "a name between underscores",
+        "<|channel|>commentary to=_x_<|message|>{}<|call|>",
+        (CALL, "_x_", "{}"),
+        tools=("x", "_x_"),
+    ),
+    row("a tool cut in the channel's place", "<|channel|>functions.x", cut=True),
+    row(
+        "half a tool cut in the channel's place",
+        "<|channel|>functions.get_w",
+        cut=True,
+        tools=("get_weather",),
+    ),
+    row(
+        "an undeclared tool in the channel's place",
+        "<|channel|>functions.y<|message|>Hi.<|return|>",
+        (ANSWER, "Hi."),
+    ),
+    row(
+        "a long name in the channel's place",
+        f"<|channel|>functions.{'q7' * 100}<|message|>{{}}<|call|>",
+        (CALL, "q7" * 100, "{}"),
+        tools=("q7" * 100,),
+    ),
+    row(
+        "the later of two earlier recipients",
+        "<|channel|>commentary to=y<|channel|>commentary to=functions.x<|channel|>commentary "
+        'json<|message|>{"a":1}<|call|>',
+        TO_X,
+    ),
+    row(
+        "an earlier recipient, no message",
+        '<|channel|>functions.x<|channel|>commentary json {"a":1}<|call|>',
+        TO_X,
+    ),
+    row(
+        "two recipients in one channel",
+        '<|channel|>commentary to=functions.x to=functions.y<|message|>{"a":1}<|call|>',
+        TO_X,
+    ),
+    row(
+        "a content type in capitals",
+        '<|channel|>functions.x<|channel|>commentary JSON<|message|>{"a":1}<|call|>',
+        TO_X,
+    ),
+    row(
+        "a role before a channel is none",
+        "user<|channel|>final<|message|>Hi.<|return|>",
+        (ANSWER, "Hi."),
     ),
 ]
 
@@ -520,9 +883,70 @@ ONE_CALL = [
         one_call=True,
     ),
 ]
-ROWS = [*WELL_FORMED, *CUT, *MALFORMED, *RECIPIENTS, *NO_HEADER, *HIDDEN, *STOPS, *ONE_CALL]
+ROWS = [
+    *WELL_FORMED,
+    *CUT,
+    *MALFORMED,
+    *RECIPIENTS,
+    *NO_HEADER,
+    *PLAYED,
+    *GARBLED_ROLES,
+    *TRANSCRIPTS,
+    *WAITING,
+    *RECORDED,
+    *NOISE,
+    *STOPS,
+    *ONE_CALL,
+]
 
-INVALID_UTF8: list[tuple[str, list[int], str]] = []
+
+# --- Noise as a product: what stands before a header, its role position, what it began with, and
+# its last channel. What a piece *is* stands beside how it is written, so that what is expected
+# follows from the rules (semantics B) alone.
+
+_HM = "<|channel|>analysis<|message|>Hm.<|end|>"
+POSITIONS = {
+    "at first": "",
+    "behind reasoning": f"{_HM}<|start|>assistant",
+    "behind reasoning, without start": _HM,
+    "behind a header given up": "<|channel|>commentary?commentary?<|end|><|start|>assistant",
+}
+_ROLE_POSITIONS = {"": "", " to=assistant": "", " to=functions.x": "x"}  # the tool it addresses
+PREFIXES = {
+    "": "",
+    "<|channel|>": "",
+    "<|channel|>commentary": "",
+    "<|channel|>Analysis um": "",
+    "<|channel|>commentary to=assistant": "",
+    "<|channel|>functions.y": "",  # declared by nobody: a word
+    "<|channel|>functions.y<|channel|>x?": "x",
+    "<|channel|>functions.x": "x",
+    "<|channel|>commentary to=functions.z <|constrain|>json": "z",
+    "<|channel|>commentary to=functions.z<|channel|>analysis to=functions.x": "x",
+}
+_LAST_CHANNELS = {
+    "“ANALYSIS…": REASONING,
+    "commentary": PREAMBLE,
+    "final": ANSWER,
+    "um": ANSWER,
+}
+_LAST_RECIPIENTS = {"": "", " to=assistant": "", ' to=user to="functions.x"?': "x"}
+_CONTENT_TYPES = {"": False, " <|constrain|>json": True, " code": True}
+
+
+def noisy(position: str, prefix: str) -> Iterator[Row]:
+    """Every header that begins with ``prefix``, of `PREFIXES`, in a position of `POSITIONS`."""
+    before = ((REASONING, "Hm."),) if _HM in POSITIONS[position] else ()
+    for role, channel, recipient, type_ in product(
+        _ROLE_POSITIONS, _LAST_CHANNELS, _LAST_RECIPIENTS, _CONTENT_TYPES
+    ):
+        between = PREFIXES[prefix] if _CONTENT_TYPES[type_] else ""
+        tool = _ROLE_POSITIONS[role] or _LAST_RECIPIENTS[recipient] or between
+        said = (CALL, tool, "{}") if tool else (_LAST_CHANNELS[channel], "{}")
+        header = f"{role}{prefix}<|channel|>{channel}{recipient}{type_}"
+        end = "<|call|>" if tool else "<|end|>"
+        output = f"{POSITIONS[position]}{header}<|message|>{{}}{end}"
+        yield row(output, output, *before, said)
 
 
 def ids(text: str) -> list[int]:

@@ -5,14 +5,17 @@ Each mistake known from other servers has a test here or in test_parse.
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from rows import ANSWER, CALL, ROWS, Row
+from rows import ANSWER, CALL, PLAYED, ROWS, STOPS, Row
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Started, Text
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.render import Rendered, render
+from vllm_mlx_harmony.core.render import Rendered, opening, render
+from vllm_mlx_harmony.core.replay import Replay
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -218,6 +221,64 @@ def test_rows(row: Row) -> None:
         Call(STAMP.call_id(index), *part[1:]) if part[0] == CALL else _SPOKEN[part[0]](part[1])
         for index, part in enumerate(row.said)
     )
+
+
+def generated(row: Row, step: int) -> tuple[StreamingHarmonyContext, list[Delta]]:
+    """The turn of an engine that gives ``step`` ids at once and stops when it is done."""
+    tools = tuple(map(Tool, row.tools))
+    turn = StreamingHarmonyContext(Turn((User("?"),), tools, limits=Limits(stop=row.stop)), STAMP)
+    ids = ids_of(row.output)
+    for at in range(0, len(ids), step):
+        if turn.done:
+            break
+        turn.append_output(ids[at : at + step])
+    return turn, turn.finish("length" if row.cut else "stop")
+
+
+@pytest.mark.parametrize("step", [2, 3, 7, 1000])
+@pytest.mark.parametrize("row", [*STOPS, *PLAYED], ids=lambda row: row.id)
+def test_an_end_within_a_group_of_ids(row: Row, step: int) -> None:
+    """Usage, ids and what can be placed again are as if the ids had come one by one."""
+    (one, finished), (many, also) = generated(row, 1), generated(row, step)
+    assert also[-1] == finished[-1]
+    assert many.messages == one.messages
+    assert many.render_for_completion() == one.render_for_completion()
+    assert many.outputs == one.outputs
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("row", PLAYED, ids=lambda row: row.id)
+def test_what_the_model_says_for_others_is_not_kept(row: Row, step: int) -> None:
+    """Neither among the ids nor in the next prompt, where it would be genuine."""
+    turn, _ = generated(row, step)
+    view = Replay(2**20).view("m")
+    for output in turn.outputs:
+        view.remember(output)
+    calls = [message for message in turn.messages if isinstance(message, Call)]
+    results = [Result(call.id, "Genuine") for call in calls] or [User("Genuine")]
+    tools = tuple(map(Tool, row.tools))
+    prompt = render(Turn((*turn.messages, *results), tools), view).ids
+    asked = len(render(Turn((User("?"),), tools)).ids)
+    kept = text_of(turn.render_for_completion()[asked:])
+    assert kept == row.output[: len(kept)]
+    between = text_of(prompt[asked - len(opening()) :]).partition("Genuine")[0]
+    for made_up in ("No", "Never", "42"):
+        assert made_up not in kept
+        assert made_up not in between
+    if row.finish != "length":  # a header that was cut is not in the prompt, either
+        assert not re.search("<.start.>(?!assistant)", kept)
+    assert len(re.findall("<.start.>(?!assistant)", between)) == len(results)
+
+
+def test_played_behind_a_result_ends_before_it() -> None:
+    turn, call = called()
+    turn.append_tool_output([Result(call.id, "4")])
+    prompt = turn.render_for_completion()
+    for token in ids_of("<|start|>user<|message|>No.<|end|>"):
+        turn.append_output([token])
+    assert turn.done
+    assert turn.render_for_completion() == prompt
+    assert turn.messages[-1] == Result(call.id, "4")
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.cut], ids=lambda row: row.id)

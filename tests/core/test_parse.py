@@ -8,13 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_harmony import Role, StreamableParser
-from rows import ANSWER, CALL, REASONING, ROWS, WELL_FORMED, Row
+from rows import (
+    ANSWER,
+    CALL,
+    POSITIONS,
+    PREFIXES,
+    REASONING,
+    ROWS,
+    WELL_FORMED,
+    Row,
+    noisy,
+)
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Text
 from vllm_mlx_harmony.core.header import Header
 from vllm_mlx_harmony.core.names import Names
-from vllm_mlx_harmony.core.parse import SIGNS, TRANSITIONS, Parser, Sign, State
+from vllm_mlx_harmony.core.parse import FINDINGS, SIGNS, TRANSITIONS, Finding, Parser, Sign, State
 from vllm_mlx_harmony.core.turn import Tool, Turn
 
 Chunks = list[list[int]]
@@ -80,10 +90,25 @@ def test_any_chunking_gives_the_same(row: Row) -> None:
         assert deltas_of(parser_of(row), chunks, cut=row.cut) == whole
 
 
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_noisy_headers(position: str, prefix: str) -> None:
+    for row in noisy(position, prefix):
+        ids = ids_of(row.output)
+        whole = deltas_of(parser_of(row), [ids])
+        finished = whole[-1]
+        assert isinstance(finished, Finished)
+        assert (row.id, *said(whole)) == (row.id, *row.said)
+        assert (row.id, finished.reason) == (row.id, row.finish)
+        for chunks in every_cut(ids):
+            assert (row.id, deltas_of(parser_of(row), chunks)) == (row.id, whole)
+
+
 def test_every_state_knows_every_sign() -> None:
     controls = set(Sign) - {Sign.TEXT}
     assert all(controls <= set(signs) for signs in TRANSITIONS.values())
     assert set(TRANSITIONS) == set(State)
+    assert set(FINDINGS) == set(Finding)
 
 
 EMOJI = "🧑🏽‍🚀".encode()
@@ -148,6 +173,16 @@ def test_reasoning_tokens_are_body_ids_of_reasoning() -> None:
         ("<|channel|>commentary to=x<|message|>{}<|call|>", (), True),
         ("<|channel|>final<|call|>", (), True),
         ("<|channel|>final<|message|>Hi.", ("i",), True),
+        ("<|channel|>final<|message|>Hi.<|end|><|start|>user", (), False),
+        ("<|channel|>final<|message|>Hi.<|end|><|start|>user<|message|>", (), True),
+        ("<|channel|>final<|message|>Hi.<|end|><|start|>user,", (), False),
+        ("<|channel|>final<|message|>Hi.<|end|><|start|>user, yes", (), True),
+        ("<|start|>user<|message|>", (), True),
+        ("user<|message|>", (), True),
+        ("<|start|>assist<|message|>", (), False),
+        ("<|start|>other<|channel|>", (), False),
+        ("<|start|>other to=assistant<|channel|>", (), True),
+        ("Hi.<|end|>", (), False),
     ],
 )
 def test_done_when_nothing_more_need_be_generated(
@@ -334,6 +369,10 @@ def test_no_control_token_is_ever_shown_as_such(text: str) -> None:
         " ",
         "\n",
         "<|end|>",
+        "um<|end|>",
+        "<|channel|>commentary to=x",
+        "<|channel|>functions.x",
+        "<|start|>assistant um",
     ],
     ids=repr,
 )

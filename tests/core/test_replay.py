@@ -217,12 +217,12 @@ PLACED: dict[str, tuple[tuple[Output, ...], tuple[Message, ...], str]] = {
         (
             output(
                 (THOUGHT[0], f"{GO}um<|channel|>analysis<|message|>Hm.<|end|> junk"),
-                (CALLED[0], CALLED[1].replace("<|call|>", "<|end|><|start|>user<|message|>No")),
+                (CALLED[0], CALLED[1].replace("<|call|>", "<|end|><|start|>assistant<|message|>")),
             ),
         ),
         (CALLED[0], RESULT),
         f"{GO}um<|channel|>analysis<|message|>Hm.<|end|> junk"
-        + CALLED[1].replace("<|call|>", "<|end|><|start|>user<|message|>No<|call|>")
+        + CALLED[1].replace("<|call|>", "<|end|><|start|>assistant<|message|><|call|>")
         + RESULT_TEXT,
     ),
 }
@@ -251,8 +251,8 @@ ENDS: dict[str, tuple[str, str]] = {
         "Yes.<|end|><|start|>assistant<|end|>",
     ),
     "cut in what is not shown": (
-        "Yes.<|end|>¦<|start|>user<|message|>No",
-        "Yes.<|end|><|start|>user<|message|>No<|end|>",
+        "Yes.<|end|>¦<|start|>assistant<|message|>",
+        "Yes.<|end|><|start|>assistant<|message|><|end|>",
     ),
 }
 

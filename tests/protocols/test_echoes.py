@@ -185,8 +185,10 @@ def is_whole(row: Row) -> bool:
     """Whether all that was generated can be placed again."""
     transcript = "<|call|>" in row.output[: -len("<|call|>")]
     behind = any(row.output.find(end) not in (-1, len(row.output) - len(end)) for end in ENDS)
-    header_cut = row.cut and not row.whole and not row.said
-    return not (transcript or behind or header_cut)
+    last = row.output.rpartition("<|end|>")[2]
+    header_cut = "<|start|>" in last and "<|message|>" not in last
+    nothing = row.cut and not row.whole and not row.said
+    return not (transcript or behind or header_cut or nothing)
 
 
 ENDS = ("<|return|>", "<|endoftext|>")

@@ -34,6 +34,8 @@ ROUND_CALL = (
     '<|constrain|>json<|message|>{"city": "Zürich"}<|call|>'
 )
 ROUND_ANSWER = "<|channel|>final<|message|>It is 18 °C in Zürich.<|return|>"
+PLAYS = "<|channel|>final<|message|>Shall I delete it?<|end|><|start|>user<|message|>"
+PLAYED = "Yes, delete everything. " * 30 + "<|end|><|start|>assistant<|channel|>final<|message|>Ok."
 WAVE = "<|channel|>final<|message|>" + "🙂👍🏽 " * 20 + "<|return|>"
 
 SCRIPTS = [
@@ -41,6 +43,7 @@ SCRIPTS = [
     Script(f"<|message|>{ROUND}<|end|>", ROUND_CALL),
     Script("<|start|>functions.weather to=assistant", ROUND_ANSWER),
     Script("<|message|>Wave.<|end|>", WAVE),
+    Script("<|message|>Plays?<|end|>", f"{PLAYS}{PLAYED}<|return|>"),
     *(
         Script(f"Who is guest {n}?", f"<|channel|>final<|message|>{'I am ' * n}{n}<|return|>")
         for n in range(8)
@@ -151,6 +154,14 @@ def test_a_tool_round_trip(client: OpenAI, model: str, stream: bool) -> None:
     final = ask(client, messages=messages, **request)
     assert final.choices[0].message.content == "It is 18 °C in Zürich."
     assert final.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_plays_the_user_stops_there(client: OpenAI, model: str, stream: bool) -> None:
+    request = {"model": model, "messages": [user("Plays?")], "temperature": 0}
+    said = story(ask(client, stream=stream, **request))
+    assert (said["content"], said["finish"]) == ("Shall I delete it?", "stop")
+    assert said["usage"]["completion_tokens"] == len(ids(PLAYS))
 
 
 def test_the_clients_own_stream_helper(client: OpenAI, model: str) -> None:

@@ -57,7 +57,6 @@ class StreamingHarmonyContext:
         self._prompt_tokens = len(rendered.ids)
         self._answered = False  # a tool has, and the assistant's next message is not begun
         self._outputs: list[Output] = []
-        self._fed = 0
         self._begin_output()
 
     @property
@@ -88,11 +87,14 @@ class StreamingHarmonyContext:
         if self._answered:
             self._ids, self._answered = [*self.render_for_completion()], False
             self._begin_output()
-        goes_on, before = not self.done, self._fed
-        self._fed += len(ids)
+        goes_on = not self.done
         deltas = self._parser.feed(ids)
-        if goes_on:  # what follows the end was never part of the conversation
-            self._ids.extend(ids[: (self._parser.done_at or self._fed) - before])
+        if goes_on:
+            self._ids.extend(ids)
+        if goes_on and self._parser.done_at is not None:
+            # What follows the end was never part of the conversation; the end may stand further
+            # back than these ids, where the model began to speak for the user or a tool.
+            del self._ids[self._output_at + self._parser.done_at - self._read_before :]
         return self._take_in(deltas)
 
     def append_tool_output(self, messages: Iterable[Result]) -> list[Delta]:
@@ -143,19 +145,21 @@ class StreamingHarmonyContext:
         return deltas
 
     def _begin_output(self) -> None:
-        """Notes what stands before it: ids, messages, ids that the parser has read."""
-        self._before = len(self._ids), len(self._messages), self._fed
+        """Notes what stands before it."""
+        self._output_at = len(self._ids)
+        self._messages_before = len(self._messages)
+        self._read_before = self._parser.tokens
         self._begins: list[int] = []
 
     def _place(self, generated: int) -> int:
         """Where in the output an id is that so many ids were generated before."""
-        return len(opening()) + generated - self._before[2]
+        return len(opening()) + generated - self._read_before
 
     def _keep_output(self, ended: int) -> None:
-        start, messages, _ = self._before
-        ids = self._ids[max(start - len(opening()), 0) :]
+        ids = self._ids[max(self._output_at - len(opening()), 0) :]
         if ids[: len(opening())] == opening():
-            said = tuple(self._messages[:messages]), tuple(self._messages[messages:])
+            before = self._messages_before
+            said = tuple(self._messages[:before]), tuple(self._messages[before:])
             places = tuple(self._begins), self._place(ended)
             self._outputs.append(Output(*said, tuple(ids), *places))
 

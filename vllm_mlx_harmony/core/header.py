@@ -2,17 +2,43 @@
 
 Knows what a word means where it stands (semantics B, "Header"), and which text is no header at all.
 Never raises and holds a bounded amount of text. Refuses to know bodies and what a message means.
+
+A header as the model was trained to write it is one of
+
+    <|start|>assistant<|channel|>analysis<|message|>
+    <|start|>assistant<|channel|>commentary to=functions.x <|constrain|>json<|message|>
+    <|start|>assistant to=functions.x<|channel|>commentary json<|message|>
+    <|start|>functions.x to=assistant<|channel|>commentary<|message|>          (a tool answers)
+
+What it writes in one to four turns of a hundred has more in it: a channel begun twice, the second
+time as it was meant; a tool's name where a channel belongs; `to=assistant` as tools write it;
+quotes, marks and capitals; words that belong nowhere. So a header has **parts**: what stands before
+the first ``<|channel|>`` (the role position), and what stands behind each ``<|channel|>``.
+
+- The last part says the channel: the model began anew because the one before was wrong.
+- A recipient is looked for in the role position, then in the last part, then in the parts between.
+  There it counts only for a message with a content type: nobody thinks in JSON, while
+  `<|channel|>functions.x<|channel|>analysis` is a thought *about* a call.
+- `assistant`, `user` and `all` are no recipients: without one, a message is for those anyway.
+- Where the role or the channel belongs, a tool's name needs no `to=`; anywhere else a lone word is
+  never a recipient. Which names are tools' the reader is told (``is_tool``).
+
+Text that is none of this is **loose**. Whether it is noise in a header or a message that has lost
+its header shows only later, by a ``<|message|>`` or by none: from the first loose word on all of it
+is held as it was written (``abandoned``), and read as well (``header``).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from string import punctuation
 
 ROLES = frozenset({"assistant", "user", "system", "developer", "tool"})
 CHANNELS = frozenset({"analysis", "commentary", "final"})
 CONTENT_TYPES = frozenset({"json", "code", "text", "python"})
+NOBODY = frozenset({"assistant", "user", "all"})
+"""Recipients that are none."""
 
 LOOSE_LIMIT = 32
 """Ids of loose text after which what stands there is no header but the message itself."""
@@ -20,12 +46,18 @@ LOOSE_LIMIT = 32
 NAME_LIMIT = 256
 """Characters after which what follows ``to=`` is no name. Bounds what a header can hold."""
 
-_KNOWN = (*ROLES, *CHANNELS, *CONTENT_TYPES, "to=", "functions.")
+_TO = "to="
+_FUNCTION = "functions."
+_KNOWN = (*ROLES, *CHANNELS, *CONTENT_TYPES, _TO, _FUNCTION)
 _PIECES = re.compile(r"\s+|\S+")
 _TYPE = re.compile(r"[A-Za-z][\w./+-]*")
-_TO = "to="
-_JOINED = re.compile(rf"({'|'.join(sorted(CHANNELS))})(?={_TO})")
-"""A channel that no space parts from the recipient: gpt-oss writes ``commentaryto=functions.x``."""
+_ASSISTANT_CHANNEL = re.compile(rf"(?:assistant)?({'|'.join(sorted(CHANNELS))})?")
+"""May stand before ``to=``, too: gpt-oss writes ``commentaryto=functions.x``."""
+
+# Python's \W is all that is neither letter, digit nor underscore, in any script.
+_AROUND = re.compile(r"\A[\W_]+|[\W_]+\Z")
+_AROUND_NAME = re.compile(r"\A[^\w-]+|[^\w-]+\Z")  # a name may begin and end with - and _
+_BETWEEN = re.compile(r"[\W_]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +73,23 @@ class Header:
 class HeaderReader:
     """Reads one header. ``marked``: an explicit ``<|start|>`` stands before it.
 
-    Loose text is what is neither role, channel, recipient nor content type. From the first loose
-    word on, everything is loose, kept as it was written; what it says of channel and recipient
-    counts only when a ``<|message|>`` shows that it was a header after all.
+    ``is_tool`` says of a name whether it addresses a tool of the turn.
     """
 
-    def __init__(self, *, marked: bool) -> None:
+    def __init__(
+        self, *, marked: bool, is_tool: Callable[[str], bool] = lambda name: False
+    ) -> None:
         self._marked = marked
-        self._read = Header()
+        self._is_tool = is_tool
+        self._read = Header()  # the role, and what the part that is being read says
         self._proper: Header | None = None  # as it was before the first loose word
-        self._author = ""  # a word where the role belongs that is no role
+        self._in_role_position = ""  # the recipient there
+        self._between = ""  # the recipient in a part between, the last of them
+        self._unknown_author = False
         self._word = ""
         self._loose = ""
         self._ids = 0
-        self._first = True
+        self._first = True  # no word of this part has ended yet
         self._in_channel = False
         self._wants_name = False
         self._wants_type = False
@@ -73,10 +108,15 @@ class HeaderReader:
             self._ids += 1
 
     def channel(self) -> None:
-        """A ``<|channel|>``: loose text before it is junk."""
+        """A ``<|channel|>``: another part begins, and loose text before it is junk."""
         self.gap()
+        if self._in_channel:
+            self._between = self._read.recipient or self._between
+        else:
+            self._in_role_position = self._read.recipient
+        self._read = Header(role=self.author)  # a lone `user` was no role: users have no channel
         self._proper, self._loose, self._ids = None, "", 0
-        self._in_channel, self._first = True, False
+        self._in_channel, self._first, self._wants_type = True, True, False
 
     def constrain(self) -> None:
         """A ``<|constrain|>``: the content type follows."""
@@ -91,11 +131,14 @@ class HeaderReader:
     # What was read
 
     @property
+    def author(self) -> str:
+        """The role that stands behind a ``<|start|>``, as soon as it is known."""
+        return self._read.role if self._marked else "assistant"
+
+    @property
     def overfull(self) -> bool:
         """Whether so much loose text stands here that this is no header."""
-        if self._naming and len(self._word) < NAME_LIMIT:
-            return False
-        return self._ids >= LOOSE_LIMIT
+        return self._ids >= LOOSE_LIMIT and not (self._naming and len(self._word) < NAME_LIMIT)
 
     @property
     def loose_ids(self) -> int:
@@ -105,25 +148,32 @@ class HeaderReader:
     def header(self) -> Header:
         """The header, once ``<|message|>`` has ended it."""
         self.gap()
-        if self._author and self._read.recipient == "assistant":
-            return replace(self._read, role="tool")  # `<|start|>functions.x to=assistant`
-        return self._read
+        return self._addressed(self._read)
 
     def abandoned(self, *, cut: bool = False) -> tuple[Header, str]:
         """The header and the loose text, when no ``<|message|>`` ended it: the text is the body.
 
         ``cut``: the output ended here, perhaps in the middle of a word of the header.
         """
-        if cut and not self._proper and any(word.startswith(self._word) for word in _KNOWN):
+        if cut and not self._proper and self._may_be_header(self._word):
             self._word = ""
         self.gap()
-        return self._proper or self._read, self._loose
+        return self._addressed(self._proper or self._read), self._loose
+
+    def _addressed(self, read: Header) -> Header:
+        between = self._between if read.content_type else ""
+        return replace(read, recipient=self._in_role_position or read.recipient or between)
+
+    def _may_be_header(self, cut_word: str) -> bool:
+        placed = self._first and (self._in_channel or self._marked)
+        return placed or any(word.startswith(cut_word) for word in _KNOWN)
 
     # Words
 
     @property
     def _naming(self) -> bool:
-        return not self._proper and (self._wants_name or self._word.startswith(_TO))
+        named = self._wants_name or _TO in self._word or self._word.startswith(_FUNCTION)
+        return named and not self._proper
 
     def _end_word(self) -> None:
         word, self._word = self._word, ""
@@ -143,31 +193,45 @@ class HeaderReader:
 
     def _meaning(self, word: str) -> str:
         """Takes in what ``word`` says and returns what of it is loose text."""
-        if self._in_channel and (joined := _JOINED.match(word)):
-            self._is_channel(joined[1])
-            word = word[joined.end() :]
-        if self._wants_name or word.startswith(_TO):
-            return self._recipient(word.removeprefix(_TO))
+        head, to, name = word.partition(_TO)
+        if self._in_channel and (to or not self._read.channel):
+            head = _AROUND.sub("", head).casefold()
+        glued = _ASSISTANT_CHANNEL.fullmatch(head)
+        if glued and (to or head == "assistant" or glued[1]):
+            self._take_channel(glued[1] or "")
+            if to:
+                return self._recipient(name)
+            return "" if glued[1] or not self._is_placed else word
+        if self._wants_name:
+            return self._recipient(word)
         if self._wants_type or self._is_placed:
             rest = self._content_type(word)
             if rest != word:
                 return rest
-        if self._first and word in ROLES:
-            return self._role(word)
-        if self._is_channel(word) or (word == "assistant" and not self._is_placed):
-            return ""
-        return self._unknown(word)
+        if self._first and (self._in_channel or self._marked):
+            return self._in_place(word)
+        if self._first and word in ROLES:  # or the first word of an answer: `user data is …`
+            self._read = replace(self._read, role=word)
+        return self._ambiguous(word)
 
-    def _recipient(self, name: str) -> str:
-        self._wants_name = not name
-        if name and not self._read.recipient:
+    def _take_channel(self, name: str) -> None:
+        if name and not self._read.channel:
+            self._read = replace(self._read, channel=name)
+
+    def _recipient(self, word: str) -> str:
+        self._wants_name = not word
+        name = _AROUND_NAME.sub("", word)
+        if name.casefold() in NOBODY:
+            if self._unknown_author and not self._in_channel:  # `x to=assistant`, as tools write it
+                self._read = replace(self._read, role="tool")
+        elif name and not self._read.recipient:
             self._read = replace(self._read, recipient=name)
         return ""
 
     @property
     def _is_placed(self) -> bool:
         """Whether channel or recipient are known, so that only a content type may follow."""
-        return bool(self._read.channel or self._read.recipient)
+        return bool(self._read.channel or self._read.recipient or self._in_role_position)
 
     def _content_type(self, word: str) -> str:
         found = _TYPE.match(word)
@@ -179,22 +243,27 @@ class HeaderReader:
         self._read = replace(self._read, content_type=found.group())
         return rest
 
-    def _role(self, word: str) -> str:
-        """Without ``<|start|>`` it may be the first word of an answer (`user data is …`)."""
-        self._read = replace(self._read, role=word)
-        return "" if self._marked or word == "assistant" else word
-
-    def _is_channel(self, word: str) -> bool:
-        name = word.strip(punctuation) if self._in_channel else word
-        if name in CHANNELS and not self._read.channel:
-            self._read = replace(self._read, channel=name)
-        return name in CHANNELS
-
-    def _unknown(self, word: str) -> str:
-        if not (self._first and self._marked):
-            return word
-        if word.startswith("functions."):
-            self._read = replace(self._read, role="tool")
+    def _in_place(self, word: str) -> str:
+        """A word that stands where the channel or, behind ``<|start|>``, the role belongs."""
+        name, bare = _AROUND_NAME.sub("", word), _AROUND.sub("", word).casefold()
+        is_tool = self._is_tool(name)
+        if self._in_channel:
+            if is_tool:
+                self._read = replace(self._read, recipient=name)
+                return ""
+        elif bare in ROLES or is_tool or name.startswith(_FUNCTION):
+            self._read = replace(self._read, role=bare if bare in ROLES else "tool")
             return ""
-        self._author = word
+        else:
+            self._unknown_author = True
+        return self._ambiguous(word)
+
+    def _ambiguous(self, word: str) -> str:
+        """A word of a text, which says something if it turns out to stand in a header: `Final`,
+        `commentary?commentary?`, `JSON`."""
+        for part in _BETWEEN.split(word.casefold()):
+            if part in CHANNELS:
+                self._take_channel(part)
+            elif part in CONTENT_TYPES:
+                self._read = replace(self._read, content_type=part)
         return word

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.header import NAME_LIMIT
+from vllm_mlx_harmony.core.header import NAME_LIMIT, NOBODY
 from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool, Turn
 
 FUNCTIONS = "functions"
 _PREFIX = f"{FUNCTIONS}."
-NOBODY = frozenset({"assistant", "user", "all"})
 _CARRYABLE = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
 _LONGEST = NAME_LIMIT - len("to=") - len(_PREFIX) - 1
 _NUMBER = 8
@@ -66,8 +65,25 @@ class Names:
         """
         if recipient in NOBODY:
             return ""
+        return self._known(recipient) or recipient.removeprefix(_PREFIX) or recipient
+
+    def is_tool(self, recipient: str) -> bool:
+        """Whether ``recipient`` addresses a declared tool, or a built-in one that is enabled."""
+        return bool(self._known(recipient))
+
+    def _known(self, recipient: str) -> str:
+        """The declared name. One in other capitals, or with ``_`` or ``-`` around it that the
+        declared one does not have, is meant when no other name is like it."""
         bare = recipient.removeprefix(_PREFIX) or recipient
-        return self._declared.get(bare) or self._declared.get(recipient) or bare
+        known = self._declared.get(bare) or self._declared.get(recipient)
+        if known or _namespace(recipient) in self.builtin:
+            return known or recipient
+        like = [name for alias, name in self._declared.items() if _like(alias) == _like(recipient)]
+        return like[0] if len(like) == 1 else ""
+
+
+def _like(name: str) -> str:
+    return name.casefold().removeprefix(_PREFIX).strip("_-")
 
 
 def _met(messages: Iterable[Message], builtin: Sequence[str]) -> Iterator[str]:

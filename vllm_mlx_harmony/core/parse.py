@@ -2,12 +2,40 @@
 
 Knows messages, terminators and what a header makes of a body (semantics B).
 Refuses to know prompts, APIs and engines. Never raises on any ids, never grows with the output.
+
+A message is a header, ``<|message|>``, a body and a terminator. The parser is in one of these
+**states**, and every control token is a **sign** that leads from one to the next (`TRANSITIONS`):
+
+    HEADER ──<|message|>──▶ BODY ──<|end|>──▶ HEADER … ──<|return|>──▶ ENDED
+                             └────<|call|>──▶ CALLED ──<|start|>──▶ HEADER   (a transcript)
+
+Some things show without a sign of their own; they are **findings** (`FINDINGS`): a header with so
+much loose text that it is the message; a stop string; an author who is not the assistant.
+
+Three things make it more than that picture.
+
+**A header may lack its ``<|message|>``.** At ``<|return|>``, ``<|call|>`` and the end of the output
+the loose text in it is the message: the model forgot the header. At ``<|end|>`` it is more often a
+header that the model gave up (`<|channel|>commentary?commentary?<|end|>`), after which it begins
+anew. So the text waits: anything that is said after it makes it junk, and so does content or a call
+before it. Only the last such text waits, and it is no longer than a header can be (`LOOSE_LIMIT`).
+
+**The model may play another.** Behind ``<|start|>`` it can write `user`, or a tool's name, and go
+on with what that one says. The turn ends before that ``<|start|>``: `done_at` is then less than
+what was generated, and who keeps the ids keeps only those. In a transcript, where ids follow a
+``<|call|>`` all the same, tools have really answered: what they say is read over (``RESULT``).
+
+**The same ids give the same deltas and the same usage, however they are cut.** Bytes of a body are
+decoded once per feed, but a body in which stop strings are looked for is decoded id by id: else the
+ids behind the one that completed it would count when they came along with it. Behind the end of a
+turn ids are not read and not counted.
 """
 
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, TypeAlias
 
@@ -27,7 +55,8 @@ class State(Enum):
     HEADER = auto()
     BODY = auto()
     CALLED = auto()  # after <|call|>: only a transcript goes on, with <|start|>
-    ENDED = auto()  # after <|return|>, <|endoftext|>, a stop string or the only call
+    RESULT = auto()  # in what a tool says, in a transcript
+    ENDED = auto()  # after <|return|>, <|endoftext|>, a stop string, the only call; another speaks
 
 
 class Sign(Enum):
@@ -55,7 +84,26 @@ SIGNS: dict[int, Sign] = {
     vocab.ENDOFTEXT: Sign.RETURN,
 }
 
-Action: TypeAlias = Literal["start", "channel", "constrain", "gap", "message", "abandon", "close"]
+
+class Finding(Enum):
+    """What a header or a body turns out to be, at whatever id."""
+
+    LOOSE = auto()  # so much loose text that there is no header
+    RESULT = auto()  # a tool's message in a transcript
+    PLAYED = auto()  # a message of another author, made up by the model
+    STOPPED = auto()  # a stop string is complete
+
+
+FINDINGS: dict[Finding, State] = {
+    Finding.LOOSE: State.BODY,
+    Finding.RESULT: State.RESULT,
+    Finding.PLAYED: State.ENDED,
+    Finding.STOPPED: State.ENDED,
+}
+
+Action: TypeAlias = Literal[
+    "start", "channel", "constrain", "gap", "message", "abandon", "hold", "close"
+]
 
 TRANSITIONS: dict[State, dict[Sign, tuple[tuple[Action, ...], State]]] = {
     State.HEADER: {
@@ -63,7 +111,7 @@ TRANSITIONS: dict[State, dict[Sign, tuple[tuple[Action, ...], State]]] = {
         Sign.CHANNEL: (("channel",), State.HEADER),
         Sign.CONSTRAIN: (("constrain",), State.HEADER),
         Sign.MESSAGE: (("message",), State.BODY),
-        Sign.END: (("abandon", "close"), State.HEADER),
+        Sign.END: (("hold", "close"), State.HEADER),
         Sign.CALL: (("abandon", "close"), State.CALLED),
         Sign.RETURN: (("abandon", "close"), State.ENDED),
         Sign.OTHER: (("gap",), State.HEADER),
@@ -83,11 +131,28 @@ TRANSITIONS: dict[State, dict[Sign, tuple[tuple[Action, ...], State]]] = {
         Sign.START: (("start",), State.HEADER),
         Sign.RETURN: ((), State.ENDED),
     },
+    State.RESULT: {
+        **dict.fromkeys(Sign, ((), State.RESULT)),
+        Sign.START: (("start",), State.HEADER),
+        Sign.END: (("close",), State.HEADER),
+        Sign.CALL: ((), State.CALLED),
+        Sign.RETURN: ((), State.ENDED),
+    },
     State.ENDED: dict.fromkeys(Sign, ((), State.ENDED)),
 }
 
 _CHANNEL_KINDS = {"analysis": Kind.REASONING, "commentary": Kind.PREAMBLE}
 _Decoder = getincrementaldecoder("utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class _Loose:
+    """Text without ``<|message|>``: what a header says of it, its ids, where the header began."""
+
+    header: Header
+    text: str
+    ids: int
+    began: int
 
 
 class Parser:
@@ -108,18 +173,21 @@ class Parser:
         one_call: bool = False,
     ) -> None:
         self.state = State.HEADER
-        self.done_at = 0
-        """Ids generated up to the end of the turn; 0 as long as it goes on."""
+        self.tokens = 0
+        """Ids read: all that were fed, but for those behind the end of the turn."""
+        self.done_at: int | None = None
+        """How many of them make up the turn; ``None`` as long as it goes on."""
         self.ended_at = 0
-        """Ids generated up to the end of the last message that has ended."""
-        self._began = 0  # up to the header that is being read
+        """How many stand up to the end of the last message that has ended."""
+        self._began = 0  # … up to the header that is being read
         self._names = names or Names()
         self._stop = tuple(stop)
         self._stopped_by: str | None = None
         self._one_call = one_call
         self._index = 0
         self._calls = 0
-        self._tokens = 0
+        self._waiting: _Loose | None = None  # for the turn to say something else
+        self._answered = False  # content or a call has been shown
         self._reasoning_tokens = 0
         self._out: list[Delta] = []
         self._pending: list[bytes] = []
@@ -131,12 +199,14 @@ class Parser:
     @property
     def done(self) -> bool:
         """Whether the turn has ended, so that nothing more need be generated."""
-        return self.done_at > 0
+        return self.done_at is not None
 
     def feed(self, ids: Iterable[int]) -> list[Delta]:
         """The deltas of the next ids, of which there may be any number."""
+        if self._is_over():
+            return []
         for token in ids:
-            self._tokens += 1
+            self.tokens += 1
             sign = SIGNS.get(token)
             if sign is not None or not 0 <= token < vocab.STARTOFTEXT:
                 self._flush()
@@ -144,8 +214,13 @@ class Parser:
             elif self.state is State.BODY:
                 self._reasoning_tokens += self._kind is Kind.REASONING
                 self._pending.append(vocab.token_bytes(token))
+                if self._stops is None:
+                    continue
+                self._flush()
             elif self.state is State.HEADER:
                 self._header_text(vocab.token_bytes(token))
+            if self._is_over():
+                break
         self._flush()
         return self._take()
 
@@ -155,7 +230,9 @@ class Parser:
         Returns the deltas that close what the output before it left open.
         """
         self._end(complete=True)
-        self.state, self.done_at = State.HEADER, 0
+        self.state, self.done_at = State.HEADER, None
+        self._waiting, self._answered = None, False
+        self.ended_at = self.tokens
         self._begin_header(marked=False)
         return self._take()
 
@@ -166,11 +243,19 @@ class Parser:
         """
         cut = reason == "length" and self.state in (State.HEADER, State.BODY)
         self._end(complete=not cut)
+        if self._waiting is not None:
+            self._begin_header(marked=False)
+            self._show_loose(self._waiting)
+            self._close(complete=True)
         self.state = State.ENDED
+        cut = cut and self._stopped_by is None
         called: Literal["tool_calls", "stop"] = "tool_calls" if self._calls else "stop"
-        usage = Usage(completion_tokens=self._tokens, reasoning_tokens=self._reasoning_tokens)
+        usage = Usage(completion_tokens=self.tokens, reasoning_tokens=self._reasoning_tokens)
         self._out.append(Finished("length" if cut else called, self._stopped_by, usage))
         return self._take()
+
+    def _is_over(self) -> bool:
+        return self.state is State.ENDED
 
     def _take(self) -> list[Delta]:
         out, self._out = self._out, []
@@ -180,37 +265,64 @@ class Parser:
 
     def _control(self, sign: Sign) -> None:
         calls = self._calls
+        if self.state is State.HEADER:
+            self._header.gap()
+            if self._header.author != "assistant":
+                self._another_speaks(self._header.author)
         actions, self.state = TRANSITIONS[self.state][sign]
         for action in actions:
             self._act(action)
         if self._one_call and self._calls > calls:
             self.state = State.ENDED
         if self.state in (State.CALLED, State.ENDED):
-            self.done_at = self.done_at or self.ended_at
+            self._done(self.ended_at)
+
+    def _found(self, finding: Finding, done_at: int | None = None) -> None:
+        self.state = FINDINGS[finding]
+        if done_at is not None:
+            self._done(done_at)
+
+    def _done(self, at: int) -> None:
+        """The turn has ended there, if it had not ended before: a transcript goes on behind it."""
+        self.done_at = at if self.done_at is None else self.done_at
+
+    def _another_speaks(self, author: str) -> None:
+        if author == "tool" and self.done:
+            self._found(Finding.RESULT)
+        else:
+            self._found(Finding.PLAYED, self.ended_at)
 
     def _act(self, action: Action) -> None:
         if action == "start":
             self._begin_header(marked=True)
         elif action == "message":
             self._decoder.reset()
-            self._begin_body(self._header.header())
+            header = self._header.header()
+            if header.role == "assistant":
+                self._begin_body(header)
+            else:  # without <|start|>, only <|message|> shows that it is a role
+                self._another_speaks(header.role)
         elif action == "abandon":
-            self._abandon()
+            self._show_loose(self._loose())
+        elif action == "hold":
+            loose = self._loose()
+            if (loose.text or loose.header.recipient) and not self._answered:
+                self._waiting = loose
         elif action == "close":
             self._close(complete=True)
             self._begin_header(marked=False)
-            self.ended_at = self._tokens
+            self.ended_at = self.tokens
         else:
             getattr(self._header, action)()
         if action in ("start", "channel"):  # where it closed a body, it is not part of that
-            self._began = min(self._began, self._tokens - 1)
+            self._began = min(self._began, self.tokens - 1)
             self.ended_at = min(self.ended_at, self._began)
 
     # Headers
 
     def _begin_header(self, *, marked: bool) -> None:
-        self._header = HeaderReader(marked=marked)
-        self._began = self._tokens - marked
+        self._header = HeaderReader(marked=marked, is_tool=self._names.is_tool)
+        self._began = self.tokens - marked
         self._decoder = _Decoder("replace")
         self._kind: Kind | None = None
         self._stops: StopStrings | None = None
@@ -218,17 +330,24 @@ class Parser:
 
     def _header_text(self, text: bytes) -> None:
         self._header.text(self._decoder.decode(text))
-        if self._header.overfull:
-            self.state = State.BODY  # a stop string in the text ends it at once
-            self._abandon()
+        if self._header.author != "assistant":
+            self._another_speaks(self._header.author)
+        elif self._header.overfull:
+            self._found(Finding.LOOSE)  # first: a stop string in the text ends it at once
+            self._show_loose(self._loose())
 
-    def _abandon(self) -> None:
-        """No ``<|message|>`` came: loose text is the body; a recipient is called all the same."""
-        header, body = self._header.abandoned()
-        if body or header.recipient:
-            self._begin_body(header)
-            self._reasoning_tokens += self._header.loose_ids if self._is(Kind.REASONING) else 0
-            self._show(body)
+    def _loose(self, *, cut: bool = False) -> _Loose:
+        """What stands in the header, which no ``<|message|>`` has ended."""
+        header, text = self._header.abandoned(cut=cut)
+        return _Loose(header, text, self._header.loose_ids, self._began)
+
+    def _show_loose(self, loose: _Loose) -> None:
+        """The text is the body; a recipient is called even without any."""
+        if loose.text or loose.header.recipient:
+            self._began = loose.began
+            self._begin_body(loose.header)
+            self._reasoning_tokens += loose.ids if self._is(Kind.REASONING) else 0
+            self._show(loose.text)
 
     # Bodies
 
@@ -258,7 +377,7 @@ class Parser:
         self._emit(shown)
         if self._stopped_by is not None:
             self._shut(complete=True)
-            self.state, self.done_at = State.ENDED, self._tokens
+            self._found(Finding.STOPPED, self.tokens)
 
     def _emit(self, text: str) -> None:
         if self._kind is None or not text:
@@ -272,11 +391,13 @@ class Parser:
         self._out.append(Opened(self._index, kind, name, self._began))
         self._index += 1
         self._opened = True
+        self._waiting = None
+        self._answered = self._answered or kind is not Kind.REASONING
 
     def _end(self, *, complete: bool) -> None:
         """The output ends: what was being read is closed, as complete or as cut."""
-        if self.state is State.HEADER and self._header.abandoned(cut=not complete)[1]:
-            self._abandon()
+        if self.state is State.HEADER and (loose := self._loose(cut=not complete)).text:
+            self._show_loose(loose)
         self._close(complete=complete)
 
     def _close(self, *, complete: bool) -> None:
@@ -295,10 +416,8 @@ class Parser:
         self._kind, self._stops, self._opened = None, None, False
 
 
-def _kind(header: Header, tool: str) -> Kind | None:
-    """What a message is (semantics B, "Meaning"); ``None`` when it is not shown."""
-    if header.role != "assistant":
-        return None
+def _kind(header: Header, tool: str) -> Kind:
+    """What a message of the assistant is (semantics B, "Meaning")."""
     if tool:
         return Kind.CALL
     return _CHANNEL_KINDS.get(header.channel, Kind.ANSWER)

@@ -15,8 +15,8 @@ from typing import Any
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT, Expressed, express
-from vllm_mlx_harmony.core.header import CHANNELS
-from vllm_mlx_harmony.core.names import FUNCTIONS, NOBODY, Names
+from vllm_mlx_harmony.core.header import CHANNELS, NOBODY
+from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn
 
 
