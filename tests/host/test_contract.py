@@ -25,6 +25,7 @@ from vllm_mlx_harmony import host
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import contract, models, mount, parts, seams
 from vllm_mlx_harmony.host.mount import Route
+from vllm_mlx_harmony.host.responses import store
 from vllm_mlx_harmony.host.seams import Entry, Fact, Patch
 
 APP = vllm_mlx.server.app
@@ -401,6 +402,20 @@ def test_a_model_that_is_not_harmony_is_refused(
         vllm_mlx.cli.serve_command(flags("MODEL", "--tool-call-parser", "harmony"))
     assert caught.value.code == 2
     assert "MODEL is not Harmony" in capsys.readouterr().err
+
+
+def test_a_store_that_cannot_be_used_is_refused_at_start(
+    served: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("VLLM_MLX_HARMONY_STORE", str(tmp_path))
+    store._opened.cache_clear()
+    line = refused(capsys)
+    assert str(tmp_path) in line
+    assert line.endswith("unset VLLM_MLX_HARMONY_STORE")
+    store._opened.cache_clear()
 
 
 def test_importing_the_gate_imports_nothing_of_the_host() -> None:

@@ -20,19 +20,19 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    server_seal.cache_clear()
+    sealing._server_key.cache_clear()
 
 
 @pytest.mark.parametrize("text", ["", "Need the weather.", "é 😀 <|end|>\n", "x" * 100_000])
 def test_comes_back(text: str) -> None:
-    sealed = ServerSeal(KEY).seal(text)
+    sealed = ServerSeal(KEY, "a").seal(text)
     assert sealed.isascii()
     assert text == "" or text not in sealed
-    assert ServerSeal(KEY).unseal(sealed) == text
+    assert ServerSeal(KEY, "a").unseal(sealed) == text
 
 
 def test_sealed_twice_is_not_the_same() -> None:
-    seal = ServerSeal(KEY)
+    seal = ServerSeal(KEY, "a")
     assert seal.seal("a") != seal.seal("a")
 
 
@@ -44,24 +44,26 @@ def _flipped(sealed: str) -> str:
 @pytest.mark.parametrize(
     "forged",
     [
-        pytest.param(_flipped(ServerSeal(KEY).seal("a" * 20)), id="changed"),
-        pytest.param(ServerSeal(OTHER).seal("a"), id="another server's"),
-        pytest.param(ServerSeal(KEY).seal("a")[:20], id="shortened"),
+        pytest.param(_flipped(ServerSeal(KEY, "a").seal("a" * 20)), id="changed"),
+        pytest.param(ServerSeal(OTHER, "a").seal("a"), id="another server's"),
+        pytest.param(ServerSeal(KEY, "b").seal("a"), id="another tenant's"),
+        pytest.param("vmh1." + ServerSeal(KEY, "a").seal("a")[5:], id="an earlier format"),
+        pytest.param(ServerSeal(KEY, "a").seal("a")[:20], id="shortened"),
         pytest.param("", id="empty"),
         pytest.param("gAAAAABo", id="another's format"),
-        pytest.param("vmh1.", id="only the prefix"),
-        pytest.param("vmh1.é", id="not ASCII"),
-        pytest.param("vmh1.***", id="not base64"),
+        pytest.param("vmh2.", id="only the prefix"),
+        pytest.param("vmh2.é", id="not ASCII"),
+        pytest.param("vmh2.***", id="not base64"),
     ],
 )
 def test_what_is_forged_or_foreign_does_not_open(forged: str) -> None:
-    assert ServerSeal(KEY).unseal(forged) is None
+    assert ServerSeal(KEY, "a").unseal(forged) is None
 
 
 def test_the_key_is_the_users_and_only_theirs() -> None:
-    sealed = server_seal().seal("a")
-    server_seal.cache_clear()
-    assert server_seal().unseal(sealed) == "a"
+    sealed = server_seal("tenant").seal("a")
+    sealing._server_key.cache_clear()
+    assert server_seal("tenant").unseal(sealed) == "a"
     path = sealing.state_dir() / sealing.FILE_NAME
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(path.parent.iterdir()) == [path]
@@ -69,9 +71,9 @@ def test_the_key_is_the_users_and_only_theirs() -> None:
 
 def test_servers_given_the_same_secret_open_each_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "our secret")
-    sealed = server_seal().seal("a")
-    server_seal.cache_clear()
-    assert server_seal().unseal(sealed) == "a"
+    sealed = server_seal("tenant").seal("a")
+    sealing._server_key.cache_clear()
+    assert server_seal("tenant").unseal(sealed) == "a"
     assert not (sealing.state_dir() / sealing.FILE_NAME).exists()
 
 
@@ -82,7 +84,7 @@ def test_a_file_that_is_no_key_is_left_alone(
     path = sealing.state_dir() / sealing.FILE_NAME
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    seal = server_seal()
+    seal = server_seal("tenant")
     assert seal.unseal(seal.seal("a")) == "a"
     assert path.read_bytes() == content
     assert "no key" in caplog.text
@@ -95,6 +97,6 @@ def test_where_nothing_can_be_kept_it_lasts_as_long_as_the_process(
     blocked.write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
     monkeypatch.setattr(sealing, "state_dir", lambda: blocked / "state")
-    seal = server_seal()
+    seal = server_seal("tenant")
     assert seal.unseal(seal.seal("a")) == "a"
     assert "no key can be kept" in caplog.text

@@ -166,12 +166,14 @@ def _open(args: Any) -> bool:
 
 
 def _check(args: Any) -> None:
-    """Raises HostError for options no request could be answered with.
+    """Raises HostError for options no request could be answered with, and for an unusable store.
 
-    Not with several models: there, they may be meant for another.
+    Template options are not looked at with several models: there, they may be meant for another.
     """
     from . import defaults
+    from .responses import store
 
+    store.server_store()
     if not getattr(args, "models_config", None):
         defaults.read(getattr(args, "default_chat_template_kwargs", None) or {})
         if getattr(args, "mllm", False):

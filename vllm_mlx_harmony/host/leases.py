@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,8 @@ class Lease:
 
     @property
     def tenant(self) -> str:
-        """A digest of the API key that it was lent to: the same key, the same tenant."""
-        headers = self._request.headers
-        key = headers.get("authorization") or headers.get("x-api-key") or ""
-        return sha256(re.sub(r"(?i)^bearer\s+", "", key).encode()).hexdigest()
+        """Whom it was lent to."""
+        return tenant_of(self._request)
 
     async def release(self) -> None:
         """Gives the engine back."""
@@ -66,6 +64,15 @@ class Lease:
             from vllm_mlx import server
 
             await server._release_engine_for_request(self._request)
+
+
+def tenant_of(connection: HTTPConnection) -> str:
+    """A digest of the API key that ``connection`` came with: the same key, the same tenant.
+
+    What one tenant stored, and what is remembered of its prompts, no other gets to see.
+    """
+    key = connection.headers.get("authorization") or connection.headers.get("x-api-key") or ""
+    return sha256(re.sub(r"(?i)^bearer\s+", "", key).encode()).hexdigest()
 
 
 async def acquire(request: Request, model: str | None, budget: Budget) -> Lease | None:

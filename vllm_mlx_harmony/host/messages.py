@@ -29,15 +29,15 @@ API_KEY, BEARER = b"x-api-key", b"authorization"
 logger = logging.getLogger("vllm_mlx_harmony")
 
 
-def _read(body: object, defaults: Defaults) -> anthropic.MessagesRequest:
-    asked = anthropic.read(body, defaults, server_seal())
+def _read(body: object, defaults: Defaults, tenant: str) -> anthropic.MessagesRequest:
+    asked = anthropic.read(body, defaults, server_seal(tenant))
     for note in asked.notes:
         logger.info("messages: %s", note)
     return asked
 
 
-def _read_to_count(body: object, defaults: Defaults) -> anthropic.MessagesRequest:
-    return anthropic.read(body, defaults, server_seal(), counting=True)
+def _read_to_count(body: object, defaults: Defaults, tenant: str) -> anthropic.MessagesRequest:
+    return anthropic.read(body, defaults, server_seal(tenant), counting=True)
 
 
 MESSAGES = Api("anthropic_messages", _read, anthropic.error_body, ping=anthropic.PING)

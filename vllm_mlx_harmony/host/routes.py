@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.host import messages
 from vllm_mlx_harmony.host.mount import Around, Route
 from vllm_mlx_harmony.host.refusals import refuse, refusing_in
@@ -18,7 +19,12 @@ from vllm_mlx_harmony.host.seams import Seam
 from vllm_mlx_harmony.host.serving import Api, serve
 from vllm_mlx_harmony.protocols import chat
 
-CHAT = Api("chat_completions", chat.read, chat.error_body)
+
+def _read(body: object, defaults: Defaults, _tenant: str) -> chat.ChatRequest:
+    return chat.read(body, defaults)
+
+
+CHAT = Api("chat_completions", _read, chat.error_body)
 
 
 async def create_chat_completion(request: Request) -> Response:

@@ -26,19 +26,20 @@ KEY_VARIABLE = "VLLM_MLX_HARMONY_SEAL_KEY"
 
 FILE_NAME = "seal.key"
 _KEY_BYTES, _NONCE_BYTES = 32, 12
-_PREFIX = "vmh1."  # which format, so that a later one can tell
+_PREFIX = "vmh2."  # which format, so that a later one can tell
 
 
 class ServerSeal:
-    """Seals with one key. What another key sealed is foreign: it does not open."""
+    """Seals with one key for one ``tenant``. What was sealed for another does not open."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, tenant: str) -> None:
         self._cipher = AESGCM(key)
+        self._bound = f"{_PREFIX}{tenant}".encode()
 
     def seal(self, text: str) -> str:
         """``text`` as an opaque ASCII string, another one each time."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        sealed = self._cipher.encrypt(nonce, text.encode("utf-8", "replace"), _PREFIX.encode())
+        sealed = self._cipher.encrypt(nonce, text.encode("utf-8", "replace"), self._bound)
         return _PREFIX + urlsafe_b64encode(nonce + sealed).decode()
 
     def unseal(self, sealed: str) -> str | None:
@@ -48,21 +49,24 @@ class ServerSeal:
         try:
             raw = urlsafe_b64decode(sealed.removeprefix(_PREFIX).encode())
             nonce, content = raw[:_NONCE_BYTES], raw[_NONCE_BYTES:]
-            return self._cipher.decrypt(nonce, content, _PREFIX.encode()).decode()
+            return self._cipher.decrypt(nonce, content, self._bound).decode()
         except (ValueError, InvalidTag):
             return None
 
 
+def server_seal(tenant: str) -> ServerSeal:
+    """The seal of this server for what ``tenant`` carries."""
+    return ServerSeal(_server_key(), tenant)
+
+
 @lru_cache(maxsize=1)
-def server_seal() -> ServerSeal:
-    """The seal of this server: its key is the environment's, or the user's own, made at first use.
+def _server_key() -> bytes:
+    """The environment's key, or the user's own, made at first use.
 
     Where no key can be kept, one that lasts as long as the process, and one line in the log.
     """
     given = os.environ.get(KEY_VARIABLE)
-    if given:
-        return ServerSeal(sha256(given.encode()).digest())
-    return ServerSeal(_kept_key(state_dir() / FILE_NAME))
+    return sha256(given.encode()).digest() if given else _kept_key(state_dir() / FILE_NAME)
 
 
 def state_dir() -> Path:

@@ -27,7 +27,7 @@ from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
 from vllm_mlx_harmony.host import contract, remembering
 from vllm_mlx_harmony.host.answers import Deltas, Job, run
 from vllm_mlx_harmony.host.defaults import defaults
-from vllm_mlx_harmony.host.leases import Budget, Lease, acquire, needs_model
+from vllm_mlx_harmony.host.leases import Budget, Lease, acquire, needs_model, tenant_of
 from vllm_mlx_harmony.host.models import is_harmony
 from vllm_mlx_harmony.host.mount import pass_on
 from vllm_mlx_harmony.host.refusals import failure_of, refuse
@@ -77,21 +77,23 @@ class Api:
     """
 
     name: str
-    read: Callable[[object, Defaults], Asked]
+    read: Callable[[object, Defaults, str], Asked]
     error_body: Callable[[HarmonyFailure], dict[str, Any]]
     ping: Event | None = None
-    writer: Callable[[Any, Stamp, Any], Emitter] | None = None
+    writer: Callable[[Any, Stamp, Any, str], Emitter] | None = None
     blocks: bool = False
 
-    async def asked(self, document: object) -> Any:
-        """The request in ``document``. Raises ``RequestError``."""
+    async def asked(self, document: object, tenant: str) -> Any:
+        """The request in ``document``, which ``tenant`` sent. Raises ``RequestError``."""
         if self.blocks:
-            return await asyncio.to_thread(self.read, document, defaults())
-        return self.read(document, defaults())
+            return await asyncio.to_thread(self.read, document, defaults(), tenant)
+        return self.read(document, defaults(), tenant)
 
-    def emitter(self, asked: Asked, stamp: Stamp, context: Any) -> Emitter:
+    def emitter(self, asked: Asked, stamp: Stamp, context: Any, tenant: str) -> Emitter:
         """The writer of the answer to ``asked``, which ``context`` is the conversation of."""
-        return asked.emitter(stamp) if self.writer is None else self.writer(asked, stamp, context)
+        if self.writer is None:
+            return asked.emitter(stamp)
+        return self.writer(asked, stamp, context, tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]
     """How many tokens a request's prompt has, as ``body`` writes it; nothing is generated."""
 
     async def counted(api: Api, _: Request, document: object, lease: Lease, __: Budget) -> Response:
-        turn = (await api.asked(document)).turn
+        turn = (await api.asked(document, lease.tenant)).turn
         turns = remembering.view(lease)
         await lease.release()
         context = await _context(turn, Stamp("", 0, ""), turns)
@@ -160,7 +162,7 @@ async def answered(
     document = _parsed(await request.body())
     model, timeout = _routing(document)
     if model is None and needs_model():
-        await api.asked(document)
+        await api.asked(document, tenant_of(request))
         raise RequestError("model must be a string", param="model")
     budget = Budget.start(timeout)
     lease = await acquire(request, model, budget)
@@ -208,7 +210,7 @@ async def begin(api: Api, document: object, lease: Lease, budget: Budget, key: s
     """The request, read and rendered; ``key`` signs it. Raises ``RequestError``."""
     from vllm_mlx import server
 
-    asked = await api.asked(document)
+    asked = await api.asked(document, lease.tenant)
     stamp = Stamp(key, int(time.time()), server._response_model_name(asked.model))
     settings = settle(asked.turn.sampling, asked.turn.limits)
     turns = remembering.view(lease)
@@ -223,7 +225,7 @@ async def begin(api: Api, document: object, lease: Lease, budget: Budget, key: s
         turns=turns,
         echoed=asked.echoed,
     )
-    return Begun(asked, stamp, job, api.emitter(asked, stamp, context))
+    return Begun(asked, stamp, job, api.emitter(asked, stamp, context, lease.tenant))
 
 
 async def respond(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import sqlite3
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -19,6 +18,7 @@ pytest.importorskip("vllm_mlx")
 
 from event_checker import check
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from vllm_mlx import server
 from vllm_mlx.engine.base import GenerationOutput
 
@@ -36,6 +36,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Answer, Defaults, Instructions, Stamp, User
 from vllm_mlx_harmony.host import contract
+from vllm_mlx_harmony.host.leases import tenant_of
 from vllm_mlx_harmony.host.responses import background, routes
 from vllm_mlx_harmony.host.responses.background import Background, Running
 from vllm_mlx_harmony.host.responses.compact import COMPACT
@@ -43,11 +44,10 @@ from vllm_mlx_harmony.host.responses.keeping import (
     KeptAnswer,
     Recall,
     keeping,
-    new_key,
     read,
     told,
 )
-from vllm_mlx_harmony.host.responses.store import Kept, MemoryStore
+from vllm_mlx_harmony.host.responses.store import Kept, MemoryStore, StoreError
 from vllm_mlx_harmony.host.responses.websocket import (
     MOST_WAITING,
     Conversation,
@@ -57,9 +57,11 @@ from vllm_mlx_harmony.host.responses.websocket import (
 from vllm_mlx_harmony.protocols.events import Event
 
 RESPONSES = "vllm_mlx_harmony.host.responses"
-KEY = new_key()
+KEY = "0f1e2d3c4b5a69788796"
 STAMP = Stamp(KEY, 1_754_352_000, "gpt-oss-20b")
 ID = f"resp_{KEY}"
+REQUEST = Request({"type": "http", "method": "GET", "headers": []})
+TENANT = tenant_of(REQUEST)
 SAID: list[list[Delta]] = [
     [Started(3)],
     [Opened(0, Kind.ANSWER), Text("Hel")],
@@ -79,7 +81,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
 def answer(**fields: Any) -> KeptAnswer:
     body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be kind.", **fields}
     context = SimpleNamespace(messages=(Instructions("Be kind."), User("Hi"), Answer("Hello.")))
-    return KeptAnswer(read(body, Defaults()), STAMP, context)
+    return KeptAnswer(read(body, Defaults(), Recall(TENANT)), STAMP, context, TENANT)
 
 
 async def deltas(
@@ -106,13 +108,14 @@ def test_kept_before_the_last_event(store: MemoryStore) -> None:
         kept = answer()
         source: Any = deltas()
         return [
-            store.get(ID) is not None async for _ in told(keeping(source, kept, known=False), kept)
+            store.get(ID, TENANT) is not None
+            async for _ in told(keeping(source, kept, known=False), kept)
         ]
 
     known = asyncio.run(test())
     assert known[-2:] == [True, True]  # the last event, and [DONE]
     assert not any(known[:-2])
-    kept = store.get(ID)
+    kept = store.get(ID, TENANT)
     assert kept is not None
     assert kept.messages == (User("Hi"), Answer("Hello."))
     assert (kept.document["status"], kept.document["id"]) == ("completed", ID)
@@ -121,20 +124,34 @@ def test_kept_before_the_last_event(store: MemoryStore) -> None:
 
 def test_not_kept_unless_it_is_to_be(store: MemoryStore) -> None:
     assert check(asyncio.run(events_of(answer(store=False))))["store"] is False
-    assert store.get(ID) is None
+    assert store.get(ID, TENANT) is None
 
 
 class Full:
-    def put(self, _: Kept) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
+    def put(self, _: Kept) -> bool:
+        raise StoreError("database or disk is full")
 
 
-def test_a_full_disk_takes_no_answer_away(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+class Small:
+    def put(self, _: Kept) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("store", "why"), [(Full, "disk is full"), (Small, "larger than the sto")])
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_could_not_be_stored_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    store: type[Any],
+    why: str,
+    stream: bool,
 ) -> None:
-    monkeypatch.setattr(f"{RESPONSES}.keeping.server_store", Full)
-    assert check(asyncio.run(events_of(answer())))["status"] == "completed"
-    assert "disk is full" in caplog.text
+    monkeypatch.setattr(f"{RESPONSES}.keeping.server_store", store)
+    kept = answer(stream=stream)
+    events = asyncio.run(events_of(kept))
+    final = check(events) if stream else kept.result()
+    assert (final["status"], final["store"]) == ("completed", False)
+    assert why in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -145,7 +162,7 @@ def test_a_failed_answer_is_kept(store: MemoryStore, error: Exception, message: 
     final = check(asyncio.run(events_of(answer(), SAID[:2], error)))
     assert (final["status"], final["error"]["message"]) == ("failed", message)
     assert final["output"][0]["status"] == "incomplete"
-    kept = store.get(ID)
+    kept = store.get(ID, TENANT)
     assert kept is not None
     assert kept.document == final
 
@@ -171,7 +188,7 @@ def test_a_failed_answer_is_kept_if_a_client_knows_it(
 
     with pytest.raises(HarmonyFailure):
         asyncio.run(test())
-    assert (store.get(ID) is not None) is expected
+    assert (store.get(ID, TENANT) is not None) is expected
 
 
 def test_the_last_delta_is_written_once() -> None:
@@ -191,7 +208,8 @@ def test_the_last_delta_is_written_once() -> None:
 def put(store: MemoryStore, key: str = KEY) -> Kept:
     items = [{"id": f"msg_{key}8000", "type": "message", "role": "user", "content": "Hi"}]
     output = [{"id": f"msg_{key}0000", "type": "message", "role": "assistant", "content": "Ho"}]
-    kept = Kept(f"resp_{key}", {"output": output}, items, (User("Hi"), Answer("Ho")))
+    said = (User("Hi"), Answer("Ho"))
+    kept = Kept(f"resp_{key}", {"output": output}, items, said, TENANT)
     store.put(kept)
     return kept
 
@@ -209,17 +227,17 @@ def put(store: MemoryStore, key: str = KEY) -> Kept:
 )
 def test_items_are_found_by_their_id(store: MemoryStore, item: str, text: str | None) -> None:
     put(store)
-    found = Recall().item(item)
+    found = Recall(TENANT).item(item)
     assert (found and found["content"]) == text
 
 
 def test_a_connection_remembers_more_than_the_store(store: MemoryStore) -> None:
     kept = put(MemoryStore())
-    recall = Recall({kept.id: kept})
+    recall = Recall(TENANT, {kept.id: kept})
     body = {"model": "m", "input": "More", "previous_response_id": kept.id}
     assert read(body, Defaults(), recall).turn.messages == (*kept.messages, User("More"))
     with pytest.raises(RequestError) as caught:
-        read(body, Defaults())
+        read(body, Defaults(), Recall(TENANT))
     assert (caught.value.status, caught.value.code) == (404, "previous_response_not_found")
 
 
@@ -314,7 +332,7 @@ def test_cancelled_while_it_runs(turns: Callable[[Any], None], store: MemoryStor
         final = check(running.events)
         assert (final["status"], final["output"][0]["status"]) == ("cancelled", "incomplete")
         assert running.document() == final
-        kept = store.get(ID)
+        kept = store.get(ID, TENANT)
         assert kept is not None
         assert kept.document == final
 
@@ -369,9 +387,9 @@ def test_cancelled_while_it_gives_the_engine_back(turns: Callable[[Any], None]) 
 class Slow(MemoryStore):
     """A disk that takes its time."""
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: Kept) -> bool:
         time.sleep(0.1)
-        super().put(kept)
+        return super().put(kept)
 
 
 @pytest.fixture
@@ -395,10 +413,10 @@ def test_it_has_not_ended_before_it_is_kept(turns: Callable[[Any], None], slow: 
 
     async def test() -> None:
         running = await while_it_is_kept()
-        assert (running.document()["status"], slow.get(ID)) == ("in_progress", None)
+        assert (running.document()["status"], slow.get(ID, TENANT)) == ("in_progress", None)
         while running.document()["status"] == "in_progress":
             await asyncio.sleep(0)
-        kept = slow.get(ID)
+        kept = slow.get(ID, TENANT)
         assert kept is not None
         assert kept.document == running.document()
 
@@ -414,10 +432,9 @@ def test_what_is_deleted_while_it_is_kept_does_not_come_back(
     async def test() -> None:
         running = await while_it_is_kept()
         cancelling = asyncio.ensure_future(running.cancel()) if cancelled else None
-        request: Any = None
-        assert (await routes.delete_response(request, ID)).status_code == 200
+        assert (await routes.delete_response(REQUEST, ID)).status_code == 200
         await asyncio.sleep(0.15)
-        assert slow.get(ID) is None
+        assert slow.get(ID, TENANT) is None
         assert check(running.events)["status"] == "completed"
         assert cancelling is None or cancelling.done()
 
@@ -432,10 +449,10 @@ def test_nothing_goes_on_with_what_has_not_ended(turns: Callable[[Any], None], s
         running = await while_it_is_kept()
         for api in (routes.RESPONSES, COMPACT, Conversation(SimpleNamespace())._api):
             with pytest.raises(RequestError) as caught:
-                await api.asked(body)
+                await api.asked(body, TENANT)
             assert (caught.value.status, caught.value.code) == (400, "previous_response_not_ready")
         await collected(running)
-        asked = await routes.RESPONSES.asked(body)
+        asked = await routes.RESPONSES.asked(body, TENANT)
         assert asked.turn.messages == (User("Hi"), Answer("Hello."), User("More"))
 
     asynchronous(test)
@@ -453,6 +470,10 @@ def test_what_has_ended_stays_as_it_is(turns: Callable[[Any], None]) -> None:
     asynchronous(test)
 
 
+def there(background: Background, number: int) -> bool:
+    return background.get(f"resp_{number:020x}", TENANT) is not None
+
+
 def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
     turns(slowly)
 
@@ -462,10 +483,10 @@ def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
             kept = answer(background=True)
             kept._stamp = Stamp(f"{number:020x}", 0, "m")
             await collected(background.start(job(), kept))
-        remembered = [background.get(f"resp_{number:020x}") is not None for number in range(4)]
+        remembered = [there(background, number) for number in range(4)]
         assert remembered == [False, False, True, True]
-        assert await background.forget(f"resp_{3:020x}") is True
-        assert await background.forget(f"resp_{3:020x}") is False
+        assert await background.forget(f"resp_{3:020x}", TENANT) is True
+        assert await background.forget(f"resp_{3:020x}", TENANT) is False
 
     asynchronous(test)
 
@@ -481,7 +502,7 @@ def test_old_bytes_make_room(turns: Callable[[Any], None]) -> None:
             running = background.start(job(), kept)
             await collected(running)
             assert 130_000 < running.bytes < 150_000
-        remembered = [background.get(f"resp_{number:020x}") is not None for number in range(4)]
+        remembered = [there(background, number) for number in range(4)]
         assert remembered == [False, True, True, True]
 
     asynchronous(test)
@@ -525,10 +546,10 @@ def test_what_has_ended_holds_its_documents_only(
     ],
 )
 def test_a_compaction_is_what_was_answered(said: list[Delta], text: str | None) -> None:
-    asked: Any = COMPACT.read({"model": "m", "input": "Hi", "stream": True}, Defaults())
+    asked: Any = COMPACT.read({"model": "m", "input": "Hi", "stream": True}, Defaults(), TENANT)
     assert (asked.stream, asked.store) == (False, False)
     assert isinstance(asked.turn.messages[-1], User)
-    emitter = COMPACT.emitter(asked, STAMP, None)
+    emitter = COMPACT.emitter(asked, STAMP, None, TENANT)
     for delta in [*said, Finished("stop", None, Usage(3, 2))]:
         assert emitter.feed(delta) == []
     if text is None:
@@ -538,7 +559,7 @@ def test_a_compaction_is_what_was_answered(said: list[Delta], text: str | None) 
     document = emitter.result()
     user, sealed = document["output"]
     assert (user["role"], document["usage"]["output_tokens"]) == ("user", 2)
-    again = read({"model": "m", "input": [sealed]}, Defaults())
+    again = read({"model": "m", "input": [sealed]}, Defaults(), Recall(TENANT))
     assert again.turn.messages == (User(text),)
 
 
@@ -644,6 +665,27 @@ def test_queries(store: MemoryStore, query: str, status: int, param: str | None)
     assert response.status_code == status
     if param is not None:
         assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.usefixtures("_active")
+def test_what_is_stored_is_its_tenants(store: MemoryStore) -> None:
+    put(store)
+    other = {"authorization": "Bearer another"}
+    for method, path in (
+        ("GET", ONE),
+        ("GET", f"{ONE}?stream=true"),
+        ("GET", f"{ONE}/input_items"),
+        ("POST", f"{ONE}/cancel"),
+        ("DELETE", ONE),
+    ):
+        assert send(method, path, **other).status_code == 404, (method, path)
+    body = {"model": "m", "input": "More", "previous_response_id": ID}
+    recalls = Recall("another")
+    with pytest.raises(RequestError) as caught:
+        read(body, Defaults(), recalls)
+    assert caught.value.status == 404
+    assert recalls.item(f"msg_{KEY}8000") is None
+    assert send("GET", ONE).status_code == 200
 
 
 # --- The WebSocket, without one.

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -41,10 +46,12 @@ from vllm_mlx_harmony.host.responses.store import (
     Kept,
     MemoryStore,
     Store,
+    StoreError,
     server_store,
 )
 
 Open = Callable[..., Store]
+TENANT = "the tenant"
 MESSAGES: tuple[Message, ...] = (
     Instructions("Be é."),
     User("2+2?"),
@@ -57,7 +64,7 @@ MESSAGES: tuple[Message, ...] = (
 
 
 def kept(key: str, size: int = 0) -> Kept:
-    return Kept(key, {"id": key, "text": "é" * size}, [{"type": "message"}], MESSAGES)
+    return Kept(key, {"id": key, "text": "é" * size}, [{"type": "message"}], MESSAGES, TENANT)
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -78,8 +85,8 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]
 def test_comes_back_as_it_was(open_store: Open) -> None:
     store = open_store()
     store.put(kept("a"))
-    assert store.get("a") == kept("a")
-    assert store.get("b") is None
+    assert store.get("a", TENANT) == kept("a")
+    assert store.get("b", TENANT) is None
 
 
 def test_what_a_conversation_declares_comes_back(open_store: Open) -> None:
@@ -97,8 +104,8 @@ def test_what_a_conversation_declares_comes_back(open_store: Open) -> None:
         FormatUpdate(None),
     )
     store = open_store()
-    store.put(Kept("a", {}, [], messages))
-    back = store.get("a")
+    store.put(Kept("a", {}, [], messages, TENANT))
+    back = store.get("a", TENANT)
     assert back is not None
     assert back.messages == messages
     assert back.messages[1].tools[0].origin == ("find", "crm")  # type: ignore[union-attr]
@@ -108,26 +115,26 @@ def test_put_again_replaces(open_store: Open) -> None:
     store = open_store()
     store.put(kept("a"))
     store.put(kept("a", size=3))
-    assert store.get("a") == kept("a", size=3)
+    assert store.get("a", TENANT) == kept("a", size=3)
 
 
 def test_deleted_is_gone(open_store: Open) -> None:
     store = open_store()
     store.put(kept("a"))
-    assert store.delete("a")
-    assert not store.delete("a")
-    assert store.get("a") is None
+    assert store.delete("a", TENANT)
+    assert not store.delete("a", TENANT)
+    assert store.get("a", TENANT) is None
 
 
 def there(store: Store, *keys: str) -> list[str]:
-    return [key for key in keys if store.get(key) is not None]
+    return [key for key in keys if store.get(key, TENANT) is not None]
 
 
 def test_the_least_recently_used_goes_first(open_store: Open) -> None:
     store = open_store(max_count=2)
     store.put(kept("a"))
     store.put(kept("b"))
-    store.get("a")
+    store.get("a", TENANT)
     store.put(kept("c"))
     assert there(store, "a", "b", "c") == ["a", "c"]
 
@@ -151,8 +158,8 @@ def test_memory_counts_what_it_holds() -> None:
     store.put(kept("a", size=9))
     store.put(kept("a"))
     store.put(kept("b"))
-    assert store.delete("a")
-    assert store.delete("b")
+    assert store.delete("a", TENANT)
+    assert store.delete("b", TENANT)
     assert store.bytes == 0
 
 
@@ -161,7 +168,7 @@ def test_a_file_survives_a_restart(tmp_path: Path) -> None:
     before.put(kept("a"))
     before.close()
     after = FileStore(tmp_path / "kept.db")
-    assert after.get("a") == kept("a")
+    assert after.get("a", TENANT) == kept("a")
     after.close()
 
 
@@ -169,7 +176,7 @@ def test_a_file_that_cannot_be_written_can_be_read(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db")
     store.put(kept("a"))
     store._file.execute("PRAGMA query_only=ON")
-    with pytest.raises(sqlite3.OperationalError):
+    with pytest.raises(StoreError):
         store.put(kept("b"))
     assert there(store, "a", "b") == ["a"]
     store._file.execute("PRAGMA query_only=OFF")
@@ -185,8 +192,8 @@ def test_a_text_that_is_not_asked_for_is_not_touched(tmp_path: Path) -> None:
         store.put(kept(f"r{number}", size=50_000))
     store._file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     store.put(kept("a"))
-    store.get("r0")
-    store.get("a")
+    store.get("r0", TENANT)
+    store.get("a", TENANT)
     assert (tmp_path / "kept.db-wal").stat().st_size < 100_000
     store.close()
 
@@ -195,8 +202,194 @@ def test_nothing_is_left_of_what_was_dropped(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db", max_count=2)
     for key in ("a", "b", "b", "c", "d"):
         store.put(kept(key))
-    store.delete("d")
-    assert store._file.execute("SELECT id FROM texts").fetchall() == [("c",)]
+    store.delete("d", TENANT)
+    assert store._file.execute("SELECT id FROM response_texts").fetchall() == [("c",)]
+    store.close()
+
+
+def test_nobody_else_gets_it(open_store: Open) -> None:
+    store = open_store()
+    store.put(kept("a"))
+    assert store.get("a", "another") is None
+    assert not store.delete("a", "another")
+    store.put(replace(kept("a", size=3), tenant="another"))
+    assert store.get("a", TENANT) == kept("a")
+
+
+# --- What can happen to a file.
+
+
+def directory(path: Path) -> None:
+    path.mkdir()
+
+
+def text(path: Path) -> None:
+    path.write_text("These are my notes.\n" * 100)
+
+
+def damaged(path: Path) -> None:
+    store = FileStore(path)
+    for number in range(50):
+        store.put(kept(f"r{number}", size=1000))
+    store.close()
+    with path.open("r+b") as file:
+        for page in range(2, 40):
+            file.seek(page * 4096 + 100)
+            file.write(b"\xff" * 2000)
+
+
+def from_the_future(path: Path) -> None:
+    FileStore(path).close()
+    with sqlite3.connect(path) as file:
+        file.execute(f"PRAGMA user_version={stores.VERSION + 1}")
+    file.close()
+
+
+def below_a_file(path: Path) -> None:
+    path.parent.rmdir()
+    path.parent.write_text("")
+
+
+@pytest.mark.parametrize("made", [directory, text, damaged, from_the_future, below_a_file])
+def test_a_file_that_cannot_be_used_is_refused(
+    made: Callable[[Path], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "dir" / "kept.db"
+    path.parent.mkdir()
+    made(path)
+    before = path.read_bytes() if path.is_file() else b""
+    with pytest.raises(StoreError) as refused:
+        FileStore(path)
+    assert str(path) in refused.value.message
+    assert refused.value.message.endswith("unset VLLM_MLX_HARMONY_STORE")
+    assert (path.read_bytes() if path.is_file() else b"") == before
+
+
+def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "kept.db"
+    FileStore(path).close()
+    path.chmod(0o644)
+    store = FileStore(path)
+    store.put(kept("a"))
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
+    assert modes == dict.fromkeys(
+        ["kept.db", "kept.db-wal", "kept.db-shm", "kept.db.reserve"], 0o600
+    )
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    store.close()
+
+
+def test_what_is_read_is_not_written(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "kept.db", max_count=2)
+    store.put(kept("a"))
+    store.put(kept("b"))
+    log = tmp_path / "kept.db-wal"
+    before = log.stat()
+    for _ in range(20):
+        assert store.get("a", TENANT) is not None
+    after = log.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    store.put(kept("c"))  # what was read counts as used all the same
+    assert there(store, "a", "b", "c") == ["a", "c"]
+    store.close()
+
+
+def test_a_lock_of_somebody_else_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_BUSY", 0.3)
+    monkeypatch.setattr(stores, "_PAUSE", 0.5)
+    store = FileStore(tmp_path / "kept.db")
+    store.put(kept("a"))
+    other = sqlite3.connect(tmp_path / "kept.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+
+    def put(number: int) -> bool:
+        with pytest.raises(StoreError):
+            store.put(kept(f"r{number}"))
+        return True
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(20) as threads:
+        assert all(threads.map(put, range(20)))
+    assert time.monotonic() - began < 20 * 0.3 / 2  # one waited, nineteen did not
+    other.execute("ROLLBACK")
+    other.close()
+    time.sleep(0.5)
+    store.put(kept("b"))
+    assert there(store, "a", "b") == ["a", "b"]
+    store.close()
+
+
+def test_readers_do_not_wait_for_a_writer(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "kept.db")
+    store.put(kept("a"))
+    other = sqlite3.connect(tmp_path / "kept.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    assert store.get("a", TENANT) == kept("a")
+    other.execute("ROLLBACK")
+    other.close()
+    store.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_was_removed_is_begun_anew(tmp_path: Path, replaced: bool) -> None:
+    path = tmp_path / "kept.db"
+    store = FileStore(path)
+    store.put(kept("a"))
+    for file in tmp_path.iterdir():
+        file.unlink()
+    if replaced:
+        other = FileStore(path)
+        other.put(kept("b"))
+        other.close()
+    assert there(store, "a", "b") == (["b"] if replaced else [])
+    store.put(kept("c"))
+    store.close()
+    after = FileStore(path)
+    assert there(after, "a", "b", "c") == [*(["b"] if replaced else []), "c"]
+    after.close()
+
+
+def test_a_removed_directory_is_no_error_of_the_program(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "dir" / "kept.db")
+    store.put(kept("a"))
+    shutil.rmtree(tmp_path / "dir")
+    (tmp_path / "dir").write_text("")
+    for call in (lambda: store.put(kept("b")), lambda: store.get("a", TENANT)):
+        with pytest.raises(StoreError) as failed:
+            call()
+        assert failed.value.status == 503
+
+
+class FullDisk(sqlite3.Connection):
+    """Takes nothing as long as the reserve beside the file takes the last of the room."""
+
+    reserve: Path
+
+    def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
+        if self.reserve.exists() and sql.startswith(("INSERT", "DELETE", "UPDATE")):
+            raise sqlite3.OperationalError("database or disk is full")
+        return super().execute(sql, *args)
+
+
+def test_a_full_disk_takes_nothing_and_forgets_what_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept.db"
+    monkeypatch.setattr(FullDisk, "reserve", path.with_name("kept.db.reserve"), raising=False)
+    first = FileStore(path)
+    first.put(kept("a"))
+    first.put(kept("b"))
+    first.close()
+    connect = partial(sqlite3.connect, factory=FullDisk)
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    store = FileStore(path)
+    with pytest.raises(StoreError, match="full"):
+        store.put(kept("c"))
+    assert store.delete("a", TENANT)
+    assert there(store, "a", "b", "c") == ["b"]
+    assert FullDisk.reserve.stat().st_size > 0
     store.close()
 
 
@@ -218,7 +411,7 @@ WRITER = dedent("""
 
     store = FileStore(Path(sys.argv[1]))
     for number in range(100_000):
-        store.put(Kept(f"r{number}", {"text": "x" * 100_000}, [], ()))
+        store.put(Kept(f"r{number}", {"text": "x" * 100_000}, [], (), "the tenant"))
         print(number, flush=True)
 """)
 
@@ -238,10 +431,10 @@ def test_a_file_survives_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None
     writer.wait()
     last = int((rest or [told[-1]])[-1])
     store = FileStore(path)
-    assert all(store.get(f"r{number}") is not None for number in range(last + 1))
-    assert store.get(f"r{last + 2}") is None
+    assert all(store.get(f"r{number}", TENANT) is not None for number in range(last + 1))
+    assert store.get(f"r{last + 2}", TENANT) is None
     store.put(kept("a"))
-    assert store.get("a") == kept("a")
+    assert store.get("a", TENANT) == kept("a")
     store.close()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from json import loads
@@ -18,6 +18,7 @@ from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.host.answers import Job, run, stopped
 from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, Recall, keeping, told
 from vllm_mlx_harmony.host.responses.keeping import read as read_request
+from vllm_mlx_harmony.host.responses.store import Kept
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
@@ -46,7 +47,7 @@ class Running:
     """
 
     def __init__(self, job: Job, answer: KeptAnswer) -> None:
-        self.id = answer.id
+        self.id, self.tenant = answer.id, answer.tenant
         self.events: list[Event] = []
         self._input = encode(answer.input_items())
         self.bytes = len(self._input)
@@ -127,16 +128,19 @@ class Background:
         running = self._all[answer.id] = Running(job, answer)
         return running
 
-    def get(self, key: str) -> Running | None:
-        """The answer with this id, if its events are remembered."""
-        return self._all.get(key)
+    def get(self, key: str, tenant: str) -> Running | None:
+        """The answer with this id, if it is ``tenant``'s and its events are remembered."""
+        running = self._all.get(key)
+        return running if running is not None and running.tenant == tenant else None
 
-    async def forget(self, key: str) -> bool:
-        """Cancels it if it runs; whether there was one."""
-        running = self._all.pop(key, None)
-        if running is not None:
-            await running.cancel()
-        return running is not None
+    async def forget(self, key: str, tenant: str) -> bool:
+        """Cancels it if it runs; whether ``tenant`` had one."""
+        running = self.get(key, tenant)
+        if running is None:
+            return False
+        del self._all[key]
+        await running.cancel()
+        return True
 
     def _make_room(self) -> None:
         events = size = 0
@@ -150,14 +154,16 @@ BACKGROUND = Background()
 """The answers in the background of this server."""
 
 
-def read(body: object, defaults: Defaults, recall: Recall | None = None) -> ResponsesRequest:
-    """The request in ``body``, with what it refers to; may block on a disk.
+def read(
+    body: object, defaults: Defaults, tenant: str, local: Mapping[str, Kept] | None = None
+) -> ResponsesRequest:
+    """``tenant``'s request in ``body``, with what it refers to; may block on a disk.
 
-    Raises ``RequestError``: 404 for a previous response that is not kept, 400 for one that is
-    still being generated.
+    ``local`` comes before the server's store. Raises ``StoreError``, and ``RequestError``: 404 for
+    a previous response that is not kept, 400 for one that is still being generated.
     """
     key = responses.previous_response_id(body) or ""
-    running = BACKGROUND.get(key)
+    running = BACKGROUND.get(key, tenant)
     if running is not None and not running.done:
         raise resource.not_ready(key)
-    return read_request(body, defaults, recall)
+    return read_request(body, defaults, Recall(tenant, local or {}))

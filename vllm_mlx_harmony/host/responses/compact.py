@@ -27,8 +27,8 @@ ORDER = (
 )
 
 
-def _read(body: object, defaults: Defaults) -> ResponsesRequest:
-    asked = read(body, defaults)
+def _read(body: object, defaults: Defaults, tenant: str) -> ResponsesRequest:
+    asked = read(body, defaults, tenant)
     turn = replace(asked.turn, messages=(*asked.turn.messages, User(ORDER)), response_format=None)
     return replace(asked, turn=turn, stream=False, store=False, background=False)
 
@@ -36,8 +36,8 @@ def _read(body: object, defaults: Defaults) -> ResponsesRequest:
 class _Compaction:
     """Takes what the model answers as the text that stands for the conversation."""
 
-    def __init__(self, asked: ResponsesRequest, stamp: Stamp, _: Any) -> None:
-        self._asked, self._stamp = asked, stamp
+    def __init__(self, asked: ResponsesRequest, stamp: Stamp, _: Any, tenant: str) -> None:
+        self._asked, self._stamp, self._tenant = asked, stamp, tenant
         self._texts: list[str] = []
         self._answers = False
         self._usage = Usage()
@@ -59,7 +59,7 @@ class _Compaction:
         text = "".join(self._texts).strip()
         if not text:
             raise OutputError("the model wrote no summary", code="compaction_failed")
-        return self._asked.compaction(text, server_seal(), self._stamp, self._usage)
+        return self._asked.compaction(text, server_seal(self._tenant), self._stamp, self._usage)
 
 
 COMPACT = Api("responses_compact", _read, responses.error_body, writer=_Compaction, blocks=True)

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import re
 import secrets
-import sqlite3
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -22,7 +21,7 @@ from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp
 from vllm_mlx_harmony.host.answers import Deltas
-from vllm_mlx_harmony.host.responses.store import Kept, server_store
+from vllm_mlx_harmony.host.responses.store import Kept, StoreError, server_store
 from vllm_mlx_harmony.host.seal import server_seal
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
@@ -46,11 +45,12 @@ _ITEM = re.compile(rf"[a-z]+_([0-9a-f]{{{2 * _KEY_BYTES}}})[0-9a-f]{{4}}")
 
 @dataclass(slots=True)
 class Recall:
-    """What one request refers to, each looked up once. ``local`` comes before the server's store.
+    """What a request of ``tenant`` refers to, each looked up once, in ``local`` first.
 
-    Every call may block on a disk: not for the event loop.
+    Every call may block on a disk: not for the event loop. Raises ``StoreError``.
     """
 
+    tenant: str
     local: Mapping[str, Kept] = field(default_factory=dict)
     _known: dict[str, Kept | None] = field(default_factory=dict)
 
@@ -59,7 +59,7 @@ class Recall:
         if key in self.local:
             return self.local[key]
         if key not in self._known:
-            self._known[key] = server_store().get(key)
+            self._known[key] = server_store().get(key, self.tenant)
         return self._known[key]
 
     def messages(self, key: str | None) -> tuple[Message, ...]:
@@ -81,14 +81,13 @@ class Recall:
         return next((item for item in items if item.get("id") == key), None)
 
 
-def read(body: object, defaults: Defaults, recall: Recall | None = None) -> ResponsesRequest:
+def read(body: object, defaults: Defaults, recall: Recall) -> ResponsesRequest:
     """The request in ``body``, with what it refers to; may block on a disk.
 
-    Raises ``RequestError``: 404 for a previous response that is not kept.
+    Raises ``StoreError``, and ``RequestError``: 404 for a previous response that is not kept.
     """
-    recall = recall or Recall()
     history = recall.messages(responses.previous_response_id(body))
-    asked = responses.read(body, defaults, server_seal(), history, recall.item)
+    asked = responses.read(body, defaults, server_seal(recall.tenant), history, recall.item)
     if asked.background and not asked.store:
         raise RequestError("background needs store to be true", param="background")
     for note in asked.notes:
@@ -99,7 +98,8 @@ def read(body: object, defaults: Defaults, recall: Recall | None = None) -> Resp
 class KeptAnswer:
     """An emitter whose answer is kept before anybody is told that it has ended."""
 
-    def __init__(self, asked: ResponsesRequest, stamp: Stamp, context: Any) -> None:
+    def __init__(self, asked: ResponsesRequest, stamp: Stamp, context: Any, tenant: str) -> None:
+        self.tenant = tenant
         self._asked, self._stamp, self._context = asked, stamp, context
         self._emitter = asked.emitter(stamp, time.time)
         self._last: list[Event] | None = None
@@ -151,14 +151,21 @@ class KeptAnswer:
     def kept(self) -> Kept:
         """All of the answer that is worth keeping."""
         messages = self._asked.conversation(self._context.messages)
-        return Kept(self.id, self._emitter.document(), self.input_items(), messages)
+        return Kept(self.id, self._emitter.document(), self.input_items(), messages, self.tenant)
 
     def _keep(self) -> None:
-        """A disk that is full takes no answer away from the client that waits for it."""
+        """A disk that is full takes no answer away from the client that waits for it.
+
+        The response says that it was not stored: nobody counts on it and meets a 404 later.
+        """
         try:
-            server_store().put(self.kept())
-        except (OSError, sqlite3.Error) as error:
-            logger.warning("the response %s could not be kept: %s", self.id, error)
+            if server_store().put(self.kept()):
+                return
+            problem = "it is larger than the store"
+        except StoreError as error:
+            problem = error.message
+        logger.warning("the response %s could not be stored: %s", self.id, problem)
+        self._last = self._emitter.unstored(self._last or [])
 
 
 async def keeping(deltas: Deltas, answer: KeptAnswer, *, known: bool) -> Deltas:

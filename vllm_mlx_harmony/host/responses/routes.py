@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Stamp
 from vllm_mlx_harmony.host.answers import run
-from vllm_mlx_harmony.host.leases import Budget, Lease
+from vllm_mlx_harmony.host.leases import Budget, Lease, tenant_of
 from vllm_mlx_harmony.host.mount import Route
 from vllm_mlx_harmony.host.refusals import refusing_in
 from vllm_mlx_harmony.host.responses.background import BACKGROUND, Running, read
@@ -34,10 +34,10 @@ from vllm_mlx_harmony.protocols.events import frame
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 
 
-def _writer(asked: ResponsesRequest, stamp: Stamp, context: Any) -> KeptAnswer:
+def _writer(asked: ResponsesRequest, stamp: Stamp, context: Any, tenant: str) -> KeptAnswer:
     """Who asks for an answer in the background may ask for its events later."""
     told = asked.stream or asked.background
-    return KeptAnswer(replace(asked, stream=told), stamp, context)
+    return KeptAnswer(replace(asked, stream=told), stamp, context, tenant)
 
 
 RESPONSES = Api("responses", read, responses.error_body, writer=_writer, blocks=True)
@@ -77,11 +77,12 @@ async def count_input_tokens(request: Request) -> Response:
 
 async def retrieve_response(request: Request, response_id: str) -> Response:
     """``GET /v1/responses/{response_id}``; ``stream`` and ``starting_after`` for its events."""
-    running = BACKGROUND.get(response_id)
+    tenant = tenant_of(request)
+    running = BACKGROUND.get(response_id, tenant)
     if request.query_params.get("stream") == "true":
         start = _starting_after(request.query_params.get("starting_after"))
         if running is None:
-            await _kept(response_id)
+            await _kept(response_id, tenant)
             raise RequestError(
                 "the events of this response are not kept: only those of responses that were "
                 "created with background, and not for ever",
@@ -90,13 +91,14 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
         return _events(request, running, start)
     if running is not None:
         return JSONResponse(running.document())
-    return JSONResponse((await _kept(response_id)).document)
+    return JSONResponse((await _kept(response_id, tenant)).document)
 
 
 async def delete_response(request: Request, response_id: str) -> Response:
     """``DELETE /v1/responses/{response_id}``; one that is being generated is cancelled."""
-    forgotten = await BACKGROUND.forget(response_id)
-    deleted = await asyncio.to_thread(server_store().delete, response_id)
+    tenant = tenant_of(request)
+    forgotten = await BACKGROUND.forget(response_id, tenant)
+    deleted = await asyncio.to_thread(server_store().delete, response_id, tenant)
     if not (forgotten or deleted):
         raise resource.not_found(response_id)
     return JSONResponse(resource.deleted(response_id))
@@ -104,18 +106,20 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 async def list_input_items(request: Request, response_id: str) -> Response:
     """``GET /v1/responses/{response_id}/input_items``: one page of what was asked."""
-    running = BACKGROUND.get(response_id)
-    items = running.input_items() if running else (await _kept(response_id)).input_items
+    tenant = tenant_of(request)
+    running = BACKGROUND.get(response_id, tenant)
+    items = running.input_items() if running else (await _kept(response_id, tenant)).input_items
     return JSONResponse(resource.page(items, request.query_params))
 
 
 async def cancel_response(request: Request, response_id: str) -> Response:
     """``POST /v1/responses/{response_id}/cancel``; what has ended stays as it is."""
-    running = BACKGROUND.get(response_id)
+    tenant = tenant_of(request)
+    running = BACKGROUND.get(response_id, tenant)
     if running is not None:
         await running.cancel()
         return JSONResponse(running.document())
-    document = (await _kept(response_id)).document
+    document = (await _kept(response_id, tenant)).document
     if not document["background"]:
         raise RequestError(
             "only a response that was created with background can be cancelled", param="response_id"
@@ -123,8 +127,8 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     return JSONResponse(document)
 
 
-async def _kept(key: str) -> Kept:
-    kept = await asyncio.to_thread(server_store().get, key)
+async def _kept(key: str, tenant: str) -> Kept:
+    kept = await asyncio.to_thread(server_store().get, key, tenant)
     if kept is None:
         raise resource.not_found(key)
     return kept

@@ -1,6 +1,19 @@
-"""Kept answers, for ``previous_response_id`` and for asking after them: in memory or in a file.
+"""Stored responses, for ``previous_response_id`` and for asking after them: in memory or a file.
 
-Knows how many to keep and which to drop first. Refuses to know what an answer's document says.
+Knows how many to keep, which to drop first, and whose they are. Refuses to know what a response's
+document says.
+
+A file is one SQLite database with a write-ahead log (https://www.sqlite.org/wal.html): a response
+is in it whole or not at all, whatever ends the process, and readers never wait for a writer. What
+else can happen to a file must not be felt by requests that have nothing to do with it:
+
+- A lock that another program holds is waited for once, for ``_BUSY`` seconds. For ``_PAUSE``
+  seconds after that nobody waits: every call fails at once.
+- A full disk takes no response, but a deletion must succeed: it is somebody's wish that something
+  be gone. It needs some pages of the log. A small file holds the place for them, and the log is
+  moved into the database often, so that it is written from its beginning again.
+- A file that was removed or replaced is noticed, and a new one is begun.
+- Reading writes nothing: what was used is noted, and written with the next response.
 """
 
 from __future__ import annotations
@@ -8,9 +21,10 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from itertools import starmap
@@ -20,6 +34,7 @@ from typing import Any, Protocol, get_args
 
 from pydantic import TypeAdapter
 
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Message
 
 STORE_VARIABLE = "VLLM_MLX_HARMONY_STORE"
@@ -29,31 +44,39 @@ MAX_COUNT = 1000
 MAX_BYTES = 256 * 1024 * 1024
 
 
+class StoreError(HostError):
+    """What is stored cannot be read, or nothing can be stored, now. 503."""
+
+    code = "store_unavailable"
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """An answer as it was given: its ``document``, the ``input_items`` of its request, and the
-    conversation up to and with it as ``messages`` (without the request's own instructions)."""
+    conversation up to and with it as ``messages`` (without the request's own instructions).
+    It belongs to ``tenant``."""
 
     id: str
     document: Mapping[str, Any]
     input_items: Sequence[Mapping[str, Any]]
     messages: tuple[Message, ...]
+    tenant: str = ""
 
 
 class Store(Protocol):
-    """Where answers are kept. Every call may block on a disk: not for the event loop."""
+    """Where answers are kept. Every call may block on a disk, and raise ``StoreError``."""
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: Kept) -> bool:
         """Keeps it, in place of one with the same id; the least recently used go first.
 
-        One that is larger than the store is not kept: all the others would have to go for it.
+        False for one that is larger than the store: all the others would have to go for it.
         """
 
-    def get(self, id: str) -> Kept | None:  # noqa: A002 - the field's name for it
-        """What is kept under ``id``, which counts as a use; ``None`` when it is gone."""
+    def get(self, id: str, tenant: str) -> Kept | None:  # noqa: A002 - the field's name for it
+        """What ``tenant`` has kept under ``id``, which counts as a use; ``None`` for all else."""
 
-    def delete(self, id: str) -> bool:  # noqa: A002
-        """Forgets it; whether there was anything to forget."""
+    def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
+        """Forgets it; whether ``tenant`` had anything to forget."""
 
 
 class MemoryStore:
@@ -61,37 +84,38 @@ class MemoryStore:
 
     def __init__(self, max_count: int = MAX_COUNT, max_bytes: int = MAX_BYTES) -> None:
         self._max_count, self._max_bytes = max_count, max_bytes
-        self._texts: OrderedDict[str, str] = OrderedDict()
+        self._texts: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._lock = threading.Lock()
         self.bytes = 0
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: Kept) -> bool:
         """See ``Store``."""
-        text = _written(kept)
+        text, key = _written(kept), (kept.tenant, kept.id)
         if len(text) > self._max_bytes:
-            return
+            return False
         with self._lock:
-            self._drop(kept.id)
-            self._texts[kept.id] = text
+            self._drop(key)
+            self._texts[key] = text
             self.bytes += len(text)
             while len(self._texts) > self._max_count or self.bytes > self._max_bytes:
                 self._drop(next(iter(self._texts)))
+        return True
 
-    def get(self, id: str) -> Kept | None:  # noqa: A002
+    def get(self, id: str, tenant: str) -> Kept | None:  # noqa: A002
         """See ``Store``."""
         with self._lock:
-            text = self._texts.get(id)
+            text = self._texts.get((tenant, id))
             if text is not None:
-                self._texts.move_to_end(id)
+                self._texts.move_to_end((tenant, id))
         return None if text is None else _read(text)
 
-    def delete(self, id: str) -> bool:  # noqa: A002
+    def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
         """See ``Store``."""
         with self._lock:
-            return self._drop(id)
+            return self._drop((tenant, id))
 
-    def _drop(self, id: str) -> bool:  # noqa: A002
-        text = self._texts.pop(id, None)
+    def _drop(self, key: tuple[str, str]) -> bool:
+        text = self._texts.pop(key, None)
         self.bytes -= len(text or "")
         return text is not None
 
@@ -99,81 +123,216 @@ class MemoryStore:
 # What is counted, ordered and touched at every use stands apart from the texts: a use costs the
 # same however large the file is.
 _TABLES = """
-CREATE TABLE IF NOT EXISTS answers (
-    id TEXT PRIMARY KEY, used INTEGER NOT NULL, size INTEGER NOT NULL
+CREATE TABLE IF NOT EXISTS responses (
+    tenant TEXT NOT NULL, id TEXT NOT NULL, used INTEGER NOT NULL, size INTEGER NOT NULL,
+    PRIMARY KEY (tenant, id)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS answers_used ON answers (used);
-CREATE TABLE IF NOT EXISTS texts (
-    id TEXT PRIMARY KEY REFERENCES answers (id) ON DELETE CASCADE, text TEXT NOT NULL
+CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
+CREATE TABLE IF NOT EXISTS response_texts (
+    tenant TEXT NOT NULL, id TEXT NOT NULL, text TEXT NOT NULL,
+    PRIMARY KEY (tenant, id),
+    FOREIGN KEY (tenant, id) REFERENCES responses (tenant, id) ON DELETE CASCADE
 );
 """
-_NEXT = "(SELECT COALESCE(MAX(used), 0) + 1 FROM answers)"
+_NEXT = "(SELECT COALESCE(MAX(used), 0) + 1 FROM responses)"
 _DROP_OLDEST = """
-DELETE FROM answers WHERE id IN (
-    SELECT id FROM (
-        SELECT id, COUNT(*) OVER newer AS count, SUM(size) OVER newer AS bytes
-        FROM answers WINDOW newer AS (ORDER BY used DESC)
+DELETE FROM responses WHERE (tenant, id) IN (
+    SELECT tenant, id FROM (
+        SELECT tenant, id, COUNT(*) OVER newer AS count, SUM(size) OVER newer AS bytes
+        FROM responses WINDOW newer AS (ORDER BY used DESC)
     ) WHERE count > ? OR bytes > ?
 )
 """
 
+VERSION = 1
+"""Of the tables, as ``PRAGMA user_version``. A file with a higher one is from a later version."""
+
+_BUSY = 1.0
+_PAUSE = 5.0
+_RESERVED = 512 * 1024
+"""Bytes held for deletions on a full disk, each of which writes some pages of 4 KiB."""
+
+_LOG_PAGES = 100
+"""Pages in the log after which they are moved into the database."""
+
 
 class FileStore:
-    """Keeps answers in a SQLite file with a write-ahead log: whole or not at all, whatever ends us.
+    """Keeps answers in a SQLite file that only this user can read.
 
-    Raises ``sqlite3.Error`` when the file cannot be opened or is no such file.
+    Raises ``StoreError``, which says what to do, for a path that cannot be such a file: a
+    directory, a damaged file, another program's or a later version's, one that cannot be written.
     """
 
     def __init__(self, path: Path, max_count: int = MAX_COUNT, max_bytes: int = MAX_BYTES) -> None:
+        self._path, self._reserve = path, path.with_name(f"{path.name}.reserve")
         self._max_count, self._max_bytes = max_count, max_bytes
-        self._lock = threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = sqlite3.connect(path, check_same_thread=False, timeout=30)
-        self._file.execute("PRAGMA journal_mode=WAL")
-        self._file.execute("PRAGMA foreign_keys=ON")
-        self._file.executescript(_TABLES)
+        self._lock = threading.RLock()  # of the writer, and of which file it is
+        self._reading = threading.Lock()
+        self._used: dict[tuple[str, str], None] = {}
+        self._paused_until = 0.0
+        try:
+            self._open()
+            (damage,) = self._reader.execute("PRAGMA quick_check(1)").fetchone()
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"{_UNUSABLE.format(path)}: {error}. {_REMEDY}") from error
+        if damage != "ok":
+            self.close()
+            raise StoreError(f"{_UNUSABLE.format(path)}: it is damaged ({damage}). {_REMEDY}")
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: Kept) -> bool:
         """See ``Store``."""
         text = _written(kept)
         if len(text) > self._max_bytes:
-            return
-        with self._lock, self._file:
-            self._file.execute(
-                f"INSERT OR REPLACE INTO answers VALUES (?, {_NEXT}, ?)", (kept.id, len(text))
+            return False
+        key = (kept.tenant, kept.id)
+        with self._writing() as file:
+            file.execute(
+                f"INSERT OR REPLACE INTO responses VALUES (?, ?, {_NEXT}, ?)", (*key, len(text))
             )
-            self._file.execute("INSERT INTO texts VALUES (?, ?)", (kept.id, text))
-            self._file.execute(_DROP_OLDEST, (self._max_count, self._max_bytes))
+            file.execute("INSERT INTO response_texts VALUES (?, ?, ?)", (*key, text))
+            file.execute(_DROP_OLDEST, (self._max_count, self._max_bytes))
+        return True
 
-    def get(self, id: str) -> Kept | None:  # noqa: A002
+    def get(self, id: str, tenant: str) -> Kept | None:  # noqa: A002
         """See ``Store``."""
-        with self._lock:
-            row = self._file.execute("SELECT text FROM texts WHERE id = ?", (id,)).fetchone()
-            if row is None:
-                return None
-            self._use(id)
+        with self._failing():
+            self._follow()
+            with self._reading:
+                row = self._reader.execute(
+                    "SELECT text FROM response_texts WHERE tenant = ? AND id = ?", (tenant, id)
+                ).fetchone()
+        if row is None:
+            return None
+        self._used.pop((tenant, id), None)
+        self._used[tenant, id] = None
         return _read(row[0])
 
-    def _use(self, id: str) -> None:  # noqa: A002
-        """A disk that is full cannot be written; what it has can be read all the same."""
-        with suppress(sqlite3.Error), self._file:
-            self._file.execute(f"UPDATE answers SET used = {_NEXT} WHERE id = ?", (id,))
-
-    def delete(self, id: str) -> bool:  # noqa: A002
+    def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
         """See ``Store``."""
-        with self._lock, self._file:
-            return self._file.execute("DELETE FROM answers WHERE id = ?", (id,)).rowcount > 0
+        try:
+            return self._delete(id, tenant)
+        except StoreError as error:
+            cause = error.__cause__
+            full = isinstance(cause, sqlite3.OperationalError) and "full" in str(cause)
+            if not full or not self._reserve.exists():
+                raise
+        with self._lock, self._failing():
+            # On where SQLite was built so: it writes zeros over all that is deleted.
+            (secure,) = self._file.execute("PRAGMA secure_delete").fetchone()
+            self._reserve.unlink()
+            try:
+                self._file.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                self._file.execute("PRAGMA secure_delete=OFF")
+                return self._delete(id, tenant)
+            finally:
+                self._file.execute(f"PRAGMA secure_delete={secure}")
+                self._hold_reserve()
+
+    def _delete(self, id: str, tenant: str) -> bool:  # noqa: A002
+        with self._writing() as file:
+            deletion = "DELETE FROM responses WHERE tenant = ? AND id = ?"
+            return file.execute(deletion, (tenant, id)).rowcount > 0
 
     def close(self) -> None:
         """Closes the file."""
+        self._reader.close()
         self._file.close()
 
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, by one thread at a time; what was used since the last comes first."""
+        with self._lock, self._failing():
+            self._follow()
+            with self._file:
+                used, self._used = self._used, {}
+                for key in used:
+                    update = f"UPDATE responses SET used = {_NEXT} WHERE tenant = ? AND id = ?"
+                    self._file.execute(update, key)
+                yield self._file
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What the disk says, as a ``StoreError``; nothing is tried while the store is paused."""
+        if time.monotonic() < self._paused_until:
+            raise StoreError(f"{self._path} is locked by another program", retry_after=int(_PAUSE))
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            if "locked" in str(error):
+                self._paused_until = time.monotonic() + _PAUSE
+            raise StoreError(f"{self._path}: {error}", retry_after=int(_PAUSE)) from error
+
+    def _follow(self) -> None:
+        """Opens the file anew when the path no longer leads to the one that is open."""
+        if self._is_open():
+            return
+        with self._lock, self._reading:
+            if not self._is_open():
+                self.close()
+                self._open()
+
+    def _is_open(self) -> bool:
+        try:
+            now = self._path.stat()
+        except OSError:
+            return False
+        return (now.st_dev, now.st_ino) == self._opened
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Made here, so that it, and with it SQLite's files beside it, are nobody else's to read.
+        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+        os.chmod(self._path, 0o600)
+        self._file = self._connected()
+        self._reader = self._connected()
+        (version,) = self._file.execute("PRAGMA user_version").fetchone()
+        if version > VERSION:
+            self.close()
+            raise StoreError(
+                f"{_UNUSABLE.format(self._path)}: a later version of vllm-mlx-harmony wrote it "
+                f"(layout {version}, this one knows {VERSION}). {_REMEDY}"
+            )
+        self._file.execute("PRAGMA journal_mode=WAL")
+        self._file.execute("PRAGMA foreign_keys=ON")
+        self._file.execute(f"PRAGMA wal_autocheckpoint={_LOG_PAGES}")
+        self._file.executescript(_TABLES)
+        if version < VERSION:
+            self._file.execute(f"PRAGMA user_version={VERSION}")
+        self._reader.execute("PRAGMA query_only=ON")
+        now = self._path.stat()
+        self._opened = (now.st_dev, now.st_ino)
+        self._hold_reserve()
+
+    def _connected(self) -> sqlite3.Connection:
+        return sqlite3.connect(self._path, check_same_thread=False, timeout=_BUSY)
+
+    def _hold_reserve(self) -> None:
+        """Fills the reserve with bytes that no file system leaves out; without room, none is."""
+        try:
+            if self._reserve.stat().st_size == _RESERVED:
+                return
+        except OSError:
+            pass
+        try:
+            opened = os.open(self._reserve, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(opened, "wb") as file:
+                file.write(os.urandom(_RESERVED))
+        except OSError:
+            with suppress(OSError):
+                self._reserve.unlink()
+
+
+_UNUSABLE = f"{STORE_VARIABLE}={{}} cannot be used"
+_REMEDY = f"Name another file, move this one away, or unset {STORE_VARIABLE}"
 
 _opening = threading.Lock()
 
 
 def server_store() -> Store:
-    """The store of this server: in the file the environment names, or in memory."""
+    """The store of this server: in the file the environment names, or in memory.
+
+    Raises ``StoreError`` for a file that cannot be used.
+    """
     with _opening:
         return _opened()
 
@@ -189,12 +348,13 @@ _MESSAGES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Mess
 
 def _written(kept: Kept) -> str:
     messages = [[type(message).__name__, *asdict(message).values()] for message in kept.messages]
-    return dumps([kept.id, kept.document, kept.input_items, messages], separators=(",", ":"))
+    written = [kept.id, kept.document, kept.input_items, messages, kept.tenant]
+    return dumps(written, separators=(",", ":"))
 
 
 def _read(text: str) -> Kept:
-    key, document, input_items, messages = loads(text)
-    return Kept(key, document, input_items, tuple(starmap(_message, messages)))
+    key, document, input_items, messages, tenant = loads(text)
+    return Kept(key, document, input_items, tuple(starmap(_message, messages)), tenant)
 
 
 def _message(name: str, *values: Any) -> Message:

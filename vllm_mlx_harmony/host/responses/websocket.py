@@ -31,7 +31,6 @@ from vllm_mlx_harmony.host.refusals import admit, failure_of, refuse
 from vllm_mlx_harmony.host.responses.background import read
 from vllm_mlx_harmony.host.responses.keeping import (
     KeptAnswer,
-    Recall,
     keeping,
     new_key,
     told,
@@ -129,8 +128,8 @@ class Conversation:
         send = partial(self._send, generate=document.get("generate") is not False)
         await answered(self._api, request, send, _not_here)
 
-    def _read(self, body: object, defaults: Any) -> Any:
-        return read(body, defaults, Recall(self._local))
+    def _read(self, body: object, defaults: Any, tenant: str) -> Any:
+        return read(body, defaults, tenant, self._local)
 
     async def _send(
         self,

@@ -218,6 +218,17 @@ class Emitter:
         """The turn ends because it was cancelled: what goes on the wire for that."""
         return [*self._begin(), *self._close(complete=False), *self._end(_CANCELLED)]
 
+    def unstored(self, last: list[Event]) -> list[Event]:
+        """``last``, the events of the end, of a response that could not be stored after all.
+
+        ``store`` is false in it, whatever was asked for.
+        """
+        self._fixed["store"] = False
+        if not last:
+            return []
+        self._number -= 1
+        return [*last[:-2], *self._tell_of_response(_ENDINGS[self._status]), DONE]
+
     def result(self) -> dict[str, Any]:
         """The whole answer: a ``response``.
 
