@@ -153,6 +153,12 @@ def test_any_stream_interval_gives_the_same_ids(directory: Path, run: Run, inter
     run(test())
 
 
+def test_a_limit_of_none(engine: Any, run: Run) -> None:
+    generated = run(steps(engine, "count", Settings(max_tokens=0, temperature=0.0, top_p=1.0)))
+    assert said(generated) == ()
+    assert [step.finish for step in generated if step.finish] == ["length"]
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3, 40])
 def test_cut_by_the_limit(engine: Any, run: Run, limit: int) -> None:
     settings = Settings(max_tokens=limit, temperature=0.0, top_p=1.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -17,7 +17,9 @@ from typing import Any, Literal, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
+from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.prefix import Known
+from vllm_mlx_harmony.host.kv.status import model_of
 from vllm_mlx_harmony.host.prompts import PromptText
 from vllm_mlx_harmony.host.sampling import Settings, processors
 
@@ -50,14 +52,19 @@ async def generate(
 ) -> Steps:
     """The ids that follow ``prompt``, up to and with the first that ends the turn.
 
+    With ``max_tokens`` 0 there are none: the prompt is computed, and what can be reused of it is
+    remembered. Both engines compute a prompt's last id only to choose the next: one is chosen, and
+    is nobody's.
     What is remembered of the prompt is ``tenant``'s alone (see ``kv``).
     Close the iterator (``aclosing``) to stop earlier: the engine is free again when that returns.
     Raises ``OutputError`` when the engine fails, ``HostError`` for one that takes no ids.
     """
+    nothing = settings.max_tokens == 0
+    settings = replace(settings, max_tokens=max(settings.max_tokens, 1))
     try:
         async with aclosing(_source(engine)(engine, prompt, settings, tenant)) as steps:
             async for step in steps:
-                ended = _ended(step)
+                ended = _without_ids(step) if nothing else _ended(step)
                 yield ended
                 if ended.finish is not None:
                     return
@@ -86,6 +93,19 @@ def _ended(step: Step) -> Step:
         if token in vocab.TURN_ENDS:
             return replace(step, ids=step.ids[:at], finish="stop")
     return step
+
+
+def _without_ids(step: Step) -> Step:
+    return replace(step, ids=(), finish="length" if step.finish else None)
+
+
+def reusable_tokens(engine: Any, prompt: Sequence[int], tenant: str = "") -> int:
+    """How many ids of ``prompt`` would not be computed if it were generated from now.
+
+    What is true then can be another number: a batching engine may run others before.
+    """
+    model = model_of(engine)
+    return 0 if model is None else prefix.reach(model, prompt, tenant)
 
 
 async def _batched(engine: Any, prompt: tuple[int, ...], settings: Settings, tenant: str) -> Steps:

@@ -22,7 +22,7 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.host import contract, seams
-from vllm_mlx_harmony.host.engine import generate
+from vllm_mlx_harmony.host.engine import generate, reusable_tokens
 from vllm_mlx_harmony.host.kv import batched, prefix, simple
 from vllm_mlx_harmony.host.kv.tree import Counters, Tree
 from vllm_mlx_harmony.host.sampling import Settings
@@ -56,6 +56,7 @@ def words(seed: int, count: int) -> str:
 
 
 SYSTEM = ids(f"<|start|>system<|message|>You are ChatGPT. {words(0, 90)}<|end|>")
+DEVELOPER = ids(f"<|start|>developer<|message|># Instructions\n\n{words(2, 60)}<|end|>")
 OPENING = ids("<|start|>assistant")
 
 
@@ -245,6 +246,33 @@ def test_output_is_the_same_without(served: Served, run: Run) -> None:
     served.tree = Tree(0)
     for prompt, said, _ in reused:
         assert run(served.ask(prompt)) == (said, 0)
+
+
+def test_what_will_be_reused_is_known_before(served: Served, run: Run) -> None:
+    for prompt, _, cached in run(loop(served, 3)):
+        assert reusable_tokens(served.engine, prompt) >= cached  # by now it was computed itself
+    counters = served.counters
+    again = [*prompt, *result(7), *OPENING]
+    expected = reusable_tokens(served.engine, again)
+    assert expected > len(SYSTEM)
+    assert reusable_tokens(served.engine, again, "somebody else") == 0
+    assert served.counters == counters
+    assert run(served.ask(again))[1] == expected
+
+
+def test_nothing_is_generated_and_all_is_remembered(served: Served, run: Run) -> None:
+    prompt = [*SYSTEM, *user("Say hello."), *OPENING]
+    said, cached = run(served.ask(prompt, max_tokens=0))
+    assert (said, cached) == ([], 0)
+    assert reusable_tokens(served.engine, prompt) == len(prompt) - 1
+    other = [*SYSTEM, *user("Look it up."), *OPENING]
+    assert reusable_tokens(served.engine, other) == len(SYSTEM)
+    assert run(served.ask(prompt, max_tokens=0)) == ([], len(prompt) - 1)
+    run(served.ask([*DEVELOPER, *ids("<|start|>user<|message|>.<|end|>"), *OPENING], max_tokens=0))
+    assert reusable_tokens(served.engine, [*DEVELOPER, *user("Say hello.")]) == len(DEVELOPER)
+    warm = run(served.ask(prompt))
+    served.tree = Tree(0)
+    assert warm == (run(served.ask(prompt))[0], len(prompt) - 1)
 
 
 def test_retry_and_branch(served: Served, run: Run) -> None:

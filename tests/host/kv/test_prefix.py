@@ -25,6 +25,9 @@ ANSWERED = f"<|start|>assistant<|channel|>final<|message|>Rain.{LONG}<|end|>"
 OPENING = "<|start|>assistant"
 
 
+HI = "<|start|>user<|message|>Hi<|end|>"
+
+
 def cuts(*parts: str, after: int = 0) -> list[str]:
     """The pieces as text, instead of where they end."""
     prompt = ids("".join(parts))
@@ -52,7 +55,11 @@ def cuts(*parts: str, after: int = 0) -> list[str]:
         ((SYSTEM, ASKED, DEVELOPER, OPENING), [SYSTEM, ASKED + DEVELOPER + "<|start|>"]),
         # No piece too short to be worth it.
         (("<|start|>system<|message|>Hi<|end|>", ASKED, OPENING), None),
-        ((SYSTEM, "<|start|>user<|message|>Hi<|end|>", OPENING), None),
+        (("<|start|>system<|message|>Hi<|end|>", HI, OPENING), None),
+        ((SYSTEM, ASKED, ANSWERED, HI, OPENING), [SYSTEM, ASKED + ANSWERED + HI + "<|start|>"]),
+        # What many conversations share is, however short the rest.
+        ((SYSTEM, HI, OPENING), [SYSTEM, HI + "<|start|>"]),
+        ((SYSTEM, OPENING), [SYSTEM, "<|start|>"]),
         ((OPENING,), ["<|start|>"]),
     ],
 )

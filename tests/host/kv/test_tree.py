@@ -44,6 +44,7 @@ def find(tree: Tree[Piece], ids: Any, owner: object = "me") -> int:
         assert piece.start == at and piece.sequence[: piece.end] == sequence[: piece.end]
         at = piece.end
     assert at == known
+    assert tree.reach(owner, pack(sequence)) == known
     return known
 
 
@@ -102,6 +103,18 @@ def test_least_recently_used_goes_first_and_beginnings_go_last() -> None:
     add(tree, [1, 5])
     assert [find(tree, [1, last, 0]) for last in (2, 3, 4, 5)] == [2, 1, 2, 2]
     assert tree.counters().evictions == 1
+
+
+def test_a_look_counts_for_nothing() -> None:
+    tree: Tree[Piece] = Tree(20)
+    add(tree, [1])
+    add(tree, [2])
+    before = tree.counters()
+    assert tree.reach("me", pack([1, 9])) == 1
+    assert tree.reach("other", pack([1, 9])) == tree.reach("me", pack([])) == 0
+    assert tree.counters() == before
+    add(tree, [3])
+    assert [tree.reach("me", pack([first, 9])) for first in (1, 2, 3)] == [0, 1, 1]
 
 
 def test_budget_of_one_entry_keeps_the_last_one() -> None:

@@ -30,7 +30,7 @@ SHARE = 16
 """Without the variable: this part of the machine's memory. 1 GiB of 16."""
 
 SHORTEST = 32
-"""Tokens that a piece of a prompt has at least, except the last: each costs a pass of its own."""
+"""Tokens that a piece of a prompt has as a rule: each costs a pass of its own."""
 
 Owner: TypeAlias = tuple[int, str]
 
@@ -55,12 +55,15 @@ def marks(ids: Sequence[int], after: int) -> list[int]:
     Behind the system and developer messages (shared by conversations); before the last message of
     the user (edited and asked again); before the last id (asked again, and where the reasoning that
     follows is dropped by a later turn, semantics A6). Only places behind ``after``, and none that
-    cuts a piece that is not worth it.
+    cuts a piece that is not worth it: what follows the system and developer messages may be short,
+    a greeting, or the placeholder of a prompt that is computed ahead.
     """
     last = len(ids) - 1
     found, before = [], after
-    for place in sorted({_preamble(ids), _last_user(ids, after)}):
-        if before + SHORTEST <= place <= last - SHORTEST:
+    preamble = _preamble(ids)
+    for place in sorted({preamble, _last_user(ids, after)}):
+        rest = 1 if place == preamble else SHORTEST
+        if before + SHORTEST <= place <= last - rest:
             found.append(place)
             before = place
     return [*found, last] if last > after else found
@@ -162,6 +165,14 @@ def _forget(key: int) -> None:
 
 def _forget_all_of(key: int) -> None:
     memory().forget(lambda whose: isinstance(whose, tuple) and whose[0] == key)
+
+
+def reach(model: Any, ids: Sequence[int], tenant: str) -> int:
+    """How many ids of a prompt `resume` would find now. On any thread: no buffer is touched.
+
+    About 1.4 ms for 130,000 ids in 400 pieces.
+    """
+    return memory().reach(owner(model, tenant), pack(ids)) if enabled() else 0
 
 
 def resume(model: Any, prompt: Known, answer: int = 0) -> tuple[int, list[Any] | None]:

@@ -37,7 +37,7 @@ def with_ours(original: Method) -> Method:
 
     @wraps(original)
     def clear(self: Any) -> Any:
-        model = _model(self)
+        model = model_of(self)
         if model is not None:
             prefix.forget(model)
         return original(self)
@@ -45,10 +45,11 @@ def with_ours(original: Method) -> Method:
     return clear
 
 
-def _model(holder: Any) -> Any:
-    """The module itself: a scheduler has it, the simple engine has the host's wrapper of it.
+def model_of(holder: Any) -> Any:
+    """The module of an engine or a scheduler; ``None`` when it is not loaded.
 
-    A batched engine has the scheduler, two objects down.
+    A scheduler has it itself, the simple engine has the host's wrapper of it. A batched engine has
+    the scheduler, two objects down.
     """
     core = getattr(getattr(holder, "_engine", None), "engine", None)
     if core is not None:

@@ -121,6 +121,12 @@ class Tree(Generic[T]):
             self._use(node)
             return known, tuple(step.held for step in node.path() if step.held is not None)[::-1]
 
+    def reach(self, owner: Hashable, sequence: bytes) -> int:
+        """How many ids `find` would find; a look that counts for nothing."""
+        with self._locked():
+            node = self._deepest(owner, sequence, len(sequence) // WIDTH - 1)
+            return 0 if node is None else node.end
+
     def add(self, owner: Hashable, sequence: bytes, cut: Callable[[int, int], T]) -> bool:
         """Makes ``sequence`` known; ``cut(start, end)`` gives what to hold for its last piece.
 
