@@ -23,6 +23,14 @@ DELTAS = {
 }
 
 
+def prompt_tokens(usage: dict[str, Any]) -> int:
+    """The tokens of the prompt, as clients count them: all three kinds."""
+    kinds = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    counts = [usage.get(kind) or 0 for kind in kinds]
+    assert min(counts) >= 0
+    return sum(counts)
+
+
 class Checker:
     """Takes a stream's events one by one and fails on the first that may not come there.
 
@@ -118,7 +126,7 @@ class Checker:
         assert (reason == "stop_sequence") == (delta["stop_sequence"] is not None)
         if reason == "tool_use":
             assert "tool_use" in {block["type"] for block in self.message["content"]}
-        assert usage["input_tokens"] == self.message["usage"]["input_tokens"]
+        assert prompt_tokens(usage) == prompt_tokens(self.message["usage"])
         self.message |= {**delta, "usage": {**self.message["usage"], **usage}}
         self._stopped = True
 

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 STAMP = Stamp("fedcba9876543210fedcba9876543210", 1_754_352_000, "gpt-oss-20b")
-DISPLAYS: tuple[Display, ...] = ("shown", "sealed", "hidden")
+DISPLAYS: tuple[Display, ...] = ("shown", "sealed", "hidden", "updates")
 Chunks = Sequence[Sequence[int]]
 
 
@@ -146,7 +146,8 @@ def turns(draw: st.DrawFn) -> list[Delta]:
     """A turn of any messages; arguments are whatever a model may write."""
     text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
     nearly = st.sampled_from(['{"a":', '"b', '",', "1", "}", "[", "]", "\\", "true", " ", '"', "{"])
-    deltas: list[Delta] = [Started(draw(st.integers(0, 9)))]
+    prompt = draw(st.integers(0, 9))
+    deltas: list[Delta] = [Started(prompt, draw(st.none() | st.integers(0, prompt)))]
     kinds = draw(st.lists(st.sampled_from(Kind), max_size=6))
     for index, kind in enumerate(kinds):
         called = kind is Kind.CALL
@@ -155,8 +156,9 @@ def turns(draw: st.DrawFn) -> list[Delta]:
         deltas.extend(map(Text, draw(pieces)))
         deltas.append(Closed(draw(st.booleans())))
     reason = draw(st.sampled_from(["tool_calls" if Kind.CALL in kinds else "stop", "length"]))
-    counts = (deltas[0].prompt_tokens, *draw(st.tuples(*[st.integers(0, 99)] * 3)))  # type: ignore[union-attr]
-    return [*deltas, Finished(reason, draw(st.none() | text), Usage(*counts))]  # type: ignore[arg-type]
+    generated = draw(st.tuples(*[st.integers(0, 99)] * 2))
+    usage = Usage(prompt, *generated, cached_tokens=draw(st.integers(0, prompt)))
+    return [*deltas, Finished(reason, draw(st.none() | text), usage)]  # type: ignore[arg-type]
 
 
 @given(turns(), st.sampled_from(DISPLAYS))

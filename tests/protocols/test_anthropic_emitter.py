@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from anthropic_checker import checked
+from anthropic_checker import checked, prompt_tokens
 
 from vllm_mlx_harmony.core.deltas import (
     Closed,
@@ -37,12 +37,13 @@ from vllm_mlx_harmony.protocols.anthropic import (
     read,
     request_id,
 )
+from vllm_mlx_harmony.protocols.anthropic.request import UPDATE
 from vllm_mlx_harmony.protocols.events import Event, frame
 
 STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 USAGE = Usage(prompt_tokens=80, completion_tokens=20, reasoning_tokens=7, cached_tokens=64)
 USAGE_BODY = {
-    "input_tokens": 80,
+    "input_tokens": 16,
     "output_tokens": 20,
     "cache_creation_input_tokens": 0,
     "cache_read_input_tokens": 64,
@@ -176,6 +177,7 @@ ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str]] = {
         "stop_sequence",
     ),
     "nothing at all": (turn(end=STOP), [], "end_turn"),
+    "nothing was asked for": (turn(end=CUT), [], "max_tokens"),
     "what JSON must escape": (
         turn(answer('"\\\n\x00\u2028é', "😀</script>"), call('a"b', '{"é":"\\u00e9"}'), end=CALLS),
         [text('"\\\n\x00\u2028é😀</script>'), used(1, 'a"b', {"é": "é"})],
@@ -218,6 +220,10 @@ WITHOUT: dict[Display, list[dict[str, Any]]] = {
     "shown": [thought("ab"), text("c"), used(2, "f", {})],
     "sealed": [{**thought("ab"), "thinking": ""}, text("c"), used(2, "f", {})],
     "hidden": [text("c"), used(2, "f", {})],
+    "updates": [
+        {"type": "thinking", "thinking": "c", "signature": f"sealed:{UPDATE}c"},
+        used(2, "f", {}),
+    ],
 }
 
 
@@ -274,17 +280,23 @@ def test_a_stream_event_by_event() -> None:
 def test_the_start_goes_out_before_anything_is_generated() -> None:
     (event,) = Emitter(STAMP, Mark(), stream=True).feed(Started(80))
     assert event.name == "message_start"
-    assert json.loads(event.data)["message"]["usage"]["input_tokens"] == 80
+    assert json.loads(event.data)["message"]["usage"] == {"input_tokens": 80, "output_tokens": 0}
 
 
-@pytest.mark.parametrize("cached", [0, 64, 80])
-def test_input_tokens_are_what_count_tokens_counts(cached: int) -> None:
+@pytest.mark.parametrize("known", [None, 0, 64, 79])
+@pytest.mark.parametrize("cached", [0, 64, 79])
+def test_the_parts_of_the_prompt_are_what_count_tokens_counts(
+    cached: int, known: int | None
+) -> None:
+    """Also when the look before the start was another's: both are whole."""
     end = Finished("stop", None, Usage(80, 3, 0, cached))
-    deltas: list[Delta] = [Started(80, cached), *turn(answer("Hi"), end=end)[1:]]
+    deltas: list[Delta] = [Started(80, known), *turn(answer("Hi"), end=end)[1:]]
     start = json.loads(streamed(deltas)[0].data)["message"]["usage"]
+    assert start.get("cache_read_input_tokens") == known
     for usage in (start, whole(deltas)["usage"]):
-        assert usage["input_tokens"] == counted(80)["input_tokens"]
-        assert usage["cache_read_input_tokens"] == cached
+        assert prompt_tokens(usage) == counted(80)["input_tokens"]
+    assert whole(deltas)["usage"]["cache_read_input_tokens"] == cached
+    assert checked(named(streamed(deltas))).message == whole(deltas)
 
 
 @pytest.mark.parametrize("begun", [0, 1, 3], ids=["at once", "after the start", "in the answer"])
@@ -320,7 +332,9 @@ DISPLAYS: list[tuple[dict[str, Any] | None, Display]] = [
     ({"type": "enabled", "budget_tokens": 2048}, "shown"),
     ({"type": "adaptive", "display": "summarized"}, "shown"),
     ({"type": "adaptive", "display": "omitted"}, "sealed"),
+    ({"type": "adaptive", "display": "updates"}, "sealed"),
     ({"type": "disabled"}, "hidden"),
+    ({"type": "between_tools"}, "updates"),
 ]
 
 
@@ -337,7 +351,7 @@ def test_a_request_makes_the_emitter_it_asked_for(
         "thinking": asked,
     }
     emitter = read(body, Defaults(), Mark()).emitter(STAMP)
-    deltas = turn(reasoning("Hm"), answer("Hello"), end=STOP)
+    deltas = turn(reasoning("Hm"), preamble("Well."), answer("Hello"), end=STOP)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     if stream:
         assert events == streamed(deltas, display)

@@ -31,10 +31,12 @@ from vllm_mlx_harmony.core.turn import (
     Sampling,
     Stamp,
     Tool,
+    ToolChoice,
     Turn,
     User,
 )
 from vllm_mlx_harmony.protocols.anthropic import MessagesRequest, read
+from vllm_mlx_harmony.protocols.anthropic.request import UPDATE
 
 DATA = Path(__file__).parent / "data"
 STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
@@ -103,9 +105,18 @@ def found(*blocks: Any) -> dict[str, Any]:
     return {"type": "search_result", "source": "https://a", "title": "A", "content": [*blocks]}
 
 
-def plain(said: Any) -> dict[str, Any]:
+def plain(said: Any, **more: Any) -> dict[str, Any]:
     source = {"type": "text", "media_type": "text/plain", "data": said}
-    return {"type": "document", "title": "A", "source": source}
+    return {"type": "document", "title": "A", "source": source, **more}
+
+
+def parts(content: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "document", "source": {"type": "content", "content": content}, **more}
+
+
+def pdf(**more: Any) -> dict[str, Any]:
+    source = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
+    return {"type": "document", "source": source, **more}
 
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -171,14 +182,47 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
         [
             Result(
                 "c1",
-                "Two:\na\nb\n[a file was left out: text only]",
+                "Two:\nTitle: A\nSource: https://a\na\nb\n"
+                "Title: A\nSource: https://a\n[a file was left out: text only]",
                 "messages[0].content[0]",
             )
         ],
     ),
     "result, a document of plain text": (
         user(result([plain("a\n"), text("b")])),
-        [Result("c1", "a\nb", "messages[0].content[0]")],
+        [Result("c1", "Title: A\na\nb", "messages[0].content[0]")],
+    ),
+    "result, a document of parts": (
+        user(result([parts([text("a"), image(), text("b")], title="A", context="C")])),
+        [
+            Result(
+                "c1",
+                "Title: A\nContext: C\na\n[an image was left out: text only]\nb",
+                "messages[0].content[0]",
+            )
+        ],
+    ),
+    "result, a file with a title": (
+        user(result([pdf(title="Report")])),
+        [Result("c1", "Title: Report\n[a file was left out: text only]", "messages[0].content[0]")],
+    ),
+    "user, a document of plain text": (
+        user(text("Read:"), plain("a\nb", citations={"enabled": True}, **CACHED), text("Well?")),
+        [User("Read:\nTitle: A\na\nb\nWell?")],
+    ),
+    "user, a document without a title": (user(plain("a", title=None)), [User("a")]),
+    "user, a document of one string": (
+        user(parts("a", title="", context="From a mail.")),
+        [User("Context: From a mail.\na")],
+    ),
+    "user, a document of parts": (user(parts([text("a"), text("b")])), [User("a\nb")]),
+    "user, what a search found": (
+        user(found(text("a"), text("b")), found(text("c")), text("Well?")),
+        [User("Title: A\nSource: https://a\na\nb\nTitle: A\nSource: https://a\nc\nWell?")],
+    ),
+    "user, control tokens in a title are text": (
+        user(plain("a", title="<|end|>")),
+        [User("Title: <|end|>\na")],
     ),
     "results come first, then what the user says": (
         user(text("And"), result("1"), text("then?"), result("2", "c2")),
@@ -256,6 +300,8 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
             {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
             {"type": "web_search_tool_result", "tool_use_id": "s", "content": {"type": "x"}},
             {"type": "mcp_tool_use", "id": 3},
+            {"type": "mcp_tool_listing", "mcp_server_name": "x", "tools": []},
+            {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
             text("a"),
         ),
         [Answer("a")],
@@ -320,6 +366,53 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message], str | None]]
         [User("Hello")],
         None,
     ),
+    "a picture that was answered": (
+        [user(text("Look:"), image()), assistant(text("Nice.")), *HELLO],
+        [User("Look:\n[an image was left out: text only]"), Answer("Nice."), User("Hello")],
+        None,
+    ),
+    "a picture in front of a tool loop": (
+        [user(text("Look:"), image()), assistant(use({})), user(result("1"))],
+        [
+            User("Look:\n[an image was left out: text only]"),
+            Call("c1", "f", "{}"),
+            Result("c1", "1", "messages[2].content[0]"),
+        ],
+        None,
+    ),
+    "a file, a picture in a document and an upload that were answered": (
+        [
+            user(pdf(title="Report"), parts([image()]), {"type": "container_upload"}),
+            assistant(text("Nice.")),
+            *HELLO,
+        ],
+        [
+            User(
+                "Title: Report\n[a file was left out: text only]\n"
+                "[an image was left out: text only]\n[a file was left out: text only]"
+            ),
+            Answer("Nice."),
+            User("Hello"),
+        ],
+        None,
+    ),
+    "a system message until the user speaks again": (
+        [
+            *HELLO,
+            {"role": "system", "content": "Once.", "clear_at": "next_user_message"},
+            {"role": "system", "content": "Always.", "clear_at": "never"},
+            assistant(text("a")),
+            *HELLO,
+            {"role": "system", "content": "Now.", "clear_at": "next_user_message"},
+        ],
+        [User("Hello"), Instructions("Always."), Answer("a"), User("Hello"), Instructions("Now.")],
+        None,
+    ),
+    "a preamble that was shown as thinking": (
+        [assistant(thinking("Look", f"sealed:{UPDATE}Look"), use({})), user(result("1"))],
+        [Preamble("Look"), Call("c1", "f", "{}"), Result("c1", "1", "messages[1].content[0]")],
+        None,
+    ),
     "only reasoning": ([*HELLO, assistant(thinking("Hm"))], [User("Hello"), Reasoning("Hm")], None),
     "a preamble and reasoning": (
         [*HELLO, assistant(text("a"), thinking("Hm"))],
@@ -374,7 +467,12 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
     "tools": (
         {"tools": [{**BARE, "description": "Does.", **CACHED, "strict": True}]},
         "tools",
-        (Tool("f", "Does.", SCHEMA, "tools[0]"),),
+        (Tool("f", "Does.", SCHEMA, "tools[0]", strict=True),),
+    ),
+    "tool that is not strict": (
+        {"tools": [{**BARE, "strict": False}]},
+        "tools",
+        (Tool("f", "", SCHEMA, "tools[0]"),),
     ),
     "custom tool": (
         {"tools": [{**BARE, "type": "custom"}]},
@@ -420,6 +518,55 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
         "limits",
         Limits(max_tokens=99),
     ),
+    "one forced call": (
+        {"tools": [BARE], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        "limits",
+        Limits(max_tokens=99, one_call=True),
+    ),
+    "one call of one tool": (
+        {
+            "tools": [BARE],
+            "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+        },
+        "limits",
+        Limits(max_tokens=99, one_call=True),
+    ),
+    "no choice": ({"tools": [BARE]}, "tool_choice", ToolChoice()),
+    "a free choice": (
+        {"tools": [BARE], "tool_choice": {"type": "auto"}},
+        "tool_choice",
+        ToolChoice(),
+    ),
+    "any tool": (
+        {"tools": [BARE], "tool_choice": {"type": "any"}},
+        "tool_choice",
+        ToolChoice(required=True),
+    ),
+    "one tool": (
+        {"tools": [BARE, {**BARE, "name": "g"}], "tool_choice": {"type": "tool", "name": "g"}},
+        "tool_choice",
+        ToolChoice(required=True, names=("g",)),
+    ),
+    "one tool, while thinking": (
+        {
+            "tools": [BARE],
+            "tool_choice": {"type": "tool", "name": "f"},
+            "thinking": {"type": "adaptive"},
+        },
+        "tool_choice",
+        ToolChoice(required=True, names=("f",)),
+    ),
+    "nothing to say": ({"max_tokens": 0}, "limits", Limits(max_tokens=0)),
+    "a budget of thinking": (
+        {"thinking": {"type": "enabled", "budget_tokens": 2048}},
+        "limits",
+        Limits(max_tokens=99, reasoning_tokens=2048),
+    ),
+    "no budget for no thinking": (
+        {"thinking": {"type": "disabled", "budget_tokens": 2048}},
+        "limits",
+        Limits(max_tokens=99),
+    ),
     "tool_choice none": ({"tools": [BARE], "tool_choice": {"type": "none"}}, "tools", ()),
     "max_tokens, stop_sequences": (
         {"max_tokens": 7, "stop_sequences": ["a", "", "\n"]},
@@ -441,12 +588,12 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
     "format": (
         {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
         "response_format",
-        ResponseFormat(SCHEMA),
+        ResponseFormat(SCHEMA, strict=True),
     ),
     "format, as it was called": (
         {"output_format": {"type": "json_schema", "schema": SCHEMA}},
         "response_format",
-        ResponseFormat(SCHEMA),
+        ResponseFormat(SCHEMA, strict=True),
     ),
     "no format": ({"output_config": {"format": None}}, "response_format", None),
     "effort": ({"output_config": {"effort": "xhigh"}}, "effort", Effort.HIGH),
@@ -458,6 +605,23 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
         {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
         "effort",
         Effort.LOW,
+    ),
+    "between tools": ({"thinking": {"type": "between_tools"}}, "effort", Effort.LOW),
+    "thinks": ({}, "thinking", True),
+    "adaptive, thinks": ({"thinking": {"type": "adaptive"}}, "thinking", True),
+    "enabled, thinks": ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking", True),
+    "disabled, does not": ({"thinking": {"type": "disabled"}}, "thinking", False),
+    "between tools, does not": ({"thinking": {"type": "between_tools"}}, "thinking", False),
+    "disabled over an effort": (
+        {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
+        "thinking",
+        False,
+    ),
+    "effort none, does not": ({"output_config": {"effort": "none"}}, "thinking", False),
+    "effort none over adaptive": (
+        {"thinking": {"type": "adaptive"}, "output_config": {"effort": "none"}},
+        "thinking",
+        False,
     ),
     "what changes nothing": (
         {
@@ -488,6 +652,20 @@ def test_what_is_left_out_is_noted() -> None:
         "tools[1] (web_search_20250305) was left out: the caller does not define it",
     )
     assert request(tools=[BARE]).notes == ()
+    elsewhere = {"type": "url", "url": "https://a", "name": "x"}
+    assert request(mcp_servers=[elsewhere]).notes == (
+        "mcp_servers was left out: this server calls no other",
+    )
+    assert request(mcp_servers=[]).notes == ()
+
+
+def test_a_request_that_says_so_thinks_whatever_the_server_was_started_with() -> None:
+    body = {"model": "m", "max_tokens": 9, "messages": HELLO}
+    quiet = Defaults(effort=Effort.LOW, thinking=False)
+    assert read(body, quiet, Mark()).turn.thinking is False
+    assert read({**body, "thinking": {"type": "adaptive"}}, quiet, Mark()).turn.thinking is True
+    patient = Defaults(none_effort=Effort.LOW)
+    assert read({**body, "thinking": {"type": "disabled"}}, patient, Mark()).turn.thinking is True
 
 
 def test_the_server_decides_what_the_request_leaves_open() -> None:
@@ -537,7 +715,19 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     (user({"type": "text"}), ".content[0].text"),
     (user(text("a"), {"type": "text", "text": 3}), ".content[1].text"),
     (user(text("a"), image()), ".content[1]"),
-    (user({"type": "document", "source": {"type": "text", "data": "a"}}), ".content[0]"),
+    (user({"type": "document"}), ".content[0]"),
+    (user(pdf()), ".content[0]"),
+    (user({"type": "document", "source": {"type": "url", "url": 3}}), ".content[0]"),
+    (user({"type": "document", "source": {"type": "file", "file_id": "f"}}), ".content[0]"),
+    (user({"type": "document", "source": 3}), ".content[0].source"),
+    (user(plain("a", title=3)), ".content[0].title"),
+    (user(plain(None)), ".content[0].source.data"),
+    (user(parts(None)), ".content[0].source.content"),
+    (user(parts([text("a"), image()])), ".content[0].source.content[1]"),
+    (user({"type": "search_result"}), ".content[0].content"),
+    (user(found(image())), ".content[0].content[0]"),
+    (user(result("a"), image()), ".content[1]"),
+    ({"role": "system", "content": [plain("a")]}, ".content[0]"),
     (user({"type": "whatever"}), ".content[0]"),
     (user(thinking("a")), ".content[0]"),
     (user(use({})), ".content[0]"),
@@ -576,7 +766,8 @@ def test_bad_messages_name_the_block(message: dict[str, Any], where: str) -> Non
 WHY: list[tuple[dict[str, Any], str]] = [
     (user(image()), "the model reads text only"),
     (user({"type": "document", "source": {}}), "the model reads text only"),
-    (user(found(text("a"))), "it is not supported here"),
+    (user({"type": "container_upload", "file_id": "f"}), "the model reads text only"),
+    (user({"type": "tool_reference"}), "it is not supported here"),
     (assistant({"type": "whatever"}), "it is not supported here"),
     (user(use({})), "it cannot stand here"),
     (assistant(result("a")), "it cannot stand here"),
@@ -588,6 +779,18 @@ def test_a_block_is_refused_for_what_it_is(message: dict[str, Any], why: str) ->
     error = guilty({"model": "m", "max_tokens": 9, "messages": [message]})
     kind = message["content"][0]["type"]
     assert error.message == f"messages[0].content[0] is of type {kind!r}: {why}"
+
+
+def test_a_picture_before_a_prefill_is_still_to_be_looked_at() -> None:
+    messages = [user(text("Look:"), image()), assistant(text("It is"))]
+    error = guilty({"model": "m", "max_tokens": 9, "messages": messages})
+    assert error.param == "messages[0].content[1]"
+
+
+def test_what_was_answered_is_refused_all_the_same_when_it_cannot_stand_there() -> None:
+    messages = [user(use({})), assistant(text("a")), *HELLO]
+    error = guilty({"model": "m", "max_tokens": 9, "messages": messages})
+    assert error.param == "messages[0].content[0]"
 
 
 LAST = [
@@ -611,7 +814,7 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
     ("messages", "Hello", "messages"),
     ("messages", [3], "messages[0]"),
     ("max_tokens", None, "max_tokens"),
-    ("max_tokens", 0, "max_tokens"),
+    ("max_tokens", -1, "max_tokens"),
     ("max_tokens", "9", "max_tokens"),
     ("system", 3, "system"),
     ("system", [3], "system[0]"),
@@ -635,7 +838,9 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
     ("tool_choice", "auto", "tool_choice"),
     ("tool_choice", {}, "tool_choice.type"),
     ("tool_choice", {"type": "any"}, "tool_choice"),
-    ("tool_choice", {"type": "tool", "name": "f"}, "tool_choice"),
+    ("tool_choice", {"type": "tool"}, "tool_choice.name"),
+    ("tool_choice", {"type": "tool", "name": "f"}, "tool_choice.name"),
+    ("tool_choice", {"type": "required"}, "tool_choice.type"),
     ("thread", {"type": "create"}, "thread"),
     ("thread", {"type": "continue", "previous_message_id": "msg_1"}, "thread"),
     ("compaction", {"type": "summarize"}, "compaction"),
@@ -747,6 +952,24 @@ def test_a_tool_loop_goes_on_where_the_model_stopped(dropped: str) -> None:
     assert render(second.turn).ids == (*prompt, *output, *tail)
 
 
+def test_a_preamble_that_was_shown_as_thinking_is_one_again() -> None:
+    body = {**recorded("claude-code-turn1"), "stream": False, "thinking": {"type": "between_tools"}}
+    asked = read(body, Defaults(), Mark())
+    context, emitter = StreamingHarmonyContext(asked.turn, STAMP), asked.emitter(STAMP)
+    prompt = context.render_for_completion()
+    said = LOOP[LOOP.index("<|channel|>commentary") :]  # what a model says that may not think
+    output = vocab.encoding().encode(said, allowed_special="all")
+    for delta in [*context.start(), *context.append_output(output), *context.finish("stop")]:
+        emitter.feed(delta)
+    content = emitter.result()["content"]
+    assert [block["type"] for block in content] == ["thinking", "tool_use"]
+    answered = user(result("marker-42", content[1]["id"]))
+    messages = [*body["messages"], assistant(*content), answered]
+    second = read({**body, "messages": messages}, Defaults(), Mark())
+    tail = vocab.encoding().encode(ANSWERED + "<|start|>assistant", allowed_special="all")
+    assert render(second.turn).ids == (*prompt, *output, *tail)
+
+
 # --- Any JSON at all.
 
 
@@ -768,12 +991,21 @@ KINDS = st.sampled_from(
     ]
 )
 TEXTS = st.lists(st.fixed_dictionaries({"type": KINDS}, optional={"text": TEXT}), max_size=3)
+SOURCE = (
+    TEXT
+    | JSON
+    | st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "content", "url"])},
+        optional={"data": TEXT | JSON, "content": TEXT | TEXTS | JSON, "url": TEXT | JSON},
+    )
+)
 ANY_PART = st.fixed_dictionaries(
     {"type": KINDS},
     optional={
         "text": TEXT,
         "content": TEXTS | JSON,
-        "source": st.fixed_dictionaries({"type": st.just("text")}, optional={"data": TEXT}) | JSON,
+        **dict.fromkeys(("title", "context"), TEXT | JSON),
+        "source": SOURCE,
     },
 )
 ANY_BLOCK = st.fixed_dictionaries(
@@ -785,6 +1017,8 @@ ANY_BLOCK = st.fixed_dictionaries(
         "tool_use_id": TEXT | JSON,
         "content": JSON | st.lists(ANY_PART, max_size=3),
         "is_error": st.booleans() | JSON,
+        **dict.fromkeys(("title", "context"), TEXT | JSON),
+        "source": SOURCE,
     },
 )
 ROLE = st.sampled_from(["user", "assistant", "system"])

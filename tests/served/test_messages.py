@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import anthropic
 import pytest
-from anthropic_checker import checked
+from anthropic_checker import checked, prompt_tokens
 from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row, can_be_generated, ids
 from server import FLAG, HARMONY
 
@@ -122,10 +122,17 @@ def ask(client: Anthropic, *, stream: bool, **request: Any) -> Message:
         return events.get_final_message()
 
 
+def total(message: Message) -> int:
+    return prompt_tokens(message.usage.model_dump())
+
+
 def story(message: Message) -> dict[str, Any]:
     """What an answer says, whatever way it came and whenever."""
     document = message.model_dump(exclude={"id"}, exclude_none=True)
-    document["usage"].pop("cache_read_input_tokens", None)
+    usage = document["usage"]
+    usage["prompt_tokens"] = prompt_tokens(usage)
+    for part in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"):
+        usage.pop(part, None)
     for block in document["content"]:
         for changing in ("signature", "id", "parsed_output", "caller"):
             block.pop(changing, None)
@@ -165,7 +172,7 @@ def test_counted_is_what_is_used(client: Anthropic, model: str, row: Row) -> Non
     request = request_for(row, model)
     counted = {key: request[key] for key in ("model", "messages", "tools")}
     answer = ask(client, stream=False, **request)
-    assert client.messages.count_tokens(**counted).input_tokens == answer.usage.input_tokens
+    assert client.messages.count_tokens(**counted).input_tokens == total(answer)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -183,7 +190,8 @@ def test_a_tool_loop_with_thinking(client: Anthropic, model: str, stream: bool) 
     assert final.stop_reason == "end_turn"
     assert final.content[0].type == "text"
     assert final.content[0].text == "It is 18 °C."
-    grown = final.usage.input_tokens - answer.usage.input_tokens
+    grown = total(final) - total(answer)
+    assert final.usage.cache_read_input_tokens >= total(answer) + answer.usage.output_tokens
     assert grown == answer.usage.output_tokens + len(handed_back("weather", "18 °C"))
 
 
@@ -206,6 +214,42 @@ def test_the_clients_own_tool_loop(client: Anthropic, model: str, stream: bool) 
     )
     (final,) = run.until_done().content
     assert final.text == "It is 18 °C."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_computed_ahead_and_the_start_of_a_stream_knows(
+    server: Server, client: Anthropic, model: str, stream: bool
+) -> None:
+    system = f"Computed {'streamed' if stream else 'whole'}. " * 60
+    warm = {"model": model, "system": system, "max_tokens": 0, "messages": [user(".")]}
+    first = ask(client, stream=stream, **warm)
+    assert (first.content, first.stop_reason, first.usage.output_tokens) == ([], "max_tokens", 0)
+    assert first.usage.cache_read_input_tokens == 0
+    prompt = {field: warm[field] for field in ("model", "system", "messages")}
+    counted = client.messages.count_tokens(**prompt).input_tokens
+    assert first.usage.input_tokens == total(first) == counted
+    again = ask(client, stream=stream, **warm)
+    assert (again.usage.input_tokens, total(again)) == (1, counted)
+    asked = {**warm, "max_tokens": 50, "messages": [user("plain answer")]}
+    told = events(server, asked)
+    start, end = document(told[0])["message"]["usage"], document(told[-2])["usage"]
+    assert start["cache_read_input_tokens"] == end["cache_read_input_tokens"] > 200
+    assert start["input_tokens"] == end["input_tokens"] > 1
+
+
+def test_documents_and_a_picture_that_was_answered(client: Anthropic, model: str) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "plain answer"}
+    picture = {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}}
+    answer = client.messages.create(
+        model=model,
+        max_tokens=50,
+        messages=[  # type: ignore[arg-type]
+            user([picture, {"type": "text", "text": "What is it?"}]),
+            {"role": "assistant", "content": "A cat."},
+            user([{"type": "document", "title": "A", "source": source}]),
+        ],
+    )
+    assert answer.stop_reason == "end_turn"
 
 
 def weather(city: str) -> str:
@@ -237,7 +281,7 @@ def test_two_turns_of_claude_code(server: Server, model: str) -> None:
     second = checked(events(server, {**body, "messages": [*body["messages"], echoed, answered]}))
     assert second.message["content"] == [{"type": "text", "text": "It says marker-42."}]
     assert second.message["stop_reason"] == "end_turn"
-    grown = second.message["usage"]["input_tokens"] - first["usage"]["input_tokens"]
+    grown = prompt_tokens(second.message["usage"]) - prompt_tokens(first["usage"])
     assert grown == first["usage"]["output_tokens"] + len(handed_back("Bash", "marker-42"))
 
 
@@ -281,9 +325,14 @@ def test_keys(server: Server, model: str, headers: dict[str, Any], status: int, 
     ("changed", "error", "named"),
     [
         ({"max_tokens": None}, anthropic.BadRequestError, "max_tokens"),
-        ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
+        ({"max_tokens": -1}, anthropic.BadRequestError, "max_tokens"),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice"),
+        (
+            {"tools": tools("f"), "tool_choice": {"type": "tool", "name": "g"}},
+            anthropic.BadRequestError,
+            "tool_choice.name",
+        ),
         (
             {"messages": [user([{"type": "image", "source": {"type": "url", "url": "x"}}])]},
             anthropic.BadRequestError,

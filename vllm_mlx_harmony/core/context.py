@@ -78,9 +78,9 @@ class StreamingHarmonyContext:
         """
         return tuple(self._outputs)
 
-    def start(self) -> list[Delta]:
-        """The turn is about to be generated."""
-        return [Started(self._prompt_tokens)]
+    def start(self, cached_tokens: int | None = None) -> list[Delta]:
+        """The turn is about to be generated; ``cached_tokens`` as in ``Started``."""
+        return [Started(self._prompt_tokens, cached_tokens)]
 
     def append_output(self, ids: Sequence[int]) -> list[Delta]:
         """What the model generated next: any number of ids, none and ids after the end included."""

@@ -36,10 +36,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt is rendered and the engine has it."""
+    """The prompt is rendered and the engine has it.
+
+    ``cached_tokens`` of it need no prefill, as far as is known by then; ``None`` when it is not.
+    """
 
     prompt_tokens: int
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,14 @@ from vllm_mlx_harmony.core.deltas import Delta, Finished
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.replay import View
 from vllm_mlx_harmony.core.turn import Message
-from vllm_mlx_harmony.host.engine import Finish, Step, Steps, generate, one_at_a_time
+from vllm_mlx_harmony.host.engine import (
+    Finish,
+    Step,
+    Steps,
+    generate,
+    one_at_a_time,
+    reusable_tokens,
+)
 from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.remembering import remember
 from vllm_mlx_harmony.host.sampling import Settings
@@ -39,7 +46,8 @@ class Tracker(Protocol):
 class Job:
     """Everything a turn needs to run. ``context`` is a `StreamingHarmonyContext` or another's.
 
-    ``echoed`` is how a message of it is read when a client gives it back.
+    ``echoed`` is how a message of it is read when a client gives it back. ``tells_cached``: the
+    answer begins with how much of the prompt is cached.
     """
 
     lease: Lease
@@ -49,6 +57,7 @@ class Job:
     tracker: Tracker
     turns: View | None = None
     echoed: Callable[[Message], Message] = lambda message: message
+    tells_cached: bool = False
 
 
 async def run(job: Job) -> Deltas:
@@ -62,7 +71,7 @@ async def run(job: Job) -> Deltas:
     result = "client_closed"  # unless it ends in another way than being given up
     try:
         async with _turn(job.lease.engine, job.budget):
-            yield job.context.start()
+            yield job.context.start(_cached(job))
             async with aclosing(_generated(job)) as groups:
                 async for group in groups:
                     yield group
@@ -76,6 +85,13 @@ async def run(job: Job) -> Deltas:
 
 
 TIMED_OUT = 504
+
+
+def _cached(job: Job) -> int | None:
+    if not job.tells_cached:
+        return None
+    lease, prompt = job.lease, job.context.render_for_completion()
+    return reusable_tokens(lease.engine, prompt, lease.tenant)
 
 
 @asynccontextmanager

@@ -40,7 +40,9 @@ def _read_to_count(body: object, defaults: Defaults, tenant: str) -> anthropic.M
     return anthropic.read(body, defaults, server_seal(tenant), counting=True)
 
 
-MESSAGES = Api("anthropic_messages", _read, anthropic.error_body, ping=anthropic.PING)
+MESSAGES = Api(
+    "anthropic_messages", _read, anthropic.error_body, ping=anthropic.PING, tells_cached=True
+)
 
 
 async def create_message(request: Request) -> Response:

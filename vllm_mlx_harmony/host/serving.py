@@ -73,7 +73,8 @@ class Api:
 
     ``name`` is what the host's metrics call it; ``ping`` goes out while a stream is silent, where
     the API has such an event; ``writer`` replaces the request's own emitter; ``blocks`` says that
-    ``read`` may wait for a disk, so that it is kept off the event loop.
+    ``read`` may wait for a disk, so that it is kept off the event loop; ``tells_cached`` that a
+    stream begins with the usage of the prompt.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Api:
     ping: Event | None = None
     writer: Callable[[Any, Stamp, Any, str], Emitter] | None = None
     blocks: bool = False
+    tells_cached: bool = False
 
     async def asked(self, document: object, tenant: str) -> Any:
         """The request in ``document``, which ``tenant`` sent. Raises ``RequestError``."""
@@ -224,6 +226,7 @@ async def begin(api: Api, document: object, lease: Lease, budget: Budget, key: s
         tracker=server._metrics.track_inference(api.name, stream=asked.stream),
         turns=turns,
         echoed=asked.echoed,
+        tells_cached=api.tells_cached and asked.stream,
     )
     return Begun(asked, stamp, job, api.emitter(asked, stamp, context, lease.tenant))
 

@@ -27,15 +27,19 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, PromptTooL
 from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
 from vllm_mlx_harmony.protocols.anthropic.body import THREAD_UNSUPPORTED, MessagesBody, read_body
 from vllm_mlx_harmony.protocols.anthropic.input import ObjectText
-from vllm_mlx_harmony.protocols.anthropic.request import notes, read_turn
+from vllm_mlx_harmony.protocols.anthropic.request import UPDATE, notes, read_turn
 from vllm_mlx_harmony.protocols.events import Event, encode, quote
 from vllm_mlx_harmony.protocols.seal import Seal
 
 PING = Event('{"type":"ping"}', "ping")
 """What keeps a connection alive while a long prompt is prefilled; allowed at any place."""
 
-Display: TypeAlias = Literal["shown", "sealed", "hidden"]
-"""Reasoning as blocks with text and signature, with the signature alone, or not at all."""
+Display: TypeAlias = Literal["shown", "sealed", "hidden", "updates"]
+"""Reasoning as blocks with text and signature, with the signature alone, or not at all.
+
+``updates``: no reasoning, and preambles in its place, as Anthropic's ``between_tools`` has it: what
+the model says between its calls comes as thinking, and the text of an answer is the answer alone.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +88,12 @@ def _display(asked: MessagesBody) -> Display:
     thinking = asked.thinking
     if thinking is None:
         return "shown"
-    if thinking.type == "disabled":
-        return "hidden"
-    return "sealed" if thinking.display == "omitted" else "shown"
+    if thinking.type in _DISPLAYS:
+        return _DISPLAYS[thinking.type]
+    return "shown" if thinking.display in (None, "summarized") else "sealed"
+
+
+_DISPLAYS: dict[str, Display] = {"disabled": "hidden", "between_tools": "updates"}
 
 
 def counted(prompt_tokens: int) -> dict[str, Any]:
@@ -182,14 +189,14 @@ class _TextBlock:
 
 
 class _ThinkingBlock:
-    """Kept until it is sealed: the seal is over the whole text, shown or not."""
+    """Kept until it is sealed: the seal is over the whole text, shown or not, and ``mark``."""
 
     delta, name = "thinking_delta", "thinking"
 
-    def __init__(self, seal: Seal, *, shown: bool) -> None:
+    def __init__(self, seal: Seal, *, shown: bool, mark: str = "") -> None:
         self._seal = seal
         self._shown = shown
-        self._parts: list[str] = []
+        self._parts = [mark]
 
     def take(self, text: str) -> str:
         self._parts.append(text)
@@ -277,7 +284,7 @@ class Emitter:
         return self._message(self._content, _stopped(finished), _final_usage(finished.usage))
 
     def _started(self, delta: Started) -> list[Event]:
-        usage = _usage(Usage(delta.prompt_tokens, cached_tokens=delta.cached_tokens))
+        usage = _started_usage(delta)
         nothing = {"stop_reason": None, "stop_sequence": None}
         return self._send("message_start", message=self._message([], nothing, usage))
 
@@ -298,9 +305,11 @@ class Emitter:
         """``None`` when the caller does not want to see the message."""
         if delta.kind is Kind.CALL:
             return _ToolUseBlock(self._stamp.call_id(delta.index), delta.name)
+        if delta.kind is Kind.PREAMBLE and self._thinking == "updates":
+            return _ThinkingBlock(self._seal, shown=True, mark=UPDATE)
         if delta.kind is not Kind.REASONING:
             return _TextBlock()
-        if self._thinking == "hidden":
+        if self._thinking in ("hidden", "updates"):
             return None
         return _ThinkingBlock(self._seal, shown=self._thinking == "shown")
 
@@ -377,17 +386,24 @@ def _stopped(finished: Finished) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """``input_tokens`` is the whole prompt, as ``count_tokens`` counts it, cached or not.
+    """The three parts of the prompt are disjoint, their sum is what ``count_tokens`` counts.
 
-    ``cache_read_input_tokens`` tells how much of it was not prefilled. Anthropic's own service
-    subtracts; then the two endpoints would differ as soon as a cache is warm.
+    So clients read it (``Message.usage`` in Anthropic's SDK). What is written to the cache is not
+    counted apart: here that costs nothing, and everything is.
     """
     return {
-        "input_tokens": usage.prompt_tokens,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
     }
+
+
+def _started_usage(delta: Started) -> dict[str, Any]:
+    """Without the parts as long as they are not known: a client must not add a guess to them."""
+    if delta.cached_tokens is None:
+        return {"input_tokens": delta.prompt_tokens, "output_tokens": 0}
+    return _usage(Usage(delta.prompt_tokens, cached_tokens=delta.cached_tokens))
 
 
 def _final_usage(usage: Usage) -> dict[str, Any]:

@@ -33,8 +33,8 @@ _READ: dict[object, tuple[str, ...]] = {
     "redacted_thinking": ("data",),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id", "content", "is_error"),
-    "search_result": ("content",),
-    "document": ("source",),
+    "search_result": ("title", "source", "content"),
+    "document": ("title", "context", "source"),
 }
 """The fields of a block that are looked at. Fields of the same name mean other things elsewhere."""
 
@@ -58,24 +58,51 @@ class Part(Wire):
 
 
 class Source(Wire):
-    """Where a document comes from. Of type ``text`` it is the document: ``data``."""
+    """Where a document comes from. Of type ``text`` it is in ``data``, of ``content`` in parts."""
 
     type: str | None = None
     data: str | None = None
+    content: Annotated[list[Part] | None, BeforeValidator(_as_blocks)] = None
+    url: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_its_own(cls, value: object) -> object:
+        """A file or a link to one is only named."""
+        if not isinstance(value, dict):
+            return value
+        kind = value.get("type")
+        read = {"text": "data", "content": "content", None: "url"}
+        field = read.get(kind) if kind is None or isinstance(kind, str) else None
+        return {name: value[name] for name in ("type", field) if name in value}
 
 
-class ResultBlock(Part):
-    """One block of a tool's result; ``content`` is a search result's, ``source`` a document's."""
-
-    content: list[Part] | None = None
-    source: Source | None = None
+def _as_source(value: object) -> object:
+    """The source of a search result is an address."""
+    return {"url": value} if isinstance(value, str) else value
 
 
-class Block(Wire):
-    """One block of a message's content."""
+class Readable(Wire):
+    """A block that a user or a tool may send: a text, a document, what a search found."""
 
     type: str
     text: str | None = None
+    title: str | None = None
+    context: str | None = None
+    source: Annotated[Source | None, BeforeValidator(_as_source)] = None
+
+    _only_read = model_validator(mode="before")(_only_read)
+
+
+class ResultBlock(Readable):
+    """One block of a tool's result; ``content`` is a search result's."""
+
+    content: list[Part] | None = None
+
+
+class Block(Readable):
+    """One block of a message's content."""
+
     thinking: str | None = None
     signature: str | None = None
     data: str | None = None
@@ -86,8 +113,6 @@ class Block(Wire):
     content: Annotated[list[ResultBlock] | None, BeforeValidator(_as_blocks)] = None
     is_error: bool | None = None
 
-    _only_read = model_validator(mode="before")(_only_read)
-
 
 Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
 
@@ -95,6 +120,7 @@ Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
 class AnthropicMessage(Wire):
     role: Literal["user", "assistant", "system"]
     content: Blocks
+    clear_at: Literal["next_user_message", "never"] | None = None
 
 
 class AnthropicTool(Wire):
@@ -102,6 +128,7 @@ class AnthropicTool(Wire):
     name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -119,13 +146,14 @@ CUSTOM = "custom"
 
 class ToolChoice(Wire):
     type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(Wire):
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=1)
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class OutputFormat(Wire):
@@ -144,7 +172,7 @@ class MessagesBody(Wire):
     model: str = Field(min_length=1)
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: Annotated[list[Block] | None, BeforeValidator(_as_blocks)] = None
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0)
     stream: bool | None = None
 
     stop_sequences: list[str] | None = None
@@ -160,6 +188,7 @@ class MessagesBody(Wire):
 
     thread: Any = None
     compaction: Any = None
+    mcp_servers: Any = None
 
 
 THREAD_UNSUPPORTED = "thread_unsupported_request"
@@ -186,10 +215,6 @@ def _refusals(asked: MessagesBody, *, counting: bool) -> Iterator[RequestError]:
 
     Anthropic's own count ignores ``compaction``, too.
     """
-    choice = asked.tool_choice
-    if choice is not None and choice.type in ("any", "tool"):
-        why = "only 'auto' and 'none' are available: a call cannot be forced"
-        yield _refusal("tool_choice", why)
     if asked.thread is not None:
         why = "no conversation is kept here: send all of its messages"
         yield _refusal("thread", why, THREAD_UNSUPPORTED)

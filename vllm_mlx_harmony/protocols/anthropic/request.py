@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import (
+    NO_THINKING,
     Answer,
     Call,
     Defaults,
@@ -27,6 +28,7 @@ from vllm_mlx_harmony.core.turn import (
     Result,
     Sampling,
     Tool,
+    ToolChoice,
     Turn,
     User,
     left_out,
@@ -38,8 +40,8 @@ from vllm_mlx_harmony.protocols.anthropic.body import (
     Block,
     MessagesBody,
     Part,
+    Readable,
     ResultBlock,
-    Source,
 )
 from vllm_mlx_harmony.protocols.anthropic.input import INVALID_JSON
 from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
@@ -49,10 +51,12 @@ from vllm_mlx_harmony.protocols.seal import Seal
 def read_turn(body: MessagesBody, defaults: Defaults, seal: Seal) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
     messages, prefill = _conversation(body.messages, seal)
+    tools = () if _no_tools(body) else tuple(_tools(body.tools or ()))
+    effort, thinking = _reasoning(body, defaults)
     return Turn(
         messages=(*_system(body.system or ()), *messages),
-        tools=() if _no_tools(body) else tuple(_tools(body.tools or ())),
-        effort=_effort(body, defaults),
+        tools=tools,
+        effort=effort,
         response_format=_response_format(body),
         identity=defaults.identity,
         date=defaults.date,
@@ -63,17 +67,22 @@ def read_turn(body: MessagesBody, defaults: Defaults, seal: Seal) -> Turn:
             max_tokens=body.max_tokens,
             stop=tuple(text for text in body.stop_sequences or () if text),
             one_call=_one_call(body),
+            reasoning_tokens=_reasoning_tokens(body),
         ),
+        tool_choice=_tool_choice(body, tools),
+        thinking=thinking,
     )
 
 
 def notes(body: MessagesBody) -> tuple[str, ...]:
     """What was accepted but has no effect, a sentence each, for the log."""
-    return tuple(
+    tools = tuple(
         f"tools[{index}] ({tool.type}) was left out: the caller does not define it"
         for index, tool in enumerate(body.tools or ())
         if _is_anthropics(tool)
     )
+    servers = ("mcp_servers was left out: this server calls no other",) if body.mcp_servers else ()
+    return (*tools, *servers)
 
 
 # --- The conversation: runs of messages of one speaker, each read by its role.
@@ -81,10 +90,14 @@ def notes(body: MessagesBody) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A block and its path in the request."""
+    """A block and its path in the request.
+
+    ``answered``: the assistant has spoken after its message.
+    """
 
     block: Block
     where: str
+    answered: bool
 
 
 _Spoken: TypeAlias = "list[list[_Placed]]"
@@ -95,10 +108,17 @@ def _conversation(
     messages: Sequence[AnthropicMessage], seal: Seal
 ) -> tuple[list[Message], str | None]:
     """All messages, and the beginning of the answer when the last one is the assistant's."""
-    numbered = enumerate(messages)
+    roles = [message.role for message in messages]
+    last_user = max((index for index, role in enumerate(roles) if role == "user"), default=-1)
+    answered = _answered(roles)
+    shown = [
+        (index, message)
+        for index, message in enumerate(messages)
+        if message.clear_at != "next_user_message" or index > last_user
+    ]
     runs = [
-        (role, [_placed(message, f"messages[{index}].content") for index, message in run])
-        for role, run in groupby(numbered, key=lambda each: each[1].role)
+        (role, [_placed(message, index, index < answered) for index, message in run])
+        for role, run in groupby(shown, key=lambda each: each[1].role)
     ]
     read = [message for role, run in runs[:-1] for message in _ROLES[role](run, seal)]
     role, last = runs[-1]
@@ -108,9 +128,24 @@ def _conversation(
     return [*read, *_unanswered(last, seal)], prefill
 
 
-def _placed(message: AnthropicMessage, where: str) -> list[_Placed]:
-    """The blocks of a message. An empty text says nothing and is as absent."""
-    placed = [_Placed(block, f"{where}[{index}]") for index, block in enumerate(message.content)]
+def _answered(roles: Sequence[str]) -> int:
+    """Where the last message of the assistant stands that is not the beginning of its answer.
+
+    What comes before it was answered, a question in the middle of a tool loop included: whoever
+    began to answer it has seen its pictures, and the conversation can go on without them (A11).
+    """
+    end = len(roles)
+    while end and roles[end - 1] == "assistant":
+        end -= 1
+    return max((index for index in range(end) if roles[index] == "assistant"), default=0)
+
+
+def _placed(message: AnthropicMessage, at: int, answered: bool) -> list[_Placed]:
+    """The blocks of message ``at``. An empty text says nothing and is as absent."""
+    placed = [
+        _Placed(block, f"messages[{at}].content[{index}]", answered)
+        for index, block in enumerate(message.content)
+    ]
     return [each for each in placed if each.block.type != "text" or _text(each)]
 
 
@@ -138,7 +173,7 @@ def _prefill(run: _Spoken) -> str | None:
 
 def _instructions(run: _Spoken, _: Seal) -> Iterator[Message]:
     for blocks in run:
-        if text := _lines(map(_readable, blocks)):
+        if text := _lines(map(_only_text, blocks)):
             yield Instructions(text)
 
 
@@ -149,7 +184,7 @@ def _user(run: _Spoken, _: Seal) -> Iterator[Message]:
         texts = [each for each in blocks if each.block.type != "tool_result"]
         yield from map(_result, results)
         if texts or not results:
-            yield User(_lines(map(_readable, texts)))
+            yield User(_lines(map(_user_text, texts)))
 
 
 def _assistant(run: _Spoken, seal: Seal) -> Iterator[Message]:
@@ -184,9 +219,9 @@ def _said(placed: _Placed, seal: Seal) -> Iterator[Message]:
         yield _call(placed)
     elif block.type in ("thinking", "redacted_thinking"):
         if thought := _thought(placed, seal):
-            yield Reasoning(thought)
-    elif not _is_another_servers(block.type):
-        raise _unreadable(placed)
+            yield _thought_of(thought)
+    elif not _says_nothing(block.type):
+        raise _unreadable(block.type, placed.where)
 
 
 _ROLES: dict[str, Callable[[_Spoken, Seal], Iterator[Message]]] = {
@@ -198,7 +233,7 @@ _ROLES: dict[str, Callable[[_Spoken, Seal], Iterator[Message]]] = {
 
 def _system(blocks: Iterable[Block]) -> Iterator[Message]:
     for index, block in enumerate(blocks):
-        text = _without_billing(_readable(_Placed(block, f"system[{index}]")))
+        text = _without_billing(_only_text(_Placed(block, f"system[{index}]", answered=False)))
         if text:
             yield Instructions(text)
 
@@ -228,6 +263,16 @@ def _thought(placed: _Placed, seal: Seal) -> str:
     if sealed is None and block.thinking is None:
         raise required(f"{placed.where}.thinking")
     return sealed or block.thinking or ""
+
+
+UPDATE = "<|channel|>commentary<|message|>"
+"""What a sealed text begins with that is no reasoning: a preamble that was shown as thinking."""
+
+
+def _thought_of(sealed: str) -> Message:
+    if sealed.startswith(UPDATE):
+        return Preamble(sealed.removeprefix(UPDATE))
+    return Reasoning(sealed)
 
 
 def _call(placed: _Placed) -> Call:
@@ -265,36 +310,80 @@ def _failed(text: str) -> str:
     return f"{_ERROR}: {text}" if text else _ERROR
 
 
-_KINDS = {"document": "file"}
+_Otherwise: TypeAlias = Callable[[str, str], str]
+"""What is said of a part that is not text, by its type and its path; or it is refused."""
 
 
 def _result_text(part: ResultBlock, where: str) -> str:
-    if part.type == "search_result":
-        return _found(part, where)
-    if part.source is not None and part.source.type == "text":
-        return _document(part.source, where)
-    return _part_text(part, where)
+    return _block_text(part, where, _left_out)
 
 
-def _found(part: ResultBlock, where: str) -> str:
-    if part.content is None:
-        raise required(f"{where}.content")
-    parts = enumerate(part.content)
-    return _lines(_part_text(each, f"{where}.content[{index}]") for index, each in parts)
+def _user_text(placed: _Placed) -> str:
+    """A picture or a file is refused until it was answered (A11)."""
+    answered = placed.answered and placed.block.type in _FILES
+    return _block_text(placed.block, placed.where, _left_out if answered else _refused)
 
 
-def _document(source: Source, where: str) -> str:
-    if source.data is None:
-        raise required(f"{where}.source.data")
-    return source.data
+def _block_text(block: ResultBlock | Block, where: str, otherwise: _Otherwise) -> str:
+    """A text; a document or what a search found: its title, its source, and its text, in lines."""
+    if block.type == "search_result":
+        if block.content is None:
+            raise required(f"{where}.content")
+        text = _part_texts(block.content, f"{where}.content", otherwise)
+        address = block.source.url if block.source else None
+        return _headed(text, Title=block.title, Source=address)
+    if block.type == "document":
+        text = _document_text(block, where, otherwise)
+        return _headed(text, Title=block.title, Context=block.context)
+    return _part_text(block, where, otherwise)
 
 
-def _part_text(part: Part, where: str) -> str:
+def _headed(text: str, **heading: str | None) -> str:
+    return _lines([*(f"{name}: {said}" for name, said in heading.items() if said), text])
+
+
+def _document_text(block: Readable, where: str, otherwise: _Otherwise) -> str:
+    source = block.source
+    if source is None or source.type not in ("text", "content"):
+        return otherwise(block.type, where)
+    if source.type == "text":
+        if source.data is None:
+            raise required(f"{where}.source.data")
+        return source.data
+    if source.content is None:
+        raise required(f"{where}.source.content")
+    return _part_texts(source.content, f"{where}.source.content", otherwise)
+
+
+def _part_texts(parts: Iterable[Part | Readable], where: str, otherwise: _Otherwise) -> str:
+    numbered = enumerate(parts)
+    return _lines(_part_text(part, f"{where}[{index}]", otherwise) for index, part in numbered)
+
+
+def _part_text(part: Part | Readable, where: str, otherwise: _Otherwise) -> str:
     if part.type != "text":
-        return left_out(_KINDS.get(part.type, part.type))
+        return otherwise(part.type, where)
     if part.text is None:
         raise required(f"{where}.text")
     return part.text
+
+
+_FILES: dict[str, str] = {
+    "image": "image",
+    "audio": "audio",
+    "video": "video",
+    "document": "file",
+    "container_upload": "file",
+}
+"""Parts that are no text by their nature, and what they are."""
+
+
+def _left_out(kind: str, _: str) -> str:
+    return left_out(_FILES.get(kind, kind))
+
+
+def _refused(kind: str, where: str) -> str:
+    raise _unreadable(kind, where)
 
 
 def _lines(texts: Iterable[str]) -> str:
@@ -311,30 +400,32 @@ def _text(placed: _Placed) -> str:
     return placed.block.text
 
 
-def _readable(placed: _Placed) -> str:
-    """The text of a block. One that is not text is a 400 that names it (A11)."""
-    if placed.block.type != "text":
-        raise _unreadable(placed)
-    return _text(placed)
+def _only_text(placed: _Placed) -> str:
+    """The text of a block. One that is not text is a 400 that names it."""
+    return _part_text(placed.block, placed.where, _refused)
 
 
 _WHY: dict[str, str] = {
     **dict.fromkeys(
         ("thinking", "redacted_thinking", "tool_use", "tool_result"), "it cannot stand here"
     ),
-    **dict.fromkeys(("image", "document", "audio", "video"), "the model reads text only"),
+    **dict.fromkeys(_FILES, "the model reads text only"),
 }
 
 
-def _unreadable(placed: _Placed) -> RequestError:
-    kind, where = placed.block.type, placed.where
+def _unreadable(kind: str, where: str) -> RequestError:
     why = _WHY.get(kind, "it is not supported here")
     return RequestError(f"{where} is of type {kind!r}: {why}", param=where, code=UNSUPPORTED)
 
 
-def _is_another_servers(kind: str) -> bool:
-    """Whether a block tells of a tool that Anthropic's servers ran: left out, as the tool is."""
-    return kind in ("server_tool_use", "mcp_tool_use") or kind.endswith("_tool_result")
+_SILENT = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
+
+
+def _says_nothing(kind: str) -> bool:
+    """Whether a block tells of what Anthropic's servers did: a tool that they ran and this server
+    leaves out, or a change of the model in the middle of an answer.
+    """
+    return kind in _SILENT or kind.endswith("_tool_result")
 
 
 # --- Tools, format, effort, sampling and limits.
@@ -357,22 +448,55 @@ def _tools(tools: Iterable[AnthropicTool]) -> Iterator[Tool]:
             raise required(f"{where}.name")
         if tool.input_schema is None:
             raise required(f"{where}.input_schema")
-        yield Tool(tool.name, tool.description or "", tool.input_schema, where)
+        strict = bool(tool.strict)
+        yield Tool(tool.name, tool.description or "", tool.input_schema, where, strict)
 
 
-def _effort(body: MessagesBody, defaults: Defaults) -> Effort:
-    """The lowest when thinking is disabled; a budget of thinking tokens changes nothing (A8)."""
-    asked = body.output_config.effort if body.output_config else None
-    param = "output_config.effort"
-    effort = defaults.effort if asked is None else Effort.parse(asked, param=param)
-    disabled = body.thinking is not None and body.thinking.type == "disabled"
-    return Effort.LOW if disabled else effort
+def _tool_choice(body: MessagesBody, tools: Sequence[Tool]) -> ToolChoice:
+    """Anthropic's API refuses ``any`` and ``tool`` while thinking; this model may think first."""
+    choice = body.tool_choice
+    if choice is None or choice.type not in ("any", "tool"):
+        return ToolChoice()
+    if choice.type == "any":
+        if not tools:
+            problem = "tool_choice is 'any', and no tool is given that could be called"
+            raise RequestError(problem, param="tool_choice")
+        return ToolChoice(required=True)
+    if choice.name is None:
+        raise required("tool_choice.name")
+    if choice.name not in {tool.name for tool in tools}:
+        problem = f"tool_choice.name: no tool with the name {choice.name!r} could be called"
+        raise RequestError(problem, param="tool_choice.name")
+    return ToolChoice(required=True, names=(choice.name,))
+
+
+_OFF = ("disabled", "between_tools")
+"""Types of thinking without any (Anthropic's ``ThinkingTypes``).
+
+``between_tools`` shows in thinking blocks what the model says on its way: api.Display.
+"""
+
+
+def _reasoning(body: MessagesBody, defaults: Defaults) -> tuple[Effort, bool]:
+    """Effort and thinking (A8). What ``thinking`` says stands over a word for the effort."""
+    word = body.output_config.effort if body.output_config else None
+    effort, thinking = defaults.reasoning(("output_config.effort", word))
+    if body.thinking is None:
+        return effort, thinking
+    if body.thinking.type in _OFF:
+        return defaults.reasoning(("thinking.type", NO_THINKING))
+    return effort, thinking or word is None
+
+
+def _reasoning_tokens(body: MessagesBody) -> int | None:
+    thinking = body.thinking
+    return thinking.budget_tokens if thinking and thinking.type == "enabled" else None
 
 
 def _response_format(body: MessagesBody) -> ResponseFormat | None:
     """``output_format`` is what ``output_config.format`` was called while it was a beta."""
     asked = (body.output_config.format if body.output_config else None) or body.output_format
-    return None if asked is None else ResponseFormat(asked.document)
+    return None if asked is None else ResponseFormat(asked.document, strict=True)
 
 
 def _sampling(body: MessagesBody) -> Sampling:
@@ -384,5 +508,4 @@ def _sampling(body: MessagesBody) -> Sampling:
 
 
 def _one_call(body: MessagesBody) -> bool:
-    choice = body.tool_choice
-    return choice is not None and choice.type == "auto" and bool(choice.disable_parallel_tool_use)
+    return body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
