@@ -36,7 +36,9 @@ ends, whatever it says.
 more is promised: with strictness asked for, another keyword is an error that names it; otherwise
 the arguments hold for the schema without it, and a note says so. Properties come in the order of
 the schema, as the model is shown them. White space between JSON's tokens is free but bounded, so
-that a model cannot loop in it.
+that a model cannot loop in it. What the input of a freeform tool must match is enforced within
+the JSON string that carries it (`escaped`): the prompt shows the model one string parameter, its
+earlier calls stand in the history that way, and so it goes on.
 
 **When there is none.** ``grammar_of`` is ``None`` under the policy ``off`` and only then. Without
 tools the language is small, but it is not everything: a call to a tool that was never declared can

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-from vllm_mlx_harmony.core import recent, schema
+from vllm_mlx_harmony.core import recent
+from vllm_mlx_harmony.core.vocab import clean
 
 Schema: TypeAlias = "dict[str, Any]"
 
@@ -75,10 +76,16 @@ def _text(copied: Schema) -> str:
 
 def _refusal(copied: Schema) -> str:
     """Why llguidance does not take it; empty when it does."""
+    return is_refused(
+        json.dumps({"grammars": [{"json_schema": {"x-guidance": _OPTIONS, **copied}}]})
+    )
+
+
+def is_refused(grammar: str) -> str:
+    """Why llguidance does not take ``grammar``, in one line; empty when it does."""
     from llguidance import LLMatcher
 
-    grammar = json.dumps({"grammars": [{"json_schema": {"x-guidance": _OPTIONS, **copied}}]})
-    return LLMatcher.validate_grammar(grammar)
+    return LLMatcher.validate_grammar(grammar).partition("\n")[0]
 
 
 # --- copying: any JSON value -> known, well-formed keywords, every $ref to a definition ---
@@ -146,7 +153,7 @@ class _Reading:
         return (int(content),) if whole else None  # type: ignore[call-overload]
 
     def text(self, content: object, _: int) -> tuple[Any] | None:
-        return (schema.clean(content),) if isinstance(content, str) else None
+        return (clean(content),) if isinstance(content, str) else None
 
     def format(self, content: object, _: int) -> tuple[Any] | tuple[()] | None:
         return (content,) if content in FORMATS else ()
@@ -154,7 +161,7 @@ class _Reading:
     def texts(self, content: object, _: int) -> tuple[Any] | None:
         if not isinstance(content, list) or not all(isinstance(one, str) for one in content):
             return None
-        return ([schema.clean(one) for one in content],)
+        return ([clean(one) for one in content],)
 
     def values(self, content: object, _: int) -> tuple[Any] | None:
         return (content,) if isinstance(content, list) else None
@@ -179,7 +186,7 @@ class _Reading:
     def named(self, content: object, depth: int) -> tuple[Any] | None:
         if not isinstance(content, Mapping):
             return None
-        return ({schema.clean(str(k)): self.schema(v, depth) for k, v in content.items()},)
+        return ({clean(str(k)): self.schema(v, depth) for k, v in content.items()},)
 
     def reference(self, content: object, _: int) -> tuple[Any] | None:
         if content == "#":

@@ -10,14 +10,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT, Expressed, express
+from vllm_mlx_harmony.core.grammar import escaped
+from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT, express, is_refused
 from vllm_mlx_harmony.core.header import CHANNELS, NOBODY
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
-from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn
+from vllm_mlx_harmony.core.turn import ResponseFormat, Syntax, Tool, Turn
 
 
 class Policy(str, Enum):
@@ -104,7 +106,7 @@ class _Writer:
                     param="tool_choice",
                 )
             self._rule("start", f"body {_RETURN}")
-            self._body(turn.response_format)
+            self._body(turn.answer_format)
             begun = tuple(vocab.encode(turn.prefill))
         else:
             self._turn_rules()
@@ -128,14 +130,14 @@ class _Writer:
         ends += ["call"] if callable_ else []
         if not ends:
             raise RequestError("a call is required, and there is no tool", param="tool_choice")
-        if turn.response_format is None or ends == ["call"]:
+        if turn.answer_format is None or ends == ["call"]:
             self._rule("start", f"{opened} ({' | '.join(ends)})")
         else:
             reasoned = "(analysis next)*" if thinking else ""
             called = f"| preamble next {opened} call | call" if callable_ else ""
             self._rule("start", f"{reasoned} (answer {called})")
         if "answer" in ends:
-            self._answer(turn.response_format)
+            self._answer(turn.answer_format)
         if callable_:
             self._call(callable_)
 
@@ -149,8 +151,16 @@ class _Writer:
         if asked is None:
             self._rule("body", "text")
             return
-        what = "the response format"
-        self._rule("body", self._json(asked.schema, asked.strict, what, "response_format"))
+        what, where = "the response format", "response_format"
+        if asked.syntax is None:
+            self._rule("body", self._json(asked.schema, asked.strict, what, where))
+            return
+        try:
+            body = _text_of(asked.syntax)
+        except escaped.NotExpressible as error:
+            self._cannot(f"{what}: {error} cannot be enforced", asked.strict, where)
+            body = "text"
+        self._rule("body", body)
 
     def _json(
         self,
@@ -163,21 +173,22 @@ class _Writer:
     ) -> str:
         """The JSON that is valid for ``schema``; the note or the error when it cannot be exact."""
         expressed = ANY_OBJECT if schema is None else express(schema, of_object=of_object)
-        if expressed.dropped and (strict or self._strict):
-            raise RequestError(
-                f"{what}: {_cannot(expressed)}; without strict the rest of it is enforced",
-                param=where,
-            )
         if expressed.dropped:
-            self._notes.append(f"{what}: {_cannot(expressed)}; the rest of it is")
+            names = ", ".join(expressed.dropped)
+            self._cannot(f"{what}: {names} cannot be enforced", strict, where)
         return f"%json {expressed.text}"
+
+    def _cannot(self, problem: str, strict: bool, where: str) -> None:
+        if strict or self._strict:
+            raise RequestError(f"{problem}; without strict, all the rest is", param=where)
+        self._notes.append(f"{problem}; all the rest is")
 
     # Calls
 
     def _calls(self) -> Iterator[tuple[str, str]]:
         """What may be called: the recipient, quoted, and the rule of its arguments."""
         names = self._turn.tool_choice.names
-        for tool in self._turn.tools:
+        for tool in self._turn.callable_tools:
             if names is None or tool.name in names:
                 yield self._recipient(tool), self._arguments(tool)
         if names is None:
@@ -194,7 +205,18 @@ class _Writer:
     def _arguments(self, tool: Tool) -> str:
         schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
         what = f"the parameters of tool {tool.name!r}"
-        return self._json(schema, tool.strict, what, tool.where, of_object=True)
+        if tool.syntax is None:
+            return self._json(schema, tool.strict, what, tool.where, of_object=True)
+        if tool.syntax.kind == "regex":
+            matching = {"type": "string", "pattern": f"^(?:{tool.syntax.definition})$"}
+            what = f"the format of tool {tool.name!r}"
+            return self._json(_with_input(matching), tool.strict, what, tool.where)
+        try:
+            return _input_of(tool.syntax.definition)
+        except escaped.NotExpressible as error:
+            problem = f"the format of tool {tool.name!r}: {error} cannot be enforced"
+            self._cannot(problem, tool.strict, tool.where)
+            return f"%json {express(_with_input({'type': 'string'})).text}"
 
     def _call(self, callable_: Sequence[tuple[str, str]]) -> None:
         roles, channels = [], []
@@ -221,9 +243,48 @@ _BUILTIN: Mapping[str, Sequence[tuple[str, str]]] = {
 """The tools that gpt-oss was trained with, and what it writes to them: JSON, and code."""
 
 
+# --- freeform tools, and answers with a syntax ---
+
+_INPUT = r"""
+OPENING: /\{[ \n]{0,4}"input"[ ]?:[ ]?"/
+CLOSING: /"[ \n]{0,4}\}/
+"""
+
+
+def _with_input(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"input": schema},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+
+
+@lru_cache(maxsize=32)
+def _input_of(definition: str) -> str:
+    """``{"input": "…"}``, where the string stands for a text that a Lark grammar has."""
+    for written in escaped.lark(definition):
+        if "R_START" in written:
+            start = "start: ALL\nALL: OPENING R_START CLOSING"
+        else:
+            start = "start: OPENING r_start CLOSING"
+        nested = f"%lark {{\n{start}{_INPUT}{written}\n}}"
+        if not is_refused(f"start: {nested}"):
+            return nested
+    raise escaped.NotExpressible("a Lark grammar that is recursive or that llguidance refuses")
+
+
+@lru_cache(maxsize=32)
+def _text_of(syntax: Syntax) -> str:
+    """The text itself."""
+    if syntax.kind == "regex":
+        written = f"/{escaped.between_slashes(syntax.definition)}/"
+    else:
+        written = f"%lark {{\n{escaped.plain_lark(syntax.definition)}\n}}"
+    if problem := is_refused(f"start: {written}"):
+        raise escaped.NotExpressible(f"its syntax ({problem})")
+    return written
+
+
 def _quoted(name: str) -> str:
     return json.dumps(name)
-
-
-def _cannot(expressed: Expressed) -> str:
-    return f"{', '.join(expressed.dropped)} cannot be enforced"

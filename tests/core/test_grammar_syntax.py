@@ -1,0 +1,176 @@
+"""Freeform tools whose input must match a syntax, and such answers: texts taken and refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.grammar import Grammar, Matcher, Policy, compiled, grammar_of
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.turn import ResponseFormat, Syntax, Tool, Turn, User
+
+APPLY_PATCH = """\
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""
+"""The grammar of Codex's tool: https://github.com/openai/codex (apply-patch), Apache-2.0."""
+
+PATCH = (
+    '*** Begin Patch\n*** Add File: a/b "x".py\n+print("héllo\\n")\n+\tx\n+\n'
+    "*** Update File: q\n*** Move to: r\n@@ def f():\n-a\n+b/c\n*** End of File\n*** End Patch\n"
+)
+
+ARITHMETIC = """\
+start: sum
+sum: sum "+" term | term   // left recursive
+term: "(" sum ")" | NUMBER
+%import common.NUMBER
+%ignore " "
+"""
+
+ESCAPES = r"""
+start: KEY "=" value ("," value)*
+KEY.2: /[a-z]+/i
+!value: "\"" /[^"\n]*/ "\"" -> quoted | "tab"i | "0".."9" | /\/[^\/]+\//
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    id: str
+    kind: str
+    definition: str
+    taken: tuple[str, ...]
+    refused: tuple[str, ...]
+
+
+ROWS = [
+    Row("apply_patch", "lark", APPLY_PATCH,
+        (PATCH, "*** Begin Patch\n*** Delete File: é\n*** End Patch"),
+        ("", "*** Begin Patch\n*** End Patch", PATCH.replace("@@ ", "@"), PATCH + "x",
+         PATCH.replace("\n+\n", "\n\n"))),
+    Row("recursive", "lark", ARITHMETIC,
+        ("1", "(1 + 2)+((3))", "1.5e3"), ("", "1+", "(1", "1)", "one")),
+    Row("literals of all kinds", "lark", ESCAPES,
+        ('Ab="x\\y é",TAB', "a=7", "a=/x\t/", 'a=""'), ("a", "a=", 'a="\n"', "a=//", "1=7")),
+    Row("imports", "lark",
+        "start: SIGNED_NUMBER WS WORD\n%import common (SIGNED_NUMBER, WS, WORD)\n",
+        ("-1.5 \t\n ab", "3 x"), ("x", "3x", "3 4")),
+    Row("renamed import", "lark", "start: A A\n%import common.DIGIT -> A\n", ("12",), ("1", "123")),
+    Row("flags", "lark", "start: /a.b/s /c/i /(?i:d)e(?i)f/\n",
+        ("a\nbcdef", "a\"bCDeF"), ("a\nbcdEf", "abcdef")),
+    Row("classes", "lark", r'start: /[^a-z\\]/ /\S/ /[\p{L}"]+/ /\x31[\]]/',
+        ('"\\"é"1]', "\n.x1]"), ("\\.x1]", "a.x1]", "1.11]")),
+    Row("counts", "lark", 'start: "a"{2,3} "b"~2 [ "c" ]', ("aabb", "aaabbc"), ("abb", "aab")),
+    Row("a regular expression", "regex", r"[0-9]{4}-[0-9]{2}", ("2026-11",), ("2026", "x2026-11")),
+    Row("one with alternatives", "regex", r"ab|cd", ("ab", "cd"), ("abcd", "a", "abc")),
+    Row("one with quotes", "regex", r'"[^"\n]*"\n', ('"a\\tb\t/"\n', '""\n'), ('"a"', '"\n"\n')),
+]  # fmt: skip
+
+
+def matcher(asked: Turn) -> tuple[Grammar, Matcher]:
+    grammar = grammar_of(asked, Names.of(asked))
+    assert grammar is not None
+    return grammar, compiled(grammar).matcher()
+
+
+def tool(kind: str, definition: str, *, strict: bool = False) -> Turn:
+    parameters = {"type": "object", "properties": {"input": {"type": "string"}}}
+    syntax = Syntax(kind, definition)  # type: ignore[arg-type]
+    one = Tool("patch", parameters=parameters, syntax=syntax, strict=strict)
+    return Turn((User("Hi."),), tools=(one,))
+
+
+def answer(kind: str, definition: str, *, strict: bool = False) -> Turn:
+    syntax = Syntax(kind, definition)  # type: ignore[arg-type]
+    return Turn((User("Hi."),), response_format=ResponseFormat(syntax=syntax, strict=strict))
+
+
+def called_with(text: str, *, spaces: bool) -> list[int]:
+    separators = (", ", ": ") if spaces else (",", ":")
+    arguments = json.dumps({"input": text}, ensure_ascii=False, separators=separators)
+    header = "<|channel|>commentary to=functions.patch <|constrain|>json<|message|>"
+    ids = vocab.encoding().encode(header, allowed_special="all")
+    return [*ids, *vocab.encode(arguments), vocab.CALL]
+
+
+@pytest.mark.parametrize("spaces", [False, True])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_tool(row: Row, spaces: bool) -> None:
+    for text in row.taken + row.refused:
+        grammar, follows = matcher(tool(row.kind, row.definition))
+        assert grammar.notes == ()
+        took = all(map(follows.consume, called_with(text, spaces=spaces)))
+        assert took == (text in row.taken), text
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_answer(row: Row) -> None:
+    header = vocab.encoding().encode("<|channel|>final<|message|>", allowed_special="all")
+    for text in row.taken + row.refused:
+        grammar, follows = matcher(answer(row.kind, row.definition))
+        assert grammar.notes == ()
+        took = all(map(follows.consume, [*header, *vocab.encode(text), vocab.RETURN]))
+        assert took == (text in row.taken), text
+
+
+BAD = {
+    "an id": ("lark", "start: <|end|>", "<|end|>"),
+    "ids": ("lark", 'start: "a" <[200012]>', "<[200012]>"),
+    "another grammar": ("lark", "start: @other", "@other"),
+    "out of its braces": ("lark", 'start: "a"\n}\nfoo: "b" {', "brace"),
+    "open braces": ("lark", 'start: "a"{2', "brace"),
+    "JSON": ("lark", 'start: %json {"type": "object"}', "%json"),
+    "nested": ("lark", 'start: %lark { start: "a" }', "%lark"),
+    "options": ("lark", '%llguidance {"no_forcing": true}\nstart: "a"', "%llguidance"),
+    "complement": ("lark", 'start: A\nA: ~"a"', "~"),
+    "no start": ("lark", 'foo: "a"', ""),
+    "an unknown import": ("lark", "start: X\n%import common.X", "common.X"),
+    "look-around": ("regex", "(?=a)b", "pattern"),
+    "a back reference": ("regex", r"(a)\1", "pattern"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_enforced(case: str) -> None:
+    kind, definition, words = BAD[case]
+    grammar, follows = matcher(tool(kind, definition))
+    assert re.search(rf"tool 'patch'.*{re.escape(words)}", grammar.notes[0])
+    assert all(map(follows.consume, called_with("anything\n", spaces=False)))
+    asked = tool(kind, definition, strict=True)
+    with pytest.raises(RequestError, match="'patch'") as raised:
+        grammar_of(asked, Names.of(asked))
+    assert raised.value.param == "tools"
+    asked = tool(kind, definition)
+    with pytest.raises(RequestError):
+        grammar_of(asked, Names.of(asked), Policy.STRICT)
+
+
+@pytest.mark.parametrize("case", [case for case in BAD if case != "complement"])
+def test_what_cannot_be_enforced_of_an_answer(case: str) -> None:
+    kind, definition, _ = BAD[case]
+    asked = answer(kind, definition, strict=True)
+    with pytest.raises(RequestError, match="response format"):
+        grammar_of(asked, Names.of(asked))

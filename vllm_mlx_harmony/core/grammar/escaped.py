@@ -1,0 +1,391 @@
+r"""A syntax, so rewritten that what matches it is written as JSON writes the inside of a string.
+
+Knows llguidance's variant of Lark, its regular expressions, and JSON's escapes. Refuses to know
+tools.
+
+A freeform tool is called with ``{"input": "…"}``, and its syntax speaks of the text that the string
+stands for. JSON writes most characters as themselves and a few in another way: the quote, the
+backslash and the control characters. That is a substitution of characters by words, and as no two
+characters share a word and no word begins another, it passes through every operator of regular
+expressions and of grammars, through complement, too (within what are words at all). So only the
+leaves change: literals, character classes, and the dot. ``[^a]`` becomes
+``(?:[[^a]&&[^"\\\x00-\x1f]]|\\"|\\\\|\\n|…)``, with the words of those special characters that the
+class has. Each has one word here: the shortest.
+
+What stands around the leaves is handed on as it was written: https://docs.rs/regex (syntax) for
+regular expressions, https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md for Lark.
+What a grammar of llguidance's may say of ids has no place in a text: it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+_SHORT = {"\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t", '"': '"', "\\": "\\"}
+_SPECIAL = ('"', "\\", *map(chr, range(0x20)))
+_PLAIN = r'[^"\\\x00-\x1f]'
+
+
+class NotExpressible(ValueError):
+    """A construct for which there is no form within JSON. The message names it."""
+
+
+def in_json(text: str) -> str:
+    """``text`` as it stands within a JSON string."""
+    return "".join(map(_word, text))
+
+
+def _word(character: str) -> str:
+    if character not in _SPECIAL:
+        return character
+    short = _SHORT.get(character)
+    return f"\\{short}" if short else f"\\u{ord(character):04x}"
+
+
+# --- Lark ---
+
+_LEXEME = re.compile(
+    r"""
+    (?P<comment>(?:\#|//)[^\n]*)
+  | (?P<space>\s+)
+  | (?P<range>"(?:\\.|[^"\\\n])"\s*\.\.\s*"(?:\\.|[^"\\\n])")
+  | (?P<string>"(?:\\.|[^"\\\n])*")(?P<cased>i?)
+  | (?P<regex>/(?:\\.|[^/\\\n])+/)(?P<flags>[imslux]*)
+  | (?P<import>%import\s+common\s*\.?\s*(?P<imported>\([^)]*\)|\w+)(?:\s*->\s*(?P<local>\w+))?)
+  | (?P<directive>%(?:ignore|declare)\b)
+  | (?P<refused><[^<>\s]+>|@[\w-]+|%\w+|~(?!\s*[0-9]))
+  | (?P<alias>->\s*[\w-]+)
+  | (?P<priority>(?<=\w)\.-?[0-9]+)
+  | (?P<name>[!?]*[A-Za-z_][\w-]*)
+  | (?P<other>.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def lark(definition: str) -> Iterator[str]:
+    """Grammars of the escaped text, to be put in braces, each with the rule ``r_start`` or the
+    terminal ``R_START``: the first that llguidance takes is the one to use.
+
+    Raises ``NotExpressible`` for what has no form within JSON, for anything that speaks of ids or
+    of other grammars, and for braces that do not match.
+    """
+    lexemes = list(_lexemes(definition))
+    if not any(lexeme.group() == "%ignore" for lexeme in lexemes):
+        yield "".join(_Writing(as_terminal=True).pieces(lexemes))
+    writing = _Writing(as_terminal=False)
+    written = "".join(writing.pieces(lexemes))
+    if not writing.is_ambiguous:
+        yield written
+
+
+def plain_lark(definition: str) -> str:
+    """``definition``, safe to be put in braces. Raises as ``lark``."""
+    return "".join(
+        lexeme.group() for lexeme in _lexemes(definition) if lexeme.lastgroup != "priority"
+    )
+
+
+def _lexemes(definition: str) -> Iterator[re.Match[str]]:
+    open_ = 0
+    for lexeme in _LEXEME.finditer(definition):
+        if lexeme.lastgroup == "refused":
+            raise NotExpressible(f"{lexeme.group()} in a Lark grammar")
+        if lexeme.lastgroup == "other":
+            open_ += {"{": 1, "}": -1}.get(lexeme.group(), 0)
+            if open_ < 0:
+                break
+        if lexeme.lastgroup not in ("comment", "alias"):
+            yield lexeme
+    if open_:
+        raise NotExpressible("an unmatched brace in a Lark grammar")
+
+
+class _Writing:
+    """Writes a grammar anew, every literal of it escaped.
+
+    ``as_terminal``: every rule becomes a terminal, and so the whole grammar a regular expression;
+    llguidance takes it when no rule is recursive. That is exact. As rules it would not always be:
+    the lexer does not look ahead, and cannot tell the backslash that goes on with a text from the
+    one of the line end behind it. Then ``is_ambiguous`` says that there is such a text.
+    """
+
+    def __init__(self, *, as_terminal: bool) -> None:
+        self._as_terminal = as_terminal
+        self.is_ambiguous = False
+
+    def pieces(self, lexemes: Iterable[re.Match[str]]) -> Iterator[str]:
+        for lexeme in lexemes:
+            kind, text = lexeme.lastgroup, lexeme.group()
+            if kind in ("cased", "string"):
+                yield _literal(lexeme)
+            elif kind in ("flags", "regex"):
+                yield self._regex(lexeme["regex"][1:-1].replace(r"\/", "/"), lexeme["flags"])
+            elif kind == "range":
+                first, last = map(_read, _STRING.findall(text))
+                yield self._regex(f"[{re.escape(first)}-{re.escape(last)}]")
+            elif kind in ("import", "imported", "local"):
+                yield from self._import(lexeme)
+            elif kind == "name":
+                yield self._name(text)
+            elif kind != "priority":
+                yield text
+
+    def _name(self, name: str) -> str:
+        bare = name.lstrip("!?")
+        is_rule = bare.lstrip("_")[:1].islower()
+        if self._as_terminal:
+            return f"{'R' if is_rule else 'T'}_{bare.upper()}"
+        return f"{'r' if is_rule else 'T'}_{bare}"
+
+    def _regex(self, pattern: str, flags: str = "") -> str:
+        rewriting = _Rewriting(pattern, flags)
+        written = between_slashes("".join(rewriting.pieces()))
+        self.is_ambiguous = self.is_ambiguous or rewriting.has_special_class
+        return f"/{written}/"
+
+    def _import(self, lexeme: re.Match[str]) -> Iterator[str]:
+        names = re.findall(r"\w+", lexeme["imported"])
+        for name in names:
+            if name not in COMMON or (lexeme["local"] and len(names) != 1):
+                raise NotExpressible(f"{lexeme.group()} in a Lark grammar")
+            yield f"{self._name(lexeme['local'] or name)}: {self._regex(COMMON[name])}\n"
+
+
+_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
+_HEX = re.compile(r"\\x([0-9a-fA-F]{2})")
+
+
+def _read(literal: str) -> str:
+    """The text of a quoted string, in which there may be JSON's escapes and hexadecimal ones."""
+    try:
+        text = json.loads(_HEX.sub(r"\\u00\1", literal))
+    except ValueError as error:
+        raise NotExpressible(f"the string {literal} in a Lark grammar") from error
+    return str(text)
+
+
+def _literal(lexeme: re.Match[str]) -> str:
+    text = _read(lexeme["string"])
+    if not lexeme["cased"]:
+        return json.dumps(in_json(text), ensure_ascii=False)
+    written = "".join(_Rewriting(re.escape(text), "i").pieces())
+    return f"/{between_slashes(written)}/"
+
+
+_NUMBER = r"(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+"
+
+COMMON: Mapping[str, str] = {
+    "DIGIT": "[0-9]",
+    "HEXDIGIT": "[a-fA-F0-9]",
+    "INT": "[0-9]+",
+    "SIGNED_INT": "[+-]?[0-9]+",
+    "DECIMAL": r"[0-9]+\.[0-9]*|\.[0-9]+",
+    "FLOAT": _NUMBER,
+    "SIGNED_FLOAT": f"[+-]?(?:{_NUMBER})",
+    "NUMBER": f"[0-9]+|{_NUMBER}",
+    "SIGNED_NUMBER": f"[+-]?(?:[0-9]+|{_NUMBER})",
+    "ESCAPED_STRING": r'"(?:[^"\\\n]|\\[^\n])*"',
+    "LCASE_LETTER": "[a-z]",
+    "UCASE_LETTER": "[A-Z]",
+    "LETTER": "[A-Za-z]",
+    "WORD": "[A-Za-z]+",
+    "CNAME": "[_A-Za-z][_A-Za-z0-9]*",
+    "WS_INLINE": r"[ \t]+",
+    "WS": r"[ \t\f\r\n]+",
+    "CR": r"\r",
+    "LF": r"\n",
+    "NEWLINE": r"(?:\r?\n)+",
+    "SH_COMMENT": r"#[^\n]*",
+    "CPP_COMMENT": r"//[^\n]*",
+    "C_COMMENT": r"/\*[^*]*\*+(?:[^/*][^*]*\*+)*/",
+    "SQL_COMMENT": r"--[^\n]*",
+}
+"""Lark's ``common`` terminals: https://github.com/lark-parser/lark (grammars/common.lark)."""
+
+
+# --- regular expressions ---
+
+
+def between_slashes(written: str) -> str:
+    """A regular expression as it stands between two slashes."""
+    return re.sub(r"(\\.)|/", lambda at: at[1] or r"\/", written, flags=re.DOTALL)
+
+
+_GROUP = re.compile(r"\(\?(?:P?<(?![=!])\w+>|(?P<flags>[a-zA-Z]*(?:-[a-zA-Z]+)?)(?P<end>[:)]))")
+_QUANTIFIER = re.compile(r"[*+?]|\{[0-9]+(?:,[0-9]*)?\}")
+_CATEGORY = re.compile(r"\\[pP](?:\{\^?(?P<long>[\w=&. ]+)\}|(?P<short>[A-Z]))")
+_CODE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|x\{([0-9a-fA-F]+)\}|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\})"
+)
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
+
+
+class _Rewriting:
+    """One walk through a pattern, keeping account of the flags of the groups it is in.
+
+    Raises ``NotExpressible`` for what depends on what stands beside the match (anchors within it,
+    look-around, back references) and for notations that are not known here.
+    """
+
+    def __init__(self, pattern: str, flags: str) -> None:
+        if set(flags) - set("isu"):
+            raise NotExpressible(f"the flags {flags!r} of a regular expression")
+        self._pattern = pattern
+        self._flags = set(flags)
+        self._groups: list[set[str]] = []
+        self.has_special_class = False
+        """Whether a class has characters that JSON escapes."""
+
+    def pieces(self) -> Iterator[str]:
+        """The pattern for the escaped text. Flags stand with what they are for, nowhere else."""
+        pattern = self._pattern
+        at, end = int(pattern.startswith("^")), len(pattern)
+        if re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern):
+            end -= 1
+        yield "(?:"
+        while at < end:
+            quantifier = _QUANTIFIER.match(pattern, at)
+            if quantifier:
+                piece, at = quantifier.group(), quantifier.end()
+            else:
+                read = _PIECES.get(pattern[at], _Rewriting._plain)
+                piece, at = read(self, at)
+            yield piece
+        yield ")"
+
+    # What stands at a place, rewritten, and where it ends.
+
+    def _plain(self, at: int) -> tuple[str, int]:
+        return self._character(self._pattern[at]), at + 1
+
+    def _bar(self, at: int) -> tuple[str, int]:
+        return "|", at + 1
+
+    def _anchor(self, at: int) -> tuple[str, int]:
+        raise NotExpressible(f"{self._pattern[at]} within a regular expression")
+
+    def _dot(self, at: int) -> tuple[str, int]:
+        return self._class(r"[\s\S]" if "s" in self._flags else r"[^\n]"), at + 1
+
+    def _brackets(self, at: int) -> tuple[str, int]:
+        found = _CLASS.match(self._pattern, at)
+        if not found:
+            raise NotExpressible("an open class in a regular expression")
+        return self._class(found.group()), found.end()
+
+    def _open(self, at: int) -> tuple[str, int]:
+        if not self._pattern.startswith("(?", at):
+            self._groups.append(set(self._flags))
+            return "(?:", at + 1
+        found = _GROUP.match(self._pattern, at)
+        if not found:
+            raise NotExpressible("look-around in a regular expression")
+        on, _, off = (found["flags"] or "").partition("-")
+        if set(on + off) - set("isu"):
+            raise NotExpressible(f"{found.group()} in a regular expression")
+        if found["end"] != ")":
+            self._groups.append(set(self._flags))
+        self._flags = (self._flags | set(on)) - set(off)
+        return "" if found["end"] == ")" else "(?:", found.end()
+
+    def _close(self, at: int) -> tuple[str, int]:
+        if not self._groups:
+            raise NotExpressible("an unmatched bracket in a regular expression")
+        self._flags = self._groups.pop()
+        return ")", at + 1
+
+    def _escape(self, at: int) -> tuple[str, int]:
+        code = _CODE.match(self._pattern, at)
+        if code:
+            return self._character(chr(int(next(filter(None, code.groups())), 16))), code.end()
+        category = _CATEGORY.match(self._pattern, at)
+        if category:
+            return self._class(category.group()), category.end()
+        escaped = self._pattern[at + 1 : at + 2]
+        if escaped in _CONTROLS:
+            return self._character(_CONTROLS[escaped]), at + 2
+        if escaped and escaped in "dDwWsS":
+            return self._class(f"\\{escaped}"), at + 2
+        if not escaped or escaped.isalnum():
+            raise NotExpressible(f"\\{escaped} in a regular expression")
+        return self._character(escaped), at + 2
+
+    # Leaves
+
+    def _character(self, character: str) -> str:
+        written = re.escape(_word(character))
+        if character in _SPECIAL:
+            return f"(?:{written})"
+        return self._cased(written)
+
+    def _class(self, written: str) -> str:
+        members = [special for special in _SPECIAL if _has(written, special)]
+        if not members:
+            return self._cased(written)
+        self.has_special_class = True
+        words = "|".join(re.escape(_word(member)) for member in members)
+        return f"(?:{self._cased(f'[{written}&&{_PLAIN}]')}|{words})"
+
+    def _cased(self, written: str) -> str:
+        return f"(?i:{written})" if "i" in self._flags else written
+
+
+_PIECES: Mapping[str, Callable[[_Rewriting, int], tuple[str, int]]] = {
+    "(": _Rewriting._open,
+    ")": _Rewriting._close,
+    "|": _Rewriting._bar,
+    "^": _Rewriting._anchor,
+    "$": _Rewriting._anchor,
+    ".": _Rewriting._dot,
+    "[": _Rewriting._brackets,
+    "\\": _Rewriting._escape,
+}
+
+
+def _has(written: str, character: str) -> bool:
+    """Whether a class, a dot or a category has ``character``."""
+    if written.startswith("["):
+        return _class_has(written, character)
+    category = _CATEGORY.fullmatch(written)
+    if category:
+        return _category_has(category, character)
+    return re.fullmatch(written, character) is not None
+
+
+def _class_has(written: str, character: str) -> bool:
+    inner = written[1:-1].removeprefix("^")
+    found = any(_category_has(one, character) for one in _CATEGORY.finditer(inner))
+    rest = _CATEGORY.sub("", inner)
+    if re.search(r"(?<!\\)(?:\\\\)*\[|&&|--|~~", rest):
+        raise NotExpressible(f"the class {written} in a regular expression")
+    rest = re.sub(r"\\x\{([0-9a-fA-F]+)\}", lambda code: f"\\U{int(code[1], 16):08x}", rest)
+    try:
+        found = found or (rest != "" and re.fullmatch(f"[{rest}]", character) is not None)
+    except re.error as error:
+        raise NotExpressible(f"the class {written} in a regular expression") from error
+    return found != written.startswith("[^")
+
+
+_WITHOUT_SPECIALS = re.compile(
+    "[LNMSZ][a-z]?|P[dseifc]|Letter|Alphabetic|Uppercase|Lowercase|Number|Mark|Symbol|Separator|"
+    "Latin|Greek|Cyrillic|Han|Hiragana|Katakana|Hangul|Arabic|Hebrew|Thai|Devanagari"
+)
+"""Categories and scripts in which there is neither a control character nor a quote."""
+
+
+def _category_has(category: re.Match[str], character: str) -> bool:
+    name = category["long"] or category["short"]
+    name = name.removeprefix("Script=").removeprefix("script=").removeprefix("sc=")
+    if _WITHOUT_SPECIALS.fullmatch(name):
+        found = False
+    elif name in ("P", "Po", "Punctuation"):
+        found = character in '"\\'
+    elif name in ("C", "Cc", "Other", "Control"):
+        found = character not in '"\\'
+    else:
+        raise NotExpressible(f"{category.group()} in a regular expression")
+    return found != (category.group().startswith("\\P") != ("{^" in category.group()))
