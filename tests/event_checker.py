@@ -27,11 +27,15 @@ ARGUMENTS = {
 }
 """Per item: the text it has without a part, and the field that has all of it."""
 
+WHOLE = frozenset({"tool_search_call"})
+"""Items that are told of when they begin and when they are done, and not in between."""
+
 PREFIXES = {
     "message": "msg_",
     "reasoning": "rs_",
     "function_call": "fc_",
     "custom_tool_call": "ctc_",
+    "tool_search_call": "tsc_",
 }
 
 ENDINGS = {
@@ -233,6 +237,8 @@ class _Checker:
         if item.type in ARGUMENTS:
             stem, name = ARGUMENTS[item.type]
             assert document[name] == item.texts[stem]
+        elif item.type in WHOLE:
+            assert not item.texts, f"a {item.type} has no events of its own"
         else:
             self.same_parts(item, document)
         self.done.append(document)

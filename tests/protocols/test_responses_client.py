@@ -126,6 +126,7 @@ def call(name: str, *texts: str) -> list[Delta]:
 TOOLS = [
     {"type": "custom", "name": "patch", "format": {"type": "text"}},
     {"type": "web_search"},
+    {"type": "tool_search", "execution": "client", "description": "Finds.", "parameters": {}},
     {
         "type": "namespace",
         "name": "crm",
@@ -136,7 +137,12 @@ TOOLS = [
 
 
 @pytest.mark.parametrize(
-    "deltas", [call("patch", '{"input":"', "a", '"}'), call("crm__find", "{", "}")]
+    "deltas",
+    [
+        call("patch", '{"input":"', "a", '"}'),
+        call("crm__find", "{", "}"),
+        call("tool_search", '{"query": 1}'),
+    ],
 )
 def test_calls(deltas: list[Delta]) -> None:
     events = modelled(streamed(deltas, tools=TOOLS))
@@ -172,6 +178,10 @@ def test_input_items() -> None:
         {"type": "function_call_output", "call_id": "c", "output": "r"},
         {"type": "custom_tool_call", "call_id": "d", "name": "f", "input": "a"},
         {"type": "custom_tool_call_output", "call_id": "d", "output": "r"},
+        {"type": "tool_search_call", "call_id": "e", "arguments": {"query": "q"}},
+        {"type": "tool_search_output", "call_id": "e", "tools": [*TOOLS]},
+        {"type": "additional_tools", "role": "developer", "tools": [TOOLS[0]]},
+        {"type": "configuration_update", "reasoning": {"effort": "high"}},
     ]
     listed = page(request(False, input=items).input_items(STAMP), {"order": "asc"})
     read_back = ResponseItemList.model_validate_json(json.dumps(listed))

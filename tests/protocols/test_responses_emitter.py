@@ -49,6 +49,7 @@ class Reverse:
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "x"},
     {"type": "custom", "name": "patch"},
+    {"type": "tool_search", "execution": "client"},
     {
         "type": "namespace",
         "name": "crm",
@@ -268,6 +269,43 @@ def test_a_freeform_call(name: str, texts: tuple[str, ...], deltas: list[str]) -
         **addressed,
     }
     assert whole(called(name, *texts))["output"] == [item]
+
+
+SEARCHES: list[tuple[tuple[str, ...], Any]] = [
+    (('{"que', 'ry": "\u00e9"}'), {"query": "é"}),
+    (("{}",), {}),
+    ((), {}),
+    (("[1",), "[1"),
+    (("NaN",), "NaN"),
+    (('{"a": 1e999}',), '{"a": 1e999}'),
+    (('"\\ud800"',), "\ufffd"),
+    (("[" * 100_000,), "[" * 100_000),
+]
+
+
+@pytest.mark.parametrize(("texts", "arguments"), SEARCHES)
+def test_a_search_is_told_of_whole(texts: tuple[str, ...], arguments: Any) -> None:
+    events = emitted(called("tool_search", *texts))
+    (item,) = check(events)["output"]
+    assert [event["type"] for event in documents(events)[2:-1]] == [
+        "response.output_item.added",
+        "response.output_item.done",
+    ]
+    assert item == {
+        "id": f"tsc_{KEY}0000",
+        "type": "tool_search_call",
+        "status": "completed",
+        "execution": "client",
+        "call_id": f"call_{KEY}0000",
+        "arguments": arguments,
+    }
+    assert whole(called("tool_search", *texts))["output"] == [item]
+
+
+def test_a_search_that_was_cut() -> None:
+    cut = told(said(0, Kind.CALL, '{"que', name="tool_search", complete=False), end=CUT)
+    (item,) = check(emitted(cut))["output"]
+    assert (item["status"], item["arguments"]) == ("incomplete", '{"que')
 
 
 def test_the_ids_are_those_that_every_api_gives() -> None:

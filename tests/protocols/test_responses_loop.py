@@ -117,6 +117,67 @@ def test_the_second_prompt_continues_the_first(
     assert rest.count("<|message|>") == 1
 
 
+CALENDAR = {
+    "type": "namespace",
+    "name": "mcp__calendar__",
+    "description": "Appointments.",
+    "tools": [
+        {"type": "function", "name": "create", "description": "Creates one.", "strict": False,
+         "defer_loading": True, "parameters": {"type": "object", "properties": {}}}
+    ],
+}  # fmt: skip
+QUERY = '{"query":"calendar"}'
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_was_found_is_called_and_nothing_before_it_has_changed(stored: bool) -> None:
+    """Search, call, answer: each prompt begins with the one before it, as far as A6 allows."""
+    body = recorded("codex-custom-turn1")
+    asked = read(body, SERVER, Reverse())
+    first, response, context = generated(asked, THOUGHT + called("tool_search", QUERY))
+    search = response["output"][-1]
+    assert (search["type"], search["execution"]) == ("tool_search_call", "client")
+    output = {"type": "tool_search_output", "call_id": search["call_id"], "status": "completed",
+              "execution": "client", "tools": [CALENDAR]}  # fmt: skip
+
+    history = asked.conversation(context.messages) if stored else ()
+    sent = [output] if stored else [*body["input"], *response["output"], output]
+    asked = read({**body, "input": sent}, SERVER, Reverse(), history)
+    second, response, context = generated(asked, THOUGHT + called("mcp__calendar__create", "{}"))
+    assert second[: len(first)] == first
+    between = vocab.encoding().decode_utf8(second[len(first) :])
+    assert between.startswith("<|start|>functions.tool_search to=assistant<|channel|>commentary")
+    assert "<|start|>developer<|message|># Tools\n\n## functions\n\n" in between
+    assert "type mcp__calendar__create = " in between
+    call = response["output"][-1]
+    assert (call["name"], call["namespace"]) == ("create", "mcp__calendar__")
+
+    history = asked.conversation(context.messages) if stored else ()
+    more = [result_of(call)]
+    sent = more if stored else [*sent, *response["output"], *more]
+    third = list(render(read({**body, "input": sent}, SERVER, Reverse(), history).turn).ids)
+    assert third[: len(second)] == second
+
+
+def test_tools_and_effort_change_and_nothing_before_them() -> None:
+    body = {"model": "m", "input": [{"role": "user", "content": "Hi"}], "stream": True,
+            "reasoning": {"effort": "low"}}  # fmt: skip
+    first = generated(read(body, SERVER, Reverse()), "<|channel|>final<|message|>Hello.<|return|>")
+    more = [
+        *first[1]["output"],
+        {"type": "configuration_update", "reasoning": {"effort": "high"},
+         "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}},
+        {"type": "additional_tools", "role": "developer", "tools": [CALENDAR]},
+        {"role": "user", "content": "More"},
+    ]  # fmt: skip
+    again = read({**body, "input": [*body["input"], *more]}, SERVER, Reverse())
+    second = list(render(again.turn).ids)
+    assert second[: len(first[0]) - 1] == first[0][:-1]  # <|return|> is <|end|> in a history
+    text = vocab.encoding().decode_utf8(second[len(first[0]) :])
+    order = ("Reasoning: high", "# Response Formats", "# Tools", "More")
+    assert sorted(order, key=text.index) == list(order)
+
+
 SPELLINGS = {
     "a bare name": ("codex-turn1", called("close_agent", "{}")),
     "a dotted name": ("codex-turn1", called("multi_agent_v1.close_agent", "{}")),

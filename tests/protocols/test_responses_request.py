@@ -13,12 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Started
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import (
+    AdditionalTools,
     Answer,
     Call,
     Defaults,
     Effort,
+    EffortUpdate,
+    FormatUpdate,
     Instructions,
     Limits,
     Message,
@@ -28,6 +32,8 @@ from vllm_mlx_harmony.core.turn import (
     Result,
     Sampling,
     Stamp,
+    Syntax,
+    Tool,
     Turn,
     User,
 )
@@ -110,6 +116,17 @@ def result(output: Any, key: str = "c1") -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": key, "output": output}
 
 
+def searched(**fields: Any) -> dict[str, Any]:
+    head = {"type": "tool_search_call", "id": "tsc_1", "call_id": "c1", "execution": "client"}
+    return {**head, "status": "completed", "arguments": {"query": "é"}, **fields}
+
+
+def found(*tools: Any, **fields: Any) -> dict[str, Any]:
+    head = {"type": "tool_search_output", "call_id": "c1", "execution": "client"}
+    return {**head, "status": "completed", "tools": list(tools), **fields}
+
+
+FIND = {"type": "function", "name": "find", "description": "Finds.", "defer_loading": True}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 ASKED = message("user", "Hello")
 CALLED = Call("c1", "f", "{}")
@@ -264,6 +281,105 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
         [ASKED, {"type": "item_reference", "id": "msg_1"}, {"id": "rs_1", "type": None}],
         [User("Hello")],
     ),
+    "references to calls that nobody stored, answered": (
+        [
+            ASKED,
+            {"type": "item_reference", "id": "fc_1"},
+            {"id": "fc_2"},
+            result("r"),
+            {**result("s", key="c2"), "name": "find", "namespace": "crm"},
+            call(key="c3"),
+            result("t", key="c3"),
+        ],
+        [
+            User("Hello"),
+            Call("c1", "unknown", "{}"),
+            Result("c1", "r", "input[3]"),
+            Call("c2", "crm__find", "{}"),
+            Result("c2", "s", "input[4]"),
+            Call("c3", "f", "{}"),
+            Result("c3", "t", "input[6]"),
+        ],
+    ),
+    "a search and what it found": (
+        [
+            ASKED,
+            searched(),
+            found({"type": "namespace", "name": "crm", "tools": [FIND]}, {"type": "web_search"}),
+            call(name="find", namespace="crm", key="c2"),
+            result("r", key="c2"),
+        ],
+        [
+            User("Hello"),
+            Call("c1", "tool_search", '{"query":"é"}'),
+            Result("c1", "Found. The tools can be called from now on.", "input[2]"),
+            AdditionalTools((Tool("crm__find", "Finds.", where="input[2].tools[0].tools[0]"),)),
+            Call("c2", "crm__find", "{}"),
+            Result("c2", "r", "input[4]"),
+        ],
+    ),
+    "a search that found nothing": (
+        [ASKED, searched(arguments='{"query": 1}'), found()],
+        [
+            User("Hello"),
+            Call("c1", "tool_search", '{"query": 1}'),
+            Result("c1", "No tools were found.", "input[2]"),
+        ],
+    ),
+    "a search that a server did": (
+        [ASKED, searched(call_id=None, execution="server"), found(FIND, call_id=None)],
+        [User("Hello"), AdditionalTools((Tool("find", "Finds.", where="input[2].tools[0]"),))],
+    ),
+    "an answered reference to a search": (
+        [ASKED, {"id": "tsc_1"}, found()],
+        [
+            User("Hello"),
+            Call("c1", "tool_search", "{}"),
+            Result("c1", "No tools were found.", "input[2]"),
+        ],
+    ),
+    "additional tools": (
+        [
+            {"type": "additional_tools", "role": "developer", "tools": [FIND]},
+            message("developer", "Be brief."),
+            ASKED,
+            {"type": "additional_tools", "role": "developer", "tools": [FIND]},
+        ],
+        [
+            AdditionalTools((Tool("find", "Finds.", where="input[0].tools[0]"),)),
+            Instructions("Be brief."),
+            User("Hello"),
+        ],
+    ),
+    "another effort and format": (
+        [
+            ASKED,
+            {"type": "configuration_update", "reasoning": {"effort": "xhigh"}},
+            {
+                "type": "configuration_update",
+                "reasoning": {"effort": "none"},
+                "text": {
+                    "format": {"type": "json_schema", "name": "n", "schema": {}, "strict": True}
+                },
+            },
+            {"type": "configuration_update", "text": {"format": {"type": "text"}}},
+            {"type": "configuration_update"},
+        ],
+        [
+            User("Hello"),
+            EffortUpdate(Effort.HIGH),
+            EffortUpdate(Effort.LOW, thinking=False),
+            FormatUpdate(ResponseFormat({}, "n", strict=True)),
+            FormatUpdate(None),
+        ],
+    ),
+    "fields of other items say nothing": (
+        [
+            message("user", "Hello", tools=5, text="x", reasoning="y"),
+            {**thought(content=text("t")), "tools": "x", "text": 5},
+        ],
+        [User("Hello"), Reasoning("t")],
+    ),
 }
 
 
@@ -356,6 +472,16 @@ FIELDS: list[tuple[dict[str, Any], str, Any]] = [
         "response_format",
         ResponseFormat(SCHEMA, "n"),
     ),
+    (
+        {"text": {"format": {"type": "json_schema", "schema": SCHEMA, "strict": True}}},
+        "response_format",
+        ResponseFormat(SCHEMA, strict=True),
+    ),
+    ({"reasoning": {"effort": "none"}}, "thinking", False),
+    ({"reasoning": {"effort": "none"}}, "effort", Effort.LOW),
+    ({"reasoning": {"effort": "minimal"}}, "thinking", True),
+    ({"thinking_token_budget": 100}, "limits", LIMITS(reasoning_tokens=100)),
+    ({"min_tokens": 5}, "limits", LIMITS(min_tokens=5)),
     ({"max_output_tokens": 5, "timeout": 2.5}, "limits", LIMITS(5, 2.5)),
     ({"parallel_tool_calls": False}, "limits", LIMITS(one_call=True)),
     (
@@ -371,6 +497,66 @@ FIELDS: list[tuple[dict[str, Any], str, Any]] = [
 @pytest.mark.parametrize(("fields", "name", "expected"), FIELDS)
 def test_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
     assert getattr(turn(**fields), name) == expected
+
+
+UPDATED: list[tuple[list[str], bool]] = [
+    ([], True),
+    (["none"], False),
+    (["none", "low"], True),
+    (["high", "none"], False),
+]
+
+
+@pytest.mark.parametrize(("efforts", "thinking"), UPDATED)
+def test_the_last_update_says_whether_to_think(efforts: list[str], thinking: bool) -> None:
+    """What the response repeats of the request is what the request's own field says."""
+    items = [{"type": "configuration_update", "reasoning": {"effort": each}} for each in efforts]
+    asked = request(input=[ASKED, *items], reasoning={"effort": "medium"})
+    assert (asked.turn.thinking, asked.turn.effort) == (thinking, Effort.MEDIUM)
+    assert asked.emitter(STAMP).document()["reasoning"]["effort"] == "medium"
+    kept = asked.conversation(asked.turn.messages)
+    again = request(history=kept, input="More", reasoning={"effort": "medium"})
+    assert again.turn.thinking == thinking
+
+
+def test_no_tool_at_all_and_yet_what_was_found_is_kept() -> None:
+    items = [ASKED, searched(), found(FIND)]
+    asked = request(input=items, tool_choice="none", instructions="Be brief.")
+    assert asked.turn.callable_tools == ()
+    kept = asked.conversation((*asked.turn.messages, Answer("Hi")))
+    assert kept == (*turn(input=items).messages, Answer("Hi"))
+
+
+def test_what_an_earlier_response_found_is_known_by_its_name() -> None:
+    crm = {"type": "namespace", "name": "crm", "tools": [FIND]}
+    search = {"type": "tool_search", "execution": "client"}
+    first = request(input=[ASKED, searched(), found(crm)], tools=[search])
+    history = first.conversation(first.turn.messages)
+    again = request(history=history, input="More", tools=[search])
+    assert again.turn.callable_tools == first.turn.callable_tools
+    (item,) = calls_of(again, "crm__find")
+    assert (item["name"], item["namespace"]) == ("find", "crm")
+    choice = {"type": "function", "name": "find", "namespace": "crm"}
+    forced = request(history=history, input="More", tool_choice=choice)
+    assert forced.turn.tool_choice.names == ("crm__find",)
+
+
+def calls_of(asked: ResponsesRequest, name: str) -> list[dict[str, Any]]:
+    emitter = asked.emitter(STAMP)
+    for delta in (Started(1), Opened(0, Kind.CALL, name), Closed(), Finished("tool_calls")):
+        emitter.feed(delta)
+    output: list[dict[str, Any]] = emitter.result()["output"]
+    return output
+
+
+def test_the_only_tool_is_the_one_that_was_called() -> None:
+    items = [ASKED, {"id": "fc_1"}, result("r")]
+    asked = request(input=items, tools=[{"type": "function", "name": "only"}])
+    assert asked.turn.messages[1] == Call("c1", "only", "{}")
+    assert asked.notes == (
+        "input[1] refers to 'fc_1', which is not stored: left out",
+        "input[2] answers a call that is not stored",
+    )
 
 
 def test_nulls_are_as_absent() -> None:
@@ -408,6 +594,8 @@ def test_how_it_is_to_be_answered(
 
 IGNORED: list[dict[str, Any]] = [
     {"parallel_tool_calls": True, "max_tool_calls": 3, "truncation": "auto"},
+    {"metadata": {f"{number:064}": "v" * 512 for number in range(16)}},
+    {"moderation": None, "prompt_cache_options": {"mode": "explicit", "prewarm": False}},
     {"metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s", "user": "u"},
     {"client_metadata": {"x": [1]}, "service_tier": "flex", "include": ["web_search_call.results"]},
     {"reasoning": {"summary": "auto", "context": "auto"}, "stream_options": {"x": 1}},
@@ -458,6 +646,16 @@ GUILTY: list[tuple[Any, str | None]] = [
             ([ASKED, result(5)], "input[1].output"),
             ([ASKED, result("r", key="")], "input[1].call_id"),
             ([ASKED, {"type": "item_reference"}], "input[1].id"),
+            ([ASKED, {"type": "additional_tools", "tools": [FIND]},
+              {"type": "configuration_update", "reasoning": {"effort": "huge"}}],
+             "input[2].reasoning.effort"),
+            ([ASKED, {"type": "configuration_update", "text": {"format": {
+                "type": "json_schema"}}}], "input[1].text.format.schema"),
+            ([ASKED, {"type": "additional_tools"}], "input[1].tools"),
+            ([ASKED, {"type": "additional_tools", "tools": [FIND, FIND]}], "input[1].tools[1]"),
+            ([{"type": "additional_tools", "tools": [FIND]}], "input"),
+            ([ASKED, searched(), found({"type": "function"})], "input[2].tools[0].name"),
+            ([ASKED, searched(), {**found(), "tools": None}], "input[2].tools"),
         ]
     ),
     *(
@@ -501,6 +699,18 @@ GUILTY: list[tuple[Any, str | None]] = [
             ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
             ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
              "tools[0].tools[0].name"),
+            ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+            ({"metadata": {"k" * 65: ""}}, "metadata"),
+            ({"metadata": {"k": "v" * 513}}, "metadata"),
+            ({"moderation": {"model": "omni"}}, "moderation"),
+            ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options"),
+            ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+            ({"thinking_token_budget": -1}, "thinking_token_budget"),
+            ({"tools": [{"type": "custom", "name": "f", "format": {
+                "type": "grammar", "syntax": "peg", "definition": "a"}}]},
+             "tools[0].format.syntax"),
+            ({"tools": [{"type": "function", "name": "f", "strict": "yes"}]}, "tools[0].strict"),
+            ({"tools": [{"type": "tool_search", "execution": "client"}] * 2}, "tools[1]"),
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
             ({"tool_choice": {"type": "allowed_tools", "mode": "required"}}, "tool_choice"),
@@ -567,7 +777,9 @@ def test_codex_with_a_freeform_tool() -> None:
         Call(key, "apply_patch", f'{{"input":"{patch}"}}'),
         Result(key, "(91 characters of text)", "input[6]"),
     )  # fmt: skip
+    assert "tool_search" in [tool.name for tool in asked.turn.tools]
     (tool,) = (tool for tool in asked.turn.tools if tool.name == "apply_patch")
+    assert tool.syntax == Syntax("lark", "(578 characters of text)")
     assert tool.description == (
         "(108 characters of text)\n\n"
         "The input must match this lark grammar:\n(578 characters of text)"

@@ -8,10 +8,10 @@ import pytest
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names
-from vllm_mlx_harmony.core.turn import Defaults, Tool, Turn, User
+from vllm_mlx_harmony.core.turn import Defaults, Tool, ToolChoice, Turn, User
 from vllm_mlx_harmony.protocols.responses import read
 from vllm_mlx_harmony.protocols.responses.body import read_body
-from vllm_mlx_harmony.protocols.responses.tools import Declared, Tools, read_tools
+from vllm_mlx_harmony.protocols.responses.tools import Declared, ToolReader, Tools
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 
@@ -28,10 +28,15 @@ def namespace(name: str, *tools: dict[str, Any], **fields: Any) -> dict[str, Any
     return {"type": "namespace", "name": name, "tools": list(tools), **fields}
 
 
+def search(**fields: Any) -> dict[str, Any]:
+    return {"type": "tool_search", "execution": "client", **fields}
+
+
 def tools(*declared: dict[str, Any], choice: Any = None) -> Tools:
     body = {"model": "m", "tools": list(declared), "tool_choice": choice}
     asked = read_body(body)
-    return read_tools(asked.tools or (), asked.tool_choice)
+    reader = ToolReader()
+    return reader.tools(reader.declare(asked.tools or (), "tools"), asked.tool_choice)
 
 
 def shown(*declared: dict[str, Any], choice: Any = None) -> list[str]:
@@ -95,7 +100,9 @@ def test_every_tool_comes_back_as_it_was_declared(declared: list[dict[str, Any]]
 
 def test_a_function_is_shown_as_it_is() -> None:
     declared = function("f", description="Does f.", parameters=SCHEMA, strict=True)
-    assert tools(declared).shown == (Tool("f", "Does f.", SCHEMA, "tools[0]"),)
+    assert tools(declared).shown == (Tool("f", "Does f.", SCHEMA, "tools[0]", strict=True),)
+    assert tools(function("f", strict=False)).shown == (Tool("f", where="tools[0]"),)
+    assert tools(function("f", strict=None)).shown == (Tool("f", where="tools[0]"),)
     assert tools(function("f")).shown == (Tool("f", where="tools[0]"),)
 
 
@@ -140,11 +147,11 @@ DECLARED = (
 
 CALLED: list[tuple[str, Declared]] = [
     ("f", Declared("f")),
-    ("patch", Declared("patch", freeform=True)),
+    ("patch", Declared("patch", kind="custom")),
     ("crm__find", Declared("find", "crm")),
     ("crm.find", Declared("find", "crm")),
     ("find", Declared("find", "crm")),
-    ("note", Declared("note", "crm", freeform=True)),
+    ("note", Declared("note", "crm", kind="custom")),
     ("mcp__web__shared", Declared("shared", "mcp__web__")),
     ("mcp__web__f", Declared("f", "mcp__web__")),
     ("shared", Declared("shared")),  # nobody's alone: the client answers it
@@ -179,25 +186,128 @@ def only(*allowed: dict[str, Any], **mode: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "tools": list(allowed), **mode}
 
 
-CHOICES: list[tuple[Any, list[str]]] = [
-    (None, ALL),
-    ("auto", ALL),
-    ({"type": "auto"}, ALL),
-    ("none", []),
-    (only(function("f"), mode="auto"), ["f"]),
-    (only(function("f")), ["f"]),
-    (only(freeform("patch"), function("f")), ["f", "patch"]),
-    (only(function("find", namespace="crm")), ["crm__find"]),
-    (only({"type": "namespace", "name": "mcp__web__"}), ["mcp__web__shared", "mcp__web__f"]),
-    (only({"type": "web_search"}, function("f")), ["f"]),
-    (only(), []),
+CHOICES: list[tuple[Any, ToolChoice]] = [
+    (None, ToolChoice()),
+    ("auto", ToolChoice()),
+    ({"type": "auto"}, ToolChoice()),
+    ("required", ToolChoice(required=True)),
+    (function("f"), ToolChoice(True, ("f",))),
+    (freeform("patch"), ToolChoice(True, ("patch",))),
+    (function("find", namespace="crm"), ToolChoice(True, ("crm__find",))),
+    (function("find"), ToolChoice(True, ("crm__find",))),
+    (function("crm.find"), ToolChoice(True, ("crm__find",))),
+    (only(function("f"), mode="auto"), ToolChoice(False, ("f",))),
+    (only(function("f"), mode="required"), ToolChoice(True, ("f",))),
+    (only(function("f")), ToolChoice(False, ("f",))),
+    (only(freeform("patch"), function("f")), ToolChoice(False, ("f", "patch"))),
+    (only(function("find", namespace="crm")), ToolChoice(False, ("crm__find",))),
+    (
+        only({"type": "namespace", "name": "mcp__web__"}),
+        ToolChoice(False, ("mcp__web__shared", "mcp__web__f")),
+    ),
+    (only({"type": "web_search"}, function("f")), ToolChoice(False, ("f",))),
+    (only(), ToolChoice(False, ())),
 ]
 
 
 @pytest.mark.parametrize(("choice", "expected"), CHOICES)
-def test_tool_choice(choice: Any, expected: list[str]) -> None:
-    assert shown(*DECLARED, choice=choice) == expected
-    assert tools(*DECLARED, choice=choice).name("find", "crm") == "crm__find"
+def test_tool_choice_changes_nothing_in_the_prompt(choice: Any, expected: ToolChoice) -> None:
+    read = tools(*DECLARED, choice=choice)
+    assert read.choice == expected
+    assert [tool.name for tool in read.shown] == ALL
+
+
+@pytest.mark.parametrize("choice", ["none", {"type": "none"}])
+def test_no_tool(choice: Any) -> None:
+    read = tools(*DECLARED, choice=choice)
+    assert read.shown == ()
+    assert read.name("find", "crm") == "crm__find"
+
+
+REFUSED: list[tuple[list[dict[str, Any]], Any, str]] = [
+    ([], "required", "tool_choice"),
+    ([{"type": "web_search"}], "required", "tool_choice"),
+    ([function("f")], function("g"), "tool_choice"),
+    ([function("f")], {"type": "function"}, "tool_choice.name"),
+    ([function("f")], {"type": "web_search"}, "tool_choice"),
+    ([function("f")], {"type": "mcp", "server_label": "s"}, "tool_choice"),
+    ([function("f")], "any", "tool_choice"),
+    ([function("f")], only(mode="required"), "tool_choice"),
+    ([function("f")], only(function("f"), mode="x"), "tool_choice"),
+    ([function("f")], only(function("g"), mode="auto"), "tool_choice.tools[0]"),
+    ([search(), function("f", defer_loading=True)], function("f"), "tool_choice"),
+]
+
+
+@pytest.mark.parametrize(("declared", "choice", "param"), REFUSED)
+def test_a_choice_that_cannot_be_obeyed(
+    declared: list[dict[str, Any]], choice: Any, param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        tools(*declared, choice=choice)
+    assert (caught.value.param, caught.value.status) == (param, 400)
+
+
+# --- Searches and what they find.
+
+
+def test_a_search_that_the_client_runs() -> None:
+    (tool,) = tools(search(description="Finds.", parameters=SCHEMA)).shown
+    assert tool == Tool("tool_search", "Finds.", SCHEMA, "tools[0]")
+    (tool,) = tools(search()).shown
+    assert tool.description
+    assert list((tool.parameters or {})["properties"]) == ["paths"]
+    assert tools(search()).declared("tool_search").kind == "tool_search"
+
+
+LATER = [
+    function("plain", defer_loading=True, description="A plain one."),
+    namespace("crm", function("find", defer_loading=True), freeform("note", defer_loading=True),
+              function("ask"), description="The customers."),
+    namespace("web", function("get"), defer_loading=True),
+]  # fmt: skip
+
+
+def test_what_can_be_found_is_only_named() -> None:
+    read = tools(search(description="Finds."), *LATER)
+    assert [tool.name for tool in read.shown] == ["tool_search", "crm__ask"]
+    assert read.shown[0].description == (
+        "Finds.\n\nThere are:\n- plain: A plain one.\n- crm: The customers.\n- web"
+    )
+    assert read.shown[1].description == "crm: The customers.\n\n"
+    assert read.declared("crm__find") == Declared("find", "crm")
+
+
+@pytest.mark.parametrize("hosted", [[], [search(execution="server")], [{"type": "tool_search"}]])
+def test_without_a_search_of_the_client_all_is_declared(hosted: list[dict[str, Any]]) -> None:
+    names = ["plain", "crm__find", "crm__note", "crm__ask", "web__get"]
+    assert shown(*hosted, *LATER) == names
+
+
+class Later:
+    """A reader that reads one list after the other."""
+
+    def __init__(self) -> None:
+        self.reader = ToolReader()
+
+    def names(self, *declared: dict[str, Any], found: bool = True) -> list[str]:
+        asked = read_body({"model": "m", "tools": list(declared)})
+        new = self.reader.declare(asked.tools or (), "input[3].tools", found=found)
+        return [tool.name for tool in new]
+
+
+def test_only_what_is_new_is_declared_again() -> None:
+    later = Later()
+    crm = namespace("crm", function("find", defer_loading=True), function("note"),
+                    description="The customers.")  # fmt: skip
+    assert later.names(search(), function("f"), found=False) == ["tool_search", "f"]
+    assert later.names(crm) == ["crm__find", "crm__note"]
+    assert later.names(crm, function("f")) == []
+    assert later.names(namespace("crm", function("note", strict=True))) == ["crm__note"]
+    assert later.names(function("crm__find"), freeform("g")) == ["crm__find_2", "g"]
+    names = later.reader.tools((), None)
+    assert names.declared("crm__find_2") == Declared("crm__find")
+    assert names.declared("crm__find") == Declared("find", "crm")
 
 
 @pytest.mark.parametrize(

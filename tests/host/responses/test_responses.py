@@ -34,7 +34,7 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
-from vllm_mlx_harmony.core.turn import Answer, Defaults, Instructions, Stamp, User
+from vllm_mlx_harmony.core.turn import Answer, Defaults, Instructions, Stamp, ToolChoice, User
 from vllm_mlx_harmony.host import contract
 from vllm_mlx_harmony.host.leases import tenant_of
 from vllm_mlx_harmony.host.responses import background, routes
@@ -561,6 +561,19 @@ def test_a_compaction_is_what_was_answered(said: list[Delta], text: str | None) 
     assert (user["role"], document["usage"]["output_tokens"]) == ("user", 2)
     again = read({"model": "m", "input": [sealed]}, Defaults(), Recall(TENANT))
     assert again.turn.messages == (User(text),)
+
+
+def test_a_compaction_is_text_whatever_the_conversation_wants() -> None:
+    update = {"type": "configuration_update", "text": {"format": {"type": "json_object"}}}
+    hello = {"role": "user", "content": "Hi"}
+    tools = [{"type": "function", "name": "f"}]
+    body = {"model": "m", "input": [hello, update], "tools": tools, "tool_choice": "required"}
+    turn = COMPACT.read(body, Defaults()).turn
+    assert turn.answer_format is None
+    assert (turn.tool_choice, len(turn.tools)) == (ToolChoice(names=()), 1)
+    plain = {"format": {"type": "json_object"}}
+    turn = COMPACT.read({"model": "m", "input": "Hi", "text": plain}, Defaults()).turn
+    assert (turn.answer_format, len(turn.messages)) == (None, 2)
 
 
 # --- The routes, on the host's application.

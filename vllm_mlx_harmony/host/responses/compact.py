@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Kind, Opened, Text, Usage
 from vllm_mlx_harmony.core.errors import OutputError
-from vllm_mlx_harmony.core.turn import Defaults, Stamp, User
+from vllm_mlx_harmony.core.turn import Defaults, FormatUpdate, Stamp, ToolChoice, User
 from vllm_mlx_harmony.host.responses.background import read
 from vllm_mlx_harmony.host.seal import server_seal
 from vllm_mlx_harmony.host.serving import Api
@@ -29,7 +29,12 @@ ORDER = (
 
 def _read(body: object, defaults: Defaults, tenant: str) -> ResponsesRequest:
     asked = read(body, defaults, tenant)
-    turn = replace(asked.turn, messages=(*asked.turn.messages, User(ORDER)), response_format=None)
+    messages = (*asked.turn.messages, FormatUpdate(None), User(ORDER))
+    if replace(asked.turn, response_format=None).answer_format is None:
+        messages = (*asked.turn.messages, User(ORDER))
+    turn = replace(
+        asked.turn, messages=messages, response_format=None, tool_choice=ToolChoice(names=())
+    )
     return replace(asked, turn=turn, stream=False, store=False, background=False)
 
 

@@ -22,7 +22,17 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
-from vllm_mlx_harmony.core.turn import Call, Defaults, Instructions, Message, Stamp, Turn
+from vllm_mlx_harmony.core.turn import (
+    AdditionalTools,
+    Call,
+    Defaults,
+    EffortUpdate,
+    FormatUpdate,
+    Instructions,
+    Message,
+    Stamp,
+    Turn,
+)
 from vllm_mlx_harmony.protocols.body import required
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
 from vllm_mlx_harmony.protocols.openai_error import error_body
@@ -38,7 +48,7 @@ from vllm_mlx_harmony.protocols.responses.output import (
 )
 from vllm_mlx_harmony.protocols.responses.request import read_turn, repeated, summary
 from vllm_mlx_harmony.protocols.responses.resource import compaction, input_items, usage_of
-from vllm_mlx_harmony.protocols.responses.tools import read_tools
+from vllm_mlx_harmony.protocols.responses.tools import ToolReader
 from vllm_mlx_harmony.protocols.seal import Seal
 
 __all__ = [
@@ -69,7 +79,7 @@ class ResponsesRequest:
     previous_response_id: str | None
     notes: tuple[str, ...]
     _items: tuple[Item, ...]
-    _instructed: bool
+    _said: tuple[Message, ...]
     _writing: Writing
     _repeated: Mapping[str, Any]
 
@@ -93,11 +103,13 @@ class ResponsesRequest:
         return self._writing.tools.echoed(message) if isinstance(message, Call) else message
 
     def conversation(self, messages: Iterable[Message]) -> tuple[Message, ...]:
-        """Of ``messages``, a context's, what the next response continues.
+        """What the next response continues, when ``messages`` is the context's conversation.
 
-        All but this request's ``instructions``: they hold for this request only.
+        All but this request's ``instructions``: they hold for this request only. With the tools
+        that were declared, though it may have wanted none (``tool_choice: none``).
         """
-        return tuple(map(self.echoed, messages))[self._instructed :]
+        answer = tuple(messages)[len(self.turn.messages) :]
+        return (*self._said, *map(self.echoed, answer))
 
 
 def read(
@@ -114,12 +126,16 @@ def read(
     else, whatever JSON value ``body`` is.
     """
     asked = read_body(body)
-    tools = read_tools(asked.tools or (), asked.tool_choice)
-    reader = ItemReader(seal, tools, stored)
+    declared = ToolReader()
+    shown = declared.declare(asked.tools or (), "tools")
+    declared.known(history)
+    calls = {message.id for message in history if isinstance(message, Call)}
+    reader = ItemReader(seal, declared, defaults, stored, calls)
     said = (*history, *reader.messages(_input(asked, history)))
-    if not said:
+    if not any(map(_asks, said)):
         raise RequestError("input is empty: there is nothing to answer", param="input")
     instructions = (Instructions(asked.instructions),) if asked.instructions else ()
+    tools = declared.tools(shown, asked.tool_choice)
     return ResponsesRequest(
         turn=read_turn(asked, defaults, (*instructions, *said), tools),
         model=asked.model,
@@ -129,7 +145,7 @@ def read(
         previous_response_id=asked.previous_response_id,
         notes=tuple(reader.notes),
         _items=tuple(asked.input or ()),
-        _instructed=bool(instructions),
+        _said=said,
         _writing=Writing(
             tools=tools,
             summarised=summary(asked) is not None,
@@ -137,6 +153,11 @@ def read(
         ),
         _repeated=repeated(asked, defaults),
     )
+
+
+def _asks(message: Message) -> bool:
+    """Whether there is something to answer in it: not in what only declares."""
+    return not isinstance(message, (AdditionalTools, EffortUpdate, FormatUpdate))
 
 
 def _input(asked: ResponsesBody, history: tuple[Message, ...]) -> list[Item]:

@@ -7,14 +7,14 @@ would change the answer. Refuses to know what they mean for a Turn (responses/re
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import BuiltinTool
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, checked
+from vllm_mlx_harmony.core.turn import BuiltinTool, ResponseFormat
+from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, checked, required
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
 
@@ -26,14 +26,18 @@ ITEMS = frozenset(
         "function_call_output",
         "custom_tool_call",
         "custom_tool_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "additional_tools",
+        "configuration_update",
         "item_reference",
         "compaction",
     }
 )
 """The items that mean something to the model. Any other is only named."""
 
-TOOLS = frozenset({"function", "custom", "namespace"})
-"""The tools that a client runs itself. Any other would be the server's, and it has none."""
+TOOLS = frozenset({"function", "custom", "namespace", "tool_search"})
+"""The tools that a client can run itself. Any other would be the server's, and it has none."""
 
 # --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
 
@@ -56,7 +60,17 @@ def _as_item(value: object) -> object:
         kind = "message" if "role" in value else "item_reference" if "id" in value else None
     if isinstance(kind, str) and kind not in ITEMS:
         return {"type": kind, "document": value}
-    return {**value, "type": kind, "document": value}
+    foreign = _ONLY_OF.keys() - {field for field, kinds in _ONLY_OF.items() if kind in kinds}
+    fields = {name: field for name, field in value.items() if name not in foreign}
+    return {**fields, "type": kind, "document": value}
+
+
+_ONLY_OF: dict[str, tuple[str, ...]] = {
+    "tools": ("tool_search_output", "additional_tools"),
+    "reasoning": ("configuration_update",),
+    "text": ("configuration_update",),
+}
+"""Fields that say something in these items only."""
 
 
 def _as_tool(value: object) -> object:
@@ -64,7 +78,8 @@ def _as_tool(value: object) -> object:
     if not isinstance(value, dict):
         return value
     kind = value.get("type")
-    if isinstance(kind, str) and kind not in TOOLS:
+    hosted = kind == "tool_search" and value.get("execution") != "client"
+    if isinstance(kind, str) and (hosted or kind not in TOOLS):
         return {"type": kind, "document": value}
     return {**value, "document": value}
 
@@ -74,6 +89,87 @@ def _as_choice(value: object) -> object:
     if isinstance(value, str):
         return {"type": value, "document": value}
     return {**value, "document": value} if isinstance(value, dict) else value
+
+
+class Format(Wire):
+    """What the input of a freeform tool looks like."""
+
+    type: str
+    syntax: GrammarSyntax | None = None
+    definition: str | None = None
+
+
+class NamespacedTool(Wire):
+    """A tool that the client runs: a function, or a freeform one (``custom``)."""
+
+    type: str
+    document: dict[str, Any]
+    name: str | None = Field(default=None, min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    format: Format | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+    execution: str | None = None
+
+
+class ResponsesTool(NamespacedTool):
+    """A tool, or a ``namespace`` of them."""
+
+    tools: list[Annotated[NamespacedTool, BeforeValidator(_as_tool)]] | None = None
+
+
+ToolList: TypeAlias = list[Annotated[ResponsesTool, BeforeValidator(_as_tool)]] | None
+
+
+class AllowedTool(Wire):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+class ToolChoice(Wire):
+    type: str
+    document: Any
+    mode: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    tools: list[AllowedTool] | None = None
+
+
+class TextFormat(Wire):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    document: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Wire):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(Wire):
+    effort: Any = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+def _bounded(metadata: dict[str, str]) -> dict[str, str]:
+    """Every event repeats it: OpenAI's bounds."""
+    if len(metadata) > MOST_PAIRS:
+        raise PydanticCustomError("too_many", f"must not have more than {MOST_PAIRS} pairs")
+    if max(map(len, metadata), default=0) > LONGEST_KEY:
+        message = f"must not have keys of more than {LONGEST_KEY} characters"
+        raise PydanticCustomError("too_long", message)
+    if max(map(len, metadata.values()), default=0) > LONGEST_VALUE:
+        message = f"must not have values of more than {LONGEST_VALUE} characters"
+        raise PydanticCustomError("too_long", message)
+    return metadata
+
+
+MOST_PAIRS, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512
 
 
 class Item(Wire):
@@ -97,62 +193,10 @@ class Item(Wire):
     input: str | None = None
     output: Parts = None
 
-
-class Format(Wire):
-    """What the input of a freeform tool looks like."""
-
-    type: str
-    syntax: GrammarSyntax | None = None
-    definition: str | None = None
-
-
-class NamespacedTool(Wire):
-    """A tool that the client runs: a function, or a freeform one (``custom``)."""
-
-    type: str
-    document: dict[str, Any]
-    name: str | None = Field(default=None, min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    format: Format | None = None
-
-
-class ResponsesTool(NamespacedTool):
-    """A tool, or a ``namespace`` of them."""
-
-    tools: list[Annotated[NamespacedTool, BeforeValidator(_as_tool)]] | None = None
-
-
-class AllowedTool(Wire):
-    type: str
-    name: str | None = None
-    namespace: str | None = None
-
-
-class ToolChoice(Wire):
-    type: str
-    document: Any
-    mode: str | None = None
-    tools: list[AllowedTool] | None = None
-
-
-class TextFormat(Wire):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    document: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class TextOptions(Wire):
-    format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-
-class ReasoningOptions(Wire):
-    effort: Any = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    execution: str | None = None
+    tools: ToolList = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
 
 
 class TemplateOptions(Wire):
@@ -178,6 +222,8 @@ class ResponsesBody(Wire):
     max_output_tokens: int | None = Field(default=None, ge=1)
     max_tool_calls: int | None = Field(default=None, ge=1)
     timeout: float | None = Field(default=None, gt=0, lt=1e9)
+    min_tokens: int | None = Field(default=None, ge=0)
+    thinking_token_budget: int | None = Field(default=None, ge=0)
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
@@ -186,7 +232,7 @@ class ResponsesBody(Wire):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
 
-    tools: list[Annotated[ResponsesTool, BeforeValidator(_as_tool)]] | None = None
+    tools: ToolList = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_choice)] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -196,7 +242,7 @@ class ResponsesBody(Wire):
 
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], AfterValidator(_bounded)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
@@ -205,6 +251,9 @@ class ResponsesBody(Wire):
     top_logprobs: int | None = Field(default=None, ge=0)
     conversation: Any = None
     prompt: Any = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    structured_outputs: Any = None
 
 
 # --- What would silently change the answer if it were ignored: field, when, why.
@@ -217,7 +266,14 @@ _REFUSED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("frequency_penalty", bool, "not available: use presence_penalty or repetition_penalty"),
     ("conversation", lambda _: True, "not available: use previous_response_id"),
     ("prompt", lambda _: True, "prompt templates are not available: send input and instructions"),
+    ("moderation", lambda _: True, "not available"),
+    ("prompt_cache_options", lambda asked: _field(asked, "prewarm"), "prewarm is not available"),
+    ("structured_outputs", lambda _: True, "not available: use text.format"),
 )
+
+
+def _field(value: Any, name: str) -> object:
+    return value.get(name) if isinstance(value, dict) else None
 
 
 def read_body(body: object) -> ResponsesBody:
@@ -240,3 +296,15 @@ def read_body(body: object) -> ResponsesBody:
 def read_item(document: object) -> Item:
     """A stored item as if it had been sent. Raises ``RequestError`` like ``read_body``."""
     return checked(Item, _as_item(document))
+
+
+def response_format(asked: TextFormat, where: str) -> ResponseFormat | None:
+    """What ``asked``, which stands at ``where``, wants the answer to be; ``None``: plain text."""
+    if asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return ResponseFormat()
+    if asked.document is None:
+        raise required(f"{where}.schema")
+    name, description = asked.name or "response", asked.description or ""
+    return ResponseFormat(asked.document, name, description, asked.strict is True)

@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core.turn import (
+    AdditionalTools,
     Answer,
     Call,
+    Defaults,
+    EffortUpdate,
+    FormatUpdate,
     Instructions,
     Message,
     Preamble,
@@ -29,8 +33,8 @@ from vllm_mlx_harmony.protocols.openai_content import (
     result_text,
     user_text,
 )
-from vllm_mlx_harmony.protocols.responses.body import Item, read_item
-from vllm_mlx_harmony.protocols.responses.tools import Tools
+from vllm_mlx_harmony.protocols.responses.body import Item, read_item, response_format
+from vllm_mlx_harmony.protocols.responses.tools import ToolReader
 from vllm_mlx_harmony.protocols.seal import Seal
 
 Stored: TypeAlias = Callable[[str], Mapping[str, Any] | None]
@@ -41,14 +45,24 @@ def nothing_stored(_: str) -> None:
     """A store without any item."""
 
 
+UNKNOWN = "unknown"
+"""The name of a tool whose call is not stored, when nothing says which it was."""
+
+
 @dataclass(slots=True)
 class ItemReader:
-    """Reads one request's items. ``notes`` says, for the log, what could not be used."""
+    """Reads one request's items. ``notes`` says, for the log, what could not be used.
+
+    ``calls`` are the ids of the calls that were made in the conversation so far.
+    """
 
     seal: Seal
-    tools: Tools
+    tools: ToolReader
+    defaults: Defaults
     stored: Stored = nothing_stored
+    calls: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    _lost: bool = False  # whether a reference referred to nothing
 
     def messages(self, items: Sequence[Item]) -> Iterator[Message]:
         """The messages ``items`` stand for. Raises ``RequestError`` naming the guilty field.
@@ -68,6 +82,7 @@ class ItemReader:
             return item
         found = self.stored(_needed(item.id, f"{where}.id"))
         if found is None:
+            self._lost = True
             self.notes.append(f"{where} refers to {item.id!r}, which is not stored: left out")
             return item
         return read_item(found)
@@ -118,14 +133,71 @@ class ItemReader:
     def _custom_call(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
         yield self._call(item, where, wrap(_needed(item.input, f"{where}.input")))
 
+    def _search_call(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+        """A search that a server did elsewhere was no call of the model's here."""
+        if _is_clients(item):
+            arguments = call_arguments(item.arguments, f"{where}.arguments")
+            yield self._called(Call(str(item.call_id), self.tools.search, arguments))
+
     def _call(self, item: Item, where: str, arguments: str) -> Call:
         name = _needed(item.name, f"{where}.name")
         key = _needed(item.call_id, f"{where}.call_id")
-        return Call(key, self.tools.name(name, item.namespace or ""), arguments)
+        return self._called(Call(key, self.tools.name(name, item.namespace or ""), arguments))
+
+    def _called(self, call: Call) -> Call:
+        self.calls.add(call.id)
+        return call
 
     def _output(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
         key = _needed(item.call_id, f"{where}.call_id")
-        yield Result(key, result_text(item.output or (), f"{where}.output"), where)
+        named = self.tools.name(item.name, item.namespace or "") if item.name else self.tools.only
+        text = result_text(item.output or (), f"{where}.output")
+        yield from self._answer(Result(key, text, where), named or UNKNOWN)
+
+    def _search_output(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+        """The tools that were found, which are callable from here on."""
+        if item.tools is None:
+            raise required(f"{where}.tools")
+        declared = self.tools.declare(item.tools, f"{where}.tools", found=True)
+        if _is_clients(item):
+            told = _FOUND if item.tools else _FOUND_NONE
+            yield from self._answer(Result(str(item.call_id), told, where), self.tools.search)
+        if declared:
+            yield AdditionalTools(declared)
+
+    def _answer(self, result: Result, name: str) -> Iterator[Message]:
+        """``result``, behind its call: of one that is not stored only ``name`` is known."""
+        if self._lost and result.call_id not in self.calls:
+            self.notes.append(f"{result.where} answers a call that is not stored")
+            yield self._called(Call(result.call_id, name, "{}"))
+        yield result
+
+    def _additional(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+        if item.tools is None:
+            raise required(f"{where}.tools")
+        declared = self.tools.declare(item.tools, f"{where}.tools")
+        if declared:
+            yield AdditionalTools(declared)
+
+    def _update(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+        """What holds from here on until another update: the request's fields are what was before.
+
+        https://openrouter.ai/docs/cookbook/evaluate-and-optimize/model-migrations/gpt-6-astra
+        """
+        if item.reasoning is not None and item.reasoning.effort is not None:
+            asked = (f"{where}.reasoning.effort", item.reasoning.effort)
+            yield EffortUpdate(*self.defaults.reasoning(asked))
+        if item.text is not None and item.text.format is not None:
+            yield FormatUpdate(response_format(item.text.format, f"{where}.text.format"))
+
+
+_FOUND = "Found. The tools can be called from now on."
+_FOUND_NONE = "No tools were found."
+
+
+def _is_clients(item: Item) -> bool:
+    """Whether it is of a search that the model asked its client for."""
+    return item.call_id is not None and item.execution != "server"
 
 
 _Read: TypeAlias = Callable[[ItemReader, Item, str, Sequence[Item]], Iterator[Message]]
@@ -138,11 +210,15 @@ _READERS: dict[str, _Read] = {
     "custom_tool_call": ItemReader._custom_call,
     "function_call_output": ItemReader._output,
     "custom_tool_call_output": ItemReader._output,
+    "tool_search_call": ItemReader._search_call,
+    "tool_search_output": ItemReader._search_output,
+    "additional_tools": ItemReader._additional,
+    "configuration_update": ItemReader._update,
 }
 """What each item says. Any other says nothing: it is no fault of the client's to send it back."""
 
-CALLS = frozenset({"function_call", "custom_tool_call"})
-OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
+CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call"})
+OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_search_output"})
 
 
 def _calls_follow(after: Sequence[Item]) -> bool:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from json import loads
 from typing import Any, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.deltas import Kind, Opened
+from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Stamp
+from vllm_mlx_harmony.protocols.body import mended
 from vllm_mlx_harmony.protocols.events import encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
-from vllm_mlx_harmony.protocols.responses.tools import Declared, Tools
+from vllm_mlx_harmony.protocols.responses.tools import SEARCH, Declared, Tools
 from vllm_mlx_harmony.protocols.seal import Seal
 
 Document: TypeAlias = dict[str, Any]
@@ -187,6 +190,25 @@ def _custom_call(key: str, call_id: str, tool: Declared) -> Written:
     return Written(document, (INPUT,), freeform=True)
 
 
+def _search_call(key: str, call_id: str) -> Written:
+    """It has no events of its own: its arguments, an object, are there when it is done."""
+
+    def document(text: str, status: str) -> Document:
+        head = {"id": f"tsc_{key}", "type": "tool_search_call", "status": status}
+        arguments = {} if status == IN_PROGRESS else _parsed(text)
+        return {**head, "execution": "client", "call_id": call_id, "arguments": arguments}
+
+    return Written(document, ())
+
+
+def _parsed(arguments: str) -> Any:
+    """The value of ``arguments``; the text itself when it is no JSON, or none that can be sent."""
+    try:
+        return mended(loads(arguments or "{}"))
+    except (ValueError, RecursionError, RequestError):
+        return arguments
+
+
 def _addressed(tool: Declared) -> Document:
     """Name and namespace apart: clients find their tool by exactly these two."""
     return {"name": tool.name, **({"namespace": tool.namespace} if tool.namespace else {})}
@@ -206,8 +228,11 @@ class Writing:
         key = f"{stamp.key[:20]}{delta.index:04x}"
         if delta.kind is Kind.CALL:
             tool = self.tools.declared(delta.name)
+            call_id = stamp.call_id(delta.index)
+            if tool.kind == SEARCH:
+                return OutputItem(_search_call(key, call_id), index)
             write = _custom_call if tool.freeform else _function_call
-            return OutputItem(write(key, stamp.call_id(delta.index), tool), index)
+            return OutputItem(write(key, call_id, tool), index)
         if delta.kind is Kind.REASONING:
             return OutputItem(_reasoning(key, summarised=self.summarised, seal=self.seal), index)
         phase = "commentary" if delta.kind is Kind.PREAMBLE else "final_answer"

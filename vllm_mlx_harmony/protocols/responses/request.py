@@ -6,25 +6,26 @@ Refuses to know items (responses_items), tools (responses_tools) and the answer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_mlx_harmony.core.turn import (
+    NO_THINKING,
+    AdditionalTools,
     Defaults,
-    Effort,
+    EffortUpdate,
     Limits,
     Message,
-    ResponseFormat,
     Sampling,
     Turn,
 )
-from vllm_mlx_harmony.protocols.body import required
 from vllm_mlx_harmony.protocols.responses.body import (
     NamespacedTool,
     ResponsesBody,
     ResponsesTool,
     TemplateOptions,
     TextFormat,
+    response_format,
 )
 from vllm_mlx_harmony.protocols.responses.tools import Tools
 
@@ -34,11 +35,16 @@ def read_turn(
 ) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
     template = body.chat_template_kwargs or TemplateOptions()
+    effort, thinking = defaults.reasoning(*_effort(body, template))
+    for message in messages:
+        if isinstance(message, EffortUpdate):
+            thinking = message.thinking
+    format_ = body.text.format if body.text else None
     return Turn(
-        messages=messages,
+        messages=_without_tools(messages) if tools.none else messages,
         tools=tools.shown,
-        effort=_effort(body, defaults)[1],
-        response_format=_response_format(body.text.format if body.text else None),
+        effort=effort,
+        response_format=response_format(format_, "text.format") if format_ else None,
         identity=template.model_identity or defaults.identity,
         date=defaults.date,
         builtin_tools=_builtin_tools(template, defaults),
@@ -48,8 +54,16 @@ def read_turn(
             timeout=body.timeout,
             one_call=body.parallel_tool_calls is False,
             where="max_output_tokens",
+            reasoning_tokens=body.thinking_token_budget,
+            min_tokens=body.min_tokens or 0,
         ),
+        tool_choice=tools.choice,
+        thinking=thinking,
     )
+
+
+def _without_tools(messages: Iterable[Message]) -> tuple[Message, ...]:
+    return tuple(each for each in messages if not isinstance(each, AdditionalTools))
 
 
 def _builtin_tools(template: TemplateOptions, defaults: Defaults) -> tuple[str, ...]:
@@ -58,28 +72,20 @@ def _builtin_tools(template: TemplateOptions, defaults: Defaults) -> tuple[str, 
     return tuple(dict.fromkeys(template.builtin_tools))
 
 
-def _response_format(asked: TextFormat | None) -> ResponseFormat | None:
-    if asked is None or asked.type == "text":
-        return None
-    if asked.type == "json_object":
-        return ResponseFormat()
-    if asked.document is None:
-        raise required("text.format.schema")
-    return ResponseFormat(asked.document, asked.name or "response", asked.description or "")
-
-
-def _effort(body: ResponsesBody, defaults: Defaults) -> tuple[str, Effort]:
-    """The first that is given, as the request says it and as it is meant (A8)."""
-    template = body.chat_template_kwargs or TemplateOptions()
-    asked = (
+def _effort(body: ResponsesBody, template: TemplateOptions) -> tuple[tuple[str, object], ...]:
+    """Where an effort may stand, and what stands there; the first that is given counts (A8)."""
+    return (
         ("reasoning.effort", body.reasoning.effort if body.reasoning else None),
         ("reasoning_effort", body.reasoning_effort),
         ("chat_template_kwargs.reasoning_effort", template.reasoning_effort),
     )
-    for param, word in asked:
-        if word is not None:
-            return str(word).lower(), Effort.parse(word, param=param)
-    return defaults.effort.value, defaults.effort
+
+
+def _shown_effort(body: ResponsesBody, defaults: Defaults) -> str:
+    """The effort as the request says it; the server's own without a word of it."""
+    words = (word for _, word in _effort(body, body.chat_template_kwargs or TemplateOptions()))
+    said = next((str(word).lower() for word in words if word is not None), None)
+    return said or (defaults.effort.value if defaults.thinking else NO_THINKING)
 
 
 def _sampling(body: ResponsesBody) -> Sampling:
@@ -124,7 +130,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
         "prompt": None,
         "prompt_cache_key": body.prompt_cache_key,
         "prompt_cache_retention": None,
-        "reasoning": {"effort": _effort(body, defaults)[0], "summary": summary(body)},
+        "reasoning": {"effort": _shown_effort(body, defaults), "summary": summary(body)},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,

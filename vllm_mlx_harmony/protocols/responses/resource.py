@@ -86,6 +86,10 @@ _PREFIXES = {
     "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
+    "additional_tools": "at",
+    "configuration_update": "cfu",
     "compaction": "cmp",
 }
 _INPUT = 0x8000  # ids of what was said to the model are counted from here, of what it said from 0
@@ -131,7 +135,14 @@ _FILLED: dict[str, tuple[str, Callable[[Item], Any]]] = {
     "message": ("content", _content),
     "reasoning": ("summary", lambda item: item.document.get("summary") or []),
     "function_call": ("arguments", lambda item: call_arguments(item.arguments, "arguments")),
-    **dict.fromkeys(OUTPUTS, ("output", lambda item: item.document.get("output") or "")),
+    **dict.fromkeys(
+        ("function_call_output", "custom_tool_call_output"),
+        ("output", lambda item: item.document.get("output") or ""),
+    ),
+    **dict.fromkeys(
+        ("tool_search_call", "tool_search_output"),
+        ("execution", lambda item: item.execution or "client"),
+    ),
 }
 """Per item the field that a client may leave out, or send in another shape than it is listed in."""
 

@@ -1,17 +1,28 @@
 """Responses' tools: what a client declares, what the model is shown, and back again.
 
-Knows functions, freeform tools, namespaces and which of them a request allows.
+Tools are declared in two places. Those of the request's ``tools`` stand at the beginning of the
+prompt. Those of an ``additional_tools`` or a ``tool_search_output`` item stand where the item does,
+so that nothing before them changes (semantics A12); names are given in that order, and never again.
+
+A client that searches for tools itself declares ``tool_search`` with ``execution: client``. The
+model is shown it as a function; what may be found (``defer_loading``) is only named in its
+description until an output declares it. Where the server would have to search, it declares all at
+once instead: https://developers.openai.com/api/docs/guides/tools-tool-search.
+
+Knows functions, freeform tools, namespaces, searches and which of them a request allows.
 Refuses to know what a header can carry (core.names) and how a call is written (responses_output).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import Call, Tool
+from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool
+from vllm_mlx_harmony.core.turn import ToolChoice as Choice
 from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
 from vllm_mlx_harmony.protocols.responses.body import (
@@ -22,20 +33,33 @@ from vllm_mlx_harmony.protocols.responses.body import (
     ToolChoice,
 )
 
+SEARCH = "tool_search"
+"""The name that the model is shown the client's search under, where nobody else has it."""
+
 
 class Declared(NamedTuple):
     """A tool as the client knows it: what a call must be called to reach it."""
 
     name: str
     namespace: str = ""
-    freeform: bool = False
+    kind: str = "function"  # or custom, or tool_search
+
+    @property
+    def freeform(self) -> bool:
+        """Whether its input is text, not JSON."""
+        return self.kind == "custom"
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of a request. ``shown`` are those the model may call, under their unique names."""
+    """The tools of a request: ``shown`` from the beginning, under their unique names.
+
+    ``choice`` is which tools may be called, ``none``: not one, and none is shown either (A9).
+    """
 
     shown: tuple[Tool, ...] = ()
+    choice: Choice = field(default_factory=Choice)
+    none: bool = False
     _declared: Mapping[str, Declared] = field(default_factory=dict)
     """Every spelling a model calls a tool by, and the tool."""
     _names: Mapping[tuple[str, str], str] = field(default_factory=dict)
@@ -60,68 +84,149 @@ def joined(namespace: str, name: str) -> str:
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
-def read_tools(tools: Sequence[ResponsesTool], choice: ToolChoice | None) -> Tools:
-    """The tools of a request and which of them ``choice`` leaves to the model.
+class ToolReader:
+    """Reads what a request declares, in the order of the prompt, and gives each tool its name."""
 
-    Raises ``RequestError`` naming the tool for one without a name or declared twice, and naming
-    ``tool_choice`` for a choice that would force a call.
-    """
-    found = list(_all(tools))
-    names = _unique(declared for declared, _ in found)
-    allowed = _allowed(choice, [declared for declared, _ in found])
-    shown = (replace(tool, name=names[each]) for each, tool in found if each in allowed)
-    return Tools(
-        shown=tuple(shown),
-        _declared=_spellings(names),
-        _names={(each.namespace, each.name): name for each, name in names.items()},
-    )
+    def __init__(self) -> None:
+        self._tools: dict[tuple[str, str], Declared] = {}
+        self._names: dict[tuple[str, str], str] = {}
+        self._taken: set[str] = set()
+        self._shown: dict[str, Tool] = {}  # as declared, before the namespace's words are added
+        self._told: set[tuple[str, str]] = set()  # of which namespaces what was told
+
+    def declare(
+        self, tools: Sequence[ResponsesTool], where: str, *, found: bool = False
+    ) -> tuple[Tool, ...]:
+        """Of ``tools``, what the model has to be shown here: what it has not been shown before.
+
+        ``found``: a search did. Raises ``RequestError`` naming the tool for one without a name or
+        declared twice in the list at ``where``.
+        """
+        read = list(_distinct(_flat(tools, where)))
+        searches = not found and any(each.declared.kind == SEARCH for each in read)
+        self._name([each.declared for each in read])
+        shown = [each for each in read if not (searches and each.deferred)]
+        later = [each for each in read if searches and each.deferred]
+        return tuple(tool for each in shown for tool in self._new(each, later))
+
+    def known(self, messages: Iterable[Message]) -> None:
+        """Takes in what earlier requests of the conversation declared, under the names it has."""
+        for message in messages:
+            for tool in message.tools if isinstance(message, AdditionalTools) else ():
+                self._take(Declared(*tool.origin or (tool.name,)), tool.name)
+                self._shown[tool.name] = replace(tool, where="")
+
+    def name(self, name: str, namespace: str = "") -> str:
+        """See ``Tools.name``."""
+        return self._names.get((namespace, name)) or joined(namespace, name)
+
+    @property
+    def search(self) -> str:
+        """What the model is shown the client's search as."""
+        names = (self._names[key] for key, tool in self._tools.items() if tool.kind == SEARCH)
+        return next(names, SEARCH)
+
+    @property
+    def only(self) -> str | None:
+        """The only tool there is, as the model is shown it."""
+        names = list(self._names.values())
+        return names[0] if len(names) == 1 else None
+
+    def tools(self, shown: tuple[Tool, ...], choice: ToolChoice | None) -> Tools:
+        """All that was read, ``shown`` at the beginning, with what ``choice`` leaves of it.
+
+        Raises ``RequestError`` naming ``tool_choice`` when it cannot be obeyed.
+        """
+        names = {tool: self._names[key] for key, tool in self._tools.items()}
+        read = Tools(shown, Choice(), False, _spellings(names), dict(self._names))
+        if choice is not None and choice.type == "none":
+            return replace(read, shown=(), none=True)
+        known = {tool: name for tool, name in names.items() if name in self._shown}
+        return replace(read, choice=_choice(choice, read, known, set(names)))
+
+    def _name(self, tools: Sequence[Declared]) -> None:
+        """Names first for those without namespace: they keep theirs."""
+        for tool in sorted(tools, key=lambda tool: bool(tool.namespace)):
+            key = tool.namespace, tool.name
+            given = self._names.get(key)
+            self._take(tool, given or _free(joined(*key), self._taken))
+
+    def _take(self, tool: Declared, name: str) -> None:
+        key = tool.namespace, tool.name
+        self._tools[key], self._names[key] = tool, name
+        self._taken.add(name)
+
+    def _new(self, read: _Read, later: Sequence[_Read]) -> Iterator[Tool]:
+        key = read.declared.namespace, read.declared.name
+        tool = replace(read.tool, name=self._names[key], origin=tuple(read.declared))
+        if read.declared.kind == SEARCH:
+            tool = replace(tool, description=_with_sources(tool.description, later))
+        if self._shown.get(tool.name) == replace(tool, where=""):
+            return
+        self._shown[tool.name] = replace(tool, where="")
+        about = read.declared.namespace, read.about
+        if read.about and about not in self._told:
+            self._told.add(about)
+            tool = replace(tool, description=f"{': '.join(about)}\n\n{tool.description}")
+        yield tool
 
 
 # --- What is declared.
 
 
-def _all(tools: Sequence[ResponsesTool]) -> Iterator[tuple[Declared, Tool]]:
+class _Read(NamedTuple):
+    """A tool that was read; ``about`` is what its namespace says of itself."""
+
+    declared: Declared
+    tool: Tool
+    deferred: bool
+    about: str = ""
+
+
+def _distinct(tools: Iterable[_Read]) -> Iterator[_Read]:
     seen: set[tuple[str, str]] = set()
-    for declared, tool in _flat(tools):
-        key = declared.namespace, declared.name
+    for read in tools:
+        key = read.declared.namespace, read.declared.name
         if key in seen:
-            raise RequestError(f"two tools are named {tool.name!r}", param=tool.where)
+            raise RequestError(f"two tools are named {read.tool.name!r}", param=read.tool.where)
         seen.add(key)
-        yield declared, tool
+        yield read
 
 
-def _flat(tools: Sequence[ResponsesTool]) -> Iterator[tuple[Declared, Tool]]:
+def _flat(tools: Sequence[ResponsesTool], where: str) -> Iterator[_Read]:
     for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
         if tool.type == "namespace":
-            yield from _namespace(tool, where)
+            yield from _namespace(tool, f"{where}[{index}]")
         else:
-            yield from _read(tool, where)
+            yield from _read(tool, f"{where}[{index}]")
 
 
-def _namespace(tool: ResponsesTool, where: str) -> Iterator[tuple[Declared, Tool]]:
-    """The namespace's own description stands before that of its first tool."""
+def _namespace(tool: ResponsesTool, where: str) -> Iterator[_Read]:
     namespace = _named(tool, where)
     if tool.tools is None:
         raise required(f"{where}.tools")
-    about = f"{namespace}: {tool.description}\n\n" if tool.description else ""
     for index, inner in enumerate(tool.tools):
-        for declared, read in _read(inner, f"{where}.tools[{index}]"):
-            described = replace(read, description=about + read.description)
-            yield declared._replace(namespace=namespace), described
-            about = ""
+        for read in _read(inner, f"{where}.tools[{index}]"):
+            declared = read.declared._replace(namespace=namespace)
+            deferred = read.deferred or bool(tool.defer_loading)
+            yield _Read(declared, read.tool, deferred, tool.description or "")
 
 
-def _read(tool: NamespacedTool, where: str) -> Iterator[tuple[Declared, Tool]]:
+def _read(tool: NamespacedTool, where: str) -> Iterator[_Read]:
     """Nothing for a tool that the server would have to run: it is left out of the prompt."""
+    deferred, description = bool(tool.defer_loading), tool.description or ""
     if tool.type == "function":
-        name = _named(tool, where)
-        yield Declared(name), Tool(name, tool.description or "", tool.parameters, where)
+        name, strict = _named(tool, where), tool.strict is True
+        function = Tool(name, description, tool.parameters, where, strict)
+        yield _Read(Declared(name), function, deferred)
     elif tool.type == "custom":
-        name = _named(tool, where)
-        form = tool.format or Format(type="text")
-        shown = freeform_tool(name, tool.description or "", where, form.syntax, form.definition)
-        yield Declared(name, freeform=True), shown
+        name, form = _named(tool, where), tool.format or Format(type="text")
+        shown = freeform_tool(name, description, where, form.syntax, form.definition)
+        yield _Read(Declared(name, kind="custom"), shown, deferred)
+    elif tool.type == SEARCH and tool.execution == "client":
+        parameters = _PATHS if tool.parameters is None else tool.parameters
+        search = Tool(SEARCH, description or _SEARCHES, parameters, where)
+        yield _Read(Declared(SEARCH, kind=SEARCH), search, deferred=False)
 
 
 def _named(tool: NamespacedTool, where: str) -> str:
@@ -130,18 +235,38 @@ def _named(tool: NamespacedTool, where: str) -> str:
     return tool.name
 
 
+_SEARCHES = "Finds tools that are not declared yet. They can be called when they were found."
+
+_PATHS: Mapping[str, object] = {
+    "type": "object",
+    "properties": {
+        "paths": {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "Names of the tools, or of the namespaces, to declare.",
+        }
+    },
+    "required": ["paths"],
+    "additionalProperties": False,
+}
+"""The parameters of a search that has none of its own: those of OpenAI's Agents SDK."""
+
+
+def _with_sources(description: str, later: Sequence[_Read]) -> str:
+    """``description`` with what can be found: a namespace, or a function outside of one."""
+    sources = [
+        (each.declared.namespace, each.about)
+        if each.declared.namespace
+        else (each.declared.name, each.tool.description)
+        for each in later
+    ]
+    named = [f"- {name}: {about}" if about else f"- {name}" for name, about in sources]
+    return (
+        "\n".join((f"{description}\n\nThere are:", *dict.fromkeys(named))) if named else description
+    )
+
+
 # --- What the model is shown, and what it may call it.
-
-
-def _unique(declared: Iterable[Declared]) -> dict[Declared, str]:
-    """A name of its own for each tool. Those without namespace keep theirs."""
-    tools = list(declared)
-    names = {tool: tool.name for tool in tools if not tool.namespace}
-    taken = set(names.values())
-    for tool in tools:
-        if tool.namespace:
-            names[tool] = _free(joined(tool.namespace, tool.name), taken)
-    return names
 
 
 def _free(name: str, taken: set[str]) -> str:
@@ -149,7 +274,6 @@ def _free(name: str, taken: set[str]) -> str:
     while free in taken:
         count += 1
         free = f"{name}_{count}"
-    taken.add(free)
     return free
 
 
@@ -159,9 +283,9 @@ def _spellings(names: Mapping[Declared, str]) -> dict[str, Declared]:
     for tool in names:
         if tool.namespace:
             spellings.setdefault(f"{tool.namespace}.{tool.name}", tool)
-    bare = [tool.name for tool in names]
+    bare = Counter(tool.name for tool in names)
     for tool in names:
-        if bare.count(tool.name) == 1:
+        if bare[tool.name] == 1:
             spellings.setdefault(tool.name, tool)
     return spellings
 
@@ -169,28 +293,50 @@ def _spellings(names: Mapping[Declared, str]) -> dict[str, Declared]:
 # --- What may be called.
 
 
-def _allowed(choice: ToolChoice | None, declared: Sequence[Declared]) -> set[Declared]:
-    if choice is None or choice.type == "auto":
-        return set(declared)
-    if choice.type == "none":
-        return set()
-    if choice.type != "allowed_tools" or choice.mode not in (None, "auto"):
+def _choice(
+    asked: ToolChoice | None, tools: Tools, known: Mapping[Declared, str], declared: set[Declared]
+) -> Choice:
+    """``known`` are the tools that can be called, of all that are ``declared``."""
+    if asked is None or asked.type == "auto":
+        return Choice()
+    if asked.type == "required":
+        chosen = Choice(required=True)
+    elif asked.type in ("function", "custom"):
+        chosen = Choice(True, (_chosen(asked, tools, known),))
+    elif asked.type == "allowed_tools" and asked.mode in (None, "auto", "required"):
+        listed = _listed(asked.tools or (), declared)
+        names = tuple(name for tool, name in known.items() if tool in listed)
+        chosen = Choice(asked.mode == "required", names)
+    else:
         raise RequestError(
-            "tool_choice: only 'auto', 'none' and allowed_tools in mode 'auto' are available: "
-            "a call cannot be forced",
+            "tool_choice must be 'auto', 'none', 'required', a function or custom tool, or "
+            "allowed_tools: the server runs no tools of its own",
             param="tool_choice",
             code=UNSUPPORTED,
         )
-    return _listed(choice.tools or (), declared)
+    if chosen.required and not (known if chosen.names is None else chosen.names):
+        problem = "tool_choice: a call is required, and there is no tool that can be called"
+        raise RequestError(problem, param="tool_choice", code="invalid_value")
+    return chosen
 
 
-def _listed(allowed: Sequence[AllowedTool], declared: Sequence[Declared]) -> set[Declared]:
+def _chosen(asked: ToolChoice, tools: Tools, known: Mapping[Declared, str]) -> str:
+    if asked.name is None:
+        raise required("tool_choice.name")
+    tool = tools.declared(joined(asked.namespace or "", asked.name))
+    if tool not in known:
+        problem = f"tool_choice: {asked.name!r} is not among the tools that can be called"
+        raise RequestError(problem, param="tool_choice", code="invalid_value")
+    return known[tool]
+
+
+def _listed(allowed: Sequence[AllowedTool], declared: set[Declared]) -> set[Declared]:
     found: set[Declared] = set()
     for index, tool in enumerate(allowed):
-        if tool.type not in ("function", "custom", "namespace"):
+        if tool.type not in ("function", "custom", "namespace", SEARCH):
             continue
         matching = {each for each in declared if _is_listed(each, tool)}
-        if not matching:
+        if not matching and tool.type != SEARCH:
             where = f"tool_choice.tools[{index}]"
             raise RequestError(f"{where} is not among the tools", param=where, code="invalid_value")
         found |= matching
@@ -200,4 +346,6 @@ def _listed(allowed: Sequence[AllowedTool], declared: Sequence[Declared]) -> set
 def _is_listed(declared: Declared, tool: AllowedTool) -> bool:
     if tool.type == "namespace":
         return declared.namespace == tool.name
+    if tool.type == SEARCH:
+        return declared.kind == SEARCH
     return (declared.namespace, declared.name) == (tool.namespace or "", tool.name)
