@@ -21,7 +21,15 @@ from vllm_mlx_harmony.core.grammar import Compiled, Mask, Policy, compiled, gram
 from vllm_mlx_harmony.core.header import Header
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
-from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, ToolChoice, Turn, User
+from vllm_mlx_harmony.core.turn import (
+    AdditionalTools,
+    FormatUpdate,
+    ResponseFormat,
+    Tool,
+    ToolChoice,
+    Turn,
+    User,
+)
 
 WEATHER: Mapping[str, Any] = {
     "type": "object",
@@ -333,6 +341,14 @@ def test_whatever_is_drawn_is_what_was_asked_for(choice: str) -> None:
 
 
 # --- errors and edges ---
+
+
+def test_what_a_conversation_declares_later_is_enforced() -> None:
+    messages = (User("Hi."), AdditionalTools(TOOLS), FormatUpdate(ResponseFormat(ANSWER)))
+    later = Turn(messages, response_format=ResponseFormat())
+    assert grammar_of(later, Names.of(later)) == grammar_of(TYPED_TOOLS, Names.of(TYPED_TOOLS))
+    plain = Turn((*messages, FormatUpdate(None)))
+    assert grammar_of(plain, Names.of(plain)) == grammar_of(AUTO, Names.of(AUTO))
 
 
 def test_off_is_no_grammar() -> None:

@@ -58,6 +58,12 @@ SCRIPTS = [
         "<|start|>functions.apply_patch to=assistant",
         "<|channel|>final<|message|>Patched.<|return|>",
     ),
+    Script(
+        "<|start|>functions.crm__find to=assistant",
+        "<|channel|>final<|message|>Ada is number 42.<|return|>",
+    ),
+    Script("type crm__find = ", called("crm__find", "{}")),
+    Script("<|message|>Find Ada.<|end|>", called("tool_search", '{"paths":["crm"]}')),
     Script("<|message|>Please run it<|end|>", called("exec_command", ECHO)),
     Script(
         "<|message|>Please patch it<|end|>",
@@ -282,6 +288,66 @@ def test_kept_until_it_is_deleted(client: OpenAI, model: str, stream: bool) -> N
     for gone in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):  # fmt: skip # noqa: E501
         with pytest.raises(openai.NotFoundError):
             gone(answer.id)
+
+
+def test_deleted_while_it_is_streamed(client: OpenAI, model: str) -> None:
+    with client.responses.create(model=model, input="plain answer", stream=True) as events:
+        first = next(iter(events))
+        assert first.type == "response.created"
+        client.responses.delete(first.response.id)
+        *_, last = events
+    assert (last.type, last.response.output_text) == ("response.completed", "Hi.")
+    for gone in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            gone(first.response.id)
+
+
+FOUND = {"type": "namespace", "name": "crm", "description": "The customers.",
+         "tools": [{"type": "function", "name": "find", "defer_loading": True,
+                    "parameters": {"type": "object", "properties": {}}}]}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_a_search_found_is_called(
+    client: OpenAI, model: str, stream: bool, stored: bool
+) -> None:
+    """The client searches; what it found is a tool of the conversation from there on."""
+    tools: Any = [{"type": "tool_search", "execution": "client"}]
+    sent: list[Any] = [{"role": "user", "content": "Find Ada."}]
+    before: dict[str, Any] = {}
+    counted = 0
+    for kind in ("tool_search_call", "function_call", "message"):
+        asked = {"model": model, "tools": tools, "input": sent, **before}
+        response = ask(client, stream=stream, **asked)
+        output = response.output[-1]
+        assert output.type == kind
+        if response.usage is not None and counted:
+            assert response.usage.input_tokens_details.cached_tokens >= counted - 1
+        counted = response.usage.input_tokens if response.usage else 0
+        more: list[Any] = []
+        if output.type == "tool_search_call":
+            more = [{"type": "tool_search_output", "call_id": output.call_id,
+                     "execution": "client", "tools": [FOUND]}]  # fmt: skip
+        elif output.type == "function_call":
+            assert (output.name, output.namespace) == ("find", "crm")
+            more = [{"type": "function_call_output", "call_id": output.call_id, "output": "42"}]
+        echoed = [item.to_dict(mode="json") for item in response.output]
+        before = {"previous_response_id": response.id} if stored else {}
+        sent = more if stored else [*sent, *echoed, *more]
+    assert response.output_text == "Ada is number 42."
+
+
+def test_the_output_of_a_call_that_is_not_stored(client: OpenAI, model: str) -> None:
+    weather = {"type": "function", "name": "weather", "strict": False,
+               "parameters": {"type": "object", "properties": {}}}  # fmt: skip
+    sent: Any = [
+        {"role": "user", "content": "Weather in Paris?"},
+        {"type": "item_reference", "id": "fc_gone"},
+        {"type": "function_call_output", "call_id": "call_gone", "output": "18 °C"},
+    ]
+    answer = client.responses.create(model=model, input=sent, tools=[weather])  # type: ignore[list-item]
+    assert answer.output_text == "It is 18 °C."
 
 
 def test_input_items_come_in_pages(client: OpenAI, model: str) -> None:

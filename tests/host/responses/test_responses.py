@@ -43,6 +43,7 @@ from vllm_mlx_harmony.host.responses.compact import COMPACT
 from vllm_mlx_harmony.host.responses.keeping import (
     KeptAnswer,
     Recall,
+    forget,
     keeping,
     read,
     told,
@@ -125,6 +126,29 @@ def test_kept_before_the_last_event(store: MemoryStore) -> None:
 def test_not_kept_unless_it_is_to_be(store: MemoryStore) -> None:
     assert check(asyncio.run(events_of(answer(store=False))))["store"] is False
     assert store.get(ID, TENANT) is None
+
+
+@pytest.mark.usefixtures("_active")
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_what_is_deleted_while_it_is_streamed_is_not_kept(store: MemoryStore, groups: int) -> None:
+    """Who reads it reads on; nobody else finds it, then or later."""
+
+    async def test() -> list[Event]:
+        kept = answer()
+        source: Any = deltas()
+        told_of = told(keeping(source, kept, known=False), kept)
+        events = [await anext(told_of) for _ in range(groups)]
+        assert not await forget(ID, "somebody else")
+        statuses = [
+            (await asyncio.to_thread(send, method, f"/v1/responses/{ID}")).status_code
+            for method in ("DELETE", "DELETE", "GET")
+        ]
+        assert statuses == [200, 404, 404]
+        return events + [event async for event in told_of]
+
+    assert check(asyncio.run(test()))["status"] == "completed"
+    assert store.get(ID, TENANT) is None
+    assert send("DELETE", f"/v1/responses/{ID}").status_code == 404
 
 
 class Full:
@@ -568,11 +592,11 @@ def test_a_compaction_is_text_whatever_the_conversation_wants() -> None:
     hello = {"role": "user", "content": "Hi"}
     tools = [{"type": "function", "name": "f"}]
     body = {"model": "m", "input": [hello, update], "tools": tools, "tool_choice": "required"}
-    turn = COMPACT.read(body, Defaults()).turn
+    turn = COMPACT.read(body, Defaults(), TENANT).turn
     assert turn.answer_format is None
     assert (turn.tool_choice, len(turn.tools)) == (ToolChoice(names=()), 1)
     plain = {"format": {"type": "json_object"}}
-    turn = COMPACT.read({"model": "m", "input": "Hi", "text": plain}, Defaults()).turn
+    turn = COMPACT.read({"model": "m", "input": "Hi", "text": plain}, Defaults(), TENANT).turn
     assert (turn.answer_format, len(turn.messages)) == (None, 2)
 
 

@@ -16,6 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
@@ -96,7 +97,10 @@ def read(body: object, defaults: Defaults, recall: Recall) -> ResponsesRequest:
 
 
 class KeptAnswer:
-    """An emitter whose answer is kept before anybody is told that it has ended."""
+    """An emitter whose answer is kept before anybody is told that it has ended.
+
+    ``forgotten``: it was deleted before that.
+    """
 
     def __init__(self, asked: ResponsesRequest, stamp: Stamp, context: Any, tenant: str) -> None:
         self.tenant = tenant
@@ -105,6 +109,9 @@ class KeptAnswer:
         self._last: list[Event] | None = None
         self._before: dict[str, Any] = {}  # the response as it was before its end
         self._keeping: asyncio.Future[None] | None = None
+        self.forgotten = False
+        if asked.store:
+            _unended[self.id] = self
 
     @property
     def id(self) -> str:
@@ -129,11 +136,23 @@ class KeptAnswer:
         if self._last is None:
             self._before = self._emitter.document()
             self._last = self._emitter.cancel() if delta is None else self._emitter.feed(delta)
-            if self._asked.store:
+            if self._asked.store and not self.forgotten:
                 self._keeping = asyncio.ensure_future(asyncio.to_thread(self._keep))
         if self._keeping is not None:
             await asyncio.wait({self._keeping})  # which a cancellation of ours does not cancel
         return self._last
+
+    async def forget(self) -> bool:
+        """Whether it has not ended: then it is not kept, but who reads it reads it to its end.
+
+        Otherwise it is as kept as it will ever be.
+        """
+        if self._last is None:
+            known, self.forgotten = not self.forgotten, True
+            return known
+        if self._keeping is not None:
+            await asyncio.wait({self._keeping})
+        return False
 
     def result(self) -> dict[str, Any]:
         """The whole answer, as the protocol's emitter has it."""
@@ -166,6 +185,16 @@ class KeptAnswer:
             problem = error.message
         logger.warning("the response %s could not be stored: %s", self.id, problem)
         self._last = self._emitter.unstored(self._last or [])
+
+
+_unended: WeakValueDictionary[str, KeptAnswer] = WeakValueDictionary()
+"""The answers that are being generated, and some that have ended, by their ids."""
+
+
+async def forget(key: str, tenant: str) -> bool:
+    """Whether an answer of ``tenant`` with this id was being generated: it is not kept, then."""
+    answer = _unended.get(key)
+    return answer is not None and answer.tenant == tenant and await answer.forget()
 
 
 async def keeping(deltas: Deltas, answer: KeptAnswer, *, known: bool) -> Deltas:

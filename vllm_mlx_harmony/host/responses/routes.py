@@ -24,7 +24,7 @@ from vllm_mlx_harmony.host.mount import Route
 from vllm_mlx_harmony.host.refusals import refusing_in
 from vllm_mlx_harmony.host.responses.background import BACKGROUND, Running, read
 from vllm_mlx_harmony.host.responses.compact import COMPACT
-from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, keeping, new_key
+from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, forget, keeping, new_key
 from vllm_mlx_harmony.host.responses.store import Kept, server_store
 from vllm_mlx_harmony.host.responses.websocket import SocketRoute
 from vllm_mlx_harmony.host.seams import Seam
@@ -95,11 +95,12 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
 
 
 async def delete_response(request: Request, response_id: str) -> Response:
-    """``DELETE /v1/responses/{response_id}``; one that is being generated is cancelled."""
+    """``DELETE /v1/responses/{response_id}``; in the background, its generation ends, too."""
     tenant = tenant_of(request)
-    forgotten = await BACKGROUND.forget(response_id, tenant)
+    forgotten = await forget(response_id, tenant)
+    cancelled = await BACKGROUND.forget(response_id, tenant)
     deleted = await asyncio.to_thread(server_store().delete, response_id, tenant)
-    if not (forgotten or deleted):
+    if not (forgotten or cancelled or deleted):
         raise resource.not_found(response_id)
     return JSONResponse(resource.deleted(response_id))
 

@@ -153,8 +153,7 @@ class Conversation:
 
     def _remember(self, begun: Begun) -> None:
         kept = begun.emitter.kept()
-        failed = kept.document["status"] == "failed"
-        if failed:
+        if begun.emitter.forgotten or kept.document["status"] == "failed":
             self._local.pop(begun.asked.previous_response_id or "", None)
         else:
             self._local = {kept.id: kept}
