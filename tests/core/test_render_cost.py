@@ -181,3 +181,23 @@ def test_what_it_takes_is_about_what_is_counted() -> None:
     assert 8 * len(ids) + sys.getsizeof(text) - 5_000 < counted
     assert counted < 8 * len(ids) + sys.getsizeof(text) + 5_000
     forget()
+
+
+def test_what_one_tenant_said_is_no_quicker_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the time that a prompt takes tells one of them what the other has said."""
+    text = "Nobody has ever said this to anybody before."
+    tool = Tool("never_declared_before", "Does what nothing has ever done.")
+    encoded: list[str] = []
+    encode = vocab.encode
+
+    def counting(text: str) -> Iterator[int]:
+        encoded.append(text)
+        return encode(text)
+
+    monkeypatch.setattr(vocab, "encode", counting)
+    work = []
+    for tenant in ("one", "one", "another", "another"):
+        encoded.clear()
+        render(Turn((User(text),), (tool,), tenant=tenant))
+        work.append(sum(text in each or tool.description in each for each in encoded))
+    assert work == [2, 0, 2, 0]

@@ -47,6 +47,7 @@ class StreamingHarmonyContext:
         rendered = renderer(turn)
         within = Header(channel="final") if turn.prefill is not None else None
         self._names = rendered.names
+        self._tenant = turn.tenant
         limits = turn.limits
         self._parser = Parser(rendered.names, limits.stop, within, one_call=limits.one_call)
         self._stamp = stamp
@@ -104,7 +105,7 @@ class StreamingHarmonyContext:
         no call of the conversation; nothing has changed then.
         """
         results = list(messages)
-        rendered = render_messages(results, self._names, self._calls())
+        rendered = render_messages(results, self._names, self._calls(), self._tenant)
         deltas = [] if self._answered else self._end_output()
         self._ids.extend(rendered)
         self._messages.extend(results)

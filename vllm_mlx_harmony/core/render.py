@@ -76,10 +76,10 @@ def render(turn: Turn, replay: View | None = None) -> Rendered:
     leading, rest = _split(turn.messages)
     tools = replace(turn, messages=leading).callable_tools
     instructions = _joined(each.text for each in leading if isinstance(each, Instructions))
-    ids = list(_system(turn.identity, turn.date, turn.effort, turn.builtin_tools, bool(tools)))
-    ids += _developer(instructions, tools, turn.response_format, names)
+    ids = list(_system(turn, bool(tools)))
+    ids += _developer(instructions, tools, turn.response_format, names, turn.tenant)
     kept = _kept(_stretches(rest, replay))
-    written = _written(kept, names)
+    written = _written(kept, names, tenant=turn.tenant)
     boundaries = tuple(accumulate(map(len, written), initial=len(ids)))
     for message in written:
         ids += message
@@ -88,16 +88,19 @@ def render(turn: Turn, replay: View | None = None) -> Rendered:
 
 
 def render_messages(
-    messages: Iterable[Message], names: Names, calls: Mapping[str, str] | None = None
+    messages: Iterable[Message],
+    names: Names,
+    calls: Mapping[str, str] | None = None,
+    tenant: str = "",
 ) -> list[int]:
     """Ids of ``messages``, as they stand after the system and the leading developer message.
 
-    ``calls`` maps the ids of the calls made before ``messages`` to the names of their tools; calls
-    in ``messages`` come on top, and of two with the same id the latest one counts. Nothing is
-    dropped: A6 is for whoever knows the whole conversation. Raises ``RequestError`` naming
-    ``Result.where`` when no earlier call has its id (A5).
+    They are ``tenant``'s. ``calls`` maps the ids of the calls made before ``messages`` to the names
+    of their tools; calls in ``messages`` come on top, and of two with the same id the latest one
+    counts. Nothing is dropped: A6 is for whoever knows the whole conversation. Raises
+    ``RequestError`` naming ``Result.where`` when no earlier call has its id (A5).
     """
-    written = _written([_as_sent(list(messages))], names, calls)
+    written = _written([_as_sent(list(messages))], names, calls, tenant)
     return [token for ids in written for token in ids]
 
 
@@ -106,19 +109,22 @@ def render_message(message: Message, names: Names, calls: Mapping[str, str]) -> 
     return list(_ids_of(message, names, calls))
 
 
-def _ids_of(message: Message, names: Names, calls: Mapping[str, str]) -> tuple[int, ...]:
+def _ids_of(
+    message: Message, names: Names, calls: Mapping[str, str], tenant: str = ""
+) -> tuple[int, ...]:
     if isinstance(message, Call):
-        return _message(Call, message.arguments, names.recipient(message.name))
+        return _message(tenant, Call, message.arguments, names.recipient(message.name))
     if isinstance(message, Result):
-        return _message(Result, message.text, names.recipient(_answered(message, calls)))
+        return _message(tenant, Result, message.text, names.recipient(_answered(message, calls)))
     if isinstance(message, AdditionalTools):
-        return _message(AdditionalTools, _tools(message.tools, names))
+        return _message(tenant, AdditionalTools, _tools(message.tools, names, tenant))
     if isinstance(message, EffortUpdate):
-        return _message(EffortUpdate, f"Reasoning: {message.effort.value}")
+        return _message(tenant, EffortUpdate, f"Reasoning: {message.effort.value}")
     if isinstance(message, FormatUpdate):
         asked = message.response_format
-        return _message(FormatUpdate, _PLAIN if asked is None else _response_format(asked))
-    return _message(type(message), message.text)
+        text = _PLAIN if asked is None else _response_format(asked)
+        return _message(tenant, FormatUpdate, text)
+    return _message(tenant, type(message), message.text)
 
 
 def _answered(result: Result, calls: Mapping[str, str]) -> str:
@@ -135,15 +141,16 @@ def _answered(result: Result, calls: Mapping[str, str]) -> str:
 REMEMBERED = 64 * 2**20
 """Bytes of messages that are remembered with their ids, over all conversations."""
 
-_messages: recent.Recent[tuple[type, str, str], tuple[int, ...]] = recent.Recent(REMEMBERED)
+_messages: recent.Recent[tuple[str, type, str, str], tuple[int, ...]] = recent.Recent(REMEMBERED)
 
 
-def _message(kind: type, text: str, tool: str = "") -> tuple[int, ...]:
+def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, ...]:
     """The ids of a message, remembered: a history comes back on every turn.
 
-    ``tool`` is the recipient of a call, or who the result is from.
+    ``tool`` is the recipient of a call, or who the result is from. For ``tenant`` alone: how long
+    a prompt takes must not tell one what another has said.
     """
-    key = kind, tool, text
+    key = tenant, kind, tool, text
     ids = _messages.get(key)
     if ids is None:
         ids = shared(_rendered(kind, text, tool))
@@ -314,7 +321,10 @@ def _first_reasoning(stretches: Iterable[_Stretch]) -> int:
 
 
 def _written(
-    stretches: Iterable[_Stretch], names: Names, calls: Mapping[str, str] | None = None
+    stretches: Iterable[_Stretch],
+    names: Names,
+    calls: Mapping[str, str] | None = None,
+    tenant: str = "",
 ) -> list[tuple[int, ...]]:
     """The ids of each message."""
     written: list[tuple[int, ...]] = []
@@ -322,7 +332,7 @@ def _written(
     for _, sent, generated in stretches:
         for message in sent:
             if generated is None:
-                written.append(_ids_of(message, names, made))
+                written.append(_ids_of(message, names, made, tenant))
             if isinstance(message, Call):
                 made[message.id] = message.name
         written += generated or ()
@@ -332,14 +342,12 @@ def _written(
 # --- the system and the developer message ---
 
 
-def _system(
-    identity: str | None, date: str | None, effort: Effort, builtin: tuple[str, ...], tools: bool
-) -> tuple[int, ...]:
+def _system(turn: Turn, tools: bool) -> tuple[int, ...]:
     """The system message: openai-harmony's, with the caller's words put into it afterwards."""
-    given = {_IDENTITY: identity or "", _DATE: date or ""}
-    form = _system_form(*map(bool, given.values()), effort, builtin, tools)
+    given = {_IDENTITY: turn.identity or "", _DATE: turn.date or ""}
+    form = _system_form(*map(bool, given.values()), turn.effort, turn.builtin_tools, tools)
     text = "".join(vocab.clean(given.get(part, part)) for part in _BLANKS.split(form))
-    return _message(_System, text)
+    return _message(turn.tenant, _System, text)
 
 
 _IDENTITY, _DATE = "\ue000", "\ue001"
@@ -377,7 +385,11 @@ def _builtin(name: str) -> ToolNamespaceConfig:
 
 
 def _developer(
-    instructions: str, tools: Sequence[Tool], response_format: ResponseFormat | None, names: Names
+    instructions: str,
+    tools: Sequence[Tool],
+    response_format: ResponseFormat | None,
+    names: Names,
+    tenant: str,
 ) -> tuple[int, ...]:
     """The developer message of A2; no ids at all when there is nothing to put in it.
 
@@ -387,23 +399,23 @@ def _developer(
     if instructions:
         sections.append(_FORMS[Instructions].heading + instructions)
     if tools:
-        sections.append(_tools(tools, names))
+        sections.append(_tools(tools, names, tenant))
     if response_format is not None:
         sections.append(_response_format(response_format))
-    return _message(Turn, "\n\n".join(sections)) if sections else ()
+    return _message(tenant, Turn, "\n\n".join(sections)) if sections else ()
 
 
-_declarations: recent.Recent[bytes, str] = recent.Recent(REMEMBERED // 8)
+_declarations: recent.Recent[tuple[str, bytes], str] = recent.Recent(REMEMBERED // 8)
 
 
-def _tools(tools: Sequence[Tool], names: Names) -> str:
+def _tools(tools: Sequence[Tool], names: Names, tenant: str) -> str:
     """The ``# Tools`` section, remembered."""
     key = _declared(tools, names)
-    text = None if key is None else _declarations.get(key)
+    text = None if key is None else _declarations.get((tenant, key))
     if text is None:
         text = _declaration(tools, names)
         if key is not None:
-            _declarations.put(key, text, len(key) + getsizeof(text) + _ENTRY)
+            _declarations.put((tenant, key), text, len(key) + getsizeof(text) + _ENTRY)
     return text
 
 

@@ -247,7 +247,8 @@ class Turn:
 
     ``tools``, ``effort`` and ``response_format`` are what the beginning of the prompt shows;
     messages can change them later on: ``callable_tools`` and ``answer_format`` are what holds for
-    the answer, and so does ``thinking``.
+    the answer, and so does ``thinking``. ``tenant`` is whose turn it is: what is remembered of its
+    texts serves nobody else.
     """
 
     messages: tuple[Message, ...]
@@ -262,6 +263,7 @@ class Turn:
     limits: Limits = Limits()
     tool_choice: ToolChoice = ToolChoice()
     thinking: bool = True
+    tenant: str = ""
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

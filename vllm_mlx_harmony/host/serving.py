@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from json import loads
 from typing import Any, Protocol, TypeAlias
@@ -128,7 +128,8 @@ async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]
     """How many tokens a request's prompt has, as ``body`` writes it; nothing is generated."""
 
     async def counted(api: Api, _: Request, document: object, lease: Lease, __: Budget) -> Response:
-        turn = (await api.asked(document, lease.tenant)).turn
+        asked = await api.asked(document, lease.tenant)
+        turn = replace(asked.turn, tenant=lease.tenant)
         turns = remembering.view(lease)
         await lease.release()
         context = await _context(turn, Stamp("", 0, ""), turns)
@@ -216,7 +217,7 @@ async def begin(api: Api, document: object, lease: Lease, budget: Budget, key: s
     stamp = Stamp(key, int(time.time()), server._response_model_name(asked.model))
     settings = settle(asked.turn.sampling, asked.turn.limits)
     turns = remembering.view(lease)
-    context = await _context(asked.turn, stamp, turns)
+    context = await _context(replace(asked.turn, tenant=lease.tenant), stamp, turns)
     prompt_tokens = len(context.render_for_completion())
     job = Job(
         lease=lease,
