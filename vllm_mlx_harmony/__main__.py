@@ -1,4 +1,4 @@
-"""The command line: vllm-mlx-harmony serve | demo | doctor | render | parse.
+"""The command line: vllm-mlx-harmony serve | connect | demo | doctor | render | parse.
 
 Knows which commands there are, what they take and how a failure ends: one line on standard error
 and exit code 2. Refuses to know what they do: `cli` has one file per command.
@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version()}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("serve", help="vllm-mlx serve with this plugin, explicitly: same arguments")
+    _add_connect(commands)
     _add_demo(commands)
     commands.add_parser("doctor", help="what is installed, armed and supported here, and why not")
     _add_render(commands)
@@ -76,6 +77,28 @@ def version() -> str:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return __version__
+
+
+def _add_connect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from vllm_mlx_harmony.cli.connect import AGENTS, URL
+
+    about = "sets a coding agent up for a server"
+    connect = commands.add_parser(
+        "connect",
+        help=f"{about}: {', '.join(AGENTS)}",
+        description=f"{about.capitalize()}: prints what to put where, or writes it.",
+    )
+    connect.add_argument("agent", choices=AGENTS)
+    connect.add_argument("--url", default=URL, help=f"the server's address (default: {URL})")
+    connect.add_argument("--model", help="default: the one that the server serves")
+    connect.add_argument("--key", help="the server's --api-key, to ask it; it is not written")
+    connect.add_argument(
+        "--context", type=int, metavar="TOKENS", help="default: what the server says, or 131072"
+    )
+    connect.add_argument(
+        "--write", action="store_true", help="write the files; one that is there is set aside"
+    )
+    connect.set_defaults(command=_connect)
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -120,6 +143,19 @@ def _pass_on(command: str, *arguments: str) -> int:
     from vllm_mlx_harmony.host import doctor
 
     return doctor.main(list(arguments))
+
+
+def _connect(parsed: argparse.Namespace) -> int:
+    from vllm_mlx_harmony.cli import connect
+
+    return connect.run(
+        parsed.agent,
+        url=parsed.url,
+        model=parsed.model,
+        key=parsed.key,
+        context=parsed.context,
+        write=parsed.write,
+    )
 
 
 def _demo(parsed: argparse.Namespace) -> int:

@@ -77,7 +77,7 @@ def test_every_variable_is_one() -> None:
 
 def test_every_command_is_one() -> None:
     named = set(re.findall(r"^\| `vllm-mlx-harmony (\w+)", README, re.MULTILINE))
-    assert named == {"serve", "demo", "doctor", "render", "parse"}
+    assert named == {"serve", "connect", "demo", "doctor", "render", "parse"}
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:

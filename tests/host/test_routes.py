@@ -7,6 +7,7 @@ import gc
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -523,3 +524,29 @@ def test_a_stream_whose_reader_fails_frees_the_engine(
         asyncio.run(asyncio.wait_for(test(), 10))
     finally:
         gc.enable()
+
+
+# --- The list of models.
+
+
+@pytest.mark.usefixtures("_foreign", "_active")
+@pytest.mark.parametrize(
+    ("configuration", "expected"),
+    [({"max_position_embeddings": 131072}, {"max_model_len": 131072}), ({}, {}), (None, {})],
+)
+def test_models_are_listed_with_their_context(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    configuration: dict[str, int] | None,
+    expected: dict[str, int],
+) -> None:
+    if configuration is not None:
+        (tmp_path / "config.json").write_text(json.dumps(configuration))
+    monkeypatch.setattr(server, "_model_path", str(tmp_path))
+    listed = get("/v1/models").json()
+    (entry,) = listed["data"]
+    assert listed["object"] == "list"
+    assert {name: entry[name] for name in entry if name == "max_model_len"} == expected
+    assert entry["id"] == "foreign"
+    assert get("/v1/models/foreign").json() == entry
+    assert get("/v1/models/").json() == listed

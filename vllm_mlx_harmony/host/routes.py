@@ -6,6 +6,8 @@ and events look like (protocols).
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -17,6 +19,7 @@ from vllm_mlx_harmony.host.refusals import refuse, refusing_in
 from vllm_mlx_harmony.host.responses import routes as responses
 from vllm_mlx_harmony.host.seams import Seam
 from vllm_mlx_harmony.host.serving import Api, serve
+from vllm_mlx_harmony.host.window import length_of
 from vllm_mlx_harmony.protocols import chat
 
 
@@ -36,16 +39,31 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
     """``GET /v1/models/{model_id}``: the entry in the host's list; without an id, the list."""
     from vllm_mlx import server
 
-    models = await server.list_models()
+    listed = (await server.list_models()).model_dump(mode="json")
+    entries = [_with_length(entry) for entry in listed["data"]]
     if not model_id:
-        return JSONResponse(models.model_dump(mode="json"))
-    for model in models.data:
-        if model.id == model_id:
-            return JSONResponse(model.model_dump(mode="json"))
+        return JSONResponse({**listed, "data": entries})
+    for entry in entries:
+        if entry["id"] == model_id:
+            return JSONResponse(entry)
     missing = RequestError(
         f"the model {model_id!r} does not exist", param="model", code="model_not_found", status=404
     )
     return refuse(chat.error_body, missing)
+
+
+async def list_models(request: Request) -> Response:
+    """``GET /v1/models``: the host's list."""
+    return await retrieve_model(request, "")
+
+
+def _with_length(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry with ``max_model_len``, as vLLM calls it: clients are set up by it (``connect``)."""
+    from vllm_mlx import server
+
+    single = server._model_path is not None and entry["id"] == server._model_name
+    length = length_of(server._model_path) if single else None
+    return entry if length is None else {**entry, "max_model_len": length}
 
 
 _CHAT: tuple[Route, ...] = (
@@ -57,6 +75,10 @@ _CHAT: tuple[Route, ...] = (
             create_chat_completion,
             "token ids in and out instead of text",
         ),
+    ),
+    refusing_in(
+        chat.error_body,
+        Route("/v1/models", ("GET",), list_models, "the host does not tell their context"),
     ),
     refusing_in(
         chat.error_body,

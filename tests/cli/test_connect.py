@@ -1,0 +1,272 @@
+"""connect: what each agent is given, where the facts come from, and what is written over."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_mlx_harmony.__main__ import main
+from vllm_mlx_harmony.cli import connect
+from vllm_mlx_harmony.cli.connect import Served
+
+KEY = "secret-key"
+ONE = [{"id": "gpt-oss-20b", "max_model_len": 4096}]
+
+
+class Models(ThreadingHTTPServer):
+    """A server that lists ``models``, to those who have the key if there is one."""
+
+    models: Any = ONE
+    key: str | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Listing(BaseHTTPRequestHandler):
+    server: Models
+
+    def do_GET(self) -> None:
+        admitted = self.server.key is None or self.headers["Authorization"] == f"Bearer {KEY}"
+        found = self.path == "/v1/models"
+        body = json.dumps({"object": "list", "data": self.server.models}).encode()
+        self.send_response(200 if admitted and found else 401 if found else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on standard error."""
+
+
+@pytest.fixture
+def server() -> Iterator[Models]:
+    server = Models(("127.0.0.1", 0), Listing)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("CODEX_HOME", "CLAUDE_CONFIG_DIR", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+FILES = {
+    "codex": [".codex/config.toml", ".codex/vllm-mlx-models.json"],
+    "claude": [".claude/vllm-mlx.json"],
+    "opencode": [".config/opencode/vllm-mlx.json"],
+}
+
+
+def test_every_agent_has_a_row() -> None:
+    assert set(FILES) == set(connect.AGENTS)
+
+
+@pytest.mark.parametrize("agent", FILES)
+def test_printed_or_written(
+    agent: str, server: Models, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["connect", agent, "--url", server.url]) == 0
+    shown = capsys.readouterr().out
+    assert "with gpt-oss-20b (4,096 tokens)" in shown
+    assert [path for path in home.rglob("*") if path.is_file()] == []
+    assert main(["connect", agent, "--url", f"{server.url}/v1/", "--write"]) == 0
+    written = sorted(str(path.relative_to(home)) for path in home.rglob("*") if path.is_file())
+    assert written == FILES[agent]
+    for name in written:
+        assert (home / name).read_text("utf-8") in shown
+        assert "4096" in shown
+
+
+@pytest.mark.parametrize("agent", FILES)
+def test_nothing_is_written_over_without_a_copy(
+    agent: str, server: Models, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [home / name for name in FILES[agent]]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('mine = "✓"\n', "utf-8")
+    for path in paths[:1]:
+        Path(f"{path}.1.bak").write_text("older", "utf-8")
+    assert main(["connect", agent, "--url", server.url, "--write"]) == 0
+    for path in paths:
+        number = 2 if path == paths[0] else 1
+        assert Path(f"{path}.{number}.bak").read_text("utf-8") == 'mine = "✓"\n'
+        assert server.url in path.read_text("utf-8")
+    assert Path(f"{paths[0]}.1.bak").read_text("utf-8") == "older"
+    before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+    assert main(["connect", agent, "--url", server.url, "--write"]) == 0
+    assert "is as it should be" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("agent", FILES)
+def test_the_key_is_not_written(
+    agent: str, server: Models, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.key = KEY
+    assert main(["connect", agent, "--url", server.url, "--key", KEY, "--write"]) == 0
+    said = capsys.readouterr().out
+    assert KEY not in said
+    assert "VLLM_API_KEY" in said
+    for name in FILES[agent]:
+        assert KEY not in (home / name).read_text("utf-8")
+
+
+TWO = [{"id": "a", "max_model_len": 1}, {"id": "b"}]
+
+LOOKS: list[tuple[Any, dict[str, Any], tuple[str, int] | str]] = [
+    (ONE, {}, ("gpt-oss-20b", 4096)),
+    (ONE, {"context": 9}, ("gpt-oss-20b", 9)),
+    (ONE, {"model": "gpt-oss-20b"}, ("gpt-oss-20b", 4096)),
+    (ONE, {"model": "other"}, "serves gpt-oss-20b, not other"),
+    (ONE, {"model": "other", "context": 5}, ("other", 5)),
+    (TWO, {"model": "b"}, ("b", 131_072)),
+    (TWO, {}, "serves a, b: say --model"),
+    ([], {}, "serves nothing: say --model"),
+    ("what", {}, "it does not list its models"),
+]
+
+
+@pytest.mark.parametrize(("models", "given", "expected"), LOOKS)
+def test_model_and_context_come_from_the_server(
+    server: Models, models: Any, given: dict[str, Any], expected: tuple[str, int] | str
+) -> None:
+    server.models = models
+    asked = {"model": None, "context": None, "key": None, **given}
+    if isinstance(expected, str):
+        with pytest.raises(connect.Refused, match=expected):
+            connect.look(server.url, **asked)
+        return
+    served = connect.look(server.url, **asked)
+    assert (served.model, served.context) == expected
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    nowhere = "http://127.0.0.1:1"
+    assert main(["connect", "codex", "--url", nowhere]) == 2
+    assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
+    assert main(["connect", "codex", "--url", nowhere, "--model", "gpt-oss-120b"]) == 0
+    assert "gpt-oss-120b (131,072 tokens)" in capsys.readouterr().out
+
+
+def test_a_wrong_key_is_said(server: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    server.key = KEY
+    assert main(["connect", "claude", "--url", server.url]) == 2
+    assert "answered 401: say --key" in capsys.readouterr().err
+
+
+def test_codex_has_a_whole_catalog(home: Path) -> None:
+    """The fields without which Codex 0.169.0 does not read it, and what the model can do."""
+    _, catalog = connect.codex(Served("http://h:1", "gpt-oss-20b", 5000)).files.values()
+    (model,) = json.loads(catalog)["models"]
+    needed = {
+        *("slug", "display_name", "supported_reasoning_levels", "shell_type", "visibility"),
+        *("supported_in_api", "priority", "truncation_policy", "experimental_supported_tools"),
+        *("support_verbosity", "base_instructions"),
+    }
+    assert needed <= set(model)
+    assert (model["context_window"], model["max_context_window"]) == (5000, 5000)
+    assert model["apply_patch_tool_type"] == "freeform"
+    assert [level["effort"] for level in model["supported_reasoning_levels"]] == [
+        *("low", "medium", "high")
+    ]
+
+
+def test_claude_has_one_model_by_every_name() -> None:
+    (settings,) = connect.claude(Served("http://h:1", "m", 100_000)).files.values()
+    environment = json.loads(settings)["env"]
+    models = {name for name in environment if "MODEL" in name}
+    assert {environment[name] for name in models} == {"m"}
+    assert {"ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"} <= models
+    assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "100000"
+
+
+MINE = """\
+# mine
+model = "gpt-6"  # best
+approval_policy = "on-request"
+
+[model_providers.vllm-mlx]
+name = "old"
+
+[model_providers.other]
+name = "other"
+
+# below
+[tui]
+theme = "x"
+"""
+
+MERGED = """\
+model = "m"
+model_provider = "vllm-mlx"
+model_catalog_json = "CATALOG"
+
+# mine
+# model = "gpt-6"  # best
+approval_policy = "on-request"
+
+[model_providers.other]
+name = "other"
+
+# below
+[tui]
+theme = "x"
+
+[model_providers.vllm-mlx]
+name = "vllm-mlx"
+base_url = "http://h:1/v1"
+wire_api = "responses"
+"""
+
+
+def _ours(home: Path) -> tuple[str, str]:
+    (path, ours), (catalog, _) = connect.codex(Served("http://h:1", "m")).files.items()
+    assert path == home / ".codex" / "config.toml"
+    return ours, str(catalog)
+
+
+def test_codex_keeps_what_the_user_wrote(home: Path) -> None:
+    ours, catalog = _ours(home)
+    expected = MERGED.replace("CATALOG", catalog)
+    assert connect.merged(MINE, ours) == expected
+    assert connect.merged(expected, ours) == expected
+    assert connect.merged("", ours) == ours
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="nothing there reads TOML")
+@pytest.mark.parametrize(
+    "before", ["not toml at all [", 'text = """\nmodel = "x"\n"""\n', "a = [\n[1],\n]\nb = 2\n"]
+)
+def test_codex_a_file_that_cannot_be_merged_is_left_alone(
+    home: Path, before: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = home / ".codex" / "config.toml"
+    path.parent.mkdir()
+    path.write_text(before)
+    arguments = ["connect", "codex", "--model", "m", "--context", "5", "--write"]
+    code = main(arguments)
+    if code == 0:  # it can be, after all: then nothing of it is lost
+        import tomllib
+
+        assert tomllib.loads(before).items() <= tomllib.loads(path.read_text()).items()
+    else:
+        assert code == 2
+        assert "leave --write out" in capsys.readouterr().err
+        assert path.read_text() == before

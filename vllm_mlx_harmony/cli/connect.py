@@ -1,0 +1,358 @@
+"""connect: a coding agent set up for this server, in files of its own.
+
+Knows what Codex, Claude Code and opencode read. Claude Code and opencode can be told of one more
+file, so nothing that the user has written is changed. Codex warns when it is (a profile and ``-c``
+keep it from its background server): three keys and a table are put into its own file. Keys are
+not written to a disk: the agents take them from the environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from vllm_mlx_harmony.cli.refused import Refused
+
+NAME = "vllm-mlx"
+"""Of the provider and of files that are ours alone."""
+
+URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "VLLM_API_KEY"
+"""Environment variable that Codex and opencode are told to take the server's key from."""
+
+CONTEXT = 131_072
+"""Tokens of gpt-oss, both sizes, where nobody says otherwise."""
+
+OUTPUT = 32_768
+"""Tokens an answer may have: the host's default for ``--max-request-tokens``."""
+
+PATIENCE = 5.0
+"""Seconds a server has to say which models it serves."""
+
+EFFORTS = {
+    "low": "Answers quickly",
+    "medium": "Thinks before it answers",
+    "high": "Thinks long, for hard problems",
+}
+
+INSTRUCTIONS = """\
+You are Codex, a coding agent. You share a terminal and a workspace with the user.
+
+Work
+- Look before you change anything: read what matters, search with `rg`, run what shows the state.
+- Do the whole task before you end your turn. Ask only what you cannot find out yourself.
+- Change only what the task needs, in the style of the code around it. Fix causes, not symptoms.
+- Edit files with `apply_patch`. Move and inspect them with the shell.
+- Check your work: run the tests or the program when there is a way to. Say so when there is none.
+- Leave alone what others have changed. Never delete work or rewrite history unless asked to.
+
+Words
+- Before a group of commands, say in one short sentence what you are about to do.
+- End with a short answer: what you did, where (`path/file.py:12`), and what is left to do.
+"""
+"""What Codex puts first in every prompt: its catalog has no entry without such a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server and what it serves: ``url`` without a path, ``context`` in tokens.
+
+    ``keyed``: a key is needed.
+    """
+
+    url: str
+    model: str
+    context: int = CONTEXT
+    keyed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Files to be written, by path, and how the agent is started then."""
+
+    agent: str
+    files: Mapping[Path, str]
+    command: str
+
+
+def run(
+    agent: str, *, url: str, model: str | None, key: str | None, context: int | None, write: bool
+) -> int:
+    """Prints what an agent needs to work with the server, or writes it.
+
+    ``model`` and ``context`` are asked of the server where they are not given. Raises ``Refused``
+    when they cannot be found out, and for files that cannot be written.
+    """
+    served = look(url, model, key, context)
+    setup = AGENTS[agent](served)
+    print(f"{setup.agent} with {served.model} ({served.context:,} tokens) at {served.url}\n")
+    for path, content in setup.files.items():
+        if write:
+            _write(path, content)
+        else:
+            print(f"--- {_shown(path)}\n{content}")
+    if write:
+        print()
+    if served.keyed:
+        print(f"The key stays in the environment: export {KEY_VARIABLE}=…")
+    print(f"{'Start' if write else 'With --write these files are written. Then start'} it with\n")
+    print(f"  {setup.command}")
+    return 0
+
+
+# --- What the server says.
+
+
+def look(url: str, model: str | None, key: str | None, context: int | None) -> Served:
+    """The server at ``url``, and the model that is meant; asked only for what is not given.
+
+    Raises ``Refused``.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    if model is not None and context is not None:
+        return Served(base, model, context, keyed=key is not None)
+    try:
+        entries = _models(base, key)
+    except (OSError, ValueError, HTTPException) as error:
+        if model is None:
+            raise Refused(_silent(base, error)) from error
+        return Served(base, model, context or CONTEXT, keyed=key is not None)
+    names = [str(entry["id"]) for entry in entries]
+    if model is None and len(names) != 1:
+        raise Refused(f"the server at {base} serves {', '.join(names) or 'nothing'}: say --model")
+    if model is not None and model not in names:
+        raise Refused(f"the server at {base} serves {', '.join(names) or 'nothing'}, not {model}")
+    (entry,) = [each for each in entries if model in (None, each["id"])]
+    window = context or entry.get("max_model_len") or CONTEXT
+    return Served(base, str(entry["id"]), int(window), keyed=key is not None)
+
+
+def _models(base: str, key: str | None) -> list[dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with urlopen(Request(f"{base}/v1/models", headers=headers), timeout=PATIENCE) as answer:
+        document = json.loads(answer.read())
+    entries = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(entries, list):
+        raise ValueError("it does not list its models")
+    return [entry for entry in entries if isinstance(entry, dict) and "id" in entry]
+
+
+def _silent(base: str, error: Exception) -> str:
+    if isinstance(error, HTTPError):
+        fix = "say --key" if error.code in (401, 403) else "is it vllm-mlx?"
+        return f"the server at {base} answered {error.code}: {fix}"
+    reason = error.reason if isinstance(error, URLError) else error
+    return f"no server answers at {base} ({reason}): start it, or say --url, or --model without one"
+
+
+# --- What each agent reads.
+
+
+def codex(served: Served) -> Setup:
+    """A provider, and a catalog of models: without one Codex warns, and guesses."""
+    home = Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex")
+    catalog = home / f"{NAME}-models.json"
+    lines = [
+        f"model = {json.dumps(served.model)}",
+        f"model_provider = {json.dumps(NAME)}",
+        f"model_catalog_json = {json.dumps(str(catalog))}",
+        "",
+        f"[model_providers.{NAME}]",
+        f"name = {json.dumps(NAME)}",
+        f"base_url = {json.dumps(f'{served.url}/v1')}",
+        'wire_api = "responses"',
+        *([f"env_key = {json.dumps(KEY_VARIABLE)}"] if served.keyed else []),
+    ]
+    model = {
+        "slug": served.model,
+        "display_name": served.model,
+        "description": f"gpt-oss at {served.url}",
+        "base_instructions": INSTRUCTIONS,
+        "default_reasoning_level": "medium",
+        "supported_reasoning_levels": [
+            {"effort": effort, "description": about} for effort, about in EFFORTS.items()
+        ],
+        "default_reasoning_summary": "auto",
+        "context_window": served.context,
+        "max_context_window": served.context,
+        "effective_context_window_percent": 95,
+        "truncation_policy": {"mode": "tokens", "limit": 10_000},
+        "apply_patch_tool_type": "freeform",
+        "shell_type": "unified_exec",
+        "input_modalities": ["text"],
+        "experimental_supported_tools": [],
+        "support_verbosity": False,
+        "supported_in_api": True,
+        "visibility": "list",
+        "priority": 1,
+    }
+    files = {
+        home / "config.toml": "\n".join(lines) + "\n",
+        catalog: _json({"models": [model]}),
+    }
+    return Setup("Codex", files, "codex")
+
+
+def claude(served: Served) -> Setup:
+    """Settings with the environment that it reads: every name of a model is the one there is."""
+    home = Path(os.environ.get("CLAUDE_CONFIG_DIR") or Path.home() / ".claude")
+    path = home / f"{NAME}.json"
+    models = (
+        "ANTHROPIC_MODEL",
+        "ANTHROPIC_DEFAULT_FABLE_MODEL",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL",
+        "ANTHROPIC_DEFAULT_SONNET_MODEL",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+        "ANTHROPIC_SMALL_FAST_MODEL",  # what versions before 2.0 call the one above
+        "CLAUDE_CODE_SUBAGENT_MODEL",
+    )
+    environment = {
+        "ANTHROPIC_BASE_URL": served.url,
+        **({} if served.keyed else {"ANTHROPIC_AUTH_TOKEN": "local"}),
+        **dict.fromkeys(models, served.model),
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(min(OUTPUT, served.context // 4)),
+    }
+    token = f'ANTHROPIC_AUTH_TOKEN="${KEY_VARIABLE}" ' if served.keyed else ""
+    command = f"{token}claude --settings {_shown(path)}"
+    return Setup("Claude Code", {path: _json({"env": environment})}, command)
+
+
+def opencode(served: Served) -> Setup:
+    """A provider of its own, by way of the package for servers like OpenAI's."""
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "opencode"
+    path = home / f"{NAME}.json"
+    model = {
+        "name": served.model,
+        "reasoning": True,
+        "tool_call": True,
+        "interleaved": {"field": "reasoning_content"},
+        "limit": {"context": served.context, "output": min(OUTPUT, served.context // 4)},
+    }
+    document = {
+        "$schema": "https://opencode.ai/config.json",
+        "model": f"{NAME}/{served.model}",
+        "small_model": f"{NAME}/{served.model}",
+        "provider": {
+            NAME: {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": "gpt-oss on vllm-mlx",
+                "options": {
+                    "baseURL": f"{served.url}/v1",
+                    "apiKey": f"{{env:{KEY_VARIABLE}}}" if served.keyed else "none",
+                },
+                "models": {served.model: model},
+            }
+        },
+    }
+    return Setup("opencode", {path: _json(document)}, f"OPENCODE_CONFIG={_shown(path)} opencode")
+
+
+AGENTS: Mapping[str, Callable[[Served], Setup]] = {
+    "codex": codex,
+    "claude": claude,
+    "opencode": opencode,
+}
+
+
+def _json(document: object) -> str:
+    return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
+
+
+def _shown(path: Path) -> str:
+    """A path as one types it."""
+    home = str(Path.home())
+    return f"~{str(path)[len(home) :]}" if str(path).startswith(f"{home}/") else str(path)
+
+
+# --- Writing.
+
+
+def _write(path: Path, content: str) -> None:
+    """Writes a file; a copy of what was there before stays beside it. Raises ``Refused``."""
+    try:
+        before = path.read_text("utf-8") if path.exists() else None
+        if before is not None and path.suffix == ".toml":
+            content = merged(before, content)
+        if before == content:
+            print(f"{_shown(path)} is as it should be")
+            return
+        if before is not None:
+            print(f"{_shown(path)} is kept as {_shown(_copy(path))}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, "utf-8")
+    except OSError as error:
+        raise Refused(f"{path} cannot be written: {error.strerror or error}") from error
+    except ValueError as error:
+        raise Refused(f"{path} cannot be changed safely ({error}): leave --write out") from error
+    print(f"{_shown(path)} written")
+
+
+def _copy(path: Path) -> Path:
+    number = 1
+    while (copy := path.with_name(f"{path.name}.{number}.bak")).exists():
+        number += 1
+    shutil.copy2(path, copy)
+    return copy
+
+
+_TABLE = re.compile(r"^[ \t]*\[", re.MULTILINE)
+_KEY = re.compile(r"\s*([A-Za-z0-9_-]+)\s*=")
+
+
+def merged(before: str, ours: str) -> str:
+    """The TOML document ``before`` with the keys and the table of ``ours`` in it.
+
+    Keys that stand there with other values become comments; a table of the same name goes. Merging
+    once more changes nothing. Raises ``ValueError`` when the outcome is not what it should be: a
+    document is changed line by line, so that its comments and its order stay.
+    """
+    our_root, our_table = _halves(ours)
+    root, tables = _halves(before)
+    heading = our_table.splitlines()[0]
+    keys = {match[1] for line in our_root.splitlines() if (match := _KEY.match(line))}
+    lines = []
+    for line in root.splitlines():
+        match = _KEY.match(line)
+        if match and match[1] in keys:
+            if line not in our_root.splitlines():
+                lines.append(f"# {line}")
+        else:
+            lines.append(line)
+    places = [match.start() for match in _TABLE.finditer(tables)]
+    others = [tables[at:end] for at, end in pairwise([*places, len(tables)])]
+    rest = "".join(part for part in others if part.splitlines()[0].strip() != heading)
+    head = "\n".join(lines).strip("\n")
+    parts = (our_root.rstrip("\n"), head, rest.strip("\n"), our_table.rstrip("\n"))
+    document = "\n\n".join(part for part in parts if part) + "\n"
+    _check(before, ours, document)
+    return document
+
+
+def _halves(document: str) -> tuple[str, str]:
+    """What stands before the first table, and the tables."""
+    table = _TABLE.search(document)
+    at = table.start() if table else len(document)
+    return document[:at], document[at:]
+
+
+def _check(before: str, ours: str, document: str) -> None:
+    try:
+        tomllib = importlib.import_module("tomllib")
+    except ImportError:  # Python 3.10 has no reader of TOML; a copy is kept in any case
+        return
+    wanted, added = tomllib.loads(before), tomllib.loads(ours)
+    tables = {**wanted.get("model_providers", {}), **added["model_providers"]}
+    if tomllib.loads(document) != {**wanted, **added, "model_providers": tables}:
+        raise ValueError("it would not say the same as before")
