@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def found(report: doctor.Report, what: str) -> doctor.Finding:
 def nothing_heavy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's part left out: these rows are about the rest."""
     monkeypatch.setattr(doctor, "_host", lambda: iter(()))
+    monkeypatch.setattr(doctor, "_free", lambda port: True)
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def test_the_startup_file_is_missing(
     monkeypatch.setattr(sys, "path", [])
     finding = found(doctor.doctor(), "startup file")
     assert finding.ok is False
-    assert "vllm-mlx-harmony serve" in finding.detail
+    assert "vllm-mlx-harmony serve" in finding.fix
 
 
 def test_not_armed(nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,34 +124,88 @@ def test_a_model_that_is_nowhere(nothing_heavy: None, armed: Path) -> None:
     assert "not here" in found(doctor.doctor("/no/such/directory"), "model").detail
 
 
+WELL = doctor.Group("parts", (doctor.Finding(True, "a"), doctor.Finding(None, "bcd")), "2 found")
+BROKEN = doctor.Group("b", (doctor.Finding(False, "a", "broken", "mend it"), *WELL.findings))
+
+
 @pytest.mark.parametrize(
-    ("findings", "code", "text"),
+    ("group", "arguments", "code", "text"),
     [
-        (
-            [doctor.Finding(True, "a", "fine"), doctor.Finding(None, "bcd")],
-            0,
-            "ok  a    fine\n    bcd",
-        ),
-        ([doctor.Finding(False, "a", "broken")], 1, "NO  a  broken"),
+        (WELL, [], 0, "ok  parts  2 found\nEverything is in place"),
+        (WELL, ["--verbose"], 0, "ok  a\n    bcd\nEverything"),
+        (BROKEN, [], 1, "NO  a  broken\n       do: mend it\nSomething is missing"),
+        (BROKEN, ["--verbose"], 1, "NO  a    broken\n         do: mend it\nok  a\n    bcd\nSome"),
     ],
 )
 def test_main(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    findings: list[doctor.Finding],
+    group: doctor.Group,
+    arguments: list[str],
     code: int,
     text: str,
 ) -> None:
     asked: list[Any] = []
 
-    def report(model: str | None) -> doctor.Report:
-        asked.append(model)
-        return doctor.Report(tuple(findings))
+    def report(*given: Any) -> doctor.Report:
+        asked.append(given)
+        return doctor.Report((group,))
 
     monkeypatch.setattr(doctor, "doctor", report)
-    assert doctor.main(["MODEL"]) == code
+    assert doctor.main(["MODEL", "--port", "9", *arguments]) == code
     assert capsys.readouterr().out.startswith(text)
-    assert asked == ["MODEL"]
+    assert asked == [("MODEL", 9)]
+
+
+def test_every_failure_says_what_to_do(
+    nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    armed.unlink()
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(gate, "versions", lambda: {"vllm-mlx-harmony": "0.1.0"})
+    report = doctor.doctor("no-such-org/no-such-model")
+    wrong = [finding for finding in report.findings if finding.ok is False]
+    assert {"startup file", "vllm-mlx", "openai-harmony", "model"} <= {each.what for each in wrong}
+    assert [finding for finding in wrong if not finding.fix] == []
+
+
+def test_a_clash(nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another distribution with a package of the host's name, as forks of it have."""
+    owners = {"vllm_mlx": ["vllm-mlx", "rapid-mlx", "rapid-mlx"], "other": ["other"]}
+    monkeypatch.setattr(doctor.metadata, "packages_distributions", lambda: owners)
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "9.9")
+    monkeypatch.setattr(gate, "versions", lambda: {"vllm-mlx": "0.6.0", "openai-harmony": "1"})
+    report = doctor.doctor()
+    (finding,) = [each for each in report.findings if each.what == "clash"]
+    assert finding.detail == "rapid-mlx 9.9 brings a vllm_mlx of its own"
+    assert "pip uninstall rapid-mlx" in finding.fix
+    assert not report.ok
+
+
+def test_ports(armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_host", lambda: iter(()))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        monkeypatch.setattr(doctor, "PATIENCE", 0.1)
+        finding = found(doctor.doctor(port=port), "port")
+        assert finding.ok is False
+        assert f"--port {port + 1}" in finding.fix
+        monkeypatch.setattr(doctor, "_is_host", lambda _: True)
+        assert found(doctor.doctor(port=port), "port").ok is None
+    assert found(doctor.doctor(port=port), "port").ok
+
+
+def test_ten_lines_when_all_is_well(armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm_mlx")
+    monkeypatch.setattr(doctor, "_free", lambda port: True)
+    report = doctor.doctor()
+    assert report.ok, report.text()
+    lines = report.text().splitlines()
+    assert len(lines) == 10
+    assert max(map(len, lines)) <= 100 or str(armed) in report.text()
+    assert len(report.text(verbose=True).splitlines()) > 50
 
 
 def test_every_seam_of_the_real_host_is_listed(armed: Path) -> None:
@@ -158,7 +214,7 @@ def test_every_seam_of_the_real_host_is_listed(armed: Path) -> None:
 
     report = doctor.doctor()
     for row in contract.table(contract.parts()):
-        assert found(report, f"seam {row.label}").ok, str(report)
+        assert found(report, f"seam {row.label}").ok, report.text()
     assert found(report, "supported").ok
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core.deltas import Delta, Finished
-from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.errors import HostError, OutputError
 from vllm_mlx_harmony.core.replay import View
 from vllm_mlx_harmony.core.turn import Message
 from vllm_mlx_harmony.host.engine import (
@@ -46,6 +46,7 @@ class Tracker(Protocol):
 class Job:
     """Everything a turn needs to run. ``context`` is a `StreamingHarmonyContext` or another's.
 
+    ``key`` is what the answer's ids are made from: it can be cancelled by it.
     ``echoed`` is how a message of it is read when a client gives it back. ``tells_cached``: the
     answer begins with how much of the prompt is cached.
     """
@@ -58,6 +59,21 @@ class Job:
     turns: View | None = None
     echoed: Callable[[Message], Message] = lambda message: message
     tells_cached: bool = False
+    key: str = ""
+
+
+_running: dict[tuple[str, str], asyncio.Future[None]] = {}
+"""What ends each answer that is being generated, by its key and tenant. Of the event loop alone."""
+
+
+def cancel(key: str, tenant: str) -> bool:
+    """Ends the answer with this key, with an error; whether ``tenant``'s was being generated."""
+    cancelled = _running.get((key, tenant))
+    if cancelled is None:
+        return False
+    if not cancelled.done():
+        cancelled.set_result(None)
+    return True
 
 
 async def run(job: Job) -> Deltas:
@@ -66,25 +82,33 @@ async def run(job: Job) -> Deltas:
     The first group says that the turn has started, as soon as it is this request's turn, before
     anything is generated. The lease is released
     when the iterator ends or is closed, whatever the reason.
-    Raises ``HostError`` (line full, time run out) and ``OutputError`` (the engine failed).
+    Raises ``HostError`` (line full, time run out) and ``OutputError`` (the engine failed, or
+    somebody has cancelled it).
     """
+    named = (job.key, job.lease.tenant)
+    cancelled = _running[named] = asyncio.get_running_loop().create_future()
     result = "client_closed"  # unless it ends in another way than being given up
     try:
         async with _turn(job.lease.engine, job.budget):
             yield job.context.start(_cached(job))
-            async with aclosing(_generated(job)) as groups:
+            async with aclosing(_generated(job, cancelled)) as groups:
                 async for group in groups:
                     yield group
         result = "success"
     except Exception as error:
-        result = "timeout" if getattr(error, "status", None) == TIMED_OUT else "error"
+        status = getattr(error, "status", 0)
+        result = {TIMED_OUT: "timeout", CANCELLED: "client_closed"}.get(status, "error")
         raise
     finally:
+        if _running.get(named) is cancelled:
+            del _running[named]
         job.tracker.finish(result=result)
         await job.lease.release()
 
 
 TIMED_OUT = 504
+CANCELLED = 499
+"""nginx's number for a client that has gone: here it has asked for the end."""
 
 
 def _cached(job: Job) -> int | None:
@@ -104,14 +128,14 @@ async def _turn(engine: Any, budget: Budget) -> AsyncIterator[None]:
         yield
 
 
-async def _generated(job: Job) -> Deltas:
+async def _generated(job: Job, cancelled: asyncio.Future[None]) -> Deltas:
     context, prompt = job.context, job.context.render_for_completion()
     finish: Finish | None = None
     cached_tokens = 0
     generated = generate(job.lease.engine, prompt, job.settings, job.lease.tenant)
     async with aclosing(generated) as steps:
         while finish is None and not context.done:
-            step = await _next(steps, job.budget.total)
+            step = await _next(steps, job.budget.total, cancelled)
             finish, cached_tokens = step.finish, max(cached_tokens, step.cached_tokens)
             job.tracker.observe_ttft()
             yield context.append_output(step.ids)
@@ -131,18 +155,23 @@ def _account(tracker: Tracker, last: list[Delta]) -> None:
             )
 
 
-async def _next(steps: Steps, seconds: float) -> Step:
+async def _next(steps: Steps, seconds: float, cancelled: asyncio.Future[None]) -> Step:
     """The next step, which may take ``seconds``: the limit is on silence, as in the host.
 
-    Raises ``HostError`` 504 after that, and whatever the steps raise.
+    Raises ``HostError`` 504 after that, ``OutputError`` when ``cancelled`` is done before, and
+    whatever the steps raise.
     """
     # A task of its own: the host's iterator swallows a cancellation that hits it.
     coming = asyncio.ensure_future(anext(steps))
+    ends: set[asyncio.Future[Any]] = {coming, cancelled}
     try:
-        done, _ = await asyncio.wait({coming}, timeout=seconds)
+        first = asyncio.FIRST_COMPLETED
+        done, _ = await asyncio.wait(ends, timeout=seconds, return_when=first)
     finally:
         if not coming.done():
             await stopped(coming)
+    if cancelled.done():
+        raise OutputError("the request was cancelled", status=CANCELLED, code="cancelled")
     if not done:
         raise HostError(
             f"nothing was generated for {seconds:.0f} seconds", status=TIMED_OUT, code="timeout"

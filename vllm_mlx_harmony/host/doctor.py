@@ -1,56 +1,104 @@
-"""Says what is installed, armed and supported here, whether each seam fits, and why not.
+"""Says what is installed, armed and supported here, whether the host is as expected, and why not.
 
-Looks and changes nothing; downloads nothing. What it looks for is known by `contract`, `models`
-and `parts`; how a terminal shows it is kept to plain text, so that it can be pasted anywhere.
+Looks and changes nothing; downloads nothing. One line for each group of findings while all is well,
+a line and what to do about it for everything that is not. Plain text, so that it can be pasted
+anywhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import site
+import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from importlib import metadata
 from pathlib import Path
 
 from .. import _startup
 from . import gate
 
 STARTUP_FILE = "vllm_mlx_harmony_startup.pth"
+PACKAGE = "vllm_mlx"
+PORT = 8000
+"""Where the host listens, unless it is told otherwise."""
+
+ADDRESS = "127.0.0.1"
+PATIENCE = 2.0
+"""Seconds for whatever listens on the port to say what it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `ok` is None for what is neither right nor wrong."""
+    """One thing that was looked at. ``ok`` is None for what is neither right nor wrong.
+
+    ``fix`` is what to do about it.
+    """
 
     ok: bool | None
     what: str
     detail: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """All findings, in the order in which things depend on each other."""
+class Group:
+    """Findings that belong together; ``summary`` says in a line that all of them are well."""
 
+    name: str
     findings: tuple[Finding, ...]
+    summary: str = ""
 
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong."""
         return all(finding.ok is not False for finding in self.findings)
 
-    def __str__(self) -> str:
-        marks = {True: "ok  ", False: "NO  ", None: "    "}
-        width = max(len(finding.what) for finding in self.findings)
-        lines = [
-            f"{marks[finding.ok]}{finding.what:<{width}}  {finding.detail}".rstrip()
-            for finding in self.findings
-        ]
-        return "\n".join([*lines, "", _CONCLUSIONS[self.ok]])
+    def lines(self, *, verbose: bool) -> Iterator[tuple[bool | None, str, str]]:
+        """What is shown of it: mark, name and text of each line."""
+        wrong = [finding for finding in self.findings if finding.ok is False]
+        if verbose:
+            wrong = list(self.findings)
+        elif not wrong:
+            details = (finding.detail for finding in self.findings if finding.detail)
+            yield True, self.name, self.summary or ", ".join(details)
+        for finding in wrong:
+            yield finding.ok, finding.what, finding.detail
+            if finding.fix and finding.ok is False:
+                yield None, "", f"do: {finding.fix}"
 
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All groups, in the order in which things depend on each other."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return all(group.ok for group in self.groups)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Those of all groups."""
+        return tuple(finding for group in self.groups for finding in group.findings)
+
+    def text(self, *, verbose: bool = False) -> str:
+        """The report as it is printed."""
+        rows = [row for group in self.groups for row in group.lines(verbose=verbose)]
+        width = max(len(name) for _, name, _ in rows)
+        lines = [f"{_MARKS[ok]}{name:<{width}}  {text}".rstrip() for ok, name, text in rows]
+        return "\n".join([*lines, _CONCLUSIONS[self.ok]])
+
+
+_MARKS = {True: "ok  ", False: "NO  ", None: "    "}
 
 _CONCLUSIONS = {
     True: "Everything is in place: vllm-mlx serve MODEL --tool-call-parser harmony",
@@ -58,13 +106,12 @@ _CONCLUSIONS = {
 }
 
 
-def doctor(model: str | None = None) -> Report:
-    """Looks at this installation and, if named, at a model: a directory or a cached repository."""
-    parts: list[Callable[[], Iterator[Finding]]] = [_versions, _loading, _library, _host]
-    findings = [finding for part in parts for finding in part()]
+def doctor(model: str | None = None, port: int = PORT) -> Report:
+    """Looks at this installation, at a port and, if named, at a model."""
+    groups = [_python(), _packages(), _loading(), _vocabulary(), *_host(), _port(port)]
     if model is not None:
-        findings.extend(_model(model))
-    return Report(tuple(findings))
+        groups.append(_model(model))
+    return Report(tuple(groups))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,36 +120,71 @@ def main(argv: list[str] | None = None) -> int:
         prog="vllm-mlx-harmony doctor", description="What is installed, armed, supported; why not."
     )
     parser.add_argument("model", nargs="?", help="a model directory or a cached repository id")
-    report = doctor(parser.parse_args(argv).model)
-    print(report)
+    parser.add_argument("--port", type=int, default=PORT, help="to serve on (default: %(default)s)")
+    parser.add_argument("--verbose", action="store_true", help="everything that was looked at")
+    asked = parser.parse_args(argv)
+    report = doctor(asked.model, asked.port)
+    print(report.text(verbose=asked.verbose))
     return 0 if report.ok else 1
 
 
-def _versions() -> Iterator[Finding]:
-    yield Finding(None, "python", f"{platform.python_version()} ({sys.executable})")
+def _python() -> Group:
+    version, low = platform.python_version(), (3, 10)
+    fine = sys.version_info >= low
+    fix = "" if fine else "install Python 3.10 or later"
+    return Group("python", (Finding(fine, "python", f"{version} ({sys.executable})", fix),))
+
+
+def _packages() -> Group:
     versions = gate.versions()
-    for name, version in versions.items():
-        yield Finding(None, name, version)
+    findings = [Finding(None, name, version) for name, version in versions.items()]
     if "vllm-mlx" not in versions:
-        yield Finding(False, "vllm-mlx", "not installed: pip install vllm-mlx")
+        fix = "pip install vllm-mlx"
+        findings.append(Finding(False, "vllm-mlx", f"not installed: {fix}", fix))
     if not any(name in versions for name in gate.LIBRARIES):
-        yield Finding(False, "openai-harmony", "not installed: pip install openai-harmony")
+        fix = "pip install openai-harmony"
+        findings.append(Finding(False, "openai-harmony", f"not installed: {fix}", fix))
+    findings.extend(_clashes())
+    return Group(
+        "packages", tuple(findings), ", ".join(f"{name} {at}" for name, at in versions.items())
+    )
 
 
-def _loading() -> Iterator[Finding]:
+def _clashes() -> Iterator[Finding]:
+    """Other distributions with a package of the host's name: whichever came last is imported."""
+    owners = metadata.packages_distributions().get(PACKAGE, ())
+    for name in sorted({owner for owner in owners if _normal(owner) != "vllm-mlx"}):
+        yield Finding(
+            False,
+            "clash",
+            f"{name} {metadata.version(name)} brings a {PACKAGE} of its own",
+            f"pip uninstall {name}, and then pip install --force-reinstall --no-deps vllm-mlx",
+        )
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def _loading() -> Group:
     explicit = "start with `vllm-mlx-harmony serve` instead of `vllm-mlx serve`"
+    findings = []
     if _startup.switched_off():
-        value = os.environ[_startup.SWITCH]
-        yield Finding(False, "switch", f"{_startup.SWITCH}={value} keeps the plugin out")
+        setting = f"{_startup.SWITCH}={os.environ[_startup.SWITCH]}"
+        findings.append(
+            Finding(False, "switch", f"{setting} keeps the plugin out", f"unset {_startup.SWITCH}")
+        )
     files = [path for path in _startup_files() if not _hidden(path)]
     if files:
-        yield Finding(True, "startup file", str(files[0]))
+        findings.append(Finding(True, "startup file", str(files[0])))
     else:
-        yield Finding(False, "startup file", f"no {STARTUP_FILE} in a site directory; {explicit}")
+        said = f"no {STARTUP_FILE} in a site directory"
+        findings.append(Finding(False, "startup file", said, f"reinstall, or {explicit}"))
     if _startup.armed():
-        yield Finding(True, "armed", f"waits for {_startup.HOST} in this process")
-    else:
-        yield Finding(False, "armed", f"does not wait for {_startup.HOST}; {explicit}")
+        findings.append(Finding(True, "armed", f"waits for {_startup.HOST} in this process"))
+    elif not _startup.switched_off():
+        findings.append(Finding(False, "armed", f"does not wait for {_startup.HOST}", explicit))
+    return Group("loading", tuple(findings), "`vllm-mlx serve` has the plugin in it")
 
 
 def _startup_files() -> list[Path]:
@@ -115,56 +197,103 @@ def _hidden(path: Path) -> bool:
     return bool(getattr(path.stat(), "st_flags", 0) & stat.UF_HIDDEN)
 
 
-def _library() -> Iterator[Finding]:
+def _vocabulary() -> Group:
     try:
         from ..core import vocab
 
         vocab.encoding()
     except Exception as error:
-        yield Finding(False, "vocabulary", _said(error))
-    else:
-        yield Finding(True, "vocabulary", f"o200k_harmony, cached in {vocab.cache_dir()}")
+        fix = "pip install --force-reinstall vllm-mlx-harmony openai-harmony"
+        return Group("vocabulary", (Finding(False, "vocabulary", _said(error), fix),))
+    cached = f"o200k_harmony, cached in {vocab.cache_dir()}"
+    return Group("vocabulary", (Finding(True, "vocabulary", cached),))
 
 
-def _host() -> Iterator[Finding]:
+def _host() -> Iterator[Group]:
+    supported = "pip install 'vllm-mlx>=0.6,<0.7'"
     try:
         from . import contract
+        from .mount import Route
 
         reason = contract.unsupported()
     except Exception as error:
-        yield Finding(False, "supported", _said(error))
+        yield Group("host", (Finding(False, "supported", _said(error), supported),))
         return
-    yield Finding(reason is None, "supported", reason or f"vllm-mlx {contract.host_version()}")
+    said = reason or f"vllm-mlx {contract.host_version()} is supported"
+    yield Group("host", (Finding(reason is None, "supported", said, supported),))
     if reason is not None:
         return
     try:
         found = contract.parts()
         rows = contract.table(found)
     except Exception as error:
-        yield Finding(False, "parts", _said(error))
+        fix = "uninstall what replaces a part, or reinstall vllm-mlx-harmony"
+        yield Group("parts", (Finding(False, "parts", _said(error), fix),))
         return
-    for group, source in found.sources.items():
-        yield Finding(True, group, source)
+    sources = tuple(Finding(True, group, source) for group, source in found.sources.items())
+    yield Group("parts", sources, f"{len(sources)} found")
+    fix = f"{supported}; if it stays, report it: this host is not the one that was released"
+    seams: dict[bool, list[Finding]] = {False: [], True: []}
     for row in rows:
         problem = row.problem()
-        yield Finding(problem is None, f"seam {row.label}", problem or row.why)
+        finding = Finding(problem is None, f"seam {row.label}", problem or row.why, fix)
+        seams[isinstance(row, Route)].append(finding)
+    yield Group("names", tuple(seams[False]), f"{len(seams[False])} of vllm-mlx are as expected")
+    yield Group("routes", tuple(seams[True]), f"{len(seams[True])} can be put in place")
 
 
-def _model(name: str) -> Iterator[Finding]:
+def _port(port: int) -> Group:
+    if _free(port):
+        return Group("port", (Finding(True, "port", f"{port} is free"),))
+    if _is_host(port):
+        return Group("port", (Finding(None, "port", f"{port}: a server answers there already"),))
+    fix = f"end it, or serve with --port {port + 1}"
+    return Group("port", (Finding(False, "port", f"{port} is in use by another program", fix),))
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        try:
+            probe.bind((ADDRESS, port))
+        except OSError:
+            return False
+    return True
+
+
+def _is_host(port: int) -> bool:
+    connection = HTTPConnection(ADDRESS, port, timeout=PATIENCE)
+    try:
+        connection.request("GET", "/health")
+        answer = json.loads(connection.getresponse().read())
+    except (OSError, HTTPException, ValueError):
+        return False
+    finally:
+        connection.close()
+    return isinstance(answer, dict) and "model_loaded" in answer
+
+
+def _model(name: str) -> Group:
     try:
         from .models import is_harmony_directory
 
         directory = _directory(name)
         harmony = None if directory is None else is_harmony_directory(directory)
     except Exception as error:
-        yield Finding(False, "model", _said(error))
-        return
+        fix = "download it again: vllm-mlx download"
+        return Group("model", (Finding(False, "model", _said(error), fix),))
     details = {
-        True: f"{name} is a Harmony model",
-        False: f"{name} is not a Harmony model: its tokenizer is not o200k_harmony",
-        None: f"{name} is not here: no such directory, or no tokenizer.json in the cache",
+        True: (f"{name} is a Harmony model", ""),
+        False: (
+            f"{name} is not a Harmony model: its tokenizer is not o200k_harmony",
+            "serve it without --tool-call-parser harmony",
+        ),
+        None: (
+            f"{name} is not here: no such directory, or no tokenizer.json in the cache",
+            f"vllm-mlx download {name}",
+        ),
     }
-    yield Finding(harmony is True, "model", details[harmony])
+    return Group("model", (Finding(harmony is True, "model", *details[harmony]),))
 
 
 def _directory(name: str) -> Path | None:

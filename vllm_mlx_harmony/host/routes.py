@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
-from vllm_mlx_harmony.host import messages
+from vllm_mlx_harmony.host import cancel, messages
+from vllm_mlx_harmony.host.kv import status
 from vllm_mlx_harmony.host.mount import Around, Route
 from vllm_mlx_harmony.host.refusals import refuse, refusing_in
 from vllm_mlx_harmony.host.responses import routes as responses
@@ -97,4 +98,11 @@ ORIGINS = Around(
     "without an API key, any page in a browser could use the server",
 )
 
-ROUTES: tuple[Seam, ...] = (ORIGINS, *_CHAT, *messages.ROUTES, *responses.ROUTES)
+ROUTES: tuple[Seam, ...] = (
+    ORIGINS,
+    *_CHAT,
+    *messages.ROUTES,
+    *responses.ROUTES,
+    *cancel.ROUTES,
+    *status.ROUTES,
+)

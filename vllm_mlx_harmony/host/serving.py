@@ -228,6 +228,7 @@ async def begin(api: Api, document: object, lease: Lease, budget: Budget, key: s
         turns=turns,
         echoed=asked.echoed,
         tells_cached=api.tells_cached and asked.stream,
+        key=key,
     )
     return Begun(asked, stamp, job, api.emitter(asked, stamp, context, lease.tenant))
 

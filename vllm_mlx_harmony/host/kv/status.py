@@ -1,17 +1,33 @@
 """Prefix reuse where the host shows and empties its caches: `/v1/cache/stats`, `DELETE /v1/cache`.
 
-Knows the methods behind those routes. Refuses to know what is remembered (`kv`).
+Both routes of the host import mlx_vlm to ask after its caches, and with it torch: for seconds no
+other request is answered. A Harmony model has nothing in those caches. So they are asked only when
+somebody else has imported mlx_vlm already; what is answered otherwise is the host's own answer for
+when there is no mlx_vlm. Drop when vllm-mlx no longer imports it there.
+
+Knows those routes and the methods behind them. Refuses to know what is remembered (`kv`).
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.models import is_harmony
+from vllm_mlx_harmony.host.mount import Route, pass_on
+
+logger = logging.getLogger(__name__)
+
+VISION = "mlx_vlm.utils"
+"""The module that takes seconds to import."""
 
 NAME = "harmony_prefix_reuse"
 """Of our counters among the host's."""
@@ -55,3 +71,48 @@ def model_of(holder: Any) -> Any:
     if core is not None:
         return core.scheduler.model
     return getattr(getattr(holder, "_model", holder), "model", None)
+
+
+async def cache_stats(request: Request) -> Response:
+    """``GET /v1/cache/stats``."""
+    engine = _harmony_alone()
+    if engine is None:
+        return await pass_on(request)
+    try:
+        stats = engine.get_cache_stats()
+    except Exception as error:  # noqa: BLE001 - as the host answers
+        stats = {"error": f"engine cache stats failed: {error}"}
+    missing = "Cache stats not available (mlx_vlm not loaded)"
+    return JSONResponse({"engine_cache": stats, "error": missing})
+
+
+async def clear_cache(request: Request) -> Response:
+    """``DELETE /v1/cache``."""
+    engine = _harmony_alone()
+    if engine is None:
+        return await pass_on(request)
+    try:
+        owned = getattr(engine, "_clear_runtime_caches_on_owner", None)
+        cleared = engine.clear_runtime_caches() if owned is None else await owned()
+    except Exception as error:
+        logger.exception("the engine's caches could not be emptied")
+        cleared = {"error": str(error)}
+    missing = "Cache clear not available (mlx_vlm not loaded)"
+    return JSONResponse({"status": "cleared", "engine_cache": cleared, "error": missing})
+
+
+def _harmony_alone() -> Any:
+    """The server's engine, when it is Harmony's and nobody here uses mlx_vlm; else ``None``."""
+    from vllm_mlx import server
+
+    engine = server._engine
+    alone = VISION not in sys.modules and is_harmony(getattr(engine, "tokenizer", None))
+    return engine if alone else None
+
+
+_WHY = "the host imports mlx_vlm, and torch, on the event loop"
+
+ROUTES: tuple[Route, ...] = (
+    Route("/v1/cache/stats", ("GET",), cache_stats, _WHY),
+    Route("/v1/cache", ("DELETE",), clear_cache, _WHY),
+)

@@ -1,0 +1,113 @@
+"""The host's routes around requests and caches, with ids and engines of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from server import HARMONY
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from server import Server
+
+    Start = Callable[..., Server]
+
+pytestmark = pytest.mark.served
+
+TOKENS = 1500
+
+SCRIPTS = [
+    Script("Slow", "<|channel|>final<|message|>" + "la " * TOKENS + "<|return|>", delay_ms=20),
+    Script("Quick", "<|channel|>final<|message|>Done.<|return|>"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+    standin.rescript(standin_dir, SCRIPTS)
+    server = start(
+        *("--tool-call-parser", "harmony", "--ssd-cache-dir", "nowhere", "--cache-memory-mb", "64"),
+        engine=engine,
+        command=HARMONY,
+    )
+    yield server
+    server.stop()
+
+
+def body(path: str, text: str, *, stream: bool, model: str) -> dict[str, Any]:
+    if path == "/v1/responses":
+        return {"model": model, "input": text, "stream": stream}
+    messages = [{"role": "user", "content": text}]
+    return {"model": model, "messages": messages, "stream": stream, "max_tokens": 2000}
+
+
+APIS = {
+    "/v1/chat/completions": lambda event: event["id"],
+    "/v1/responses": lambda event: event["response"]["id"],
+    "/v1/messages": lambda event: event["message"]["id"],
+}
+
+
+@pytest.mark.parametrize("way", ["POST", "DELETE"])
+@pytest.mark.parametrize("path", APIS)
+def test_a_running_answer_is_cancelled(server: Server, path: str, way: str) -> None:
+    model = str(server.model)
+    with server.client() as client:
+        slow = body(path, "Slow", stream=True, model=model)
+        with client.stream("POST", path, json=slow) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+            key = APIS[path](json.loads(next(lines)[6:]))
+            target = f"/v1/requests/{key}" + ("/cancel" if way == "POST" else "")
+            cancelled = httpx.request(way, server.base_url + target, timeout=20)
+            rest = [json.loads(line[6:]) for line in lines]
+        assert cancelled.status_code == 200
+        said = {"object": "request.cancel", "id": key, "cancelled": True, "model": model}
+        assert cancelled.json() == said
+        assert "the request was cancelled" in json.dumps(rest[-1])
+        assert len(rest) < TOKENS
+        # The engine is free: the next request does not wait for what was cancelled.
+        quick = client.post(path, json=body(path, "Quick", stream=False, model=model))
+        assert "Done." in quick.text
+        again = httpx.request(way, server.base_url + target, timeout=20)
+        assert again.status_code == 404
+
+
+@pytest.mark.parametrize("key", ["chatcmpl-0", "resp_ab", "msg_xyz", "what"])
+def test_an_unknown_id_is_answered_by_the_host(server: Server, key: str) -> None:
+    answer = httpx.post(f"{server.base_url}/v1/requests/{key}/cancel", timeout=20)
+    assert answer.status_code == 404
+    said = f"Request not found or cancellation is unsupported: {key}"
+    assert answer.json() == {"detail": said}
+
+
+def test_caches_are_shown_and_emptied_without_importing_torch(server: Server) -> None:
+    """The host imports mlx_vlm for it, on the event loop: nobody else was served for seconds."""
+    for _ in range(2):
+        stats = httpx.get(f"{server.base_url}/v1/cache/stats", timeout=60).json()
+        assert stats["engine_cache"]["harmony_prefix_reuse"]["budget"] == 64 << 20
+        assert stats["error"] == "Cache stats not available (mlx_vlm not loaded)"
+    cleared = httpx.delete(f"{server.base_url}/v1/cache", timeout=60).json()
+    assert cleared["status"] == "cleared"
+    stats = httpx.get(f"{server.base_url}/v1/cache/stats", timeout=60).json()
+    assert stats["engine_cache"]["harmony_prefix_reuse"]["nbytes"] == 0
+
+
+def test_the_start_says_what_a_user_needs(server: Server, engine: str) -> None:
+    log = server.log
+    assert "\nvllm-mlx-harmony 0." in log
+    for expected in (
+        f"  model         {server.model}",
+        f"  engine        {engine}, ",
+        "  context       131,072 tokens",
+        "  prefix cache  up to 64 MiB in memory",
+        "  access        open to whoever reaches it: no --api-key",
+        "  no effect     --ssd-cache-dir: prefixes are kept in memory only",
+    ):
+        assert expected in log
