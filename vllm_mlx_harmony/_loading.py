@@ -30,6 +30,13 @@ def gate(namespace: dict[str, Any]) -> None:
         warn(f"not installed ({type(error).__name__}: {error}); vllm-mlx runs without it")
 
 
+def say_not_gated(arguments: Sequence[str]) -> None:
+    """Of `python -m vllm_mlx.server`, when it is asked for what only the command has."""
+    line = " ".join(arguments).replace("=", " ")
+    if any(f"--tool-call-parser {name}" in line for name in ("harmony", "gpt-oss")):
+        warn(f"not active: `python -m {_startup.SERVER}` has no such flag; use `vllm-mlx serve`")
+
+
 def warn(message: str) -> None:
     """One line on standard error. Nobody has set up logging when modules are imported."""
     print(f"vllm-mlx-harmony: {message}", file=sys.stderr)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:  # `typing` itself would cost more than everything else here
     from types import ModuleType
 
 HOST = "vllm_mlx.cli"
+SERVER = "vllm_mlx.server"
+"""The host's other way to be started, which knows no parser of tool calls."""
+
 SWITCH = "VLLM_MLX_HARMONY"
 
 
@@ -55,8 +58,11 @@ class Finder:
         target: "ModuleType | None" = None,
     ) -> "ModuleSpec | None":
         """The import system's question. Any name but the host's is answered at once."""
-        if name != HOST:
+        if name != HOST and (name != SERVER or sys.orig_argv[1:3] != ["-m", SERVER]):
             return None
         from vllm_mlx_harmony import _loading
 
+        if name == SERVER:
+            _loading.say_not_gated(sys.orig_argv)
+            return None
         return _loading.find_spec(self, name, path, target)

@@ -6,6 +6,9 @@ Refuses to know how any API writes an error down: that is each protocol's own sh
 
 from __future__ import annotations
 
+INTERNAL = "internal error: the server's log says more"
+"""To the client, of what is nobody's fault but ours."""
+
 
 class HarmonyFailure(Exception):
     """Base of every error that this package raises on purpose.

@@ -42,7 +42,7 @@ class Step:
 
 
 _RETRY_SECONDS = 0.02
-_FAILED = "the engine failed while it was generating"
+_FAILED = "the engine failed while it was generating: the server's log says why"
 
 Steps: TypeAlias = AsyncGenerator[Step, None]
 

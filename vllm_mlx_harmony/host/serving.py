@@ -21,7 +21,7 @@ from fastapi import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.core.replay import View
 from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
 from vllm_mlx_harmony.host import contract, remembering
@@ -148,7 +148,7 @@ async def refusing(api: Api, answer: Awaitable[Response]) -> Response:
         return Response(status_code=CLIENT_CLOSED)
     except Exception:
         logger.exception("a request failed")
-        return refuse(api.error_body, OutputError("internal error", code="internal_error"))
+        return refuse(api.error_body, OutputError(INTERNAL, code="internal_error"))
 
 
 async def answered(

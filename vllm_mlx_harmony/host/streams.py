@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed
-from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
+from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError
 from vllm_mlx_harmony.host.answers import Deltas, stopped
 from vllm_mlx_harmony.protocols.events import Event, frame
 
@@ -111,4 +111,4 @@ def _told(error: Exception) -> HarmonyFailure:
     if isinstance(error, HarmonyFailure):
         return error
     logger.error("a stream failed", exc_info=error)
-    return OutputError("internal error", code="internal_error")
+    return OutputError(INTERNAL, code="internal_error")

@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
-from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp
 from vllm_mlx_harmony.host.answers import Deltas
 from vllm_mlx_harmony.host.responses.store import Kept, StoreError, server_store
@@ -224,7 +224,7 @@ def _failure(error: Exception) -> HarmonyFailure:
     if isinstance(error, HarmonyFailure):
         return error
     logger.error("a response failed", exc_info=error)
-    return OutputError("internal error", code="internal_error")
+    return OutputError(INTERNAL, code="internal_error")
 
 
 async def told(deltas: Deltas, answer: KeptAnswer) -> AsyncGenerator[Event, None]:

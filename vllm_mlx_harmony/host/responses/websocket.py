@@ -23,7 +23,7 @@ from starlette.types import Message, Receive
 from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
-from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.host.answers import Deltas, run, stopped
 from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.mount import APP
@@ -117,7 +117,7 @@ class Conversation:
             await self._refuse(failure_of(error))
         except Exception as error:
             logger.error("a response failed", exc_info=error)
-            await self._refuse(OutputError("internal error", code="internal_error"))
+            await self._refuse(OutputError(INTERNAL, code="internal_error"))
 
     async def _run(self, document: dict[str, Any]) -> None:
         from vllm_mlx import server
