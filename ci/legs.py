@@ -154,6 +154,7 @@ LEGS: tuple[Leg, ...] = (
         commands=(
             ("python", "ci/bench.py"),
             ("python", "ci/bench_render.py"),
+            ("python", "ci/bench_grammar.py"),
             ("python", "ci/bench_reuse.py"),
         ),
         in_all=False,

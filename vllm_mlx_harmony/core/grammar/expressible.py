@@ -25,7 +25,7 @@ from vllm_mlx_harmony.core.vocab import clean
 Schema: TypeAlias = "dict[str, Any]"
 
 MAX_DEPTH = 100
-MAX_SCHEMAS = 20_000
+MAX_SCHEMAS = 10_000
 REMEMBERED = 16 * 2**20
 
 
@@ -149,14 +149,15 @@ class _Reading:
         return (content,) if isinstance(content, (int, float)) else None
 
     def count(self, content: object, _: int) -> tuple[Any] | None:
-        whole = isinstance(content, (int, float)) and content >= 0 and content == int(content)
-        return (int(content),) if whole else None  # type: ignore[call-overload]
+        if isinstance(content, float) and content.is_integer():
+            content = int(content)
+        return (content,) if isinstance(content, int) and content >= 0 else None
 
     def text(self, content: object, _: int) -> tuple[Any] | None:
         return (clean(content),) if isinstance(content, str) else None
 
     def format(self, content: object, _: int) -> tuple[Any] | tuple[()] | None:
-        return (content,) if content in FORMATS else ()
+        return (content,) if isinstance(content, str) and content in FORMATS else ()
 
     def texts(self, content: object, _: int) -> tuple[Any] | None:
         if not isinstance(content, list) or not all(isinstance(one, str) for one in content):
@@ -168,7 +169,9 @@ class _Reading:
 
     def types(self, content: object, _: int) -> tuple[Any] | None:
         named = [content] if isinstance(content, str) else content
-        if not isinstance(named, list) or not named or not all(one in TYPES for one in named):
+        if not isinstance(named, list) or not named:
+            return None
+        if not all(isinstance(one, str) and one in TYPES for one in named):
             return None
         return (content,)
 
