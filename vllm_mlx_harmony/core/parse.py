@@ -142,6 +142,7 @@ TRANSITIONS: dict[State, dict[Sign, tuple[tuple[Action, ...], State]]] = {
 }
 
 _CHANNEL_KINDS = {"analysis": Kind.REASONING, "commentary": Kind.PREAMBLE}
+_ENDED: State = State.ENDED  # looked up once per feed
 _Decoder = getincrementaldecoder("utf-8")
 
 
@@ -203,7 +204,7 @@ class Parser:
 
     def feed(self, ids: Iterable[int]) -> list[Delta]:
         """The deltas of the next ids, of which there may be any number."""
-        if self._is_over():
+        if self.state is _ENDED:
             return []
         for token in ids:
             self.tokens += 1
@@ -219,7 +220,7 @@ class Parser:
                 self._flush()
             elif self.state is State.HEADER:
                 self._header_text(vocab.token_bytes(token))
-            if self._is_over():
+            if self.state is _ENDED:
                 break
         self._flush()
         return self._take()
@@ -253,9 +254,6 @@ class Parser:
         usage = Usage(completion_tokens=self.tokens, reasoning_tokens=self._reasoning_tokens)
         self._out.append(Finished("length" if cut else called, self._stopped_by, usage))
         return self._take()
-
-    def _is_over(self) -> bool:
-        return self.state is State.ENDED
 
     def _take(self) -> list[Delta]:
         out, self._out = self._out, []
