@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,7 +28,11 @@ from vllm_mlx_harmony.protocols.events import DONE
 pytest.importorskip("openai")
 
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessageCustomToolCall,
+)
 
 STAMP = Stamp("fedcba9876543210fedcba9876543210", 1_754_352_000, "gpt-oss-20b")
 
@@ -102,3 +107,26 @@ def test_the_client_finds_the_reasoning_where_others_put_it() -> None:
     deltas: list[Delta] = [Started(1), Opened(0, Kind.REASONING), Text("Hm"), Closed()]
     message = whole([*deltas, Finished("stop")]).choices[0].message
     assert (message.model_extra or {}) == {"reasoning": "Hm", "reasoning_content": "Hm"}
+
+
+def test_freeform_calls_are_the_clients_own() -> None:
+    """The client's types of a stream know functions only; like the client, build them unchecked."""
+    deltas: list[Delta] = [Started(1), Opened(0, Kind.CALL, "say"), Text('{"input":"a')]
+    deltas += [Text(' b"}'), Closed(), Finished("tool_calls")]
+    freeform = frozenset({"say"})
+    one = Emitter(STAMP, stream=False, freeform=freeform)
+    for delta in deltas:
+        one.feed(delta)
+    (call,) = ChatCompletion.model_validate(one.result()).choices[0].message.tool_calls or ()
+    assert isinstance(call, ChatCompletionMessageCustomToolCall)
+    assert (call.custom.name, call.custom.input) == ("say", "a b")
+
+    many = Emitter(STAMP, stream=True, freeform=freeform)
+    events = [event for delta in deltas for event in many.feed(delta) if event != DONE]
+    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+    for event in events:
+        state.handle_chunk(ChatCompletionChunk.construct(**json.loads(event.data)))
+    (put,) = state.current_completion_snapshot.choices[0].message.tool_calls or ()
+    document = put.to_dict()
+    added = {"index": 0, "function": None}  # by the client
+    assert document == {**call.to_dict(), **added}

@@ -265,6 +265,74 @@ def test_the_role_goes_out_before_anything_is_generated() -> None:
     assert json.loads(event.data)["choices"][0]["delta"] == ROLE
 
 
+def said(index: int, text: str) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, "custom": {"input": text}}]}
+
+
+FREEFORM = {
+    "as it arrives": (
+        told(call("say", '{"inp', 'ut":"a', "\\", "n\\u00", 'e9"', "}"), end=CALLS),
+        [said(0, "a"), said(0, "\n"), said(0, "é")],
+        "a\né",
+    ),
+    "not wrapped at all": (told(call("say", "just", " text"), end=CALLS), None, "just text"),
+    "cut": (
+        told(call("say", '{"input":"a', complete=False), end=CUT),
+        [said(0, "a")],
+        "a",
+    ),
+    "nothing": (told(call("say", "{}"), end=CALLS), [], ""),
+}
+
+
+@pytest.mark.parametrize(("deltas", "wire", "given"), FREEFORM.values(), ids=FREEFORM)
+def test_a_freeform_call_is_text(deltas: list[Delta], wire: list[Any] | None, given: str) -> None:
+    streaming = Emitter(STAMP, stream=True, freeform=frozenset({"say"}))
+    events = [event for delta in deltas for event in streaming.feed(delta)]
+    _, opening, *texts, _ = [chunk["choices"][0]["delta"] for chunk in chunks(events)]
+    custom = {"name": "say", "input": ""}
+    assert opening == {
+        "tool_calls": [{"index": 0, "id": FIRST, "type": "custom", "custom": custom}]
+    }
+    assert "".join(text["tool_calls"][0]["custom"]["input"] for text in texts) == given
+    if wire is not None:
+        assert texts == wire
+
+    collecting = Emitter(STAMP, stream=False, freeform=frozenset({"say"}))
+    for delta in deltas:
+        collecting.feed(delta)
+    assert collecting.result()["choices"][0]["message"]["tool_calls"] == [
+        {"id": FIRST, "type": "custom", "custom": {"name": "say", "input": given}}
+    ]
+
+
+def test_freeform_and_functions_stand_side_by_side() -> None:
+    emitter = Emitter(STAMP, stream=False, freeform=frozenset({"say"}))
+    for delta in told(call("say", '{"input":"a"}'), call("f", '{"input":"a"}'), end=CALLS):
+        emitter.feed(delta)
+    assert emitter.result()["choices"][0]["message"]["tool_calls"] == [
+        {"id": FIRST, "type": "custom", "custom": {"name": "say", "input": "a"}},
+        called(SECOND, "f", '{"input":"a"}'),
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}], ids=str
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_can_be_left_out(fields: dict[str, Any], stream: bool) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
+    emitter = read({**body, **fields}, Defaults()).emitter(STAMP)
+    deltas = told(reasoning("Hm"), preamble("a"), reasoning("So"), answer("b"), end=STOP)
+    events = [event for delta in deltas for event in emitter.feed(delta)]
+    if stream:
+        said = [chunk["choices"][0]["delta"] for chunk in chunks(events)]
+        assert said == [ROLE, {"content": "a"}, {"content": "\nb"}, {}]
+    else:
+        message = emitter.result()["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": "a\nb", "refusal": None}
+
+
 def test_many_calls_have_as_many_ids() -> None:
     answered = whole(told(*(call("f", "{}") for _ in range(300)), end=CALLS))
     ids = [each["id"] for each in answered["choices"][0]["message"]["tool_calls"]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -119,6 +120,28 @@ class ReasoningChatClient(ChatClient):
             call["function"]["arguments"] = arguments
 
 
+class SplittingChatClient(ChatClient):
+    """Gives back what it was given in as many messages as it has parts."""
+
+    def hears(self, document: dict[str, Any]) -> None:
+        before = len(self.said)
+        super().hears(document)
+        for whole in self.said[before:]:
+            del self.said[before:]
+            if whole["content"]:
+                self.said.append({"role": "assistant", "content": whole["content"]})
+            for call in whole["tool_calls"] or ():
+                self.said.append({"role": "assistant", "tool_calls": [call]})
+
+
+class FreeformChatClient(ChatClient):
+    """Declares its tool as one that takes text."""
+
+    def asked(self) -> Any:
+        tool = {"type": "custom", "custom": {"name": "x"}}
+        return chat.read({"model": "m", "messages": self.said, "tools": [tool]}, DEFAULTS)
+
+
 class MessagesClient(Client):
     def asked(self) -> Any:
         tool = {"name": "x", "input_schema": {"type": "object"}}
@@ -155,7 +178,13 @@ class ResponsesClient(Client):
         return {"type": "function_call_output", "call_id": key, "output": text}
 
 
-CLIENTS = [ChatClient, ReasoningChatClient, MessagesClient, ResponsesClient]
+CLIENTS = [
+    ChatClient,
+    ReasoningChatClient,
+    SplittingChatClient,
+    MessagesClient,
+    ResponsesClient,
+]
 
 
 # --- A server, without one.
@@ -177,7 +206,8 @@ def answered(
         emitter.feed(delta)
     for output in context.outputs:
         if view is not None:
-            view.remember(output)
+            echoed = tuple(map(asked.echoed, output.messages))
+            view.remember(replace(output, messages=echoed))
     return context, emitter.result()
 
 
@@ -217,7 +247,7 @@ def without_terminator(ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(ids[:-1] if ended else ids)
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", [*CLIENTS, FreeformChatClient])
 @pytest.mark.parametrize("row", CALLS, ids=lambda row: row.id)
 def test_a_loop_goes_on_behind_what_was_generated(client: type[Client], row: Row) -> None:
     *turns, last = converse(client(), [row, row, row], Replay(MIB).view("m"))

@@ -13,6 +13,8 @@ from typing import Any
 
 from starlette.requests import HTTPConnection, Request
 
+from vllm_mlx_harmony.host.model_names import own_name
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -83,6 +85,7 @@ async def acquire(request: Request, model: str | None, budget: Budget) -> Lease 
     from vllm_mlx import server
 
     if model is not None:
+        model = own_name(model)
         server._validate_model_name(model)
     engine = await server._acquire_default_engine_for_request(
         request, total_timeout=budget.total, deadline=budget.deadline, model=model

@@ -15,6 +15,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.host import cancel, messages
 from vllm_mlx_harmony.host.kv import status
+from vllm_mlx_harmony.host.model_names import other_names, own_name
 from vllm_mlx_harmony.host.mount import Around, Route
 from vllm_mlx_harmony.host.refusals import refuse, refusing_in
 from vllm_mlx_harmony.host.responses import routes as responses
@@ -43,10 +44,12 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
     listed = (await server.list_models()).model_dump(mode="json")
     entries = [_with_length(entry) for entry in listed["data"]]
     if not model_id:
-        return JSONResponse({**listed, "data": entries})
+        others = [{**entries[0], "id": name} for name in other_names()]
+        return JSONResponse({**listed, "data": entries + others})
+    own = own_name(model_id)
     for entry in entries:
-        if entry["id"] == model_id:
-            return JSONResponse(entry)
+        if entry["id"] == own:
+            return JSONResponse({**entry, "id": model_id})
     missing = RequestError(
         f"the model {model_id!r} does not exist", param="model", code="model_not_found", status=404
     )
@@ -54,7 +57,7 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    """``GET /v1/models``: the host's list."""
+    """``GET /v1/models``: the host's list, and the other names of its model, as they were given."""
     return await retrieve_model(request, "")
 
 
@@ -79,7 +82,7 @@ _CHAT: tuple[Route, ...] = (
     ),
     refusing_in(
         chat.error_body,
-        Route("/v1/models", ("GET",), list_models, "the host does not tell their context"),
+        Route("/v1/models", ("GET",), list_models, "the host tells no context and no other names"),
     ),
     refusing_in(
         chat.error_body,

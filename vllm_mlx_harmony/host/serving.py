@@ -28,6 +28,7 @@ from vllm_mlx_harmony.host import contract, remembering
 from vllm_mlx_harmony.host.answers import Deltas, Job, run
 from vllm_mlx_harmony.host.defaults import defaults
 from vllm_mlx_harmony.host.leases import Budget, Lease, acquire, needs_model, tenant_of
+from vllm_mlx_harmony.host.model_names import response_name
 from vllm_mlx_harmony.host.models import is_harmony
 from vllm_mlx_harmony.host.mount import pass_on
 from vllm_mlx_harmony.host.refusals import failure_of, refuse
@@ -214,7 +215,7 @@ async def begin(api: Api, document: object, lease: Lease, budget: Budget, key: s
     from vllm_mlx import server
 
     asked = await api.asked(document, lease.tenant)
-    stamp = Stamp(key, int(time.time()), server._response_model_name(asked.model))
+    stamp = Stamp(key, int(time.time()), response_name(asked.model))
     settings = settle(asked.turn.sampling, asked.turn.limits)
     turns = remembering.view(lease)
     context = await _context(replace(asked.turn, tenant=lease.tenant), stamp, turns)

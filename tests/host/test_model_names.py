@@ -1,0 +1,112 @@
+"""Other names of the model: what is listed, what is found, and what an answer is signed with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm_mlx")
+
+from fastapi import HTTPException
+from vllm_mlx import server
+
+from vllm_mlx_harmony.host import contract
+from vllm_mlx_harmony.host.leases import Budget, acquire
+from vllm_mlx_harmony.host.model_names import (
+    NAMES_VARIABLE,
+    is_other_name,
+    other_names,
+    own_name,
+    response_name,
+)
+
+
+@pytest.fixture(autouse=True)
+def _server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(server, "_model_name", "gpt-oss-20b")
+    contract.activate()
+    yield
+    contract.deactivate()
+
+
+ROWS = [
+    # setting, name asked for, whether it is one of the others
+    ("", "gpt-4o", False),
+    ("gpt-4o", "gpt-4o", True),
+    ("gpt-4o", "gpt-4o-mini", False),
+    ("claude-*, gpt-*", "claude-opus-4", True),
+    ("claude-*, gpt-*", "gpt-4o", True),
+    ("claude-*, gpt-*", "claude-*", True),
+    ("claude-*, gpt-*", "GPT-4o", False),
+    ("claude-*, gpt-*", "gpt-oss-20b", False),
+    (" , *", "anything/at all", True),
+]
+
+
+@pytest.mark.parametrize(("setting", "name", "other"), ROWS)
+def test_a_model_answers_to_other_names(
+    setting: str, name: str, other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAMES_VARIABLE, setting)
+    assert is_other_name(name) is other
+    assert own_name(name) == ("gpt-oss-20b" if other else name)
+    assert response_name(name) == (name if other else "gpt-oss-20b")
+
+
+def test_with_several_models_a_name_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NAMES_VARIABLE, "*")
+    monkeypatch.setattr(server, "_model_manager", object())
+    assert other_names() == ()
+    assert own_name("gpt-4o") == "gpt-4o"
+
+
+def get(path: str) -> httpx.Response:
+    async def got() -> httpx.Response:
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+            return await client.get(path)
+
+    return asyncio.run(got())
+
+
+def ids(listed: Any) -> list[str]:
+    return [entry["id"] for entry in listed["data"]]
+
+
+def test_the_names_are_listed_as_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ids(get("/v1/models").json()) == ["gpt-oss-20b"]
+    monkeypatch.setenv(NAMES_VARIABLE, "claude-*,gpt-4o,gpt-4o,gpt-oss-20b")
+    for path in ("/v1/models", "/v1/models/"):
+        listed = get(path).json()
+        assert ids(listed) == ["gpt-oss-20b", "claude-*", "gpt-4o"]
+        assert {entry["object"] for entry in listed["data"]} == {"model"}
+
+
+@pytest.mark.parametrize("name", ["claude-opus-4", "claude-*", "gpt-oss-20b"])
+def test_a_name_that_matches_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NAMES_VARIABLE, "claude-*")
+    found = get(f"/v1/models/{name}").json()
+    assert found["id"] == name
+    assert found.keys() == get("/v1/models").json()["data"][0].keys()
+    assert get("/v1/models/gpt-4o").status_code == 404
+
+
+def test_the_engine_is_lent_under_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = object()
+
+    async def lend(*_: object, model: str | None, **__: object) -> object:
+        assert model == "gpt-oss-20b"
+        return engine
+
+    monkeypatch.setattr(server, "_acquire_default_engine_for_request", lend)
+    monkeypatch.setenv(NAMES_VARIABLE, "claude-*")
+    budget = Budget(1.0, 1.0)
+    lease = asyncio.run(acquire(None, "claude-opus-4", budget))  # type: ignore[arg-type]
+    assert lease is not None
+    assert lease.engine is engine
+    with pytest.raises(HTTPException):
+        asyncio.run(acquire(None, "gpt-4o", budget))  # type: ignore[arg-type]
