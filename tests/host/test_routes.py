@@ -327,8 +327,8 @@ class Context:
     def render_for_completion(self) -> tuple[int, ...]:
         return (1, 2, 3)
 
-    def start(self) -> list[Delta]:
-        return [Started(3)]
+    def start(self, cached_tokens: int | None = None) -> list[Delta]:
+        return [Started(3, cached_tokens)]
 
     def append_output(self, ids: tuple[int, ...]) -> list[Delta]:
         self.done = 99 in ids

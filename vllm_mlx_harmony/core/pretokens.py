@@ -86,11 +86,19 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
             yield seam.end(), _work(text[at : seam.end()])
             at = seam.end()
         else:
-            seam = _SEAM.search(text, at + LONGEST - 1)
-            end = len(text) if seam is None else seam.end()
+            end = _next_seam(text, at + LONGEST - 1)
             yield from _long_span(text, at, end)
             at = end
     yield len(text), _work(text[at:])
+
+
+def _next_seam(text: str, start: int) -> int:
+    """Where the next seam is, or the end. In steps: a search, too, holds the lock until it ends."""
+    for at in range(start, len(text), AT_ONCE):
+        seam = _SEAM.search(text, at, at + AT_ONCE + 1)  # which may look at the last one only
+        if seam is not None:
+            return seam.end()
+    return len(text)
 
 
 def _long_span(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:

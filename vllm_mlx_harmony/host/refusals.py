@@ -18,6 +18,8 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, RequestError
 from vllm_mlx_harmony.host.mount import Handler, Route
 
+TOO_LARGE = 413
+
 ErrorBody: TypeAlias = Callable[[HarmonyFailure], dict[str, Any]]
 Refusal: TypeAlias = Callable[[HarmonyFailure], Response]
 Before: TypeAlias = Callable[[Request], Awaitable[None]]
@@ -37,6 +39,8 @@ def _wrong_key() -> HTTPException:
 def refuse(body: ErrorBody, failure: HarmonyFailure) -> Response:
     """``failure`` as an answer."""
     headers = {} if failure.retry_after is None else {"Retry-After": str(failure.retry_after)}
+    if failure.status == TOO_LARGE:
+        headers["Connection"] = "close"  # what is left of the request is not read
     return JSONResponse(body(failure), status_code=failure.status, headers=headers)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from json import loads
 from typing import Any, Protocol, TypeAlias
 from uuid import uuid4
 
@@ -26,6 +25,7 @@ from vllm_mlx_harmony.core.replay import View
 from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
 from vllm_mlx_harmony.host import contract, remembering
 from vllm_mlx_harmony.host.answers import Deltas, Job, run
+from vllm_mlx_harmony.host.body import LARGE, Document, bounded, parsed
 from vllm_mlx_harmony.host.defaults import defaults
 from vllm_mlx_harmony.host.leases import Budget, Lease, acquire, needs_model, tenant_of
 from vllm_mlx_harmony.host.model_names import response_name
@@ -41,9 +41,6 @@ logger = logging.getLogger(__name__)
 
 LONGEST = 1e9
 """Seconds. A request may not take longer: no clock could be set to when its time is over."""
-
-LONG = 32_768
-"""Characters of a conversation that take long enough to render to be noticed by others."""
 
 
 class Asked(Protocol):
@@ -86,11 +83,11 @@ class Api:
     blocks: bool = False
     tells_cached: bool = False
 
-    async def asked(self, document: object, tenant: str) -> Any:
+    async def asked(self, document: Document, tenant: str) -> Any:
         """The request in ``document``, which ``tenant`` sent. Raises ``RequestError``."""
-        if self.blocks:
-            return await asyncio.to_thread(self.read, document, defaults(), tenant)
-        return self.read(document, defaults(), tenant)
+        if self.blocks or document.large:
+            return await asyncio.to_thread(self.read, document.value, defaults(), tenant)
+        return self.read(document.value, defaults(), tenant)
 
     def emitter(self, asked: Asked, stamp: Stamp, context: Any, tenant: str) -> Emitter:
         """The writer of the answer to ``asked``, which ``context`` is the conversation of."""
@@ -109,7 +106,7 @@ class Begun:
     emitter: Any
 
 
-Answer: TypeAlias = "Callable[[Api, Request, object, Lease, Budget], Awaitable[Response]]"
+Answer: TypeAlias = "Callable[[Api, Request, Document, Lease, Budget], Awaitable[Response]]"
 
 
 async def serve(
@@ -128,12 +125,14 @@ async def serve(
 async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
     """How many tokens a request's prompt has, as ``body`` writes it; nothing is generated."""
 
-    async def counted(api: Api, _: Request, document: object, lease: Lease, __: Budget) -> Response:
+    async def counted(
+        api: Api, _: Request, document: Document, lease: Lease, __: Budget
+    ) -> Response:
         asked = await api.asked(document, lease.tenant)
         turn = replace(asked.turn, tenant=lease.tenant)
         turns = remembering.view(lease)
         await lease.release()
-        context = await _context(turn, Stamp("", 0, ""), turns)
+        context = await _context(turn, Stamp("", 0, ""), turns, document.large)
         return JSONResponse(body(len(context.render_for_completion())))
 
     return await refusing(api, answered(api, request, counted))
@@ -157,14 +156,17 @@ async def answered(
     request: Request,
     answer: Answer,
     other: Callable[[Request], Awaitable[Response]] = pass_on,
+    document: Document | None = None,
 ) -> Response:
     """What ``answer`` makes of the request and its engine; ``other``, if that is not Harmony.
 
-    ``answer`` has to release the lease, unless it raises. Raises ``HarmonyFailure`` and the host's
-    ``HTTPException``.
+    ``document`` is the request's, where it has no body to read it from. ``answer`` has to release
+    the lease, unless it raises. Raises ``HarmonyFailure`` and the host's ``HTTPException``.
     """
-    document = _parsed(await request.body())
-    model, timeout = _routing(document)
+    if document is None:
+        request = bounded(request)
+        document = await parsed(await request.body())
+    model, timeout = _routing(document.value)
     if model is None and needs_model():
         await api.asked(document, tenant_of(request))
         raise RequestError("model must be a string", param="model")
@@ -186,14 +188,6 @@ CLIENT_CLOSED = 499
 """nginx's number for a client that has gone, as the host uses it. Nobody reads it."""
 
 
-def _parsed(body: bytes) -> object:
-    try:
-        document: object = loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the request body is not valid JSON: {error}") from error
-    return document
-
-
 def _routing(document: object) -> tuple[str | None, float | None]:
     """Model and timeout, as far as they are what they should be: read before the request is."""
     if not isinstance(document, dict):
@@ -204,13 +198,13 @@ def _routing(document: object) -> tuple[str | None, float | None]:
 
 
 async def _answer(
-    api: Api, request: Request, document: object, lease: Lease, budget: Budget, *, key: str
+    api: Api, request: Request, document: Document, lease: Lease, budget: Budget, *, key: str
 ) -> Response:
     begun = await begin(api, document, lease, budget, key)
     return await respond(request, begun, run(begun.job), api.ping)
 
 
-async def begin(api: Api, document: object, lease: Lease, budget: Budget, key: str) -> Begun:
+async def begin(api: Api, document: Document, lease: Lease, budget: Budget, key: str) -> Begun:
     """The request, read and rendered; ``key`` signs it. Raises ``RequestError``."""
     from vllm_mlx import server
 
@@ -218,7 +212,8 @@ async def begin(api: Api, document: object, lease: Lease, budget: Budget, key: s
     stamp = Stamp(key, int(time.time()), response_name(asked.model))
     settings = settle(asked.turn.sampling, asked.turn.limits)
     turns = remembering.view(lease)
-    context = await _context(replace(asked.turn, tenant=lease.tenant), stamp, turns)
+    turn = replace(asked.turn, tenant=lease.tenant)
+    context = await _context(turn, stamp, turns, document.large)
     prompt_tokens = len(context.render_for_completion())
     job = Job(
         lease=lease,
@@ -243,11 +238,14 @@ async def respond(
     return await _whole(request, begun, deltas)
 
 
-async def _context(turn: Turn, stamp: Stamp, turns: View | None) -> Any:
-    """The turn, rendered; not on the event loop when that takes long."""
+async def _context(turn: Turn, stamp: Stamp, turns: View | None, large: bool) -> Any:
+    """The turn, rendered; not on the event loop when that may take long.
+
+    Of tools a small body may have large ones, by references.
+    """
     parts = contract.parts()
     renderer = remembering.replaying(parts.renderer, turns)
-    if turn.characters < LONG:
+    if not (large or turn.tools or turn.characters >= LARGE):
         return parts.context(turn, stamp, renderer)
     return await asyncio.to_thread(parts.context, turn, stamp, renderer)
 

@@ -11,7 +11,7 @@ from json import dumps, loads
 from math import isfinite
 from typing import Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from vllm_mlx_harmony.core.errors import RequestError
 
@@ -22,6 +22,15 @@ class Wire(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_between(cls, value: Any) -> Any:
+        """Nothing is done: this is Python, where other threads get their turn.
+
+        Of thousands of messages all would otherwise be read in one call that keeps the lock.
+        """
+        return value
 
 
 Model = TypeVar("Model", bound=Wire)
@@ -52,6 +61,10 @@ def checked(model: type[Model], body: object) -> Model:
         raise _guilty(first["type"], first["loc"], first["msg"]) from error
 
 
+MAX_DEPTH = 500
+"""Of a body: what is nested deeper cannot be written as JSON everywhere it is given back."""
+
+
 def mended(body: object) -> object:
     """``body`` with every half of a surrogate pair replaced by U+FFFD.
 
@@ -61,12 +74,39 @@ def mended(body: object) -> object:
     that no float holds (``1e999``), which could not be given back.
     """
     try:
-        text = dumps(body, ensure_ascii=False, allow_nan=False)
-        if _encodable(text):
+        if _is_sound(body):
             return body
+        text = dumps(body, ensure_ascii=False, allow_nan=False)
         return loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     except (ValueError, TypeError, RecursionError) as error:
         raise _unwritable(body, error) from error
+
+
+def _is_sound(body: object) -> bool:
+    """Whether nothing has to be mended. Raises ``ValueError`` for what cannot be.
+
+    A loop of our own, where others get their turn: writing all of it would be one long call.
+    """
+    level, depth = [body], 0
+    while level:
+        inner: list[object] = []
+        for value in level:
+            if isinstance(value, str):
+                if not (value.isascii() or _encodable(value)):
+                    return False
+            elif isinstance(value, dict):
+                inner += value
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+            elif isinstance(value, float) and not isfinite(value):
+                raise ValueError("a number is not finite")
+            elif not (value is None or isinstance(value, (int, float))):
+                raise TypeError(f"{type(value).__name__} is no JSON")
+        level, depth = inner, depth + 1
+        if depth > MAX_DEPTH:
+            raise ValueError("it is nested too deeply")
+    return True
 
 
 def _unwritable(body: object, error: Exception) -> RequestError:

@@ -36,6 +36,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Answer, Defaults, Instructions, Stamp, ToolChoice, User
 from vllm_mlx_harmony.host import contract
+from vllm_mlx_harmony.host.body import Document
 from vllm_mlx_harmony.host.leases import tenant_of
 from vllm_mlx_harmony.host.responses import background, routes
 from vllm_mlx_harmony.host.responses.background import Background, Running
@@ -180,7 +181,10 @@ def test_what_could_not_be_stored_says_so(
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(OutputError("out of memory"), "out of memory"), (KeyError("a bug"), "internal error")],
+    [
+        (OutputError("out of memory"), "out of memory"),
+        (KeyError("a bug"), "internal error: the server's log says more"),
+    ],
 )
 def test_a_failed_answer_is_kept(store: MemoryStore, error: Exception, message: str) -> None:
     final = check(asyncio.run(events_of(answer(), SAID[:2], error)))
@@ -473,10 +477,10 @@ def test_nothing_goes_on_with_what_has_not_ended(turns: Callable[[Any], None], s
         running = await while_it_is_kept()
         for api in (routes.RESPONSES, COMPACT, Conversation(SimpleNamespace())._api):
             with pytest.raises(RequestError) as caught:
-                await api.asked(body, TENANT)
+                await api.asked(Document(body), TENANT)
             assert (caught.value.status, caught.value.code) == (400, "previous_response_not_ready")
         await collected(running)
-        asked = await routes.RESPONSES.asked(body, TENANT)
+        asked = await routes.RESPONSES.asked(Document(body), TENANT)
         assert asked.turn.messages == (User("Hi"), Answer("Hello."), User("More"))
 
     asynchronous(test)

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Stamp
 from vllm_mlx_harmony.host.answers import run
+from vllm_mlx_harmony.host.body import Document
 from vllm_mlx_harmony.host.leases import Budget, Lease, tenant_of
 from vllm_mlx_harmony.host.mount import Route
 from vllm_mlx_harmony.host.refusals import refusing_in
@@ -52,7 +53,7 @@ async def create_response(request: Request) -> Response:
 
 
 async def _answer(
-    api: Api, request: Request, document: object, lease: Lease, budget: Budget
+    api: Api, request: Request, document: Document, lease: Lease, budget: Budget
 ) -> Response:
     begun = await begin(api, document, lease, budget, new_key())
     if not begun.asked.background:

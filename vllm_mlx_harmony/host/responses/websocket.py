@@ -12,19 +12,20 @@ import time
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from json import dumps, loads
+from json import dumps
 from typing import Any
 
 from fastapi import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import WebSocketRoute
-from starlette.types import Message, Receive
+from starlette.types import Message
 from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.host.answers import Deltas, run, stopped
+from vllm_mlx_harmony.host.body import Document, parsed
 from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.mount import APP
 from vllm_mlx_harmony.host.refusals import admit, failure_of, refuse
@@ -110,8 +111,9 @@ class Conversation:
     async def _answer(self, text: str | None) -> None:
         document: dict[str, Any] = {}
         try:
-            document = _message(text)
-            await self._run(document)
+            message = await parsed((text or "").encode("utf-8", "surrogatepass"))
+            document = _creating(message.value)
+            await self._run(document, message.large)
         except (HarmonyFailure, HTTPException) as error:
             self._evict(document)
             await self._refuse(failure_of(error))
@@ -119,14 +121,15 @@ class Conversation:
             logger.error("a response failed", exc_info=error)
             await self._refuse(OutputError(INTERNAL, code="internal_error"))
 
-    async def _run(self, document: dict[str, Any]) -> None:
+    async def _run(self, document: dict[str, Any], large: bool) -> None:
         from vllm_mlx import server
 
         await server.check_rate_limit(self._socket)
         asked = {key: value for key, value in document.items() if key not in _TRANSPORT}
-        request = _request(self._socket, dumps({**asked, "stream": True}).encode())
+        request = Request({**self._socket.scope, "type": "http", "method": "POST"}, _nothing_more)
         send = partial(self._send, generate=document.get("generate") is not False)
-        await answered(self._api, request, send, _not_here)
+        read = Document({**asked, "stream": True}, large)
+        await answered(self._api, request, send, _not_here, read)
 
     def _read(self, body: object, defaults: Any, tenant: str) -> Any:
         return read(body, defaults, tenant, self._local)
@@ -135,7 +138,7 @@ class Conversation:
         self,
         api: Api,
         request: Request,
-        document: object,
+        document: Document,
         lease: Lease,
         budget: Budget,
         *,
@@ -174,28 +177,16 @@ _OVER = RequestError(
 )
 
 
-def _message(text: str | None) -> dict[str, Any]:
-    """The message in a frame. Raises ``RequestError`` for what is no ``response.create``."""
-    try:
-        document = loads(text or "")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the message is not valid JSON: {error}") from error
+def _creating(document: object) -> dict[str, Any]:
+    """``document``, a message. Raises ``RequestError`` for what is no ``response.create``."""
     if not isinstance(document, dict) or document.get("type") != "response.create":
         raise RequestError("a message must be of type 'response.create'", param="type")
     return document
 
 
-def _request(socket: WebSocket, body: bytes) -> Request:
-    """``body`` as if it had been posted by the client of ``socket``."""
-    scope = {**socket.scope, "type": "http", "method": "POST"}
-    return Request(scope, _receiving(body))
-
-
-def _receiving(body: bytes) -> Receive:
-    async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive
+async def _nothing_more() -> Message:
+    """What is left of a request whose document was read from a message."""
+    return {"type": "http.request", "body": b"", "more_body": False}
 
 
 async def _not_here(_: Request) -> Response:

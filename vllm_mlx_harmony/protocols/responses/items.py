@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.turn import (
     AdditionalTools,
@@ -49,6 +49,13 @@ UNKNOWN = "unknown"
 """The name of a tool whose call is not stored, when nothing says which it was."""
 
 
+class _After(NamedTuple):
+    """Whether a user's message comes after an item, and a call in the same turn."""
+
+    user: bool
+    calls: bool
+
+
 @dataclass(slots=True)
 class ItemReader:
     """Reads one request's items. ``notes`` says, for the log, what could not be used.
@@ -70,11 +77,15 @@ class ItemReader:
         Nothing is left of a foreign call: Codex answers its ``local_shell_call`` as a function's.
         """
         known = [self._resolved(item, f"input[{at}]") for at, item in enumerate(items)]
-        foreign = [item.document.get("call_id") for item in known if item.type not in _READERS]
-        for at, item in enumerate(known):
+        foreign = {
+            key
+            for key in (each.document.get("call_id") for each in known if each.type not in _READERS)
+            if key is None or isinstance(key, str)
+        }
+        for at, (item, after) in enumerate(zip(known, _after(known), strict=True)):
             read = _READERS.get(item.type)
             if read is not None and not (item.type in OUTPUTS and item.call_id in foreign):
-                yield from read(self, item, f"input[{at}]", known[at + 1 :])
+                yield from read(self, item, f"input[{at}]", after)
 
     def _resolved(self, item: Item, where: str) -> Item:
         """The item that a reference refers to; if none, the reference, which says nothing."""
@@ -87,24 +98,24 @@ class ItemReader:
             return item
         return read_item(found)
 
-    def _message(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+    def _message(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         if item.role is None:
             raise required(f"{where}.role")
         if item.content is None and item.role != "assistant":
             raise required(f"{where}.content")
         if item.role == "user":
-            newest = not any(each.role == "user" for each in after)
+            newest = not after.user
             yield User(user_text(item.content or (), f"{where}.content", newest=newest))
         elif text := message_text(item.content or (), f"{where}.content"):
             yield self._spoken(item, text, after)
 
-    def _spoken(self, item: Item, text: str, after: Sequence[Item]) -> Message:
+    def _spoken(self, item: Item, text: str, after: _After) -> Message:
         if item.role != "assistant":
             return Instructions(text)
-        phase = item.phase or ("commentary" if _calls_follow(after) else "final_answer")
+        phase = item.phase or ("commentary" if after.calls else "final_answer")
         return Preamble(text) if phase == "commentary" else Answer(text)
 
-    def _reasoning(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+    def _reasoning(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         """What was sealed here is what the model thought; else the text, else a summary of it."""
         text = (
             self._unsealed(item, where)
@@ -114,7 +125,7 @@ class ItemReader:
         if text:
             yield Reasoning(text)
 
-    def _compaction(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+    def _compaction(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         """A conversation that was compacted here goes on as what the user tells of it."""
         if text := self._unsealed(item, where):
             yield User(text)
@@ -127,13 +138,13 @@ class ItemReader:
             self.notes.append(f"{where}.encrypted_content was not sealed here: ignored")
         return text or ""
 
-    def _function_call(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+    def _function_call(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         yield self._call(item, where, call_arguments(item.arguments, f"{where}.arguments"))
 
-    def _custom_call(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+    def _custom_call(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         yield self._call(item, where, wrap(_needed(item.input, f"{where}.input")))
 
-    def _search_call(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+    def _search_call(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         """A search that a server did elsewhere was no call of the model's here."""
         if _is_clients(item):
             arguments = call_arguments(item.arguments, f"{where}.arguments")
@@ -148,13 +159,13 @@ class ItemReader:
         self.calls.add(call.id)
         return call
 
-    def _output(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+    def _output(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         key = _needed(item.call_id, f"{where}.call_id")
         named = self.tools.name(item.name, item.namespace or "") if item.name else self.tools.only
         text = result_text(item.output or (), f"{where}.output")
         yield from self._answer(Result(key, text, where), named or UNKNOWN)
 
-    def _search_output(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+    def _search_output(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         """The tools that were found, which are callable from here on."""
         if item.tools is None:
             raise required(f"{where}.tools")
@@ -172,14 +183,14 @@ class ItemReader:
             yield self._called(Call(result.call_id, name, "{}"))
         yield result
 
-    def _additional(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+    def _additional(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         if item.tools is None:
             raise required(f"{where}.tools")
         declared = self.tools.declare(item.tools, f"{where}.tools")
         if declared:
             yield AdditionalTools(declared)
 
-    def _update(self, item: Item, where: str, after: Sequence[Item]) -> Iterator[Message]:
+    def _update(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         """What holds from here on until another update: the request's fields are what was before.
 
         https://openrouter.ai/docs/cookbook/evaluate-and-optimize/model-migrations/gpt-6-astra
@@ -200,7 +211,7 @@ def _is_clients(item: Item) -> bool:
     return item.call_id is not None and item.execution != "server"
 
 
-_Read: TypeAlias = Callable[[ItemReader, Item, str, Sequence[Item]], Iterator[Message]]
+_Read: TypeAlias = Callable[[ItemReader, Item, str, _After], Iterator[Message]]
 
 _READERS: dict[str, _Read] = {
     "message": ItemReader._message,
@@ -221,14 +232,18 @@ CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call"})
 OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_search_output"})
 
 
-def _calls_follow(after: Sequence[Item]) -> bool:
-    """Whether the assistant went on to call something in the same turn."""
-    for item in after:
+def _after(items: Sequence[Item]) -> list[_After]:
+    """What comes after each of ``items``."""
+    user = calls = False
+    reversed_: list[_After] = []
+    for item in reversed(items):
+        reversed_.append(_After(user, calls))
+        user = user or item.role == "user"
         if item.type in CALLS:
-            return True
-        if item.type in OUTPUTS or (item.type == "message" and item.role != "assistant"):
-            return False
-    return False
+            calls = True
+        elif item.type in OUTPUTS or (item.type == "message" and item.role != "assistant"):
+            calls = False
+    return reversed_[::-1]
 
 
 def _needed(value: str | None, where: str) -> str:

@@ -15,7 +15,7 @@ Refuses to know what a header can carry (core.names) and how a call is written (
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -91,6 +91,7 @@ class ToolReader:
         self._tools: dict[tuple[str, str], Declared] = {}
         self._names: dict[tuple[str, str], str] = {}
         self._taken: set[str] = set()
+        self._numbers: Counter[str] = Counter()  # given last to tools of the same name
         self._shown: dict[str, Tool] = {}  # as declared, before the namespace's words are added
         self._told: set[tuple[str, str]] = set()  # of which namespaces what was told
 
@@ -119,6 +120,13 @@ class ToolReader:
     def name(self, name: str, namespace: str = "") -> str:
         """See ``Tools.name``."""
         return self._names.get((namespace, name)) or joined(namespace, name)
+
+    def _free(self, name: str) -> str:
+        free = name
+        while free in self._taken:
+            self._numbers[name] += 1
+            free = f"{name}_{self._numbers[name] + 1}"
+        return free
 
     @property
     def search(self) -> str:
@@ -149,7 +157,7 @@ class ToolReader:
         for tool in sorted(tools, key=lambda tool: bool(tool.namespace)):
             key = tool.namespace, tool.name
             given = self._names.get(key)
-            self._take(tool, given or _free(joined(*key), self._taken))
+            self._take(tool, given or self._free(joined(*key)))
 
     def _take(self, tool: Declared, name: str) -> None:
         key = tool.namespace, tool.name
@@ -269,14 +277,6 @@ def _with_sources(description: str, later: Sequence[_Read]) -> str:
 # --- What the model is shown, and what it may call it.
 
 
-def _free(name: str, taken: set[str]) -> str:
-    free, count = name, 1
-    while free in taken:
-        count += 1
-        free = f"{name}_{count}"
-    return free
-
-
 def _spellings(names: Mapping[Declared, str]) -> dict[str, Declared]:
     """The names shown; then, where they are nobody else's, ``crm.find``, and ``find`` alone."""
     spellings = {shown: tool for tool, shown in names.items()}
@@ -332,20 +332,20 @@ def _chosen(asked: ToolChoice, tools: Tools, known: Mapping[Declared, str]) -> s
 
 def _listed(allowed: Sequence[AllowedTool], declared: set[Declared]) -> set[Declared]:
     found: set[Declared] = set()
+    known: defaultdict[tuple[str | None, ...], set[Declared]] = defaultdict(set)
+    for each in declared:
+        known[each.namespace,].add(each)
+        known[each.namespace, each.name].add(each)
     for index, tool in enumerate(allowed):
         if tool.type not in ("function", "custom", "namespace", SEARCH):
             continue
-        matching = {each for each in declared if _is_listed(each, tool)}
-        if not matching and tool.type != SEARCH:
+        if tool.type == SEARCH:
+            found |= {each for each in declared if each.kind == SEARCH}
+            continue
+        key = (tool.name,) if tool.type == "namespace" else (tool.namespace or "", tool.name)
+        matching = known.get(key, set())
+        if not matching:
             where = f"tool_choice.tools[{index}]"
             raise RequestError(f"{where} is not among the tools", param=where, code="invalid_value")
         found |= matching
     return found
-
-
-def _is_listed(declared: Declared, tool: AllowedTool) -> bool:
-    if tool.type == "namespace":
-        return declared.namespace == tool.name
-    if tool.type == SEARCH:
-        return declared.kind == SEARCH
-    return (declared.namespace, declared.name) == (tool.namespace or "", tool.name)

@@ -1,0 +1,118 @@
+"""What one client may send to be felt by all others: one row for each way, for all three APIs.
+
+A row is plain data, so that a test that checks a served answer and one that only measures what
+else is held up meanwhile can use the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Body = dict[str, Any]
+
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+}
+APIS = tuple(PATHS)
+
+MODEL = "m"
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, as each API spells it: what the user says, tools, and fields of its own."""
+
+    text: str = "Hi."
+    tools: tuple[tuple[str, str, Body], ...] = ()
+    fields: tuple[tuple[str, Any], ...] = ()
+    repeated: int = 1
+    """Times that the user says it, each time in a message."""
+
+    def body(self, api: str, model: str = MODEL) -> Body:
+        """The request for ``api``."""
+        messages = [{"role": "user", "content": self.text}] * self.repeated
+        key = "input" if api == "responses" else "messages"
+        limit = "max_output_tokens" if api == "responses" else "max_tokens"
+        body: Body = {"model": model, key: messages, limit: 1, **dict(self.fields)}
+        if self.tools:
+            body["tools"] = [_tool(api, *tool) for tool in self.tools]
+        return body
+
+
+def _tool(api: str, name: str, description: str, parameters: Body) -> Body:
+    if api == "messages":
+        return {"name": name, "description": description, "input_schema": parameters}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", **(function if api == "responses" else {"function": function})}
+
+
+def described(description: str, parameters: Body | None = None) -> Asked:
+    """A request with one tool."""
+    return Asked(tools=(("f", description, parameters or {"type": "object"}),))
+
+
+def _properties(**schemas: Body) -> Body:
+    return {"type": "object", "properties": schemas}
+
+
+def _tree(depth: int) -> Body:
+    level = {
+        str(at): _properties(a={"$ref": f"#/$defs/{at + 1}"}, b={"$ref": f"#/$defs/{at + 1}"})
+        for at in range(depth)
+    }
+    leaf = {"type": "string", "description": "word " * 2_000}
+    return {"type": "object", "$ref": "#/$defs/0", "$defs": {**level, str(depth): leaf}}
+
+
+_TEMPLATE = "chat_template_kwargs"
+
+ROWS: dict[str, Callable[[], Asked]] = {
+    # Long runs, in a message.
+    "a run of letters": lambda: Asked("a" * 150_000),
+    "a run of marks": lambda: Asked("กิ" * 40_000),
+    "Thai": lambda: Asked("ภาษาไทยเป็นภาษาที่เขียนโดยไม่เว้นวรรคระหว่างคำ" * 700),
+    "Hindi": lambda: Asked("हिन्दीविश्वकीप्रमुखभाषाओंमेंसेएकहै" * 1_000),
+    "signs and line ends": lambda: Asked("/\n" * 40_000),
+    "white space": lambda: Asked((" " * 1_024 + "!") * 1_000),
+    "four bytes each": lambda: Asked("\U00020000" * 100_000),
+    "20 MB of letters": lambda: Asked("a" * (20 * MIB)),
+    # Elsewhere.
+    "a description": lambda: described("a" * 150_000),
+    "a parameter's name": lambda: described("", _properties(**{"a" * 150_000: {}})),
+    "a value": lambda: described("", _properties(p={"enum": ["a" * 150_000]})),
+    "a tool's name": lambda: Asked(tools=(("กิ" * 40_000, "", {"type": "object"}),)),
+    "an identity": lambda: Asked(fields=((_TEMPLATE, {"model_identity": "a" * 150_000}),)),
+    # What little stands for.
+    "references to a description": lambda: described(
+        "",
+        {
+            **_properties(**{f"p{at}": {"$ref": "#/$defs/d"} for at in range(2_000)}),
+            "$defs": {"d": {"type": "string", "description": "word " * 2_000}},
+        },
+    ),
+    "a tree of references": lambda: described("", _tree(11)),
+    # Many.
+    "names that are alike": lambda: Asked(
+        tools=tuple((f"a{'!' * at}b", "", {"type": "object"}) for at in range(1, 2_001))
+    ),
+    "messages": lambda: Asked("Hi.", repeated=20_000),
+    "values that nobody reads": lambda: Asked(fields=(("junk", [[]] * (8 * MIB)),)),
+    "keys that nobody reads": lambda: Asked(
+        fields=(("junk", {str(at): at for at in range(90_000)}),)
+    ),
+    "a long text that nobody reads": lambda: Asked(fields=(("junk", "a" * (30 * MIB)),)),
+    "escapes": lambda: Asked(fields=(("junk", '"\n' * (5 * MIB)),)),
+    "more than a body may be": lambda: Asked(fields=(("junk", "a" * (40 * MIB)),)),
+}
+"""Name -> how to make it: some are too large to be kept."""
+
+
+def encoded(row: str, api: str, model: str = MODEL) -> bytes:
+    """The body of the request."""
+    return json.dumps(ROWS[row]().body(api, model), ensure_ascii=False).encode()

@@ -1,0 +1,122 @@
+"""The body of a request: bounded in bytes and in values, and parsed off the event loop if large."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.host import body
+from vllm_mlx_harmony.host.body import LARGE, MOST_VALUES, bounded, parsed
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    body.limit.cache_clear()
+    yield
+    body.limit.cache_clear()
+
+
+def request(*chunks: bytes, **headers: str) -> tuple[Request, list[bytes]]:
+    """A request whose body comes in ``chunks``, and those that were not read yet."""
+    left = list(chunks)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return Request({"type": "http", "method": "POST", "headers": named}, receive), left
+
+
+def refused(what: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(what)
+    return caught.value
+
+
+@pytest.mark.parametrize("length", [None, "3", "nonsense"])
+def test_what_comes_beyond_the_limit_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, length: str | None
+) -> None:
+    monkeypatch.setenv(body.VARIABLE, "1K")
+    sent, left = request(*[b"x" * 500] * 9, **({"content_length": length} if length else {}))
+    error = refused(bounded(sent).body())
+    assert (error.status, error.code, len(left)) == (413, "request_too_large", 6)
+
+
+def test_what_says_that_it_is_too_large_is_not_read_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(body.VARIABLE, "1K")
+    sent, left = request(b"{}", content_length="1025")
+    with pytest.raises(RequestError):
+        bounded(sent)
+    assert left == [b"{}"]
+
+
+def test_what_is_within_the_limit_can_be_read_again() -> None:
+    sent, _ = request(b"[1,", b"2]")
+    within = bounded(sent)
+    assert [asyncio.run(within.body()) for _ in range(2)] == [b"[1,2]"] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "bytes_"),
+    [("", 2**25), ("64M", 2**26), ("2g", 2**31), ("10", 10), ("8 M", 2**25), ("x", 2**25)],
+)
+def test_the_setting(monkeypatch: pytest.MonkeyPatch, given: str, bytes_: int) -> None:
+    monkeypatch.setenv(body.VARIABLE, given)
+    assert body.limit() == bytes_
+
+
+TOO_MANY = {
+    "lists": b"[" + b",".join([b"[]"] * MOST_VALUES) + b"]",
+    "numbers": b"[" + b",".join([b"1"] * (MOST_VALUES + 1)) + b"]",
+    "keys": json.dumps({str(at): at for at in range(MOST_VALUES)}).encode(),
+    "depth": b"[" * (MOST_VALUES + 1),
+    "digits": b"[" + b"9" * (body.MOST_BARE + 1) + b"]",
+}
+
+
+@pytest.mark.parametrize("sent", TOO_MANY.values(), ids=TOO_MANY.keys())
+def test_too_many_values(sent: bytes) -> None:
+    assert refused(parsed(sent)).status == 413
+
+
+FINE = {
+    "text that looks like values": ["[{,]" * MOST_VALUES],
+    "text of quotes": ['",' * MOST_VALUES],
+    "text of backslashes": ["\\" * MOST_VALUES, 1],
+    "half a pair": ["\ud83d" + "x" * LARGE],
+}
+
+
+@pytest.mark.parametrize("value", FINE.values(), ids=FINE.keys())
+def test_long_texts_are_no_values(value: list[Any]) -> None:
+    for sent in (json.dumps(value).encode(), json.dumps(value, ensure_ascii=True).encode()):
+        document = asyncio.run(parsed(sent))
+        assert (document.value, document.large) == (value, True)
+
+
+@given(
+    st.recursive(
+        st.integers() | st.text(st.sampled_from('\\",[{}]ab')),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(st.sampled_from('\\",[')), inner),
+    )
+)
+def test_strings_are_told_from_what_stands_between(value: Any) -> None:
+    text = json.dumps(value).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body, "_SLICE", 3)
+        outside = b"".join(body._outside_strings(text))
+
+    def values(one: Any) -> int:
+        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        return 1 + sum(map(values, inner))
+
+    begun = 1 + sum(map(outside.count, (b",", b"[", b"{")))
+    assert values(value) <= begun <= 2 * values(value) + 1
