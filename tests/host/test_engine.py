@@ -18,10 +18,12 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Limits, Sampling
-from vllm_mlx_harmony.host import sampling, window
+from vllm_mlx_harmony.host import contract, sampling, seams, window
+from vllm_mlx_harmony.host.defaults import defaults, sampling_defaults
 from vllm_mlx_harmony.host.engine import IdPrompt, Step, generate, hand_on_ids
 from vllm_mlx_harmony.host.prompts import PromptText
 from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.host.seams import Patch
 from vllm_mlx_harmony.standin import Script
 
 ENGINES = ["simple", "batched"]
@@ -79,18 +81,22 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return standin.write(tmp_path_factory.mktemp("standin"), SCRIPTS)
 
 
+ROOMS = ("engine:", "kv.batched:", "kv.simple:")
+"""Where what is put into the engines stands."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _seams() -> Iterator[None]:
-    from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
-    from vllm_mlx.models.llm import MLXLanguageModel
-
-    with pytest.MonkeyPatch.context() as patch:
-        reporting = hand_on_ids(MLXLanguageModel.stream_generate)
-        patch.setattr(MLXLanguageModel, "stream_generate", reporting)
-        patch.setattr(GenerationBatch, "filter", sampling.keep_aligned(GenerationBatch.filter))
-        extend = sampling.never_none(PromptProcessingBatch.extend)
-        patch.setattr(PromptProcessingBatch, "extend", extend)
-        yield
+    undos = seams.apply_all(
+        [
+            seam
+            for seam in contract.SEAMS
+            if isinstance(seam, Patch)
+            and str(seam.replacement).removeprefix("vllm_mlx_harmony.host.").startswith(ROOMS)
+        ]
+    )
+    yield
+    seams.undo_all(undos)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -287,15 +293,37 @@ def test_each_of_several_at_once_is_sampled_by_its_own_settings(
     run(test())
 
 
+@pytest.mark.parametrize("engine", ["batched"], indirect=True)
+@pytest.mark.parametrize(("ours", "theirs"), [(0.0, 100.0), (100.0, 0.0)])
+def test_a_request_of_the_hosts_own_that_joins_ours_keeps_its_settings(
+    engine: Any, run: Run, ours: float, theirs: float
+) -> None:
+    async def hosts_own(temperature: float) -> str:
+        text = vocab.encoding().decode(list(prompt(">count<")))
+        options = {"max_tokens": 20, "temperature": temperature, "top_p": 1.0}
+        return str((await engine.generate(prompt=text, **options)).text)
+
+    async def test() -> None:
+        cold = await hosts_own(0.0)
+        settings = Settings(max_tokens=40, temperature=ours, top_p=1.0)
+        running = asyncio.ensure_future(steps(engine, "count", settings))
+        await asyncio.sleep(0.05)
+        assert (await hosts_own(theirs) == cold) is (theirs == 0)
+        await running
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     ("held", "joining"), [([], [print]), ([print], []), ([], [])], ids=["ours", "theirs", "both"]
 )
 def test_no_sequence_loses_its_list_of_processors(held: list[Any], joining: list[Any]) -> None:
-    from mlx_lm.generate import PromptProcessingBatch
     from mlx_lm.models.cache import KVCache
 
+    from vllm_mlx_harmony.host.kv.batched import Prefilling
+
     first, second = (
-        PromptProcessingBatch(None, [uid], [[KVCache()]], [[]], logits_processors=[each])
+        Prefilling(None, [uid], [[KVCache()]], [[]], logits_processors=[each])
         for uid, each in enumerate((held, joining))
     )
     first.extend(second)
@@ -328,20 +356,11 @@ def test_a_request_of_the_hosts_own_neither_mixes_with_ours_nor_stops_it(
     run(test())
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("top_p", [0.9, 0.5, 0.1, 0.01, sampling.SMALLEST])
-def test_a_small_top_p_leaves_the_likeliest_id_whatever_the_model_computes_in(
-    kind: str, top_p: float
-) -> None:
-    import mlx.core as mx
-
-    half = mx.log(mx.array(float(sampling.ROWS)))  # of all the probability
-    logits = mx.where(mx.arange(sampling.ROWS) == 17, half, 0.0)[None].astype(getattr(mx, kind))
-    (choose,) = sampling.processors(Settings(1, temperature=1.0, top_p=top_p))
-    drawn = [choose(mx.array([]), logits) for _ in range(8)]
-    assert all(mx.sum(each == 0).item() == 1 for each in drawn)  # one id is left
-    if top_p <= 0.5:
-        assert {mx.argmax(each).item() for each in drawn} == {17}
+async def continued(engine: Any, text: str, settings: Settings) -> tuple[int, ...]:
+    """What follows a prompt and the beginning of an answer, where text is written."""
+    begun = (*prompt(text), *ids("<|channel|>final<|message|>"))
+    async with aclosing(generate(engine, begun, settings)) as generated:
+        return said([step async for step in generated])
 
 
 def test_a_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
@@ -352,16 +371,38 @@ def test_a_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
     lifted = {"max_tokens": 4, "temperature": 0.0, "logit_bias": ((ids(" 7")[0], 51.0),)}
     plain = Settings(top_p=1.0, **lifted)
     penalised = Settings(top_p=1.0, presence_penalty=2.0, **lifted)
-    assert len(set(said(run(steps(engine, "count", plain))))) == 1
-    assert len(set(said(run(steps(engine, "count", penalised))))) > 1
+    assert len(set(run(continued(engine, ">count<", plain)))) == 1
+    assert len(set(run(continued(engine, ">count<", penalised)))) > 1
+
+
+def test_a_frequency_penalty_counts_the_whole_answer(engine: Any, run: Run) -> None:
+    """Of 30 equal ids, the stand-in's 50 outlast 25 times 2, but not 26."""
+    penalised = Settings(max_tokens=30, temperature=0.0, top_p=1.0, frequency_penalty=2.0)
+    got = run(continued(engine, ">again<", penalised))
+    assert got[:25] == (ids(" a")[0],) * 25
+    assert got[26:] != (ids(" a")[0],) * 4
+
+
+@pytest.mark.parametrize("beside", [0, 3])
+def test_a_seed_draws_the_same_alone_and_beside_others(engine: Any, run: Run, beside: int) -> None:
+    async def test() -> None:
+        seeded = Settings(max_tokens=12, temperature=100.0, top_p=0.95, seed=-7)
+        first = said(await steps(engine, "count", seeded))
+        others = [steps(engine, "count", HOT) for _ in range(beside)]
+        again, *rest = await asyncio.gather(steps(engine, "count", seeded), *others)
+        assert said(again) == first
+        assert len({first, *map(said, rest)}) == beside + 1
+
+    run(test())
 
 
 def test_a_repetition_penalty_reaches_the_model(engine: Any, run: Run) -> None:
     """It brings what was said down to what never was: then any of 200,000 ids may come."""
     plain = Settings(max_tokens=12, temperature=1.0, top_p=1.0)
     penalised = Settings(max_tokens=12, temperature=1.0, top_p=1.0, repetition_penalty=1e6)
-    assert said(run(steps(engine, "again", plain))) == expected("again")[:12]
-    assert said(run(steps(engine, "again", penalised))) != expected("again")[:12]
+    text = expected("again")[3:]
+    assert run(continued(engine, ">again<", plain)) == text[:12]
+    assert run(continued(engine, ">again<", penalised)) != text[:12]
 
 
 def test_cached_ids_of_the_prompt_are_counted(engine: Any, run: Run) -> None:
@@ -413,13 +454,50 @@ def test_the_servers_defaults_count_where_the_request_names_none(
 ) -> None:
     from vllm_mlx import server
 
-    monkeypatch.setattr(server, "_default_temperature", 0.25)
-    monkeypatch.setattr(server, "_default_top_k", 17)
+    server_wide = Sampling(temperature=0.25, top_k=17)
     monkeypatch.setattr(server, "_default_max_tokens", 77)
-    settled = sampling.settle(Sampling(), Limits())
+    settled = sampling.settle(Sampling(), Limits(), server_wide)
     assert (settled.temperature, settled.top_k, settled.max_tokens) == (0.25, 17, 77)
-    asked = sampling.settle(Sampling(temperature=0.0, top_k=3), Limits(max_tokens=5))
+    assert (settled.top_p, settled.repetition_penalty, settled.seed) == (1.0, 1.0, None)
+    wanted = Sampling(temperature=0.0, top_k=3, frequency_penalty=1.0, seed=4)
+    asked = sampling.settle(wanted, Limits(max_tokens=5), server_wide)
     assert (asked.temperature, asked.top_k, asked.max_tokens) == (0.0, 3, 5)
+    assert (asked.frequency_penalty, asked.seed) == (1.0, 4)
+
+
+FLAGS = {"temperature": 0.4, "top_p": 0.8, "min_p": 0.1, "presence_penalty": 0.5}
+MODEL = '{"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}'
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "expected"),
+    [
+        ({}, None, Sampling(1.0, 1.0)),
+        ({}, '{"do_sample": true, "eos_token_id": 1}', Sampling(1.0, 1.0)),
+        ({}, MODEL, Sampling(0.6, 0.95, 20, None, None, 1.05)),
+        (FLAGS, None, Sampling(0.4, 0.8, None, 0.1, 0.5)),
+        (FLAGS, MODEL, Sampling(0.4, 0.8, 20, 0.1, 0.5, 1.05)),
+        ({"temperature": 0.0}, MODEL, Sampling(0.0, 0.95, 20, None, None, 1.05)),
+        ({}, '{"temperature": "hot", "top_p": 7, "top_k": -3, "min_p": true}', Sampling(1.0, 1.0)),
+        ({}, '{"repetition_penalty": 0, "temperature": NaN}', Sampling(1.0, 1.0)),
+        ({}, "{broken", Sampling(1.0, 1.0)),
+    ],
+)
+def test_a_flag_comes_before_the_models_file_and_that_before_the_recommendation(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: dict[str, float],
+    model: str | None,
+    expected: Sampling,
+) -> None:
+    from vllm_mlx import server
+
+    for name, value in flags.items():
+        monkeypatch.setattr(server, f"_default_{name}", value)
+    if model is not None:
+        (tmp_path / "generation_config.json").write_text(model)
+    engine = SimpleNamespace(_model_path=str(tmp_path))
+    assert sampling_defaults(engine) == expected == defaults(engine).sampling
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
-from vllm_mlx_harmony.core.turn import Defaults, Stamp
+from vllm_mlx_harmony.core.turn import Defaults, Sampling, Stamp
 from vllm_mlx_harmony.protocols.events import DONE, Event, frame
 from vllm_mlx_harmony.protocols.responses import Emitter, ResponsesRequest, api, error_body, read
 
@@ -378,6 +378,27 @@ def test_the_response_has_every_field() -> None:
             "total_tokens": 100,
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("server", "fields", "used"),
+    [
+        (Sampling(), {}, (1.0, 1.0, 0.0, 0.0)),
+        (Sampling(temperature=0.3, top_p=0.8), {}, (0.3, 0.8, 0.0, 0.0)),
+        (Sampling(temperature=0.3, presence_penalty=1), {"temperature": 0}, (0.0, 1.0, 1.0, 0.0)),
+        (Sampling(top_p=0.8), {"top_p": 1, "frequency_penalty": -2}, (1.0, 1.0, 0.0, -2.0)),
+    ],
+)
+def test_the_response_says_how_its_ids_were_drawn(
+    server: Sampling, fields: dict[str, Any], used: tuple[float, ...]
+) -> None:
+    body = {"model": "m", "input": "Hi", **fields}
+    emitter = read(body, Defaults(sampling=server), Reverse()).emitter(STAMP)
+    for delta in told(said(0, Kind.ANSWER, "Hi"), end=STOP):
+        emitter.feed(delta)
+    answer = emitter.result()
+    names = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+    assert tuple(answer[name] for name in names) == used
 
 
 SCHEMA = {"type": "object", "properties": {}}

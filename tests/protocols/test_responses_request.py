@@ -489,6 +489,11 @@ FIELDS: list[tuple[dict[str, Any], str, Any]] = [
         "sampling",
         Sampling(temperature=0, top_p=0.5, top_k=0, presence_penalty=1),
     ),
+    (
+        {"frequency_penalty": -2, "seed": 2**63 - 1},
+        "sampling",
+        Sampling(frequency_penalty=-2, seed=2**63 - 1),
+    ),
     ({"chat_template_kwargs": {"model_identity": "I"}}, "identity", "I"),
     ({"chat_template_kwargs": {"builtin_tools": ["browser"]}}, "builtin_tools", ("browser",)),
 ]
@@ -599,7 +604,7 @@ IGNORED: list[dict[str, Any]] = [
     {"metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s", "user": "u"},
     {"client_metadata": {"x": [1]}, "service_tier": "flex", "include": ["web_search_call.results"]},
     {"reasoning": {"summary": "auto", "context": "auto"}, "stream_options": {"x": 1}},
-    {"top_logprobs": 0, "frequency_penalty": 0, "type": "response.create"},
+    {"top_logprobs": 0, "type": "response.create"},
 ]
 
 
@@ -681,7 +686,8 @@ GUILTY: list[tuple[Any, str | None]] = [
             ({"include": "x"}, "include"),
             ({"include": ["message.output_text.logprobs"]}, "include"),
             ({"top_logprobs": 2}, "top_logprobs"),
-            ({"frequency_penalty": 1}, "frequency_penalty"),
+            ({"frequency_penalty": 3}, "frequency_penalty"),
+            ({"seed": 2**64}, "seed"),
             ({"conversation": "conv_1"}, "conversation"),
             ({"prompt": {"id": "pmpt_1"}}, "prompt"),
             ({"truncation": "some"}, "truncation"),

@@ -205,7 +205,11 @@ Message: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next id is chosen. ``None`` means: the server's default."""
+    """How the next id is chosen. ``None`` means: the server's default.
+
+    ``seed`` is of 64 bits and signed: with the same one the same ids are drawn from the same
+    logits; without one, others every time.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -214,6 +218,12 @@ class Sampling:
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    frequency_penalty: float | None = None
+    seed: int | None = None
+
+
+RECOMMENDED = Sampling(temperature=1.0, top_p=1.0)
+"""What OpenAI recommends for gpt-oss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +311,7 @@ class Defaults:
     """What the server was started with and a request may override (A1, A8).
 
     ``none_effort`` is what the word ``none`` is taken for, thinking; ``None``: that it must not.
+    What is ``None`` in ``sampling`` changes nothing.
     """
 
     effort: Effort = Effort.MEDIUM
@@ -309,6 +320,7 @@ class Defaults:
     builtin_tools: tuple[str, ...] = ()
     thinking: bool = True
     none_effort: Effort | None = None
+    sampling: Sampling = RECOMMENDED
 
     def reasoning(self, *asked: tuple[str, object]) -> tuple[Effort, bool]:
         """The ``effort`` and the ``thinking`` of a turn (A8).

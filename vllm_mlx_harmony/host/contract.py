@@ -128,20 +128,6 @@ SEAMS: tuple[Seam, ...] = (
         _STREAM_GENERATE,
     ),
     Patch(
-        "mlx_lm.generate:GenerationBatch.filter",
-        "vllm_mlx_harmony.host.sampling:keep_aligned",
-        "it keeps the processors of sequences that ended, and gives them to the next one "
-        "(drop when mlx-lm filters empty lists, too)",
-        ("self", "keep"),
-    ),
-    Patch(
-        "mlx_lm.generate:PromptProcessingBatch.extend",
-        "vllm_mlx_harmony.host.sampling:never_none",
-        "it loses the empty lists of processors, and generation fails for all that run together "
-        "(drop when mlx-lm keeps them)",
-        ("self", "batch"),
-    ),
-    Patch(
         "vllm_mlx.prompt_warmup:_build_strict_prefix_string",
         "vllm_mlx_harmony.host.prompts:build_strict_prefix_string",
         "warm-up goes past the engines' own prompt building",
@@ -166,9 +152,15 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "request"),
     ),
     Patch(
+        "vllm_mlx.scheduler:Scheduler.add_request",
+        "vllm_mlx_harmony.host.kv.batched:own_sampler",
+        "all requests that run together are drawn by the settings of the first",
+        ("self", "request"),
+    ),
+    Patch(
         "vllm_mlx.scheduler:BatchGenerator",
         "vllm_mlx_harmony.host.kv.batched:reusing",
-        "sequences start where the known ends, and are remembered as they run",
+        "sequences start where the known ends, are drawn by their own settings, and remembered",
         ("model", "prefill_batch_size", "completion_batch_size", "prefill_step_size", OTHERS),
     ),
     *(
@@ -231,10 +223,23 @@ USED: tuple[Fact, ...] = (
         (
             "max_tokens",
             "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
             "stop_token_ids",
             "logits_processors",
             OTHERS,
         ),
+    ),
+    Fact(
+        "vllm_mlx.models.llm:StreamingOutput",
+        "what the simple engine is handed for each id",
+        ("text", "token", "finished", "finish_reason", "prompt_tokens"),
+    ),
+    Fact(
+        "vllm_mlx.scheduler:Scheduler._get_detokenizer",
+        "looks into _detokenizer_pool first",
+        ("self", "request_id"),
     ),
     Fact("vllm_mlx.request:RequestOutput", "ids", ("new_token_ids", "finish_reason", OTHERS)),
     Fact("vllm_mlx.engine.base:GenerationOutput", "an answer as text", ("text", OTHERS)),
@@ -246,24 +251,27 @@ USED: tuple[Fact, ...] = (
     *(
         Fact(f"mlx_lm.{name}", "prefix reuse cuts and joins caches", parameters)
         for name, parameters in {
-            "generate:BatchGenerator.insert_segments": ("self", "segments", OTHERS),
+            "generate:BatchGenerator.insert_segments": (
+                *("self", "segments", "max_tokens", "caches", "all_tokens", "samplers"),
+                *("logits_processors", "state_machines"),
+            ),
             "generate:BatchGenerator._make_batch": ("self", "n"),
             "generate:BatchGenerator._next": ("self",),
+            "generate:GenerationBatch": (
+                *("model", "uids", "inputs", "prompt_cache", "tokens", "samplers"),
+                *("fallback_sampler", "logits_processors", "state_machines", "max_tokens"),
+            ),
+            "generate:GenerationBatch._step": ("self",),
             "generate:GenerationBatch.extract_cache": ("self", "idx"),
+            "generate:GenerationBatch.filter": ("self", "keep"),
+            "generate:PromptProcessingBatch.extend": ("self", "batch"),
+            "generate:PromptProcessingBatch.generate": ("self", "tokens"),
+            "generate:wired_limit": ("model", "streams"),
+            "generate:generation_stream": None,
             "models.cache:make_prompt_cache": ("model", OTHERS),
             "models.cache:RotatingKVCache._temporal_order": ("self", "v"),
             "models.cache:BatchRotatingKVCache.extract": ("self", "idx"),
         }.items()
-    ),
-    *(
-        Fact(f"mlx_lm.sample_utils:{name}", "ids are drawn with mlx-lm's means")
-        for name in (
-            "apply_min_p",
-            "apply_top_k",
-            "apply_top_p",
-            "categorical_sampling",
-            "make_logits_processors",
-        )
     ),
     Fact("vllm_mlx.api.utils:clean_output_text", "cleans an answer as text", ("text",)),
     *(
@@ -284,16 +292,20 @@ USED: tuple[Fact, ...] = (
         }.items()
     ),
     *(
-        Fact(f"{_SERVER}:_resolve_{name}", "the server's sampling defaults", parameters)
-        for name, parameters in {
-            "request_max_tokens": ("requested_value",),
-            "temperature": None,
-            "top_p": None,
-            "top_k": None,
-            "min_p": None,
-            "presence_penalty": None,
-            "repetition_penalty": None,
-        }.items()
+        Fact(f"{_SERVER}:_default_{name}", "what a flag says of sampling, or None")
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "presence_penalty",
+            "repetition_penalty",
+        )
+    ),
+    Fact(
+        f"{_SERVER}:_resolve_request_max_tokens",
+        "the server's limit of max_tokens",
+        ("requested_value",),
     ),
     Fact(f"{_SERVER}:_default_chat_template_kwargs", "the server's rendering defaults"),
     Fact(f"{_SERVER}:_metrics.track_inference", "its metrics", ("endpoint", "stream")),

@@ -1,6 +1,7 @@
 """What the server was started with and a request may override (semantics A1, A8).
 
-Knows the host's default template options and two environment variables.
+Knows the host's default template options and sampling flags, the model's ``generation_config.json``
+and two environment variables.
 """
 
 from __future__ import annotations
@@ -8,10 +9,19 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import HostError, RequestError
-from vllm_mlx_harmony.core.turn import BUILTIN_TOOLS, NO_THINKING, Defaults, Effort
+from vllm_mlx_harmony.core.turn import (
+    BUILTIN_TOOLS,
+    NO_THINKING,
+    RECOMMENDED,
+    Defaults,
+    Effort,
+    Sampling,
+)
+from vllm_mlx_harmony.host.window import GENERATION, configuration
 
 OPTIONS = ("reasoning_effort", "enable_thinking", "model_identity", "builtin_tools")
 """What ``--default-chat-template-kwargs`` may say; the rest has no effect."""
@@ -23,11 +33,57 @@ NONE_VARIABLE = "VLLM_MLX_HARMONY_NONE_EFFORT"
 """Environment variable: the effort that ``none`` is taken for. Not set: no thinking."""
 
 
-def defaults() -> Defaults:
-    """The defaults in force now: the date changes at midnight. Raises ``HostError`` as ``read``."""
+def defaults(engine: Any = None) -> Defaults:
+    """The defaults in force now, for a request to ``engine``: the date changes at midnight.
+
+    Raises ``HostError`` as ``read``.
+    """
     from vllm_mlx import server
 
-    return read(server._default_chat_template_kwargs or {})
+    return replace(
+        read(server._default_chat_template_kwargs or {}), sampling=sampling_defaults(engine)
+    )
+
+
+def sampling_defaults(engine: Any = None) -> Sampling:
+    """How ids are drawn where a request does not say.
+
+    A flag (``--default-temperature`` and the like) comes before what ``engine``'s model brings in
+    its ``generation_config.json``, and that before what OpenAI recommends for gpt-oss: the host's
+    own last resort (temperature 0.7, top_p 0.9) is meant for other models. A value in the file
+    that cannot be one counts as none.
+    """
+    from vllm_mlx import server
+
+    model = configuration(engine, GENERATION) if engine is not None else {}
+    return Sampling(
+        temperature=_first(
+            server._default_temperature, _number(model, "temperature"), RECOMMENDED.temperature
+        ),
+        top_p=_first(server._default_top_p, _number(model, "top_p", 1.0), RECOMMENDED.top_p),
+        top_k=_first(server._default_top_k, _whole(model, "top_k")),
+        min_p=_first(server._default_min_p, _number(model, "min_p", 1.0)),
+        presence_penalty=server._default_presence_penalty,
+        repetition_penalty=_first(
+            server._default_repetition_penalty, _number(model, "repetition_penalty") or None
+        ),
+    )
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _number(model: Mapping[str, Any], name: str, largest: float = 100.0) -> float | None:
+    value = model.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if 0 <= value <= largest else None
+
+
+def _whole(model: Mapping[str, Any], name: str) -> int | None:
+    value = _number(model, name, float(1 << 31))
+    return int(value) if value is not None else None
 
 
 def read(options: Mapping[str, Any]) -> Defaults:

@@ -21,7 +21,8 @@ from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.prefix import Known
 from vllm_mlx_harmony.host.kv.status import model_of
 from vllm_mlx_harmony.host.prompts import PromptText
-from vllm_mlx_harmony.host.sampling import Settings, processors
+from vllm_mlx_harmony.host.sampler import LIKELIEST, NewConstraint, Sampler
+from vllm_mlx_harmony.host.sampling import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,11 @@ Steps: TypeAlias = AsyncGenerator[Step, None]
 
 
 async def generate(
-    engine: Any, prompt: tuple[int, ...], settings: Settings, tenant: str = ""
+    engine: Any,
+    prompt: tuple[int, ...],
+    settings: Settings,
+    tenant: str = "",
+    constraint: NewConstraint | None = None,
 ) -> Steps:
     """The ids that follow ``prompt``, up to and with the first that ends the turn.
 
@@ -56,13 +61,15 @@ async def generate(
     remembered. Both engines compute a prompt's last id only to choose the next: one is chosen, and
     is nobody's.
     What is remembered of the prompt is ``tenant``'s alone (see ``kv``).
+    Of all ids only those come that ``constraint`` lets through.
     Close the iterator (``aclosing``) to stop earlier: the engine is free again when that returns.
     Raises ``OutputError`` when the engine fails, ``HostError`` for one that takes no ids.
     """
     nothing = settings.max_tokens == 0
     settings = replace(settings, max_tokens=max(settings.max_tokens, 1))
     try:
-        async with aclosing(_source(engine)(engine, prompt, settings, tenant)) as steps:
+        sampler = Sampler(settings, prompt, constraint)
+        async with aclosing(_source(engine)(engine, prompt, sampler, tenant)) as steps:
             async for step in steps:
                 ended = _without_ids(step) if nothing else _ended(step)
                 yield ended
@@ -81,7 +88,7 @@ def one_at_a_time(engine: Any) -> bool:
     return hasattr(engine, "_generation_lock")
 
 
-def _source(engine: Any) -> Callable[[Any, tuple[int, ...], Settings, str], Steps]:
+def _source(engine: Any) -> Callable[[Any, tuple[int, ...], Sampler, str], Steps]:
     if engine.is_mllm:
         raise HostError("this engine serves a multimodal model: it takes no token ids", status=500)
     return _simple if one_at_a_time(engine) else _batched
@@ -108,12 +115,12 @@ def reusable_tokens(engine: Any, prompt: Sequence[int], tenant: str = "") -> int
     return 0 if model is None else prefix.reach(model, prompt, tenant)
 
 
-async def _batched(engine: Any, prompt: tuple[int, ...], settings: Settings, tenant: str) -> Steps:
+async def _batched(engine: Any, prompt: tuple[int, ...], sampler: Sampler, tenant: str) -> Steps:
     # The core itself, not its asynchronous wrapper: closing the wrapper leaves the core's
     # iterator, which aborts the request, to the garbage collector.
     core = engine._engine.engine
     known = Known(prompt, tenant)
-    request_id = await core.add_request(prompt=known, sampling_params=_params(settings))
+    request_id = await core.add_request(prompt=known, sampling_params=_params(sampler))
     async with aclosing(core.stream_outputs(request_id)) as outputs:
         async for output in outputs:
             finish = _finish(output.finish_reason)
@@ -121,23 +128,19 @@ async def _batched(engine: Any, prompt: tuple[int, ...], settings: Settings, ten
             _raise_if_failed(output.finish_reason)
 
 
-def _params(settings: Settings) -> Any:
+def _params(sampler: Sampler) -> Any:
     from vllm_mlx.request import SamplingParams
 
     return SamplingParams(
-        max_tokens=settings.max_tokens,
-        temperature=_LIKELIEST,
+        max_tokens=sampler.settings.max_tokens,
+        temperature=LIKELIEST,
         # Counts only when this request is the one the host makes its batch generator for.
         stop_token_ids=sorted(vocab.TURN_ENDS),
-        logits_processors=processors(settings),
+        logits_processors=[sampler],
     )
 
 
-_LIKELIEST = 0.0
-"""The temperature of an engine that takes the likeliest id: ours have chosen it by then."""
-
-
-async def _simple(engine: Any, prompt: tuple[int, ...], settings: Settings, tenant: str) -> Steps:
+async def _simple(engine: Any, prompt: tuple[int, ...], sampler: Sampler, tenant: str) -> Steps:
     started = False
     while not started:
         await _free(engine)
@@ -145,7 +148,7 @@ async def _simple(engine: Any, prompt: tuple[int, ...], settings: Settings, tena
         try:
             async with aclosing(
                 engine.stream_generate(
-                    prompt=ids, prefill_step_size=engine._prefill_step_size, **_keywords(settings)
+                    prompt=ids, prefill_step_size=engine._prefill_step_size, **_keywords(sampler)
                 )
             ) as outputs:
                 async for output in outputs:
@@ -174,12 +177,12 @@ def _busy(error: Exception) -> bool:
     return isinstance(error, EngineBusy)
 
 
-def _keywords(settings: Settings) -> dict[str, Any]:
+def _keywords(sampler: Sampler) -> dict[str, Any]:
     return {
-        "max_tokens": settings.max_tokens,
-        "temperature": _LIKELIEST,
+        "max_tokens": sampler.settings.max_tokens,
+        "temperature": LIKELIEST,
         "specprefill": False,  # it reads the prompt as text
-        "logits_processors": processors(settings),
+        "logits_processors": [sampler],
     }
 
 

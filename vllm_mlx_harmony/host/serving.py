@@ -26,7 +26,7 @@ from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
 from vllm_mlx_harmony.host import contract, remembering
 from vllm_mlx_harmony.host.answers import Deltas, Job, run
 from vllm_mlx_harmony.host.body import LARGE, Document, bounded, parsed
-from vllm_mlx_harmony.host.defaults import defaults
+from vllm_mlx_harmony.host.defaults import defaults, sampling_defaults
 from vllm_mlx_harmony.host.leases import Budget, Lease, acquire, needs_model, tenant_of
 from vllm_mlx_harmony.host.model_names import response_name
 from vllm_mlx_harmony.host.models import is_harmony
@@ -83,11 +83,11 @@ class Api:
     blocks: bool = False
     tells_cached: bool = False
 
-    async def asked(self, document: Document, tenant: str) -> Any:
-        """The request in ``document``, which ``tenant`` sent. Raises ``RequestError``."""
+    async def asked(self, document: Document, tenant: str, engine: Any = None) -> Any:
+        """The request in ``document``, from ``tenant`` to ``engine``. Raises ``RequestError``."""
         if self.blocks or document.large:
-            return await asyncio.to_thread(self.read, document.value, defaults(), tenant)
-        return self.read(document.value, defaults(), tenant)
+            return await asyncio.to_thread(self.read, document.value, defaults(engine), tenant)
+        return self.read(document.value, defaults(engine), tenant)
 
     def emitter(self, asked: Asked, stamp: Stamp, context: Any, tenant: str) -> Emitter:
         """The writer of the answer to ``asked``, which ``context`` is the conversation of."""
@@ -208,9 +208,9 @@ async def begin(api: Api, document: Document, lease: Lease, budget: Budget, key:
     """The request, read and rendered; ``key`` signs it. Raises ``RequestError``."""
     from vllm_mlx import server
 
-    asked = await api.asked(document, lease.tenant)
+    asked = await api.asked(document, lease.tenant, lease.engine)
     stamp = Stamp(key, int(time.time()), response_name(asked.model))
-    settings = settle(asked.turn.sampling, asked.turn.limits)
+    settings = settle(asked.turn.sampling, asked.turn.limits, sampling_defaults(lease.engine))
     turns = remembering.view(lease)
     turn = replace(asked.turn, tenant=lease.tenant)
     context = await _context(turn, stamp, turns, document.large)

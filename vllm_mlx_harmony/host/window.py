@@ -1,6 +1,6 @@
 """How many tokens a model can see, and what of them is left for the answer.
 
-Knows where a loaded engine keeps its model's configuration.
+Knows where a loaded engine keeps the files of its model.
 Refuses to download anything: a length that cannot be found out is no limit.
 """
 
@@ -29,6 +29,10 @@ def fit(settings: Settings, prompt_tokens: int, window: int | None) -> Settings:
     return replace(settings, max_tokens=min(settings.max_tokens, room))
 
 
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+
+
 def context_length(engine: Any) -> int | None:
     """Tokens the engine's model can see, ``None`` when its configuration is not at hand."""
     return length_of(str(engine._model_path))
@@ -36,7 +40,12 @@ def context_length(engine: Any) -> int | None:
 
 def length_of(model: str) -> int | None:
     """The same of a model directory, or of a repository in the Hugging Face cache."""
-    return _length(_configuration(model))
+    return _length(_content(model, CONFIG))
+
+
+def configuration(engine: Any, file: str) -> dict[str, Any]:
+    """What a JSON file of the engine's model says; nothing when it is not at hand."""
+    return _content(str(engine._model_path), file)
 
 
 def _length(configuration: dict[str, Any]) -> int | None:
@@ -47,22 +56,22 @@ def _length(configuration: dict[str, Any]) -> int | None:
     return None
 
 
-@lru_cache(maxsize=16)
-def _configuration(model: str) -> dict[str, Any]:
+@lru_cache(maxsize=32)
+def _content(model: str, file: str) -> dict[str, Any]:
     try:
-        content = json.loads(_config_path(model).read_bytes())
+        content = json.loads(_path(model, file).read_bytes())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def _config_path(model: str) -> Path:
-    """``config.json`` of a local directory, or of a repository in the Hugging Face cache."""
+def _path(model: str, file: str) -> Path:
+    """The file in a local directory, or in a repository in the Hugging Face cache."""
     if Path(model).is_dir():
-        return Path(model, "config.json")
+        return Path(model, file)
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(model, "config.json")
+    cached = try_to_load_from_cache(model, file)
     if not isinstance(cached, str):
         raise FileNotFoundError(model)
     return Path(cached)

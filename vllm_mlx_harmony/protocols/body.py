@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from json import dumps, loads
 from math import isfinite
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_mlx_harmony.core.errors import RequestError
 
@@ -34,6 +34,9 @@ class Wire(BaseModel):
 
 
 Model = TypeVar("Model", bound=Wire)
+
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What random numbers are drawn from: 64 bits, signed, as every server with seeds takes it."""
 
 UNSUPPORTED = "unsupported_value"
 """The code of a value that is well-formed and cannot be served."""

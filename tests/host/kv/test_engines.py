@@ -98,7 +98,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-ROOMS = {"engine", "kv.batched", "kv.simple", "kv.status", "sampling"}
+ROOMS = {"engine", "kv.batched", "kv.simple", "kv.status"}
 """The modules of the host's room whose seams prefix reuse needs."""
 
 

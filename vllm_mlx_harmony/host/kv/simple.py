@@ -1,22 +1,24 @@
-"""Prefix reuse in the simple engine: the prompt is computed here, the answer by mlx-lm as before.
+"""The simple engine's way with prompts of ours: computed from where they leave the known, and on.
 
 Knows where a generator of the host's model wrapper begins and ends. Everything runs where that
-generator runs: on the engine's own thread. Refuses to know what is remembered (`kv`).
+generator runs: on the engine's own thread. Refuses to know what is remembered (`kv`) and how an id
+is drawn (`sampler`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from copy import copy
 from functools import wraps
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.prefix import Known
+from vllm_mlx_harmony.host.sampler import Sampler, claimed, draw
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,8 @@ STEP = 2048
 """Tokens computed at a time where ``--prefill-step-size`` says nothing else, as mlx-lm does it."""
 
 ROOM = 256
-"""Tokens an answer may have before the cache grows for the first time."""
+"""Tokens an answer may have before the cache grows for the first time. Every so many tokens, too,
+what the device has put aside is freed, as mlx-lm does it."""
 
 Stream = Callable[..., Iterator[Any]]
 
@@ -32,73 +35,112 @@ Stream = Callable[..., Iterator[Any]]
 def reuse_prefix(original: Stream) -> Stream:
     """``MLXLanguageModel.stream_generate`` that goes on where a ``Known`` prompt leaves the known.
 
-    Other prompts, and calls that bring a cache of their own, are as before.
+    One that brings a ``Sampler``, that is: other prompts, and calls that bring a cache of their
+    own, are as before.
     """
 
     @wraps(original)
     def reusing(model: Any, prompt: Any, *args: Any, **keywords: Any) -> Iterator[Any]:
         if isinstance(prompt, Known) and not args and keywords.get("prompt_cache") is None:
-            return _continued(original, model, prompt, keywords)
+            sampler, others = claimed(keywords.get("logits_processors") or ())
+            if sampler is not None and not others:
+                step = keywords.get("prefill_step_size", STEP)
+                return _answer(model.model, prompt, sampler, keywords["max_tokens"], step)
         return original(model, prompt, *args, **keywords)
 
     return reusing
 
 
-def _continued(
-    original: Stream, wrapper: Any, prompt: Known, keywords: dict[str, Any]
-) -> Iterator[Any]:
-    rest, cache = _prefilled(wrapper.model, prompt, keywords.pop("prefill_step_size", STEP))
-    speaker = wrapper if keywords.get("stop") else _silent(wrapper)
-    chunks = original(speaker, rest, **{**keywords, "prompt_cache": cache})
+def _answer(model: Any, prompt: Known, sampler: Sampler, limit: int, step: int) -> Iterator[Any]:
+    """The host's chunks for the ids that follow ``prompt``, without text: nobody reads it."""
+    from vllm_mlx.models.llm import StreamingOutput
+
+    cache = _prefilled(model, prompt, step)
+    sampler.begin()
+    chunks = _decoded(model, prompt[-1], cache, sampler)
     generated: list[int] = []
-    whole = False
+    finish = None
     try:
-        for chunk in chunks:
-            generated.append(int(chunk.token))
-            whole = bool(chunk.finished) or generated[-1] in vocab.TURN_ENDS
-            chunk.prompt_tokens = len(prompt)
-            yield chunk
+        for token in chunks:
+            generated.append(token)
+            ends = token in vocab.TURN_ENDS
+            finish = "stop" if ends else "length" if len(generated) == limit else None
+            yield StreamingOutput("", token, finish is not None, finish, len(prompt))
+            if finish is not None:
+                break
     finally:
-        _close(chunks)
+        chunks.close()
         # One that was stopped before its end is no turn that anybody will continue.
-        if whole and cache is not None:
-            prefix.remember(wrapper.model, prompt.tenant, [*prompt, *generated], cache)
+        if finish is not None:
+            prefix.remember(model, prompt.tenant, [*prompt, *generated], cache)
 
 
-def _prefilled(model: Any, prompt: Known, step: int) -> tuple[list[int], list[Any] | None]:
-    """What is left for mlx-lm to do: the last id, and a cache that holds the ones before it."""
-    try:
-        # mlx-lm would compute the prompt as well, but in steps of its own.
-        if prefix.reusable(model) or step != STEP:
-            return prompt[-1:], _prefill(model, prompt, step)
-    except Exception:
-        logger.exception("a prompt could not be computed in pieces")
-    prompt.cached = 0
-    return list(prompt), None
+def _decoded(
+    model: Any, last: int, cache: list[Any], sampler: Sampler
+) -> Generator[int, None, None]:
+    """One id after another, for as long as they are asked for.
+
+    Each is handed out when the computation of the next is under way. The cache holds what was
+    handed out.
+    """
+    import mlx.core as mx
+
+    def following(ids: Any) -> Any:
+        with _stream():
+            drawn = draw([sampler], ids, model(ids[None], cache=cache)[:, -1, :])
+            mx.async_eval(drawn)
+            return drawn
+
+    with _wired(model):
+        coming = following(mx.array([last], dtype=mx.uint32))
+        for made in count(1):
+            ids, coming = coming, following(coming)
+            yield ids.item()
+            if made % ROOM == 0:
+                mx.clear_cache()
+
+
+def _prefilled(model: Any, prompt: Known, step: int) -> list[Any]:
+    """A cache that holds all of ``prompt`` but its last id."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    with _wired(model), _stream():
+        try:
+            if prefix.reusable(model):
+                return _prefill(model, prompt, step)
+        except Exception:
+            logger.exception("a prompt could not be computed in pieces")
+        prompt.cached = 0
+        cache: list[Any] = make_prompt_cache(model)
+        _compute(model, prompt[:-1], cache, step)
+        return cache
 
 
 def _prefill(model: Any, prompt: Known, step: int) -> list[Any]:
     from mlx_lm.models.cache import make_prompt_cache
 
-    with _generating(model):
-        known, cache = prefix.resume(model, prompt, answer=ROOM)
-        cache = make_prompt_cache(model) if cache is None else cache
-        for place in prefix.marks(prompt, after=known):
-            _compute(model, prompt[known:place], cache, step)
-            prefix.remember(model, prompt.tenant, prompt[:place], cache)
-            known = place
-        return cache
+    known, cache = prefix.resume(model, prompt, answer=ROOM)
+    cache = make_prompt_cache(model) if cache is None else cache
+    for place in prefix.marks(prompt, after=known):
+        _compute(model, prompt[known:place], cache, step)
+        prefix.remember(model, prompt.tenant, prompt[:place], cache)
+        known = place
+    return cache
 
 
 @contextmanager
-def _generating(model: Any) -> Iterator[None]:
-    """The stream and the memory limit that mlx-lm generates with."""
+def _wired(model: Any) -> Iterator[None]:
+    """The memory limit that mlx-lm generates with."""
+    generate = import_module("mlx_lm.generate")  # the package has a function of that name
+    with generate.wired_limit(model, [generate.generation_stream]):
+        yield
+
+
+def _stream() -> Any:
+    """The stream that mlx-lm generates on; looked up late: the host gives each thread its own."""
     import mlx.core as mx
 
-    generate = import_module("mlx_lm.generate")  # the package has a function of that name
-    stream = generate.generation_stream  # looked up late: the host gives each thread its own
-    with generate.wired_limit(model, [stream]), mx.stream(stream):
-        yield
+    return mx.stream(import_module("mlx_lm.generate").generation_stream)
 
 
 def _compute(model: Any, ids: list[int], cache: list[Any], step: int) -> None:
@@ -108,37 +150,3 @@ def _compute(model: Any, ids: list[int], cache: list[Any], step: int) -> None:
         model(mx.array(ids[at : at + step])[None], cache=cache)
         mx.eval([layer.state for layer in cache])
         mx.clear_cache()
-
-
-class _Silence:
-    """A detokenizer for who asks for ids. mlx-lm's copies the whole vocabulary for every answer."""
-
-    last_segment = ""
-
-    def __init__(self, tokenizer: Any) -> None:
-        """Nothing to prepare."""
-
-    def add_token(self, token: int) -> None:
-        """Nothing to spell."""
-
-    def finalize(self) -> None:
-        """Nothing left."""
-
-
-def _silent(wrapper: Any) -> Any:
-    """The host's wrapper of the model, with a tokenizer that spells nothing (0.1 s per answer)."""
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-    tokenizer = wrapper.tokenizer
-    if type(tokenizer) is not TokenizerWrapper:
-        return wrapper
-    silent = copy(wrapper)
-    silent.tokenizer = object.__new__(TokenizerWrapper)  # it forwards even what copying asks for
-    vars(silent.tokenizer).update(vars(tokenizer), _detokenizer_class=_Silence)
-    return silent
-
-
-def _close(chunks: Iterator[Any]) -> None:
-    close = getattr(chunks, "close", None)
-    if close is not None:
-        close()

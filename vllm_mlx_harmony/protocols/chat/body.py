@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import BuiltinTool
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, checked
+from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Seed, Wire, checked
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Parts
 
@@ -188,7 +188,9 @@ class ChatBody(Wire):
     top_k: int | None = Field(default=None, ge=-1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
+    seed: Seed | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
 
     min_tokens: int | None = Field(default=None, ge=0)
@@ -218,7 +220,6 @@ class ChatBody(Wire):
     chat_template_kwargs: TemplateOptions | None = None
 
     n: int | None = Field(default=None, ge=1)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     modalities: list[str] | None = None
@@ -263,7 +264,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("top_logprobs", bool, _LOGPROBS),
     ("prompt_logprobs", _any, _LOGPROBS),
     ("logprob_token_ids", _any, _LOGPROBS),
-    ("frequency_penalty", bool, "not available: use presence_penalty or repetition_penalty"),
     ("modalities", lambda asked: {*asked} - {"text"}, _TEXT_ONLY),
     ("audio", _any, _TEXT_ONLY),
     ("functions", bool, "replaced by tools: send each function as a tool of type 'function'"),

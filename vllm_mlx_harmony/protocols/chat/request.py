@@ -330,6 +330,8 @@ def _sampling(body: ChatBody) -> Sampling:
         min_p=body.min_p,
         presence_penalty=body.presence_penalty,
         repetition_penalty=body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty,
+        seed=body.seed,
         logit_bias=tuple((_token_id(k), bias) for k, bias in (body.logit_bias or {}).items()),
     )
 

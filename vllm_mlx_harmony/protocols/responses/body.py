@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import BuiltinTool, ResponseFormat
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, checked, required
+from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Seed, Wire, checked, required
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
 
@@ -230,7 +230,9 @@ class ResponsesBody(Wire):
     top_k: int | None = Field(default=None, ge=-1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
+    seed: Seed | None = None
 
     tools: ToolList = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_choice)] = None
@@ -247,7 +249,6 @@ class ResponsesBody(Wire):
     prompt_cache_key: str | None = None
     user: str | None = None
 
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     top_logprobs: int | None = Field(default=None, ge=0)
     conversation: Any = None
     prompt: Any = None
@@ -263,7 +264,6 @@ _LOGPROBS = "message.output_text.logprobs"
 _REFUSED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("top_logprobs", bool, "log probabilities are not available"),
     ("include", lambda asked: _LOGPROBS in asked, "log probabilities are not available"),
-    ("frequency_penalty", bool, "not available: use presence_penalty or repetition_penalty"),
     ("conversation", lambda _: True, "not available: use previous_response_id"),
     ("prompt", lambda _: True, "prompt templates are not available: send input and instructions"),
     ("moderation", lambda _: True, "not available"),

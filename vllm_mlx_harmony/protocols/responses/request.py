@@ -96,6 +96,8 @@ def _sampling(body: ResponsesBody) -> Sampling:
         min_p=body.min_p,
         presence_penalty=body.presence_penalty,
         repetition_penalty=body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty,
+        seed=body.seed,
     )
 
 
@@ -113,19 +115,24 @@ def summary(body: ResponsesBody) -> str | None:
 def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
     """The fields of a response that say what was asked, every one that the public schema has.
 
-    ``temperature`` and ``top_p``, when not given, are 1: the schema wants numbers, and these are
-    what OpenAI recommends for gpt-oss.
+    Of sampling, what is used: the server's default where the request gives nothing.
     """
+
+    def used(field: str, neutral: float) -> float:
+        given = getattr(body, field)
+        value = getattr(defaults.sampling, field) if given is None else given
+        return neutral if value is None else float(value)
+
     return {
         "background": bool(body.background),
         "conversation": None,
-        "frequency_penalty": 0.0,
+        "frequency_penalty": used("frequency_penalty", 0.0),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "presence_penalty": body.presence_penalty or 0.0,
+        "presence_penalty": used("presence_penalty", 0.0),
         "previous_response_id": body.previous_response_id,
         "prompt": None,
         "prompt_cache_key": body.prompt_cache_key,
@@ -134,12 +141,12 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": used("temperature", 1.0),
         "text": _text_options(body),
         "tool_choice": body.tool_choice.document if body.tool_choice else "auto",
         "tools": [_tool(tool) for tool in body.tools or ()],
         "top_logprobs": 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": used("top_p", 1.0),
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }

@@ -1,0 +1,283 @@
+"""How ids are drawn: on logits alone, without an engine."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx.core")
+
+import mlx.core as mx
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.host import sampler as module
+from vllm_mlx_harmony.host.sampler import Sampler, claimed, draw
+from vllm_mlx_harmony.host.sampling import ROWS, SMALLEST, Settings
+
+KINDS = ["bfloat16", "float16", "float32"]
+
+
+def settings(**changed: Any) -> Settings:
+    return Settings(**{"max_tokens": 100, "temperature": 1.0, "top_p": 1.0, **changed})
+
+
+def samplers(*given: Settings) -> list[Sampler]:
+    made = [Sampler(each) for each in given]
+    for each in made:
+        each.begin()
+    return made
+
+
+def drawn(together: Sequence[Sampler], logits: Any, last: Sequence[int] | None = None) -> list[int]:
+    before = last or [vocab.MESSAGE] * len(together)
+    found: list[int] = draw(together, mx.array(before, dtype=mx.uint32), logits).tolist()
+    return found
+
+
+def noise(seed: int, rows: int, columns: int, scale: float = 3.0) -> Any:
+    return mx.random.normal((rows, columns), key=mx.random.key(seed)) * scale
+
+
+# --- Filters.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("top_p", [0.9, 0.49, 0.1, 0.01, SMALLEST])
+def test_a_small_top_p_leaves_the_likeliest_id_whatever_the_model_computes_in(
+    kind: str, top_p: float
+) -> None:
+    half = mx.log(mx.array(float(ROWS)))  # of all the probability
+    logits = mx.where(mx.arange(ROWS) == 17, half, 0.0)[None].astype(getattr(mx, kind))
+    (one,) = samplers(settings(top_p=top_p))
+    found = {drawn([one], logits)[0] for _ in range(8)}
+    assert found == {17} if top_p < 0.5 else found
+
+
+def expected_ids(logits: list[float], wanted: Settings) -> set[int]:
+    """By definition, in double precision; of equal logits all or none."""
+    top = max(logits)
+    weights = [math.exp(each - top) for each in logits]
+    total = math.fsum(weights)
+
+    def kept(row: int) -> bool:
+        above = [each for each in weights if each > weights[row]]
+        by_mass = wanted.top_p == 1 or math.fsum(above) < wanted.top_p * total
+        by_rank = not wanted.top_k or len(above) < wanted.top_k
+        return by_mass and by_rank and weights[row] >= wanted.min_p
+
+    return {row for row in range(len(logits)) if kept(row)}
+
+
+FILTERS = [
+    *({"top_p": share} for share in (0.999, 0.9, 0.5, 0.1)),
+    *({"top_k": count} for count in (1, 2, 7, 299)),
+    *({"min_p": share} for share in (1.0, 0.3, 0.001)),
+    {"top_p": 0.7, "top_k": 5, "min_p": 0.01},
+    {"top_p": 0.95, "top_k": 20},
+]
+
+
+@pytest.mark.parametrize("changed", FILTERS, ids=str)
+def test_filters_leave_what_their_definition_says(changed: dict[str, Any]) -> None:
+    together = samplers(*[settings(**changed)] * 6)
+    logits = noise(1, 6, 300)
+    allowed = module._allowed(together, logits).tolist()
+    for row, flags in zip(logits.tolist(), allowed, strict=True):
+        kept = {at for at, flag in enumerate(flags) if flag}
+        assert kept == expected_ids(row, together[0].settings)
+
+
+def test_equal_ids_stay_or_go_together() -> None:
+    logits = mx.array([[0.0, 1.0, 1.0, 1.0, 0.0]])
+    (two,) = samplers(settings(top_k=2))
+    assert module._allowed([two], logits).tolist() == [[False, True, True, True, False]]
+
+
+def test_top_p_over_a_whole_vocabulary_of_equals_keeps_all() -> None:
+    (most,) = samplers(settings(top_p=0.999_999))
+    assert module._allowed([most], mx.zeros((1, ROWS))).all().item()
+
+
+# --- The draw.
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_ids_come_as_often_as_their_probability(temperature: float) -> None:
+    logits = [0.0, 1.0, 2.0, -1.0, 0.5]
+    rows, steps = 500, 20
+    together = samplers(*(settings(temperature=temperature, seed=seed) for seed in range(rows)))
+    found: Counter[int] = Counter()
+    for _ in range(steps):
+        found.update(drawn(together, mx.array([logits] * rows)))
+    total = math.fsum(math.exp(each / temperature) for each in logits)
+    for at, each in enumerate(logits):
+        share = math.exp(each / temperature) / total
+        deviation = math.sqrt(share * (1 - share) / (rows * steps))
+        assert abs(found[at] / (rows * steps) - share) < 4 * deviation
+
+
+SEEDS = [0, 1, 7, -1, -(2**63), 2**63 - 1]
+
+
+def test_seeds_give_different_draws_and_each_the_same_again() -> None:
+    logits = mx.zeros((1, ROWS))
+
+    def sequence(seed: int | None) -> tuple[int, ...]:
+        (one,) = samplers(settings(seed=seed))
+        return tuple(drawn([one], logits)[0] for _ in range(6))
+
+    sequences = [sequence(seed) for seed in SEEDS]
+    assert sequences == [sequence(seed) for seed in SEEDS]
+    assert len({*sequences, sequence(None), sequence(None)}) == len(SEEDS) + 2
+    assert all(len({*each}) == 6 for each in sequences)
+
+
+def test_a_sequence_that_begins_again_draws_the_same_again() -> None:
+    logits = noise(3, 1, ROWS)
+    (one,) = samplers(settings(seed=5))
+    first = [drawn([one], logits) for _ in range(3)]
+    one.begin()
+    assert first == [drawn([one], logits) for _ in range(3)]
+
+
+MIXED = [
+    settings(seed=1),
+    settings(seed=1, top_p=0.9),
+    settings(temperature=0.0),
+    settings(seed=2, top_k=40, temperature=0.7),
+    settings(seed=3, min_p=0.05),
+    settings(seed=1),
+    settings(seed=4, top_p=0.5, top_k=3, presence_penalty=1.0),
+    settings(temperature=0.0, logit_bias=((9, 100.0),)),
+    settings(seed=6, frequency_penalty=0.5, repetition_penalty=1.3),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_runs_beside_a_sequence_changes_nothing(kind: str) -> None:
+    logits = noise(4, len(MIXED), 2000).astype(getattr(mx, kind))
+    together = samplers(*MIXED)
+    alone = samplers(*MIXED)
+    last = [vocab.MESSAGE] * len(MIXED)
+    single = list(last)
+    for _ in range(5):
+        last = drawn(together, logits, last)
+        single = [
+            drawn([one], logits[row : row + 1], [single[row]])[0] for row, one in enumerate(alone)
+        ]
+        assert last == single
+    assert last[0] == last[5] or logits[0].tolist() != logits[5].tolist()
+    assert last[7] == 9
+
+
+# --- Penalties.
+
+SAID = [
+    *(vocab.CHANNEL, 17, vocab.MESSAGE, 5, 6, 5, 17, *([7] * 40), vocab.END),
+    *(vocab.START, 8, vocab.CHANNEL, 17, vocab.MESSAGE, 9, 5, vocab.RETURN),
+]
+PENALTIES = [
+    {"presence_penalty": 1.5},
+    {"presence_penalty": -2.0},
+    {"frequency_penalty": 0.5},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.8, "presence_penalty": 1.0, "frequency_penalty": -1.0},
+]
+
+
+def penalised(logits: list[float], said: list[int], wanted: Settings) -> list[float]:
+    """By definition: over all text said, nothing while a header is written."""
+    counts: Counter[int] = Counter()
+    in_text = False
+    for token in said:
+        if token in {vocab.START, vocab.CHANNEL, vocab.CONSTRAIN, vocab.END}:
+            in_text = False
+        elif token == vocab.MESSAGE:
+            in_text = True
+        elif in_text and token < vocab.CONTROL.start:
+            counts[token] += 1
+    result = list(logits)
+    for token, count in counts.items() if in_text else ():
+        factor = wanted.repetition_penalty
+        result[token] *= factor if result[token] < 0 else 1 / factor
+        result[token] -= wanted.frequency_penalty * count + wanted.presence_penalty
+    return result
+
+
+@pytest.mark.parametrize("changed", PENALTIES, ids=str)
+def test_penalties_are_over_the_whole_text_and_never_on_control_ids(
+    changed: dict[str, float],
+) -> None:
+    (one,) = samplers(settings(**changed))
+    logits = noise(5, 1, ROWS)
+    before, row = logits[0].tolist(), vocab.START
+    for place, token in enumerate(SAID):
+        last = mx.array([row], dtype=mx.uint32)
+        found = one.adjusted(last, None, logits)
+        one.key()
+        expected = penalised(before, SAID[:place], one.settings)
+        assert mx.allclose(found[0], mx.array(expected), atol=1e-5).item(), place
+        row = token
+
+
+def test_an_answer_that_is_continued_begins_with_text() -> None:
+    goes_on = Sampler(settings(presence_penalty=2.0), [vocab.START, 8, vocab.MESSAGE, 30])
+    goes_on.begin()
+    logits = mx.zeros((1, 100))
+    last = [30]
+    for token in (40, 41):
+        assert goes_on.adjusted(mx.array(last, dtype=mx.uint32), None, logits)[0, 30].item() == 0
+        goes_on.key()
+        last = [token]
+    found = goes_on.adjusted(mx.array(last, dtype=mx.uint32), None, logits)
+    assert (found[0, 40].item(), found[0, 41].item(), found[0, 42].item()) == (-2.0, -2.0, 0.0)
+
+
+# --- Constraints.
+
+
+class Ascending:
+    """Lets through the ids behind the last one; says what it was asked."""
+
+    def __init__(self) -> None:
+        self.seen: list[int | None] = []
+
+    def __call__(self, last: int | None, logits: Any) -> Any:
+        assert logits.shape[0] == 1 and logits.dtype == mx.float32
+        self.seen.append(last)
+        return mx.where(mx.arange(logits.shape[-1]) > (last or 0), logits, -mx.inf)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_constraint_is_asked_once_a_step_with_the_id_that_was_drawn(temperature: float) -> None:
+    made: list[Ascending] = []
+
+    def new() -> Ascending:
+        made.append(Ascending())
+        return made[-1]
+
+    bound = Sampler(settings(temperature=temperature, top_k=50, seed=1), (), new)
+    assert not made  # only where the model is
+    free = Sampler(settings(temperature=0.0))
+    for each in (bound, free):
+        each.begin()
+    logits = noise(6, 2, 4000).astype(mx.bfloat16)
+    last, said = [vocab.START, vocab.START], []
+    for _ in range(5):
+        last = drawn([bound, free], logits, last)
+        said.append(last[0])
+        assert last[1] == mx.argmax(logits[1]).item()
+    assert said == sorted(set(said))
+    assert made[0].seen == [None, *said[:-1]]
+    bound.begin()
+    assert len(made) == 2
+
+
+def test_a_sampler_is_found_among_processors() -> None:
+    one = Sampler(settings())
+    assert claimed([print, one, len]) == (one, [print, len])
+    assert claimed([print]) == (None, [print])

@@ -1,0 +1,273 @@
+"""How an id is drawn from logits: one sampler for each sequence, one computation for each step.
+
+A batch runs sequences with settings of their own. Per step, what the settings ask for is done
+for all rows that ask for it at once, with temperature, ``top_p`` and so on as columns beside the
+logits; what a row does not ask for costs it nothing. The parts, in this order:
+
+1. The sequence's *constraint*, if it has one: the seat of a grammar (see ``Constraint``).
+2. ``logit_bias``, then the penalties, over the text generated so far: not the prompt, and not what
+   stands in headers, where a penalty on a word used before would make the model misspell its own
+   format. How often each id was said is counted on the device, one addition per step; the history
+   is not looked at again. As in vLLM, a repetition penalty divides what is positive and multiplies
+   what is negative, then frequency and presence are subtracted (OpenAI's definition).
+3. ``top_p``, ``min_p`` and ``top_k``. Each leaves the ids whose probability reaches a threshold,
+   so that ids of equal probability stay or go together, and the likeliest always stays. Sorting
+   201,088 floats to find the threshold takes longer than everything else together (and on Metal a
+   partition is a sort). But positive floats are ordered as their bits are, as integers: 30
+   halvings of the range find the very float, with nothing read back from the device.
+4. The draw, as an argmax over logits with Gumbel noise. Each sequence has a stream of keys of its
+   own (splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014),
+   one key per step: the same seed draws the same from the same logits, whoever runs beside it.
+   Temperature comes after the filters, as in mlx-lm.
+
+All in float32, whatever the model computes in. Nothing here waits for the device, except for
+sequences with a constraint. Everything runs on the thread that owns the model, but for creating a
+``Sampler``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.host.sampling import Settings
+
+
+class Constraint(Protocol):
+    """Says at each step of one sequence which ids may come next: a grammar, for instance."""
+
+    def __call__(self, last: int | None, logits: Any) -> Any:
+        """``logits`` with -inf for what may not come.
+
+        ``last`` is the id that was drawn in the step before, ``None`` in the first one. ``logits``
+        is a row of its own, float32 (1, vocabulary), not computed yet: it must not be read. At
+        least one id has to stay. Called once per step, in order, on the engine's thread; once more
+        behind the last id, because an engine runs ahead by one step. What it raises fails the
+        sequence and all that run with it.
+        """
+
+
+NewConstraint: TypeAlias = Callable[[], Constraint]
+"""Makes the constraint when its sequence begins, on the engine's thread."""
+
+_HEADER = (vocab.START, vocab.CHANNEL, vocab.CONSTRAIN, vocab.END)
+"""What is followed by a header, or goes on with one; `<|message|>` ends it."""
+
+
+class Sampler:
+    """What one sequence is drawn with, and what that depends on so far.
+
+    ``prompt`` is what the sequence continues: it tells whether a header or text comes first.
+    Engines of the host hand it through among the processors of logits, and it is found there
+    (``claimed``); it is not one.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        prompt: Sequence[int] = (),
+        constraint: NewConstraint | None = None,
+    ) -> None:
+        self.settings = settings
+        self._new_constraint = constraint
+        self._seed = secrets.randbits(64) if settings.seed is None else settings.seed
+        self._opens_with_text = _last_control(prompt) == vocab.MESSAGE
+        self.filters = (settings.top_p < 1, settings.min_p > 0, settings.top_k > 0)
+        self.penalises = (
+            settings.presence_penalty != 0
+            or settings.frequency_penalty != 0
+            or settings.repetition_penalty != 1
+        )
+        self.adjusts = constraint is not None or self.penalises or bool(settings.logit_bias)
+        self.constraint: Constraint | None = None
+        self._steps = 0
+        self._counts: Any = None
+        self._in_text: Any = None
+
+    def begin(self) -> None:
+        """The sequence starts, or starts again after a failure: nothing is drawn yet."""
+        self.constraint = self._new_constraint() if self._new_constraint else None
+        self._steps, self._counts, self._in_text = 0, None, None
+
+    def key(self) -> tuple[int, int]:
+        """The key of this step's random numbers; another one at each call."""
+        self._steps += 1
+        return _splitmix64(self._seed + self._steps * _GOLDEN)
+
+    def adjusted(self, last: Any, read: int | None, logits: Any) -> Any:
+        """``logits`` (1, vocabulary) after constraint, bias and penalties.
+
+        ``last`` (1,) is the id this step follows, the prompt's at first; ``read`` is the same,
+        known to Python, for sequences with a constraint.
+        """
+        import mlx.core as mx
+
+        if self.constraint is not None:
+            logits = self.constraint(read if self._steps else None, logits)
+        if self.settings.logit_bias:
+            ids, values = zip(*self.settings.logit_bias, strict=True)
+            logits = logits.at[:, mx.array(ids)].add(mx.array(values, dtype=mx.float32))
+        return self._penalised(last, logits) if self.penalises else logits
+
+    def _penalised(self, last: Any, logits: Any) -> Any:
+        import mlx.core as mx
+
+        if self._counts is None:
+            self._counts = mx.zeros((logits.shape[-1],), dtype=mx.float32)
+            self._in_text = mx.array([self._opens_with_text])
+        elif self._steps:
+            heads = (last[:, None] == mx.array(_HEADER, dtype=last.dtype)).any(axis=-1)
+            self._in_text = mx.where(heads, False, self._in_text | (last == vocab.MESSAGE))
+            counted = self._in_text & (last < vocab.CONTROL.start)
+            self._counts = self._counts.at[last].add(counted.astype(mx.float32))
+        settings = self.settings
+        counts = mx.where(self._in_text, self._counts, 0.0)[None]
+        if settings.repetition_penalty != 1:
+            factor = mx.where(
+                logits < 0, settings.repetition_penalty, 1 / settings.repetition_penalty
+            )
+            logits = mx.where(counts > 0, logits * factor, logits)
+        if settings.frequency_penalty:
+            logits = logits - settings.frequency_penalty * counts
+        if settings.presence_penalty:
+            logits = mx.where(counts > 0, logits - settings.presence_penalty, logits)
+        # A control id is never counted, hence never penalised.
+        return logits
+
+
+LIKELIEST = 0.0
+"""The temperature an engine is told, whose own sampler is not asked: the same for all requests,
+because the batched engine makes itself anew when it changes."""
+
+
+def claimed(processors: Iterable[Any]) -> tuple[Sampler | None, list[Any]]:
+    """The sampler among what a request brought as processors of logits, and the others."""
+    given = list(processors)
+    ours = [each for each in given if isinstance(each, Sampler)]
+    return (ours[0] if ours else None), [each for each in given if each not in ours]
+
+
+def draw(samplers: Sequence[Sampler], last: Any, logits: Any) -> Any:
+    """The next id of each sequence: ids (rows,) from logits (rows, vocabulary).
+
+    ``last`` (rows,) are the ids that led to the logits: of the prompt at a sequence's first step,
+    later what was drawn.
+    """
+    import mlx.core as mx
+
+    logits = _adjusted(samplers, last, logits)
+    kinds = [(each.settings.temperature == 0, *each.filters) for each in samplers]
+    if len({*kinds}) == 1:
+        return _drawn(samplers, logits)
+    order, parts = [], []
+    for kind in sorted({*kinds}):
+        rows = [row for row, own in enumerate(kinds) if own == kind]
+        parts.append(_drawn([samplers[row] for row in rows], logits[mx.array(rows)]))
+        order += rows
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return mx.concatenate(parts)[mx.array(back)]
+
+
+def _adjusted(samplers: Sequence[Sampler], last: Any, logits: Any) -> Any:
+    import mlx.core as mx
+
+    if not any(each.adjusts for each in samplers):
+        return logits
+    read: list[int | None] = [None] * len(samplers)
+    if any(each.constraint is not None for each in samplers):
+        mx.async_eval(logits)  # the device has work while Python waits for `last`
+        read = last.tolist()
+    logits = logits.astype(mx.float32)
+    return mx.concatenate(
+        [
+            each.adjusted(last[row : row + 1], read[row], logits[row : row + 1])
+            if each.adjusts
+            else logits[row : row + 1]
+            for row, each in enumerate(samplers)
+        ]
+    )
+
+
+def _drawn(samplers: Sequence[Sampler], logits: Any) -> Any:
+    """Ids (rows,) for sequences that ask for the same parts, each with values of its own."""
+    import mlx.core as mx
+
+    keys = [each.key() for each in samplers]
+    if samplers[0].settings.temperature == 0:
+        return mx.argmax(logits, axis=-1).astype(mx.uint32)
+    logits = logits.astype(mx.float32)
+    scaled = logits * _column(1 / each.settings.temperature for each in samplers)
+    if any(samplers[0].filters):
+        scaled = mx.where(_allowed(samplers, logits), scaled, -mx.inf)
+    categorical = mx.vmap(lambda row, key: mx.random.categorical(row, key=key))
+    return categorical(scaled, mx.array(keys, dtype=mx.uint32))
+
+
+def _allowed(samplers: Sequence[Sampler], logits: Any) -> Any:
+    """Which ids (rows, vocabulary) the filters leave."""
+    import mlx.core as mx
+
+    # Of the likeliest the weight is exactly 1: whatever is left out, it is not.
+    weights = mx.exp(logits - mx.max(logits, axis=-1, keepdims=True))
+    bits = weights.view(mx.uint32)
+    lowest = mx.zeros((len(samplers), 1), dtype=mx.uint32)
+    by_mass, by_weight, by_rank = samplers[0].filters
+    if by_mass:
+        mass = mx.sum(weights, axis=-1, keepdims=True)
+        wanted = _column(each.settings.top_p for each in samplers) * mass
+        lowest = mx.maximum(lowest, _threshold(bits, weights, wanted))
+    if by_weight:
+        share = _column(each.settings.min_p for each in samplers)
+        lowest = mx.maximum(lowest, share.view(mx.uint32))
+    if by_rank:
+        wanted = mx.array([[each.settings.top_k] for each in samplers])
+        lowest = mx.maximum(lowest, _threshold(bits, None, wanted))
+    return bits >= lowest
+
+
+_ONE = 0x3F80_0000
+"""1.0, the largest weight there is, as bits."""
+
+
+def _threshold(bits: Any, weights: Any | None, wanted: Any) -> Any:
+    """The largest bits (rows, 1) such that what reaches them comes to ``wanted`` (rows, 1).
+
+    Counted are the ``weights``, or the ids when there are none. Sums are taken in the same order
+    each time and only lose summands, so a higher threshold never sums up to more.
+    """
+    import mlx.core as mx
+
+    low = mx.zeros(wanted.shape, dtype=mx.uint32)  # reached: by all of them
+    high = mx.full(wanted.shape, _ONE + 1, dtype=mx.uint32)  # not reached: by none
+    for _ in range(_ONE.bit_length()):
+        middle = (low + high) // 2
+        above = bits >= middle
+        kept = above if weights is None else mx.where(above, weights, 0.0)
+        reached = mx.sum(kept, axis=-1, keepdims=True) >= wanted
+        low, high = mx.where(reached, middle, low), mx.where(reached, high, middle)
+    return low
+
+
+def _column(values: Iterable[float]) -> Any:
+    import mlx.core as mx
+
+    return mx.array([[value] for value in values], dtype=mx.float32)
+
+
+_GOLDEN = 0x9E37_79B9_7F4A_7C15
+_MASK = (1 << 64) - 1
+
+
+def _splitmix64(state: int) -> tuple[int, int]:
+    """64 well-mixed bits for a state, as two halves."""
+    mixed = state & _MASK
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58_476D_1CE4_E5B9 & _MASK
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D0_49BB_1331_11EB & _MASK
+    mixed ^= mixed >> 31
+    return mixed >> 32, mixed & 0xFFFF_FFFF
+
+
+def _last_control(prompt: Sequence[int]) -> int | None:
+    return next((token for token in reversed(prompt) if token >= vocab.CONTROL.start), None)
