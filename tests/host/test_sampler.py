@@ -14,9 +14,10 @@ pytest.importorskip("mlx.core")
 import mlx.core as mx
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.host import sampler as module
 from vllm_mlx_harmony.host.sampler import Sampler, claimed, draw
-from vllm_mlx_harmony.host.sampling import ROWS, SMALLEST, Settings
+from vllm_mlx_harmony.host.sampling import SMALLEST, Settings
 
 KINDS = ["bfloat16", "float16", "float32"]
 
@@ -50,8 +51,8 @@ def noise(seed: int, rows: int, columns: int, scale: float = 3.0) -> Any:
 def test_a_small_top_p_leaves_the_likeliest_id_whatever_the_model_computes_in(
     kind: str, top_p: float
 ) -> None:
-    half = mx.log(mx.array(float(ROWS)))  # of all the probability
-    logits = mx.where(mx.arange(ROWS) == 17, half, 0.0)[None].astype(getattr(mx, kind))
+    half = mx.log(mx.array(float(VOCAB_SIZE)))  # of all the probability
+    logits = mx.where(mx.arange(VOCAB_SIZE) == 17, half, 0.0)[None].astype(getattr(mx, kind))
     (one,) = samplers(settings(top_p=top_p))
     found = {drawn([one], logits)[0] for _ in range(8)}
     assert found == {17} if top_p < 0.5 else found
@@ -99,7 +100,7 @@ def test_equal_ids_stay_or_go_together() -> None:
 
 def test_top_p_over_a_whole_vocabulary_of_equals_keeps_all() -> None:
     (most,) = samplers(settings(top_p=0.999_999))
-    assert module._allowed([most], mx.zeros((1, ROWS))).all().item()
+    assert module._allowed([most], mx.zeros((1, VOCAB_SIZE))).all().item()
 
 
 # --- The draw.
@@ -124,7 +125,7 @@ SEEDS = [0, 1, 7, -1, -(2**63), 2**63 - 1]
 
 
 def test_seeds_give_different_draws_and_each_the_same_again() -> None:
-    logits = mx.zeros((1, ROWS))
+    logits = mx.zeros((1, VOCAB_SIZE))
 
     def sequence(seed: int | None) -> tuple[int, ...]:
         (one,) = samplers(settings(seed=seed))
@@ -137,7 +138,7 @@ def test_seeds_give_different_draws_and_each_the_same_again() -> None:
 
 
 def test_a_sequence_that_begins_again_draws_the_same_again() -> None:
-    logits = noise(3, 1, ROWS)
+    logits = noise(3, 1, VOCAB_SIZE)
     (one,) = samplers(settings(seed=5))
     first = [drawn([one], logits) for _ in range(3)]
     one.begin()
@@ -213,7 +214,7 @@ def test_penalties_are_over_the_whole_text_and_never_on_control_ids(
     changed: dict[str, float],
 ) -> None:
     (one,) = samplers(settings(**changed))
-    logits = noise(5, 1, ROWS)
+    logits = noise(5, 1, VOCAB_SIZE)
     before, row = logits[0].tolist(), vocab.START
     for place, token in enumerate(SAID):
         last = mx.array([row], dtype=mx.uint32)

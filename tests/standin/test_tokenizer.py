@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.standin import cursor
-from vllm_mlx_harmony.standin.tokenizer import ROWS, control_name, parse_ranks, spell
+from vllm_mlx_harmony.standin.tokenizer import control_name, parse_ranks, spell
 
 Encode = Callable[[str], list[int]]
 
@@ -54,20 +55,20 @@ def test_any_text_becomes_the_same_ids(tokenizer: Any, encode: Encode, text: str
 
 
 def test_every_id_has_its_name(tokenizer: Any) -> None:
-    names = {token: tokenizer.id_to_token(token) for token in range(vocab.STARTOFTEXT, ROWS)}
+    names = {token: tokenizer.id_to_token(token) for token in range(vocab.STARTOFTEXT, VOCAB_SIZE)}
     assert names == {token: control_name(token) for token in names}
-    assert tokenizer.get_vocab_size() == ROWS
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
 
 
 def test_control_names_are_those_of_openai_harmony() -> None:
     decode = vocab.encoding().decode
-    tokens = range(vocab.STARTOFTEXT, ROWS)
+    tokens = range(vocab.STARTOFTEXT, VOCAB_SIZE)
     assert [decode([token]) for token in tokens] == [control_name(token) for token in tokens]
 
 
 def test_table_holds_the_bytes_of_every_id(directory: Path) -> None:
     table = cursor.read_table((directory / cursor.TABLE).read_bytes())
-    assert len(table) == ROWS
+    assert len(table) == VOCAB_SIZE
     sample = [*range(0, vocab.STARTOFTEXT, 997), vocab.STARTOFTEXT - 1]
     assert [table[token] for token in sample] == [vocab.token_bytes(token) for token in sample]
     assert table[vocab.CALL] == b"<|call|>"

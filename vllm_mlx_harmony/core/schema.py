@@ -180,10 +180,10 @@ class _Reading:
         if ref in refs or not ref.startswith("#/"):
             return {}
         self._room.take(len(ref))
-        return self.schema(_pointed(self._root, ref), depth + 1, refs | {ref})
+        return self.schema(pointed(self._root, ref), depth + 1, refs | {ref})
 
 
-def _pointed(root: object, ref: str) -> object:
+def pointed(root: object, ref: str) -> object:
     """What the JSON pointer ``#/a/b`` points to in ``root``; ``None`` when to nothing."""
     found = root
     for part in ref[2:].split("/"):

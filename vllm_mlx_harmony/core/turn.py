@@ -6,12 +6,15 @@ and how Harmony spells it (render).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias, get_args
 
 from vllm_mlx_harmony.core.errors import RequestError
+
+VOCAB_SIZE = 201_088
+"""Ids that gpt-oss has logits for, from 0 on: ``vocab_size`` in its ``config.json``."""
 
 
 class Effort(str, Enum):
@@ -321,6 +324,10 @@ class Defaults:
     thinking: bool = True
     none_effort: Effort | None = None
     sampling: Sampling = RECOMMENDED
+
+    def enabled(self, asked: Sequence[str] | None) -> tuple[str, ...]:
+        """The built-in namespaces of a turn: those ``asked`` for, each once, or the server's."""
+        return self.builtin_tools if asked is None else tuple(dict.fromkeys(asked))
 
     def reasoning(self, *asked: tuple[str, object]) -> tuple[Effort, bool]:
         """The ``effort`` and the ``thinking`` of a turn (A8).

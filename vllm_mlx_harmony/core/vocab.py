@@ -44,7 +44,7 @@ LAST = frozenset({RETURN, ENDOFTEXT})
 """Those of them that no history has: it has ``END`` in their place."""
 
 SIZE = 201_089
-"""Number of ids the encoding defines, reserved ones included. (gpt-oss itself has 201,088 rows.)"""
+"""Ids the encoding defines, reserved ones included: one more than `turn.VOCAB_SIZE`."""
 
 CONTROL = range(STARTOFTEXT, SIZE)
 """Ids that never decode to text: special and reserved ones."""

@@ -12,10 +12,7 @@ from typing import Any
 from fastapi import HTTPException
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import RECOMMENDED, Limits, Sampling
-
-ROWS = 201_088
-"""Ids gpt-oss can say. A bias beyond them would write outside the logits."""
+from vllm_mlx_harmony.core.turn import RECOMMENDED, VOCAB_SIZE, Limits, Sampling
 
 SMALLEST = 1e-6
 """A temperature or ``top_p`` below it leaves the likeliest id, and float32 cannot show it."""
@@ -53,7 +50,7 @@ def settle(sampling: Sampling, limits: Limits, defaults: Sampling = RECOMMENDED)
         max_tokens=_max_tokens(limits),
         temperature=0.0 if min(temperature, top_p) < SMALLEST else temperature,
         top_p=max(top_p, SMALLEST),
-        top_k=top_k if 0 < top_k < ROWS else 0,
+        top_k=top_k if 0 < top_k < VOCAB_SIZE else 0,
         min_p=value("min_p", 0.0),
         presence_penalty=value("presence_penalty", 0.0),
         repetition_penalty=value("repetition_penalty", 1.0),
@@ -76,6 +73,6 @@ def _max_tokens(limits: Limits) -> int:
 
 def _checked(logit_bias: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
     for token, _ in logit_bias:
-        if not 0 <= token < ROWS:
+        if not 0 <= token < VOCAB_SIZE:
             raise RequestError(f"no token has the id {token}", param="logit_bias")
     return logit_bias

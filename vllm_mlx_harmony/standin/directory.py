@@ -15,10 +15,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.standin import cursor, tiny
 from vllm_mlx_harmony.standin.scripts import Encode, Script, dump_book
 from vllm_mlx_harmony.standin.tokenizer import (
-    ROWS,
     Ranks,
     control_name,
     shipped_ranks,
@@ -32,7 +32,7 @@ _CONFIG: dict[str, object] = {
     "model_type": "gpt_oss",
     "architectures": ["HarmonyStandIn"],
     "model_file": "standin_model.py",
-    "vocab_size": ROWS,
+    "vocab_size": VOCAB_SIZE,
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 128,

@@ -42,8 +42,8 @@ def _sibling(name: str) -> ModuleType:
 class ModelArgs(BaseModelArgs):  # type: ignore[misc, unused-ignore]
     """What the stand-in reads of its `config.json`, by gpt-oss's names."""
 
+    vocab_size: int
     model_type: str = "gpt_oss"
-    vocab_size: int = 201_088
     sliding_window: int = 128
     layer_types: list[str] = field(default_factory=lambda: ["sliding_attention", "full_attention"])
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.standin.tokenizer import ROWS
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -82,7 +82,7 @@ def _dump(script: Script, encode: Encode) -> dict[str, object]:
 def _ids(script: Script, encode: Encode) -> list[int]:
     said = script.completion
     ids = list(encode(said) if isinstance(said, str) else said)
-    if not all(0 <= token < ROWS for token in ids):
+    if not all(0 <= token < VOCAB_SIZE for token in ids):
         raise ValueError(f"not an id of the model in the completion for {script.pattern!r}")
     if script.fail_at is not None and not 0 <= script.fail_at <= len(ids):
         raise ValueError(f"script {script.pattern!r} never says token {script.fail_at}")

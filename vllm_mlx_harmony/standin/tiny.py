@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from vllm_mlx_harmony.standin.tokenizer import ROWS
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 
 Shape = tuple[int, ...]
 
@@ -39,7 +39,7 @@ CONFIG: dict[str, object] = {
         "truncate": False,
     },
     "max_position_embeddings": 131_072,
-    "vocab_size": ROWS,
+    "vocab_size": VOCAB_SIZE,
     "tie_word_embeddings": False,
 }
 
@@ -68,12 +68,12 @@ def _header(shapes: dict[str, Shape]) -> dict[str, object]:
 
 
 def _shapes() -> Iterator[tuple[str, Shape]]:
-    yield "model.embed_tokens.weight", (ROWS, _HIDDEN)
+    yield "model.embed_tokens.weight", (VOCAB_SIZE, _HIDDEN)
     for layer in range(4):
         for name, shape in (*_attention(), *_experts(), *_norms()):
             yield f"model.layers.{layer}.{name}", shape
     yield "model.norm.weight", (_HIDDEN,)
-    yield "lm_head.weight", (ROWS, _HIDDEN)
+    yield "lm_head.weight", (VOCAB_SIZE, _HIDDEN)
 
 
 def _attention() -> Iterator[tuple[str, Shape]]:

@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 
 Ranks = Mapping[bytes, int]
-
-ROWS = 201_088
-"""Rows of gpt-oss's embedding: ids from 0 to 201,087."""
 
 CONTROL_NAMES: dict[int, str] = {
     vocab.STARTOFTEXT: "<|startoftext|>",
@@ -65,7 +63,7 @@ def shipped_ranks() -> Ranks:
 def token_table(ranks: Ranks) -> bytes:
     """The bytes of every id, each after one byte with their length; control ids by their name."""
     ordinary = [token for token, _ in sorted(ranks.items(), key=lambda item: item[1])]
-    control = [control_name(token).encode() for token in range(len(ordinary), ROWS)]
+    control = [control_name(token).encode() for token in range(len(ordinary), VOCAB_SIZE)]
     return b"".join(bytes((len(token),)) + token for token in (*ordinary, *control))
 
 
@@ -80,7 +78,7 @@ def tokenizer_json(ranks: Ranks) -> str:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(token) for token in range(len(ranks), ROWS)],
+        "added_tokens": [_added(token) for token in range(len(ranks), VOCAB_SIZE)],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Sequence",

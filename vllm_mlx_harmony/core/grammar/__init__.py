@@ -56,7 +56,6 @@ from __future__ import annotations
 
 from vllm_mlx_harmony.core.grammar.language import Grammar, Policy, grammar_of
 from vllm_mlx_harmony.core.grammar.matching import (
-    ROWS,
     WORDS,
     Compiled,
     Mask,
@@ -66,7 +65,6 @@ from vllm_mlx_harmony.core.grammar.matching import (
 )
 
 __all__ = [
-    "ROWS",
     "WORDS",
     "Compiled",
     "Grammar",

@@ -13,13 +13,12 @@ whose branches overlap), the keyword that it refuses is looked for, and dropped 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-from urllib.parse import unquote
 
 from vllm_mlx_harmony.core import recent
+from vllm_mlx_harmony.core.schema import pointed
 from vllm_mlx_harmony.core.vocab import clean
 
 Schema: TypeAlias = "dict[str, Any]"
@@ -206,7 +205,7 @@ class _Reading:
 
     def _target(self, ref: str) -> object:
         if ref.startswith("#/"):
-            return _pointed(self._root, ref)
+            return pointed(self._root, ref)
         if self._named is None:
             self._named = dict(_named(self._root))
         return self._named.get(ref)
@@ -214,20 +213,6 @@ class _Reading:
 
 def _is_object(copied: Schema) -> bool:
     return copied.get("type") == "object"
-
-
-def _pointed(root: object, ref: str) -> object:
-    """What the JSON pointer ``#/a/b`` points to in ``root``; ``None`` when to nothing."""
-    found = root
-    for part in ref[2:].split("/"):
-        step = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found.get(step)
-        elif isinstance(found, list) and re.fullmatch(r"[0-9]{1,6}", step):
-            found = found[int(step)] if int(step) < len(found) else None
-        else:
-            return None
-    return found
 
 
 def _named(root: object) -> Iterator[tuple[str, object]]:

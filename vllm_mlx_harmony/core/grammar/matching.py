@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 from vllm_mlx_harmony.core import recent, vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar.language import Grammar
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-ROWS = 201_088
-"""Logits of gpt-oss: one for each id that a mask speaks of."""
-
-WORDS = ROWS // 32
+WORDS = VOCAB_SIZE // 32
 """32-bit words of a mask: the lowest bit of the first one is id 0."""
 
 REMEMBERED = 64 * 2**20
@@ -40,7 +38,7 @@ class _Vocabulary:
     is_tokenizer_wrapper = True
     bos_token_id = None
     eos_token_id = vocab.ENDOFTEXT  # never in a grammar: <|call|> and <|return|> are, as tokens
-    special_token_ids = range(vocab.STARTOFTEXT, ROWS)
+    special_token_ids = range(vocab.STARTOFTEXT, VOCAB_SIZE)
 
     def __init__(self) -> None:
         self.tokens = [vocab.token_bytes(token) for token in range(vocab.STARTOFTEXT)]
@@ -141,7 +139,7 @@ class Mask:
 
     def __iter__(self) -> Iterator[int]:
         """All allowed ids, in order."""
-        for first, word in zip(range(0, ROWS, 32), self.words, strict=True):
+        for first, word in zip(range(0, VOCAB_SIZE, 32), self.words, strict=True):
             if word:
                 yield from (first + bit for bit in range(32) if word >> bit & 1)
 

@@ -19,11 +19,12 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.prefix import Known
 from vllm_mlx_harmony.host.models import is_harmony
 from vllm_mlx_harmony.host.sampler import LIKELIEST, Sampler, claimed, draw
-from vllm_mlx_harmony.host.sampling import ROWS, Settings
+from vllm_mlx_harmony.host.sampling import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def own_sampler(original: Method) -> Method:
                 max_tokens=wanted.max_tokens,
                 temperature=wanted.temperature,
                 top_p=wanted.top_p or 1.0,  # none of the probability: mlx-lm takes it for all
-                top_k=wanted.top_k if 0 < wanted.top_k < ROWS else 0,
+                top_k=wanted.top_k if 0 < wanted.top_k < VOCAB_SIZE else 0,
                 min_p=wanted.min_p,
             )
             request.sampling_params = replace(

@@ -13,6 +13,7 @@ from itertools import groupby
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import (
     NO_THINKING,
+    VOCAB_SIZE,
     Answer,
     Call,
     Defaults,
@@ -49,15 +50,12 @@ from vllm_mlx_harmony.protocols.openai_content import (
     user_text,
 )
 
-VOCABULARY = 201_088
-"""How many ids o200k_harmony has: what ``logit_bias`` may name."""
-
 
 def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
     template = body.chat_template_kwargs or TemplateOptions()
     effort, thinking = _reasoning(body, template, defaults)
-    builtin_tools = _builtin_tools(template, defaults)
+    builtin_tools = defaults.enabled(template.builtin_tools)
     messages, prefill = _conversation(body)
     choice = body.tool_choice or ChatToolChoice(type="auto")
     tools = () if choice.type == "none" else tuple(_tools(body.tools or ()))
@@ -286,12 +284,6 @@ def _no_choice(problem: str) -> RequestError:
     return RequestError(f"tool_choice: {problem}", param="tool_choice", code="invalid_value")
 
 
-def _builtin_tools(template: TemplateOptions, defaults: Defaults) -> tuple[str, ...]:
-    if template.builtin_tools is None:
-        return defaults.builtin_tools
-    return tuple(dict.fromkeys(template.builtin_tools))
-
-
 def _reasoning(
     body: ChatBody, template: TemplateOptions, defaults: Defaults
 ) -> tuple[Effort, bool]:
@@ -337,10 +329,10 @@ def _sampling(body: ChatBody) -> Sampling:
 
 
 def _token_id(key: str) -> int:
-    digits = key.isascii() and key.isdigit() and len(key) <= len(str(VOCABULARY))
-    if not digits or int(key) >= VOCABULARY:
+    digits = key.isascii() and key.isdigit() and len(key) <= len(str(VOCAB_SIZE))
+    if not digits or int(key) >= VOCAB_SIZE:
         raise RequestError(
-            f"logit_bias: {key!r} is not a token id from 0 to {VOCABULARY - 1}",
+            f"logit_bias: {key!r} is not a token id from 0 to {VOCAB_SIZE - 1}",
             param="logit_bias",
             code="invalid_value",
         )

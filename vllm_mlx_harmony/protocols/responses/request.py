@@ -47,7 +47,7 @@ def read_turn(
         response_format=response_format(format_, "text.format") if format_ else None,
         identity=template.model_identity or defaults.identity,
         date=defaults.date,
-        builtin_tools=_builtin_tools(template, defaults),
+        builtin_tools=defaults.enabled(template.builtin_tools),
         sampling=_sampling(body),
         limits=Limits(
             max_tokens=body.max_output_tokens,
@@ -64,12 +64,6 @@ def read_turn(
 
 def _without_tools(messages: Iterable[Message]) -> tuple[Message, ...]:
     return tuple(each for each in messages if not isinstance(each, AdditionalTools))
-
-
-def _builtin_tools(template: TemplateOptions, defaults: Defaults) -> tuple[str, ...]:
-    if template.builtin_tools is None:
-        return defaults.builtin_tools
-    return tuple(dict.fromkeys(template.builtin_tools))
 
 
 def _effort(body: ResponsesBody, template: TemplateOptions) -> tuple[tuple[str, object], ...]:
