@@ -149,13 +149,14 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="bench",
         what="cost per token, of a prompt and of the start of Python, against the host's own",
-        install=(".[cpu]",),
+        install=(".[cpu]", "httpx>=0.27"),
         present=HOST,
         commands=(
             ("python", "ci/bench.py"),
             ("python", "ci/bench_render.py"),
             ("python", "ci/bench_grammar.py"),
             ("python", "ci/bench_reuse.py"),
+            ("python", "ci/bench_decode.py"),
         ),
         in_all=False,
     ),
