@@ -77,7 +77,7 @@ def write(directory: Path, scripts: Iterable[Script] = (), *, ranks: Ranks | Non
     table = token_table(ranks or shipped_ranks())
     _write_shared(directory, {**_CONFIG, **_IDS}, _STANDIN_CARD, ranks)
     _put(directory / cursor.TABLE, table)
-    _put(directory / "model.safetensors", _one_weight(50.0))
+    _put(directory / "model.safetensors", _one_weight(90.0))
     for name in ("cursor", "model"):
         _put(directory / f"standin_{name}.py", _source(f"{name}.py"))
     return rescript(directory, scripts)

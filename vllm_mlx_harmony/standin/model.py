@@ -20,8 +20,8 @@ from mlx import nn
 from mlx_lm.models.base import BaseModelArgs
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-WEIGHT = 50.0
-"""Logit of the scripted token; all others are 0. A bias of -100 bans it, one of 100 beats it."""
+WEIGHT = 90.0
+"""Logit of the scripted token. A bias of -100 bans it, one of 100 on another beats it."""
 
 EXACT = 16
 """How many positions at the end of an input get logits; a prefill never reads those before."""
@@ -58,7 +58,11 @@ class Layer(nn.Module):  # type: ignore[misc, unused-ignore]
 
 
 class Model(nn.Module):  # type: ignore[misc, unused-ignore]
-    """Ids in, logits out: all weight on the next scripted token."""
+    """Ids in, logits out: all weight on the next scripted token.
+
+    Where that is forbidden (by a grammar, a bias), the weight is on what ends things soon
+    (`cursor.INSTEAD`): a model that wants something else, and can be made to answer all the same.
+    """
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -69,7 +73,10 @@ class Model(nn.Module):  # type: ignore[misc, unused-ignore]
         self._full = args.layer_types.index("full_attention")
         cursor, here = _sibling("standin_cursor"), Path(__file__).parent
         self._cursor, self._shelf = cursor, cursor.Shelf(here)
-        self._decode = cursor.decoder(cursor.read_table((here / cursor.TABLE).read_bytes()))
+        table = cursor.read_table((here / cursor.TABLE).read_bytes())
+        self._decode = cursor.decoder(table)
+        instead = cursor.instead(table)
+        self._instead = mx.array([instead.get(row, 0.0) for row in range(args.vocab_size)])
 
     def make_cache(self) -> list[Any]:
         """One cache per layer, in gpt-oss's layout."""
@@ -116,4 +123,6 @@ class Model(nn.Module):  # type: ignore[misc, unused-ignore]
 
     def _logits(self, scripted: list[list[int]], before: int) -> mx.array:
         rows = mx.array([[-1] * before + row for row in scripted])
-        return mx.where(mx.arange(self.args.vocab_size) == rows[..., None], self.weight, 0.0)
+        return mx.where(
+            mx.arange(self.args.vocab_size) == rows[..., None], self.weight, self._instead
+        )
