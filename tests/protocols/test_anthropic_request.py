@@ -17,10 +17,12 @@ from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import (
+    AdditionalTools,
     Answer,
     Call,
     Defaults,
     Effort,
+    EffortUpdate,
     Instructions,
     Limits,
     Message,
@@ -86,6 +88,11 @@ def text(said: str, **more: Any) -> dict[str, Any]:
 
 def thinking(shown: str, signature: str = "c2ln") -> dict[str, Any]:
     return {"type": "thinking", "thinking": shown, "signature": signature}
+
+
+def addition(definition: dict[str, Any]) -> dict[str, Any]:
+    tool = {"type": "tool_definition", "definition": definition}
+    return {"type": "tool_addition", "tool": tool}
 
 
 def use(given: Any, name: str = "f", key: str = "c1") -> dict[str, Any]:
@@ -408,6 +415,59 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message], str | None]]
         [User("Hello"), Instructions("Always."), Answer("a"), User("Hello"), Instructions("Now.")],
         None,
     ),
+    "an effort from here on": (
+        [
+            *HELLO,
+            {"role": "system", "output_config": {"effort": "low"}},
+            {"role": "system", "content": "Go.", "output_config": {"effort": "max"}},
+            {"role": "system", "content": "Once.", "output_config": {}},
+        ],
+        [
+            User("Hello"),
+            EffortUpdate(Effort.LOW),
+            Instructions("Go."),
+            EffortUpdate(Effort.HIGH),
+            Instructions("Once."),
+        ],
+        None,
+    ),
+    "an effort stays when the text goes": (
+        [
+            *HELLO,
+            {
+                "role": "system",
+                "content": "Once.",
+                "clear_at": "next_user_message",
+                "output_config": {"effort": "low"},
+            },
+            assistant(text("a")),
+            *HELLO,
+        ],
+        [User("Hello"), EffortUpdate(Effort.LOW), Answer("a"), User("Hello")],
+        None,
+    ),
+    "tools from here on": (
+        [
+            *HELLO,
+            {
+                "role": "system",
+                "content": [
+                    text("Before."),
+                    addition({"name": "g", "description": "G", "input_schema": {}}),
+                    addition({"type": "bash_20250124", "name": "bash"}),
+                    {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "f"}},
+                    text("After."),
+                ],
+            },
+        ],
+        [
+            User("Hello"),
+            Instructions("Before."),
+            AdditionalTools((Tool("g", "G", {}, "messages[1].content[1].tool.definition"),)),
+            Instructions("After."),
+        ],
+        None,
+    ),
     "a preamble that was shown as thinking": (
         [assistant(thinking("Look", f"sealed:{UPDATE}Look"), use({})), user(result("1"))],
         [Preamble("Look"), Call("c1", "f", "{}"), Result("c1", "1", "messages[1].content[0]")],
@@ -428,6 +488,22 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message], str | None]]
 def test_conversations(messages: list[Any], expected: list[Message], prefill: str | None) -> None:
     asked = turn(messages=messages)
     assert (asked.messages, asked.prefill) == (tuple(expected), prefill)
+
+
+def test_the_last_effort_says_whether_the_model_thinks() -> None:
+    messages = [{"role": "system", "output_config": {"effort": "low"}}, *HELLO]
+    off = turn(messages=messages, thinking={"type": "disabled"})
+    assert (off.thinking, off.messages[0]) == (False, EffortUpdate(Effort.LOW, thinking=False))
+    none = [{"role": "system", "output_config": {"effort": "none"}}, *messages]
+    assert turn(messages=none).thinking
+    assert not turn(messages=none[:1] + HELLO).thinking
+
+
+def test_a_tool_that_was_added_may_be_chosen_and_with_none_there_is_none() -> None:
+    added = {"role": "system", "content": [addition({"name": "g", "input_schema": {}})]}
+    chosen = turn(messages=[*HELLO, added], tool_choice={"type": "tool", "name": "g"})
+    assert chosen.tool_choice == ToolChoice(required=True, names=("g",))
+    assert turn(messages=[*HELLO, added], tool_choice={"type": "none"}).messages == (User("Hello"),)
 
 
 def test_a_prefill_is_continued_in_final() -> None:
@@ -742,6 +818,15 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     (user(result([{"type": "text"}])), ".content[0].content[0].text"),
     (user(result("a", is_error="yes")), ".content[0].is_error"),
     ({"role": "system", "content": [image()]}, ".content[0]"),
+    ({"role": "system"}, ".content"),
+    ({"role": "system", "output_config": {"effort": "much"}}, ".output_config.effort"),
+    ({"role": "system", "content": [{"type": "tool_addition"}]}, ".content[0].tool"),
+    (
+        {"role": "system", "content": [addition({"name": "g"})]},
+        ".content[0].tool.definition.input_schema",
+    ),
+    ({"role": "system", "content": [{"type": "tool_removal"}]}, ".content[0]"),
+    (user(addition({})), ".content[0]"),
     (assistant(image()), ".content[0]"),
     (assistant(result("a")), ".content[0]"),
     (assistant({"type": "thinking", "signature": "a"}), ".content[0].thinking"),

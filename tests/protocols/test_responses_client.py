@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -37,7 +35,6 @@ pytest.importorskip("openai", minversion="2")
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
-from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import BaseModel, TypeAdapter
 
@@ -191,38 +188,12 @@ def test_input_items() -> None:
     assert [item.type for item in read_back.data] == [item.get("type", "message") for item in items]
 
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-
-HONOURED = frozenset(
-    {"background", "include", "input", "instructions", "max_output_tokens", "metadata", "model",
-     "parallel_tool_calls", "previous_response_id", "reasoning", "store", "stream", "temperature",
-     "text", "tool_choice", "tools", "top_p"}
-)  # fmt: skip
 REFUSED: dict[str, Any] = {
     "conversation": "conv_1",
     "moderation": {"model": "omni-moderation-latest"},
     "prompt": {"id": "pmpt_1"},
     "top_logprobs": 2,
 }
-WORDS: dict[str, Any] = {
-    "max_tool_calls": 1,
-    "prompt_cache_key": "k",
-    "safety_identifier": "s",
-    "service_tier": "flex",
-    "truncation": "auto",
-    "user": "u",
-}
-
-
-def ignored() -> set[str]:
-    (row,) = (line for line in README.splitlines() if line.startswith("| Responses | "))
-    return set(re.findall(r"`(\w+)`", row.partition(";")[0])) - {"prewarm"}
-
-
-def test_every_parameter_is_honoured_refused_or_said_to_be_ignored() -> None:
-    """Those of the official client: a new one has to be put somewhere."""
-    known = ResponseCreateParamsBase.__annotations__.keys() | {"stream"}
-    assert known <= HONOURED | REFUSED.keys() | ignored()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -230,8 +201,3 @@ def test_refused(name: str) -> None:
     with pytest.raises(RequestError) as caught:
         request(False, **{name: REFUSED[name]})
     assert (caught.value.param, caught.value.status) == (name, 400)
-
-
-@pytest.mark.parametrize("name", sorted(ignored()))
-def test_ignored(name: str) -> None:
-    assert request(False, **{name: WORDS.get(name, {})}).turn == request(False).turn

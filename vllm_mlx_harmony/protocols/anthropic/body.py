@@ -35,6 +35,7 @@ _READ: dict[object, tuple[str, ...]] = {
     "tool_result": ("tool_use_id", "content", "is_error"),
     "search_result": ("title", "source", "content"),
     "document": ("title", "context", "source"),
+    "tool_addition": ("tool",),
 }
 """The fields of a block that are looked at. Fields of the same name mean other things elsewhere."""
 
@@ -100,29 +101,6 @@ class ResultBlock(Readable):
     content: list[Part] | None = None
 
 
-class Block(Readable):
-    """One block of a message's content."""
-
-    thinking: str | None = None
-    signature: str | None = None
-    data: str | None = None
-    id: str | None = Field(default=None, min_length=1)
-    name: str | None = Field(default=None, min_length=1)
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = Field(default=None, min_length=1)
-    content: Annotated[list[ResultBlock] | None, BeforeValidator(_as_blocks)] = None
-    is_error: bool | None = None
-
-
-Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
-
-
-class AnthropicMessage(Wire):
-    role: Literal["user", "assistant", "system"]
-    content: Blocks
-    clear_at: Literal["next_user_message", "never"] | None = None
-
-
 class AnthropicTool(Wire):
     type: str | None = None
     name: str | None = None
@@ -144,6 +122,54 @@ CUSTOM = "custom"
 """The type of a tool that the caller defines: a name, a description and a schema."""
 
 
+class ToolChange(Wire):
+    """A tool that a conversation adds: its definition, or a reference to an earlier one."""
+
+    type: str
+    definition: AnthropicTool | None = None
+
+
+class Block(Readable):
+    """One block of a message's content."""
+
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+    id: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = Field(default=None, min_length=1)
+    content: Annotated[list[ResultBlock] | None, BeforeValidator(_as_blocks)] = None
+    is_error: bool | None = None
+    tool: ToolChange | None = None
+
+
+Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
+
+
+class EffortConfig(Wire):
+    effort: Any = None
+
+
+class AnthropicMessage(Wire):
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+    clear_at: Literal["next_user_message", "never"] | None = None
+    output_config: EffortConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _effort_alone(cls, value: object) -> object:
+        """The system's may have no content, when it says an effort."""
+        if not isinstance(value, dict):
+            return value
+        if value.get("role") != "system":
+            return {name: field for name, field in value.items() if name != "output_config"}
+        if value.get("content") is None and value.get("output_config"):
+            return {**value, "content": []}
+        return value
+
+
 class ToolChoice(Wire):
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
@@ -161,8 +187,7 @@ class OutputFormat(Wire):
     document: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Wire):
-    effort: Any = None
+class OutputConfig(EffortConfig):
     format: OutputFormat | None = None
 
 

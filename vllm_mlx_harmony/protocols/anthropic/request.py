@@ -15,10 +15,12 @@ from typing import TypeAlias
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import (
     NO_THINKING,
+    AdditionalTools,
     Answer,
     Call,
     Defaults,
     Effort,
+    EffortUpdate,
     Instructions,
     Limits,
     Message,
@@ -50,9 +52,12 @@ from vllm_mlx_harmony.protocols.seal import Seal
 
 def read_turn(body: MessagesBody, defaults: Defaults, seal: Seal) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
-    messages, prefill = _conversation(body.messages, seal)
+    messages, prefill = _conversation(body, defaults, seal)
     tools = () if _no_tools(body) else tuple(_tools(body.tools or ()))
     effort, thinking = _reasoning(body, defaults)
+    for message in messages:
+        if isinstance(message, EffortUpdate):
+            thinking = message.thinking
     return Turn(
         messages=(*_system(body.system or ()), *messages),
         tools=tools,
@@ -69,7 +74,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, seal: Seal) -> Turn:
             one_call=_one_call(body),
             reasoning_tokens=_reasoning_tokens(body),
         ),
-        tool_choice=_tool_choice(body, tools),
+        tool_choice=_tool_choice(body, [*tools, *_added(messages)]),
         thinking=thinking,
     )
 
@@ -100,32 +105,60 @@ class _Placed:
     answered: bool
 
 
-_Spoken: TypeAlias = "list[list[_Placed]]"
-"""The blocks of each message of a run."""
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """The blocks of a message, and the effort that holds from it on, where it says one."""
+
+    role: str
+    blocks: list[_Placed]
+    effort: EffortUpdate | None
+
+
+_Spoken: TypeAlias = Sequence[_Said]
+"""A run of messages of one speaker."""
 
 
 def _conversation(
-    messages: Sequence[AnthropicMessage], seal: Seal
+    body: MessagesBody, defaults: Defaults, seal: Seal
 ) -> tuple[list[Message], str | None]:
     """All messages, and the beginning of the answer when the last one is the assistant's."""
-    roles = [message.role for message in messages]
+    roles = [message.role for message in body.messages]
     last_user = max((index for index, role in enumerate(roles) if role == "user"), default=-1)
     answered = _answered(roles)
+
+    def said(message: AnthropicMessage, at: int) -> _Said:
+        """What is cleared is the text."""
+        cleared = message.clear_at == "next_user_message" and at < last_user
+        blocks = [] if cleared else _placed(message, at, at < answered)
+        return _Said(message.role, blocks, _effort_update(message, at, body, defaults))
+
     shown = [
-        (index, message)
-        for index, message in enumerate(messages)
-        if message.clear_at != "next_user_message" or index > last_user
+        each
+        for each in (said(message, index) for index, message in enumerate(body.messages))
+        if each.role != "system" or each.blocks or each.effort
     ]
-    runs = [
-        (role, [_placed(message, index, index < answered) for index, message in run])
-        for role, run in groupby(shown, key=lambda each: each[1].role)
-    ]
-    read = [message for role, run in runs[:-1] for message in _ROLES[role](run, seal)]
-    role, last = runs[-1]
-    if role != "assistant":
-        return [*read, *_ROLES[role](last, seal)], None
-    prefill = _prefill(last)
-    return [*read, *_unanswered(last, seal)], prefill
+    runs = [(role, list(run)) for role, run in groupby(shown, key=lambda each: each.role)]
+    prefill = None
+    if roles[-1] == "assistant":
+        last = runs.pop()[1]
+        prefill = _prefill(last)
+    read = [message for role, run in runs for message in _ROLES[role](run, seal)]
+    if roles[-1] == "assistant":
+        read += _unanswered(last, seal)
+    if _no_tools(body):
+        read = [message for message in read if not isinstance(message, AdditionalTools)]
+    return read, prefill
+
+
+def _effort_update(
+    message: AnthropicMessage, at: int, body: MessagesBody, defaults: Defaults
+) -> EffortUpdate | None:
+    """The effort from a message on. What ``thinking`` says of the whole request stands over it."""
+    word = message.output_config.effort if message.output_config else None
+    if word is None:
+        return None
+    effort, thinking = defaults.reasoning((f"messages[{at}].output_config.effort", word))
+    return EffortUpdate(effort, thinking and not (body.thinking and body.thinking.type in _OFF))
 
 
 def _answered(roles: Sequence[str]) -> int:
@@ -155,7 +188,7 @@ def _prefill(run: _Spoken) -> str | None:
     Anthropic's API refuses the same: white space at the end (the model's next token brings its
     own), and a call that nobody has answered.
     """
-    placed = [each for blocks in run for each in blocks]
+    placed = [each for message in run for each in message.blocks]
     for each in placed:
         if each.block.type == "tool_use":
             raise RequestError(
@@ -167,19 +200,41 @@ def _prefill(run: _Spoken) -> str | None:
     if text != text.rstrip():
         problem = f"{where}: final assistant content cannot end with trailing whitespace"
         raise RequestError(problem, param=where)
-    next(blocks for blocks in reversed(run) if blocks).pop()
+    next(message.blocks for message in reversed(run) if message.blocks).pop()
     return text
 
 
 def _instructions(run: _Spoken, _: Seal) -> Iterator[Message]:
-    for blocks in run:
-        if text := _lines(map(_only_text, blocks)):
-            yield Instructions(text)
+    for message in run:
+        for adds, blocks in groupby(message.blocks, lambda each: each.block.type == _ADDITION):
+            if adds:
+                if tools := tuple(tool for each in blocks for tool in _addition(each)):
+                    yield AdditionalTools(tools)
+            elif text := _lines(map(_only_text, blocks)):
+                yield Instructions(text)
+        if message.effort:
+            yield message.effort
+
+
+_ADDITION = "tool_addition"
+
+
+def _addition(placed: _Placed) -> Iterator[Tool]:
+    """The tool that is defined there. One that is only referred to was declared before (A12)."""
+    change = placed.block.tool
+    if change is None:
+        raise required(f"{placed.where}.tool")
+    if change.type == "tool_definition":
+        where = f"{placed.where}.tool.definition"
+        if change.definition is None:
+            raise required(where)
+        yield from _tool(change.definition, where)
 
 
 def _user(run: _Spoken, _: Seal) -> Iterator[Message]:
     """What tools answered, then what the user says: the order that the API demands anyway."""
-    for blocks in run:
+    for message in run:
+        blocks = message.blocks
         results = [each for each in blocks if each.block.type == "tool_result"]
         texts = [each for each in blocks if each.block.type != "tool_result"]
         yield from map(_result, results)
@@ -189,10 +244,11 @@ def _user(run: _Spoken, _: Seal) -> Iterator[Message]:
 
 def _assistant(run: _Spoken, seal: Seal) -> Iterator[Message]:
     """In the model's own order (A4). Messages in a row are one turn of the assistant."""
-    if any(each.block.type == "tool_use" for blocks in run for each in blocks):
+    if any(each.block.type == "tool_use" for message in run for each in message.blocks):
         yield from _unanswered(run, seal)
         return
-    for blocks in run:
+    for message in run:
+        blocks = message.blocks
         answer = next((each for each in reversed(blocks) if each.block.type == "text"), None)
         for each in blocks:
             if each is answer:
@@ -206,7 +262,7 @@ def _unanswered(run: _Spoken, seal: Seal) -> Iterator[Message]:
 
     Calls come last: results follow them, and nothing that is said stands between (A4).
     """
-    said = (each for blocks in run for each in blocks)
+    said = (each for message in run for each in message.blocks)
     for each in sorted(said, key=lambda each: each.block.type == "tool_use"):
         yield from _said(each, seal)
 
@@ -441,15 +497,25 @@ def _is_anthropics(tool: AnthropicTool) -> bool:
 
 def _tools(tools: Iterable[AnthropicTool]) -> Iterator[Tool]:
     for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
-        if _is_anthropics(tool):
-            continue
-        if tool.name is None:
-            raise required(f"{where}.name")
-        if tool.input_schema is None:
-            raise required(f"{where}.input_schema")
-        strict = bool(tool.strict)
-        yield Tool(tool.name, tool.description or "", tool.input_schema, where, strict)
+        yield from _tool(tool, f"tools[{index}]")
+
+
+def _tool(tool: AnthropicTool, where: str) -> Iterator[Tool]:
+    """The tool that stands at ``where``; none when it is Anthropic's own."""
+    if _is_anthropics(tool):
+        return
+    if tool.name is None:
+        raise required(f"{where}.name")
+    if tool.input_schema is None:
+        raise required(f"{where}.input_schema")
+    strict = bool(tool.strict)
+    yield Tool(tool.name, tool.description or "", tool.input_schema, where, strict)
+
+
+def _added(messages: Iterable[Message]) -> Iterator[Tool]:
+    for message in messages:
+        if isinstance(message, AdditionalTools):
+            yield from message.tools
 
 
 def _tool_choice(body: MessagesBody, tools: Sequence[Tool]) -> ToolChoice:

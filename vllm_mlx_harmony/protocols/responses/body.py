@@ -256,19 +256,63 @@ class ResponsesBody(Wire):
     prompt_cache_options: Any = None
     structured_outputs: Any = None
 
+    guided_json: Any = None
+    guided_json_object: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    response_format: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    messages: Any = None
+    n: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    ignore_eos: Any = None
+    logit_bias: Any = None
+    logprobs: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+
 
 # --- What would silently change the answer if it were ignored: field, when, why.
 
 _LOGPROBS = "message.output_text.logprobs"
+_NO_LOGPROBS = "log probabilities are not available"
+_ELSEWHERE = "not a field of Responses: use Chat Completions"
+_FORMAT = "not available: use text.format"
+_LENGTH = "not a field of Responses: use max_output_tokens"
+
+
+def _any(_: object) -> bool:
+    return True
+
 
 _REFUSED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
-    ("top_logprobs", bool, "log probabilities are not available"),
-    ("include", lambda asked: _LOGPROBS in asked, "log probabilities are not available"),
-    ("conversation", lambda _: True, "not available: use previous_response_id"),
-    ("prompt", lambda _: True, "prompt templates are not available: send input and instructions"),
-    ("moderation", lambda _: True, "not available"),
+    ("top_logprobs", bool, _NO_LOGPROBS),
+    ("include", lambda asked: _LOGPROBS in asked, _NO_LOGPROBS),
+    ("logprobs", bool, _NO_LOGPROBS),
+    ("conversation", _any, "not available: use previous_response_id"),
+    ("prompt", _any, "prompt templates are not available: send input and instructions"),
+    ("moderation", _any, "not available"),
     ("prompt_cache_options", lambda asked: _field(asked, "prewarm"), "prewarm is not available"),
-    ("structured_outputs", lambda _: True, "not available: use text.format"),
+    ("structured_outputs", _any, _FORMAT),
+    ("guided_json", _any, _FORMAT),
+    ("guided_json_object", bool, _FORMAT),
+    ("guided_regex", _any, _FORMAT),
+    ("guided_choice", _any, _FORMAT),
+    ("guided_grammar", _any, _FORMAT),
+    ("response_format", _any, "not a field of Responses: use text.format"),
+    ("max_tokens", _any, _LENGTH),
+    ("max_completion_tokens", _any, _LENGTH),
+    ("messages", bool, "not a field of Responses: use input"),
+    ("n", lambda n: n != 1, "one answer per request: send the request again"),
+    ("stop", bool, _ELSEWHERE),
+    ("logit_bias", bool, _ELSEWHERE),
+    ("stop_token_ids", bool, "not available"),
+    ("ignore_eos", bool, "a turn ends where the model ends it"),
+    ("allowed_token_ids", bool, "not available"),
+    ("bad_words", bool, "not available"),
 )
 
 
