@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core import typescript, vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.schema import MAX_DEPTH, express, parameters
-from vllm_mlx_harmony.core.turn import Tool, Turn, User
+from vllm_mlx_harmony.core.turn import AdditionalTools, Tool, Turn, User
 from vllm_mlx_harmony.core.vocab import clean
 
 BEFORE = "<|start|>developer<|message|>"
@@ -719,6 +719,21 @@ def test_all_tools_count_together() -> None:
     tools = [Tool(f"t{at}", parameters=one, where=f"tools[{at}]") for at in range(20)]
     assert refused(*tools) == "tools[5]"  # read and printed: each counts
     render(Turn((User("?"),), tuple(tools[:5])))
+
+
+def test_tools_that_come_later_count_too() -> None:
+    """Whether or not they are remembered from another request."""
+    one = referring(LONG_TEXT, 20)
+    later = [
+        AdditionalTools((Tool(f"t{at}", parameters=one, where=f"input[{at}].tools[0]"),))
+        for at in range(8)
+    ]
+    for _ in range(2):
+        with pytest.raises(RequestError) as caught:
+            render(Turn((User("?"), *later)))
+        assert "too large" in caught.value.message
+        assert caught.value.param == "input[5].tools[0]"
+    render(Turn((User("?"), *later[:5])))
 
 
 def test_descriptions_of_tools_count_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -19,8 +20,10 @@ from vllm_mlx_harmony.host.body import LARGE, MOST_VALUES, bounded, parsed
 @pytest.fixture(autouse=True)
 def fresh() -> Any:
     body.limit.cache_clear()
+    body.most_values.cache_clear()
     yield
     body.limit.cache_clear()
+    body.most_values.cache_clear()
 
 
 def request(*chunks: bytes, **headers: str) -> tuple[Request, list[bytes]]:
@@ -78,13 +81,64 @@ TOO_MANY = {
     "numbers": b"[" + b",".join([b"1"] * (MOST_VALUES + 1)) + b"]",
     "keys": json.dumps({str(at): at for at in range(MOST_VALUES)}).encode(),
     "depth": b"[" * (MOST_VALUES + 1),
-    "digits": b"[" + b"9" * (body.MOST_BARE + 1) + b"]",
+    "white space": b"[" + b" " * (MOST_VALUES * body.BARE_EACH) + b"]",
+    "escapes": b'"' + b"\\n" * (MOST_VALUES * body.ESCAPES_EACH + 1) + b'"',
+    "a script of its own": b'"' + "я".encode() * (MOST_VALUES * body.WIDE_EACH // 2 + 1) + b'"',
 }
 
 
 @pytest.mark.parametrize("sent", TOO_MANY.values(), ids=TOO_MANY.keys())
-def test_too_many_values(sent: bytes) -> None:
-    assert refused(parsed(sent)).status == 413
+def test_too_many_values(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    error = refused(parsed(sent))
+    assert (error.status, error.code) == (413, "request_too_large")
+    assert body.VALUES in error.message
+    if not sent.startswith(b"[[[["):  # too deep, whatever may be sent
+        monkeypatch.setenv(body.VALUES, "200k")
+        body.most_values.cache_clear()
+        assert asyncio.run(parsed(sent)).large
+
+
+def conversation() -> dict[str, Any]:
+    """More than any agent sends: 1,000,000 characters, 100 tools, a bias for 5,000 tokens."""
+    parameters = {f"p{at}": {"type": "string", "description": "What."} for at in range(20)}
+    schema = {"type": "object", "properties": parameters, "required": [*parameters]}
+    listed = json.dumps({"files": [{"name": "文\n", "size": 1}] * 20})
+    steps: list[dict[str, Any]] = []
+    for at in range(700):
+        function = {"name": "f1", "arguments": json.dumps({"path": f"/{at}", "all": True})}
+        call = {"id": f"call_{at}", "type": "function", "function": function}
+        text = [{"type": "text", "text": "言" * 500}, {"type": "text", "text": "\n" * 400}]
+        steps.append({"role": "user", "content": text})
+        steps.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        steps.append({"role": "tool", "tool_call_id": f"call_{at}", "content": listed})
+    tools = [
+        {"type": "function", "function": {"name": f"f{at}", "parameters": schema}}
+        for at in range(100)
+    ]
+    bias = {str(token): -100 for token in range(5_000)}
+    return {"messages": steps, "tools": tools, "logit_bias": bias}
+
+
+def test_what_agents_send_is_far_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = json.dumps(conversation()).encode()
+    assert len(sent) > 1_000_000
+    monkeypatch.setenv(body.VALUES, str(MOST_VALUES // 2))
+    body.most_values.cache_clear()
+    assert asyncio.run(parsed(sent)).value == conversation()
+
+
+def test_the_collector_is_on_again() -> None:
+    """It is off while a large body is read, and stays off where the server has switched it off."""
+    gc.collect()
+    asyncio.run(body.in_thread(lambda: None))
+    assert gc.isenabled()
+    assert asyncio.run(body.in_thread(gc.isenabled)) is False
+    gc.disable()
+    try:
+        asyncio.run(body.in_thread(lambda: None))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 FINE = {

@@ -77,6 +77,21 @@ def pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
+def encodable(text: str) -> bool:
+    """Whether UTF-8 can hold ``text``: it has no lone surrogates. Encoded in pieces, too."""
+    if text.isascii():
+        return True
+    try:
+        for at in range(0, len(text), _UTF8_AT_ONCE):
+            text[at : at + _UTF8_AT_ONCE].encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_UTF8_AT_ONCE = 2**20
+
+
 def _spans(text: str) -> Iterator[tuple[int, int]]:
     """Where ``text`` may be cut, and how much work stands before that, at most."""
     at = 0

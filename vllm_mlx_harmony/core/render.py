@@ -77,9 +77,10 @@ def render(turn: Turn, replay: View | None = None) -> Rendered:
     tools = replace(turn, messages=leading).callable_tools
     instructions = _joined(each.text for each in leading if isinstance(each, Instructions))
     ids = list(_system(turn, bool(tools)))
-    ids += _developer(instructions, tools, turn.response_format, names, turn.tenant)
+    room = schema.Room()
+    ids += _developer(turn, instructions, tools, names, room)
     kept = _kept(_stretches(rest, replay))
-    written = _written(kept, names, tenant=turn.tenant)
+    written = _written(kept, names, room, tenant=turn.tenant)
     boundaries = tuple(accumulate(map(len, written), initial=len(ids)))
     for message in written:
         ids += message
@@ -100,24 +101,24 @@ def render_messages(
     counts. Nothing is dropped: A6 is for whoever knows the whole conversation. Raises
     ``RequestError`` naming ``Result.where`` when no earlier call has its id (A5).
     """
-    written = _written([_as_sent(list(messages))], names, calls, tenant)
+    written = _written([_as_sent(list(messages))], names, schema.Room(), calls, tenant)
     return [token for ids in written for token in ids]
 
 
 def render_message(message: Message, names: Names, calls: Mapping[str, str]) -> list[int]:
     """Ids of one message: a function of its arguments alone. ``calls``: see ``render_messages``."""
-    return list(_ids_of(message, names, calls))
+    return list(_ids_of(message, names, calls, schema.Room()))
 
 
 def _ids_of(
-    message: Message, names: Names, calls: Mapping[str, str], tenant: str = ""
+    message: Message, names: Names, calls: Mapping[str, str], room: schema.Room, tenant: str = ""
 ) -> tuple[int, ...]:
     if isinstance(message, Call):
         return _message(tenant, Call, message.arguments, names.recipient(message.name))
     if isinstance(message, Result):
         return _message(tenant, Result, message.text, names.recipient(_answered(message, calls)))
     if isinstance(message, AdditionalTools):
-        return _message(tenant, AdditionalTools, _tools(message.tools, names, tenant))
+        return _message(tenant, AdditionalTools, _tools(message.tools, names, tenant, room))
     if isinstance(message, EffortUpdate):
         return _message(tenant, EffortUpdate, f"Reasoning: {message.effort.value}")
     if isinstance(message, FormatUpdate):
@@ -323,16 +324,17 @@ def _first_reasoning(stretches: Iterable[_Stretch]) -> int:
 def _written(
     stretches: Iterable[_Stretch],
     names: Names,
+    room: schema.Room,
     calls: Mapping[str, str] | None = None,
     tenant: str = "",
 ) -> list[tuple[int, ...]]:
-    """The ids of each message."""
+    """The ids of each message. The tools in them all take from one ``room``."""
     written: list[tuple[int, ...]] = []
     made = dict(calls or {})
     for _, sent, generated in stretches:
         for message in sent:
             if generated is None:
-                written.append(_ids_of(message, names, made, tenant))
+                written.append(_ids_of(message, names, made, room, tenant))
             if isinstance(message, Call):
                 made[message.id] = message.name
         written += generated or ()
@@ -385,11 +387,11 @@ def _builtin(name: str) -> ToolNamespaceConfig:
 
 
 def _developer(
+    turn: Turn,
     instructions: str,
     tools: Sequence[Tool],
-    response_format: ResponseFormat | None,
     names: Names,
-    tenant: str,
+    room: schema.Room,
 ) -> tuple[int, ...]:
     """The developer message of A2; no ids at all when there is nothing to put in it.
 
@@ -399,23 +401,38 @@ def _developer(
     if instructions:
         sections.append(_FORMS[Instructions].heading + instructions)
     if tools:
-        sections.append(_tools(tools, names, tenant))
-    if response_format is not None:
-        sections.append(_response_format(response_format))
-    return _message(tenant, Turn, "\n\n".join(sections)) if sections else ()
+        sections.append(_tools(tools, names, turn.tenant, room))
+    if turn.response_format is not None:
+        sections.append(_response_format(turn.response_format))
+    return _message(turn.tenant, Turn, "\n\n".join(sections)) if sections else ()
 
 
-_declarations: recent.Recent[tuple[str, bytes], str] = recent.Recent(REMEMBERED // 8)
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """A ``# Tools`` section: its text, and what it took of the room for tools."""
+
+    text: str
+    characters: int
+    schemas: int
 
 
-def _tools(tools: Sequence[Tool], names: Names, tenant: str) -> str:
+_sections: recent.Recent[tuple[str, bytes], _Section] = recent.Recent(REMEMBERED // 8)
+
+
+def _tools(tools: Sequence[Tool], names: Names, tenant: str, room: schema.Room) -> str:
     """The ``# Tools`` section, remembered."""
     key = _declared(tools, names)
-    text = None if key is None else _declarations.get((tenant, key))
-    if text is None:
-        text = _declaration(tools, names)
-        if key is not None:
-            _declarations.put((tenant, key), text, len(key) + getsizeof(text) + _ENTRY)
+    section = None if key is None else _sections.get((tenant, key))
+    if section is not None:
+        # The last tool is as good as any: together they are too large.
+        room.take_for(tools[-1], section.characters, section.schemas)
+        return section.text
+    characters, schemas = room.left
+    text = _declaration(tools, names, room)
+    if key is not None:
+        left = room.left
+        section = _Section(text, characters - left[0], schemas - left[1])
+        _sections.put((tenant, key), section, len(key) + getsizeof(text) + _ENTRY)
     return text
 
 
@@ -431,8 +448,7 @@ def _declared(tools: Sequence[Tool], names: Names) -> bytes | None:
         return None
 
 
-def _declaration(tools: Sequence[Tool], names: Names) -> str:
-    room = schema.Room()
+def _declaration(tools: Sequence[Tool], names: Names, room: schema.Room) -> str:
     return typescript.section(
         FUNCTIONS, [_declared_tool(tool, names.alias(tool.name), room) for tool in tools]
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from sys import getsizeof
 from typing import TypeAlias
 
@@ -276,8 +277,19 @@ _shared = _Shared()
 
 
 def shared(ids: Iterable[int]) -> tuple[int, ...]:
-    """``ids``, to be kept: the same ones, in objects that are shared with all others kept."""
-    return tuple(map(_shared.__getitem__, ids))
+    """``ids``, to be kept: the same ones, in objects that are shared with all others kept.
+
+    In steps, between which other threads run: for millions it would be one call of 100 ms.
+    """
+    left = iter(ids)
+    kept: list[int] = []
+    while step := list(islice(left, _STEP)):
+        kept += map(_shared.__getitem__, step)
+    return tuple(kept)
+
+
+_STEP = 65_536
+"""Ids that are shared in one step."""
 
 
 _EACH = 256

@@ -59,13 +59,22 @@ class Room:
         if self._characters < 0 or self._schemas < 0:
             raise OverflowError
 
+    @property
+    def left(self) -> tuple[int, int]:
+        """Characters and schemas that may still be taken."""
+        return self._characters, self._schemas
+
     def declare(self, tool: Tool, text: str) -> str:
         """``text``, the declaration of ``tool``. Raises ``RequestError`` as ``parameters``."""
+        self.take_for(tool, len(text))
+        return text
+
+    def take_for(self, tool: Tool, characters: int, schemas: int = 0) -> None:
+        """Raises ``RequestError`` as ``parameters`` when there is not as much left."""
         try:
-            self.take(len(text))
+            self.take(characters, schemas)
         except OverflowError as error:
             raise _too_large(tool) from error
-        return text
 
 
 def _too_large(tool: Tool) -> RequestError:

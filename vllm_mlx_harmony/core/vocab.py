@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import HostError
-from .pretokens import pieces
+from .pretokens import encodable, pieces
 
 if TYPE_CHECKING:
     from openai_harmony import HarmonyEncoding
@@ -98,13 +98,9 @@ def encode(text: str) -> list[int]:
 
 def clean(text: str) -> str:
     """`text` without lone surrogates, which no UTF-8 can hold: each is U+FFFD."""
-    if text.isascii():
+    if encodable(text):
         return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def token_bytes(token: int) -> bytes:

@@ -3,7 +3,9 @@
 A server has one event loop, and one interpreter lock. What takes long is done in a thread, which
 other threads get the lock from every few milliseconds, unless one call of a library holds it from
 beginning to end, as parsers do: a parser takes a few tenths of a microsecond for each value and
-nothing for the length of a string, so that it is the number of values that has to be bounded.
+little for the length of a string, so that it is values and escapes that have to be bounded. The
+collector of garbage does not let go of the lock either, and walks over all that was just read: it
+waits until a large body has become a request.
 Refuses to know what a body says (protocols).
 """
 
@@ -13,10 +15,11 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from json import loads
+from typing import TypeVar
 
 from pydantic_core import from_json
 from starlette.requests import Request
@@ -29,6 +32,11 @@ logger = logging.getLogger("vllm_mlx_harmony")
 VARIABLE = "VLLM_MLX_HARMONY_MAX_BODY"
 """Environment variable: bytes that a request may have, as ``32M``; K and G, too."""
 
+VALUES = "VLLM_MLX_HARMONY_MAX_VALUES"
+"""Environment variable: JSON values that a request may have, as ``200000``; K, M and G, too.
+
+What else is bounded below grows with it."""
+
 DEFAULT = 32 * 2**20
 
 LARGE = 32_768
@@ -38,10 +46,18 @@ MOST_VALUES = 100_000
 """JSON values in a body. Each that means anything is a token at least, or one of a few fields; a
 parser takes 20 to 30 ms for as many."""
 
-MOST_BARE = 4 * 2**20
-"""Bytes of a body outside its strings. A parser takes 6 ms for a megabyte of digits."""
+BARE_EACH = 40
+"""Bytes outside strings for each value that there may be: a parser takes 6 ms for a megabyte of
+digits."""
+
+ESCAPES_EACH = 20
+"""Backslashes for each value that there may be: a parser takes up to 16 ms for a million."""
+
+WIDE_EACH = 120
+"""Bytes beyond ASCII for each value that there may be: a parser takes 2 ms for a megabyte."""
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_R = TypeVar("_R")
 _SLICE = 2**16
 
 
@@ -56,13 +72,23 @@ class Document:
 @lru_cache(maxsize=1)
 def limit() -> int:
     """Bytes that a body may have. Reads the environment once."""
-    given = os.environ.get(VARIABLE, "").strip().upper().removesuffix("B")
+    return _given(VARIABLE, DEFAULT, "bytes")
+
+
+@lru_cache(maxsize=1)
+def most_values() -> int:
+    """JSON values that a body may have. Reads the environment once."""
+    return _given(VALUES, MOST_VALUES, "values")
+
+
+def _given(variable: str, default: int, unit: str) -> int:
+    given = os.environ.get(variable, "").strip().upper().removesuffix("B")
     number = given.rstrip("KMG")
     if not given:
-        return DEFAULT
+        return default
     if not (number.isascii() and number.isdigit() and given[len(number) :] in _UNITS):
-        logger.warning("%s=%r is not a number of bytes: 32M it is", VARIABLE, given)
-        return DEFAULT
+        logger.warning("%s=%r is not a number of %s: %d it is", variable, given, unit, default)
+        return default
     return int(number) * _UNITS[given[len(number) :]]
 
 
@@ -93,7 +119,7 @@ def _counted(receive: Receive) -> Receive:
 
 def too_large() -> RequestError:
     """The error for a body of more than the limit."""
-    problem = f"the request body is larger than {limit()} bytes (see {VARIABLE})"
+    problem = f"the request body is larger than {limit()} bytes: send less, or raise {VARIABLE}"
     return RequestError(problem, status=413, code="request_too_large")
 
 
@@ -103,7 +129,7 @@ async def parsed(body: bytes) -> Document:
         raise too_large()
     if len(body) < LARGE:
         return Document(_parsed(body))
-    return Document(await asyncio.to_thread(_parsed_large, body), large=True)
+    return Document(await in_thread(_parsed_large, body), large=True)
 
 
 def _parsed(body: bytes) -> object:
@@ -115,31 +141,70 @@ def _parsed(body: bytes) -> object:
 
 
 def _parsed_large(body: bytes) -> object:
-    _freeze_once()
-    values = bare = 0
-    for outside in _outside_strings(body):
-        values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
-        bare += len(outside)
-        if values >= MOST_VALUES or bare > MOST_BARE:
-            problem = (
-                f"the request body has more than {MOST_VALUES} JSON values, or {MOST_BARE} bytes "
-                "outside its strings"
-            )
-            raise RequestError(problem, status=413, code="request_too_large")
+    _check(body)
     try:
         # Many times as fast as `json` with long strings, but it refuses half surrogate pairs.
-        document: object = from_json(body, allow_inf_nan=True, cache_strings="keys")
+        document: object = from_json(body, allow_inf_nan=True, cache_strings="none")
     except ValueError:
         return _parsed(body)
     return document
 
 
+def _check(body: bytes) -> None:
+    """Raises ``RequestError`` for a body that would keep its parser, and the lock, too long."""
+    most = most_values()
+    values = bare = escapes = wide = 0
+    for at in range(0, len(body), _SLICE):
+        part = body[at : at + _SLICE]
+        escapes += part.count(b"\\")
+        wide += 0 if part.isascii() else len(part.translate(None, _ASCII))
+    if escapes > most * ESCAPES_EACH:
+        raise _too_much(f"{most * ESCAPES_EACH} backslashes", "send text as UTF-8, not escaped")
+    if wide > most * WIDE_EACH:
+        raise _too_much(f"{most * WIDE_EACH} bytes that are not ASCII", "send less text")
+    for outside in _outside_strings(body):
+        values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+        bare += len(outside)
+        if values >= most:
+            raise _too_much(f"{most} JSON values", "send fewer messages, tools or other values")
+        if bare > most * BARE_EACH:
+            raise _too_much(
+                f"{most * BARE_EACH} bytes outside its strings", "send less white space"
+            )
+
+
+_ASCII = bytes(range(128))
+
+
+def _too_much(what: str, instead: str) -> RequestError:
+    problem = f"the request body has more than {what}: {instead}, or raise {VALUES}"
+    return RequestError(problem, status=413, code="request_too_large")
+
+
+async def in_thread(function: Callable[..., _R], *arguments: object) -> _R:
+    """``function`` of ``arguments`` in a thread, and no garbage is collected meanwhile.
+
+    For what makes many objects that stay: the collector would walk over them again and again, for
+    50 ms if they are 20,000 messages, in which no other thread runs.
+    """
+    return await asyncio.to_thread(_without_collector, function, *arguments)
+
+
+def _without_collector(function: Callable[..., _R], *arguments: object) -> _R:
+    """Of several at a time the first decides how long, so that it is never off for all of them."""
+    _freeze_once()
+    ours = gc.isenabled()
+    gc.disable()
+    try:
+        return function(*arguments)
+    finally:
+        if ours:
+            gc.enable()
+
+
 @lru_cache(maxsize=1)
 def _freeze_once() -> None:
-    """Keeps the collector of garbage away from what the server has loaded.
-
-    As many values as a large body has set it off, and it would walk over all modules again.
-    """
+    """Keeps the collector away from what the server has loaded, which it would walk over, too."""
     gc.freeze()
 
 

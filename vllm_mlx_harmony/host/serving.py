@@ -25,7 +25,7 @@ from vllm_mlx_harmony.core.replay import View
 from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
 from vllm_mlx_harmony.host import contract, remembering
 from vllm_mlx_harmony.host.answers import Deltas, Job, run
-from vllm_mlx_harmony.host.body import LARGE, Document, bounded, parsed
+from vllm_mlx_harmony.host.body import LARGE, Document, bounded, in_thread, parsed
 from vllm_mlx_harmony.host.defaults import defaults, sampling_defaults
 from vllm_mlx_harmony.host.leases import Budget, Lease, acquire, needs_model, tenant_of
 from vllm_mlx_harmony.host.model_names import response_name
@@ -85,7 +85,9 @@ class Api:
 
     async def asked(self, document: Document, tenant: str, engine: Any = None) -> Any:
         """The request in ``document``, from ``tenant`` to ``engine``. Raises ``RequestError``."""
-        if self.blocks or document.large:
+        if document.large:
+            return await in_thread(self.read, document.value, defaults(engine), tenant)
+        if self.blocks:
             return await asyncio.to_thread(self.read, document.value, defaults(engine), tenant)
         return self.read(document.value, defaults(engine), tenant)
 
@@ -247,7 +249,7 @@ async def _context(turn: Turn, stamp: Stamp, turns: View | None, large: bool) ->
     renderer = remembering.replaying(parts.renderer, turns)
     if not (large or turn.tools or turn.characters >= LARGE):
         return parts.context(turn, stamp, renderer)
-    return await asyncio.to_thread(parts.context, turn, stamp, renderer)
+    return await in_thread(parts.context, turn, stamp, renderer)
 
 
 async def _whole(request: Request, begun: Begun, deltas: Deltas) -> Response:

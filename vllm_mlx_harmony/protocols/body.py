@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.pretokens import encodable
 
 
 class Wire(BaseModel):
@@ -95,7 +96,7 @@ def _is_sound(body: object) -> bool:
         inner: list[object] = []
         for value in level:
             if isinstance(value, str):
-                if not (value.isascii() or _encodable(value)):
+                if not encodable(value):
                     return False
             elif isinstance(value, dict):
                 inner += value
@@ -153,14 +154,6 @@ def path(parts: Iterable[int | str]) -> str:
     """``("messages", 1, "content")`` as ``messages[1].content``."""
     steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return "".join(steps).removeprefix(".")
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _guilty(kind: str, where: Iterable[Any], said: str) -> RequestError:

@@ -6,7 +6,7 @@ rendered, and how the answer is written (chat/api.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -258,26 +258,32 @@ def _tool_choice(
             raise _no_choice("there are no tools")
         return ToolChoice(required=True)
     if choice.type in ("function", "custom"):
-        return ToolChoice(required=True, names=(_declared(choice, tools),))
+        return ToolChoice(required=True, names=(_declared(choice, _by_kind(tools)),))
     if choice.type == "allowed_tools":
         if choice.allowed_tools is None:
             raise required("tool_choice.allowed_tools")
-        names = dict.fromkeys(_declared(each, tools) for each in choice.allowed_tools.tools)
+        declared = _by_kind(tools)
+        names = dict.fromkeys(_declared(each, declared) for each in choice.allowed_tools.tools)
         return ToolChoice(choice.allowed_tools.mode == "required", tuple(names))
     raise _no_choice(f"unknown choice {choice.type!r}")
 
 
-def _declared(named: ChatNamedTool, tools: Sequence[ChatTool]) -> str:
+def _by_kind(tools: Sequence[ChatTool]) -> set[tuple[bool, str]]:
+    """Of each tool, whether it is freeform, and its name."""
+    kinds = ((is_freeform(tool), tool) for tool in tools)
+    shapes = ((freeform, tool.custom if freeform else tool.function) for freeform, tool in kinds)
+    return {(freeform, shape.name) for freeform, shape in shapes if shape}
+
+
+def _declared(named: ChatNamedTool, declared: Collection[tuple[bool, str]]) -> str:
     """The name of a tool that is chosen. Raises ``RequestError`` when no such tool is declared."""
     freeform = named.type == "custom"
     chosen = named.custom if freeform else named.function
     if chosen is None:
         raise _no_choice(f"it names no {'custom' if freeform else 'function'}")
-    for tool in tools:
-        declared = tool.custom if freeform else tool.function
-        if is_freeform(tool) is freeform and declared and declared.name == chosen.name:
-            return chosen.name
-    raise _no_choice(f"{chosen.name!r} is not among the tools")
+    if (freeform, chosen.name) not in declared:
+        raise _no_choice(f"{chosen.name!r} is not among the tools")
+    return chosen.name
 
 
 def _no_choice(problem: str) -> RequestError:
