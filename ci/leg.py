@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     listed = "\n".join(f"  {leg.name:12} {leg.what}" for leg in LEGS)
     parser = argparse.ArgumentParser(
         description="Runs legs of the CI matrix, each in a fresh virtual environment.",
-        epilog=f"legs (all but bench are in `all`):\n{listed}",
+        epilog=f"legs (all but bench and grammar are in `all`):\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("legs", nargs="*", metavar="LEG", default=["all"])
@@ -105,7 +105,8 @@ def run(leg: Leg, *, keep: bool = False) -> Outcome:
     reports = [BUILD / f"{leg.name}-{number}.xml" for number in range(len(leg.commands))]
     try:
         environment = prepare(leg, keep=keep)
-        failures = [execute(environment, *step) for step in zip(leg.commands, reports, strict=True)]
+        steps = zip(leg.commands, reports, strict=True)
+        failures = [execute(environment, *step, dict(leg.variables)) for step in steps]
         why = "; ".join(filter(None, failures))
         result = FAILED if why else PASSED
     except LegFailed as error:
@@ -164,7 +165,12 @@ def installed(environment: Path) -> list[str]:
     return re.findall(r"'([^']+)'", listed.stdout)
 
 
-def execute(environment: Path, command: Sequence[str], report: Path) -> str:
+def execute(
+    environment: Path,
+    command: Sequence[str],
+    report: Path,
+    variables: Mapping[str, str] | None = None,
+) -> str:
     """Runs a command of a leg and returns why it failed, if it did; a skipped test is a failure."""
     is_pytest = "pytest" in command
     arguments = [*command, f"--junit-xml={report}"] if is_pytest else list(command)
@@ -173,7 +179,10 @@ def execute(environment: Path, command: Sequence[str], report: Path) -> str:
     without = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     print(f"$ {' '.join(command)}", flush=True)
     ended = subprocess.run(
-        [str(executable), *arguments[1:]], cwd=REPOSITORY, env={**without, **own}, check=False
+        [str(executable), *arguments[1:]],
+        cwd=REPOSITORY,
+        env={**without, **own, **(variables or {})},
+        check=False,
     )
     if ended.returncode != 0:
         return f"{' '.join(command)}: exit code {ended.returncode}"

@@ -33,7 +33,8 @@ class Leg:
     ``install`` are arguments of ``uv pip install``; packages in ``without`` are left out of it,
     although something depends on them. ``present`` and ``absent`` are looked up afterwards: they
     are what makes the leg a leg of its own. A test that is skipped fails the leg.
-    ``systems`` and ``runners`` are where it can run, and where GitHub runs it.
+    ``systems`` and ``runners`` are where it can run, and where GitHub runs it; ``variables`` are
+    set in the environment of its commands.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Leg:
     systems: tuple[str, ...] = ("Linux", "Darwin")
     runners: tuple[str, ...] = ("ubuntu-latest",)
     in_all: bool = True
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 BELOW_HOST = (*PYTEST, "tests/core", "tests/protocols", "tests/ci", "tests/cli", "-m", "not served")
@@ -155,6 +157,18 @@ LEGS: tuple[Leg, ...] = (
         absent=("pytest",),
         commands=(("vllm-mlx-harmony", "demo"),),
         runners=("ubuntu-latest", "macos-14"),
+    ),
+    Leg(
+        name="grammar",
+        what="500 random outputs of every kind, on both engines, held to what was asked for",
+        install=("-e", ".[cpu,test]"),
+        present=(*HOST, "openai-harmony", "jsonschema"),
+        commands=(
+            (*PYTEST, "tests/core/test_grammar.py"),
+            (*PYTEST, "tests/host/test_enforcement.py"),
+        ),
+        variables=(("GRAMMAR_SEEDS", "500"),),
+        in_all=False,
     ),
     Leg(
         name="bench",

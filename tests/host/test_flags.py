@@ -97,7 +97,6 @@ NAMED = [
     ("--mtp-num-draft-tokens 2", "--mtp-num-draft-tokens: ", BOTH),
     ("--mtp-optimistic", "--mtp-optimistic: ", BOTH),
     ("--mllm-prefill-step-size 9", "--mllm-prefill-step-size: gpt-oss takes text only", BOTH),
-    ("--default-thinking-token-budget 9", "--default-thinking-token-budget: ", BOTH),
     ("--reasoning-parser qwen3", "--reasoning-parser qwen3: reasoning is read from", BOTH),
     (
         '--default-chat-template-kwargs {"colour":1,"reasoning_effort":"low"}',

@@ -19,6 +19,10 @@ import server as served
 
 Start = Callable[..., served.Server]
 
+AS_SCRIPTED = {"VLLM_MLX_HARMONY_GRAMMAR": "off"}
+"""Most scripts say what no grammar lets through: that it is read all the same is what they test.
+What is enforced is tested by itself, and wherever agents run."""
+
 
 @pytest.fixture(scope="session")
 def standin_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -54,7 +58,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterat
             *flags,
             home=tmp_path_factory.mktemp("home"),
             command=command,
-            env=env,
+            env={**AS_SCRIPTED, **(env or {})},
             ready=ready,
         )
         running.append(one)

@@ -41,7 +41,8 @@ SCRIPTS = [
 @pytest.fixture(scope="module")
 def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
     standin.rescript(standin_dir, SCRIPTS)
-    server = start("--tool-call-parser", "harmony", engine=engine, command=HARMONY)
+    env = {"VLLM_MLX_HARMONY_GRAMMAR": "auto"}
+    server = start("--tool-call-parser", "harmony", engine=engine, command=HARMONY, env=env)
     yield server
     server.stop()
 

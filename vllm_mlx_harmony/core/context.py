@@ -12,6 +12,7 @@ from dataclasses import replace
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Started, Text
 from vllm_mlx_harmony.core.header import Header
+from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import EndReason, Parser
 from vllm_mlx_harmony.core.render import Rendered, opening, render, render_messages
 from vllm_mlx_harmony.core.replay import Output
@@ -59,6 +60,11 @@ class StreamingHarmonyContext:
         self._answered = False  # a tool has, and the assistant's next message is not begun
         self._outputs: list[Output] = []
         self._begin_output()
+
+    @property
+    def names(self) -> Names:
+        """The names that its tools were rendered with."""
+        return self._names
 
     @property
     def done(self) -> bool:

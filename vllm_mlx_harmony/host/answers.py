@@ -16,6 +16,8 @@ from vllm_mlx_harmony.core.deltas import Delta, Finished
 from vllm_mlx_harmony.core.errors import HostError, OutputError
 from vllm_mlx_harmony.core.replay import View
 from vllm_mlx_harmony.core.turn import Message
+from vllm_mlx_harmony.host import enforcement
+from vllm_mlx_harmony.host.constraint import Constraining
 from vllm_mlx_harmony.host.engine import (
     Finish,
     Step,
@@ -48,7 +50,7 @@ class Job:
 
     ``key`` is what the answer's ids are made from: it can be cancelled by it.
     ``echoed`` is how a message of it is read when a client gives it back. ``tells_cached``: the
-    answer begins with how much of the prompt is cached.
+    answer begins with how much of the prompt is cached. ``held`` is what the output is held to.
     """
 
     lease: Lease
@@ -60,6 +62,7 @@ class Job:
     echoed: Callable[[Message], Message] = lambda message: message
     tells_cached: bool = False
     key: str = ""
+    held: Constraining | None = None
 
 
 _running: dict[tuple[str, str], asyncio.Future[None]] = {}
@@ -103,6 +106,7 @@ async def run(job: Job) -> Deltas:
         if _running.get(named) is cancelled:
             del _running[named]
         job.tracker.finish(result=result)
+        enforcement.account(job.held, job.key)
         await job.lease.release()
 
 
@@ -132,12 +136,13 @@ async def _generated(job: Job, cancelled: asyncio.Future[None]) -> Deltas:
     context, prompt = job.context, job.context.render_for_completion()
     finish: Finish | None = None
     cached_tokens = 0
-    generated = generate(job.lease.engine, prompt, job.settings, job.lease.tenant)
+    generated = generate(job.lease.engine, prompt, job.settings, job.lease.tenant, job.held)
     async with aclosing(generated) as steps:
         while finish is None and not context.done:
             step = await _next(steps, job.budget.total, cancelled)
             finish, cached_tokens = step.finish, max(cached_tokens, step.cached_tokens)
             job.tracker.observe_ttft()
+            enforcement.check(job.held)
             yield context.append_output(step.ids)
     last = context.finish(finish or "stop", cached_tokens)
     remember(job.turns, context, job.echoed)

@@ -82,10 +82,6 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(("mllm_prefill_step_size",), "gpt-oss takes text only"),
     Idle(
-        ("default_thinking_token_budget",),
-        "reasoning is not cut; reasoning_effort in --default-chat-template-kwargs says how long",
-    ),
-    Idle(
         (
             "max_num_seqs",
             "prefill_batch_size",

@@ -148,11 +148,12 @@ def _open(args: Any) -> bool:
         )
         return False
     try:
-        from . import contract
+        from . import contract, enforcement
 
         _check(args)
         contract.activate(args.tool_call_parser)
         _apply(args)
+        enforcement.get_ready()
         _imply(args)
         _report()
     except HostError as error:
@@ -170,10 +171,11 @@ def _check(args: Any) -> None:
 
     Template options are not looked at with several models: there, they may be meant for another.
     """
-    from . import defaults
+    from . import defaults, enforcement
     from .responses import store
 
     store.server_store()
+    enforcement.read()
     if not getattr(args, "models_config", None):
         defaults.read(getattr(args, "default_chat_template_kwargs", None) or {})
         if getattr(args, "mllm", False):

@@ -21,12 +21,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.replay import View
 from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
 from vllm_mlx_harmony.host import contract, remembering
 from vllm_mlx_harmony.host.answers import Deltas, Job, run
 from vllm_mlx_harmony.host.body import LARGE, Document, bounded, in_thread, parsed
 from vllm_mlx_harmony.host.defaults import defaults, sampling_defaults
+from vllm_mlx_harmony.host.enforcement import constraining
 from vllm_mlx_harmony.host.leases import Budget, Lease, acquire, needs_model, tenant_of
 from vllm_mlx_harmony.host.model_names import response_name
 from vllm_mlx_harmony.host.models import is_harmony
@@ -216,6 +218,7 @@ async def begin(api: Api, document: Document, lease: Lease, budget: Budget, key:
     turns = remembering.view(lease)
     turn = replace(asked.turn, tenant=lease.tenant)
     context = await _context(turn, stamp, turns, document.large)
+    held = await constraining(turn, getattr(context, "names", None) or Names.of(turn))
     prompt_tokens = len(context.render_for_completion())
     job = Job(
         lease=lease,
@@ -227,6 +230,7 @@ async def begin(api: Api, document: Document, lease: Lease, budget: Budget, key:
         echoed=asked.echoed,
         tells_cached=api.tells_cached and asked.stream,
         key=key,
+        held=held,
     )
     return Begun(asked, stamp, job, api.emitter(asked, stamp, context, lease.tenant))
 

@@ -42,11 +42,11 @@ _WHITE_SPACE = r"\r?\n[ \t]{0,80}|[ \t]{1,4}"
 _OPTIONS = {"whitespace_pattern": _WHITE_SPACE, "json_allow_general_unicode_escapes": True}
 
 
-def express(value: Mapping[str, Any], *, of_object: bool = False) -> Expressed:
+def express(value: Mapping[str, Any], *, of_object: bool = False, tenant: str = "") -> Expressed:
     """``value`` without what cannot be enforced. ``of_object``: it is the schema of an object even
-    where it does not say so. Remembered: it is asked for on every turn."""
+    where it does not say so. Remembered for ``tenant``: it is asked for on every turn."""
     try:
-        key = json.dumps([of_object, value], separators=(",", ":"))
+        key = json.dumps([tenant, of_object, value], separators=(",", ":"))
     except (RecursionError, TypeError, ValueError):
         return Expressed(ANY_OBJECT.text, ("a schema that is no JSON",))
     known = _remembered.get(key)

@@ -156,7 +156,7 @@ class _Writer:
             self._rule("body", self._json(asked.schema, asked.strict, what, where))
             return
         try:
-            body = _text_of(asked.syntax)
+            body = _text_of(asked.syntax, self._turn.tenant)
         except escaped.NotExpressible as error:
             self._cannot(f"{what}: {error} cannot be enforced", asked.strict, where)
             body = "text"
@@ -172,7 +172,11 @@ class _Writer:
         of_object: bool = False,
     ) -> str:
         """The JSON that is valid for ``schema``; the note or the error when it cannot be exact."""
-        expressed = ANY_OBJECT if schema is None else express(schema, of_object=of_object)
+        expressed = (
+            ANY_OBJECT
+            if schema is None
+            else express(schema, of_object=of_object, tenant=self._turn.tenant)
+        )
         if expressed.dropped:
             names = ", ".join(expressed.dropped)
             self._cannot(f"{what}: {names} cannot be enforced", strict, where)
@@ -212,7 +216,7 @@ class _Writer:
             what = f"the format of tool {tool.name!r}"
             return self._json(_with_input(matching), tool.strict, what, tool.where)
         try:
-            return _input_of(tool.syntax.definition)
+            return _input_of(tool.syntax.definition, self._turn.tenant)
         except escaped.NotExpressible as error:
             problem = f"the format of tool {tool.name!r}: {error} cannot be enforced"
             self._cannot(problem, tool.strict, tool.where)
@@ -261,8 +265,10 @@ def _with_input(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @lru_cache(maxsize=32)
-def _input_of(definition: str) -> str:
-    """``{"input": "…"}``, where the string stands for a text that a Lark grammar has."""
+def _input_of(definition: str, tenant: str) -> str:
+    """``{"input": "…"}``, where the string stands for a text that a Lark grammar has.
+
+    Remembered for ``tenant``."""
     for written in escaped.lark(definition):
         if "R_START" in written:
             start = "start: ALL\nALL: OPENING R_START CLOSING"
@@ -275,8 +281,8 @@ def _input_of(definition: str) -> str:
 
 
 @lru_cache(maxsize=32)
-def _text_of(syntax: Syntax) -> str:
-    """The text itself."""
+def _text_of(syntax: Syntax, tenant: str) -> str:
+    """The text itself. Remembered for ``tenant``."""
     if syntax.kind == "regex":
         written = f"/{escaped.between_slashes(syntax.definition)}/"
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,20 +70,24 @@ def _prepared() -> LLTokenizer:
 
 # --- compiled grammars ---
 
-_compiled: recent.Recent[Grammar, Compiled] = recent.Recent(REMEMBERED)
+_compiled: recent.Recent[tuple[str, Grammar], Compiled] = recent.Recent(REMEMBERED)
 
 
-def compiled(grammar: Grammar) -> Compiled:
+def compiled(grammar: Grammar, tenant: str = "") -> Compiled:
     """``grammar`` ready to be followed, remembered. Takes milliseconds for a new one, without the
     interpreter's lock: any thread, but not an event loop's.
+
+    It is remembered for ``tenant`` alone: how long it takes must not tell one what tools another
+    has.
 
     Raises ``RequestError`` when it is too large for llguidance, or when what the prompt has begun
     does not fit it.
     """
-    known = _compiled.get(grammar)
+    key = tenant, grammar
+    known = _compiled.get(key)
     if known is None:
         known = Compiled(grammar, _fresh(grammar))
-        _compiled.put(grammar, known, _size(grammar))
+        _compiled.put(key, known, _size(grammar))
     return known
 
 
@@ -142,6 +146,26 @@ class Mask:
         for first, word in zip(range(0, VOCAB_SIZE, 32), self.words, strict=True):
             if word:
                 yield from (first + bit for bit in range(32) if word >> bit & 1)
+
+    def allow_all(self) -> None:
+        """Allows every id."""
+        ctypes.memset(self.address, 0xFF, 4 * WORDS)
+
+    def only(self, token: int) -> None:
+        """Allows this id alone."""
+        ctypes.memset(self.address, 0, 4 * WORDS)
+        self.words[token // 32] = 1 << token % 32
+
+    def discard(self, tokens: Iterable[int]) -> None:
+        """Allows none of ``tokens`` any more, unless nothing but them is left: then all stays."""
+        before: dict[int, int] = {}
+        for token in tokens:
+            at = token // 32
+            before.setdefault(at, self.words[at])
+            self.words[at] &= ~(1 << token % 32) & 0xFFFF_FFFF
+        if not any(self.words):
+            for at, word in before.items():
+                self.words[at] = word
 
 
 class Matcher:

@@ -1,0 +1,686 @@
+"""What is asked for is what comes: random weights, and models that want something else, on the
+host's real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from openai_harmony import Role
+
+pytest.importorskip("vllm_mlx")
+pytest.importorskip("mlx_lm")
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.context import StreamingHarmonyContext
+from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Text
+from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
+from vllm_mlx_harmony.core.turn import Stamp, Turn, User
+from vllm_mlx_harmony.host import contract, enforcement, seams
+from vllm_mlx_harmony.host.body import Document
+from vllm_mlx_harmony.host.constraint import Bounds, Constraining
+from vllm_mlx_harmony.host.engine import generate
+from vllm_mlx_harmony.host.messages import MESSAGES
+from vllm_mlx_harmony.host.responses.routes import RESPONSES
+from vllm_mlx_harmony.host.routes import CHAT
+from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.host.seams import Patch
+from vllm_mlx_harmony.standin import Script
+
+SEEDS = int(os.environ.get("GRAMMAR_SEEDS", "6"))
+"""Outputs of each kind and engine. The leg ``grammar`` of CI runs all 500."""
+
+ENGINES = ["simple", "batched"]
+TOGETHER = 8
+
+WEATHER: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+LIGHT: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}, "room": {"type": ["string", "null"]}},
+    "required": ["on", "room"],
+    "additionalProperties": False,
+}
+REPORT: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 3},
+        "next": {"anyOf": [{"$ref": "#/$defs/step"}, {"type": "null"}]},
+    },
+    "required": ["title", "tags", "next"],
+    "additionalProperties": False,
+    "$defs": {
+        "step": {
+            "type": "object",
+            "properties": {"what": {"type": "string"}},
+            "required": ["what"],
+            "additionalProperties": False,
+        }
+    },
+}
+SCHEMAS = {"weather": WEATHER, "light": LIGHT}
+WORD = "[a-z]{2,6}(-[a-z]{2,6})*"
+
+# --- The kinds of requests, as each API writes them.
+
+Body = dict[str, Any]
+TEXT = "Hello."
+
+
+def chat(**more: Any) -> Body:
+    return {"model": "m", "messages": [{"role": "user", "content": TEXT}], **more}
+
+
+def responses(**more: Any) -> Body:
+    return {"model": "m", "input": TEXT, **more}
+
+
+def messages(**more: Any) -> Body:
+    asked = [{"role": "user", "content": TEXT}]
+    return {"model": "m", "max_tokens": 500, "messages": asked, **more}
+
+
+def functions(*, strict: bool = False) -> list[Body]:
+    """As the Responses API has them; Chat nests the same under ``function``."""
+    return [
+        {"type": "function", "name": name, "parameters": schema, "strict": strict}
+        for name, schema in SCHEMAS.items()
+    ]
+
+
+def nested(tools: list[Body]) -> list[Body]:
+    return [
+        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        for tool in tools
+    ]
+
+
+def schemed() -> list[Body]:
+    return [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+
+
+FORMAT = {"name": "report", "schema": REPORT, "strict": True}
+SYNTAX = {"syntax": "regex", "definition": WORD}
+
+KINDS: dict[str, tuple[Body, Body, Body]] = {
+    "plain": (chat(), responses(), messages()),
+    "auto": (
+        chat(tools=nested(functions())),
+        responses(tools=functions()),
+        messages(tools=schemed()),
+    ),
+    "required": (
+        chat(tools=nested(functions()), tool_choice="required"),
+        responses(tools=functions(), tool_choice="required"),
+        messages(tools=schemed(), tool_choice={"type": "any"}),
+    ),
+    "named": (
+        chat(
+            tools=nested(functions(strict=True)),
+            tool_choice={"type": "function", "function": {"name": "light"}},
+        ),
+        responses(tools=functions(), tool_choice={"type": "function", "name": "light"}),
+        messages(tools=schemed(), tool_choice={"type": "tool", "name": "light"}),
+    ),
+    "schema": (
+        chat(response_format={"type": "json_schema", "json_schema": FORMAT}),
+        responses(text={"format": {"type": "json_schema", **FORMAT}}),
+        messages(output_config={"format": {"type": "json_schema", "schema": REPORT}}),
+    ),
+    "schema with tools": (
+        chat(
+            tools=nested(functions()),
+            response_format={"type": "json_schema", "json_schema": FORMAT},
+        ),
+        responses(tools=functions(), text={"format": {"type": "json_schema", **FORMAT}}),
+        messages(
+            tools=schemed(), output_config={"format": {"type": "json_schema", "schema": REPORT}}
+        ),
+    ),
+    "none": (
+        chat(tools=nested(functions()), tool_choice="none", reasoning_effort="none"),
+        responses(tools=functions(), tool_choice="none", reasoning={"effort": "none"}),
+        messages(tools=schemed(), tool_choice={"type": "none"}, thinking={"type": "disabled"}),
+    ),
+    "budget": (
+        chat(tools=nested(functions()), thinking_token_budget=5),
+        responses(tools=functions(), thinking_token_budget=5),
+        messages(tools=schemed(), thinking={"type": "enabled", "budget_tokens": 1024}),
+    ),
+    "custom": (
+        chat(
+            tools=[
+                {
+                    "type": "custom",
+                    "custom": {"name": "say", "format": {"type": "grammar", "grammar": SYNTAX}},
+                }
+            ],
+            tool_choice="required",
+        ),
+        responses(
+            tools=[{"type": "custom", "name": "say", "format": {"type": "grammar", **SYNTAX}}],
+            tool_choice="required",
+        ),
+        messages(tools=schemed(), tool_choice={"type": "any"}, thinking={"type": "disabled"}),
+    ),
+}
+APIS = (CHAT, RESPONSES, MESSAGES)
+
+
+@dataclass(frozen=True)
+class Job:
+    kind: str
+    seed: int
+    max_tokens: int = 300
+
+    @property
+    def document(self) -> Body:
+        return KINDS[self.kind][self.seed % 3]
+
+    @property
+    def api(self) -> Any:
+        return APIS[self.seed % 3]
+
+
+# --- Engines.
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+PROSE = "<|channel|>final<|message|>No, I would rather talk about it.<|return|>"
+CALL = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+WANTS = {
+    "prose": PROSE,
+    "a call": f'{CALL}{{"city":"Rome","days":3}}<|call|>',
+    "wrong arguments": f'{CALL}{{"days":"many","town":[1,2]}}<|call|>',
+    "another tool": "<|channel|>commentary to=functions.rm<|message|>{}<|call|>",
+    "no end": "<|channel|>analysis<|message|>" + " and then," * 200,
+    "a loop": "<|channel|>analysis<|message|>" + " Wait, what did they ask me?" * 60,
+}
+SCRIPTS = [Script(f">{name}<", said) for name, said in WANTS.items()]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    loop = asyncio.new_event_loop()
+    limit = 120 + 20 * SEEDS
+    yield lambda test: loop.run_until_complete(asyncio.wait_for(test, limit))
+    loop.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _seams() -> Iterator[None]:
+    rooms = ("engine:", "kv.batched:", "kv.simple:")
+    undos = seams.apply_all(
+        [
+            seam
+            for seam in contract.SEAMS
+            if isinstance(seam, Patch)
+            and str(seam.replacement).removeprefix("vllm_mlx_harmony.host.").startswith(rooms)
+        ]
+    )
+    yield
+    seams.undo_all(undos)
+
+
+def started(kind: str, directory: Path, run: Run) -> Iterator[Any]:
+    from vllm_mlx.engine.batched import BatchedEngine
+    from vllm_mlx.engine.simple import SimpleEngine
+
+    engine = (SimpleEngine if kind == "simple" else BatchedEngine)(str(directory))
+    run(engine.start())
+    yield engine
+    run(engine.stop())
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def tiny(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run: Run
+) -> Iterator[Any]:
+    directory = standin.write_tiny(tmp_path_factory.mktemp("tiny"))
+    yield from started(request.param, directory, run)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def scripted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run: Run
+) -> Iterator[Any]:
+    directory = standin.write(tmp_path_factory.mktemp("scripted"), SCRIPTS)
+    yield from started(request.param, directory, run)
+
+
+# --- One answer.
+
+
+@dataclass
+class Said:
+    """What came of a request: ids, messages, and its answer as the API writes it."""
+
+    turn: Turn
+    ids: list[int]
+    messages: list[tuple[Kind, str, str, bool]] = field(default_factory=list)
+    finished: Finished | None = None
+    result: Any = None
+    held: Constraining | None = None
+
+    @property
+    def last(self) -> tuple[Kind, str, str, bool]:
+        return self.messages[-1]
+
+    @property
+    def reasoned(self) -> int:
+        assert self.finished is not None
+        return self.finished.usage.reasoning_tokens
+
+
+async def said(engine: Any, api: Any, document: Body, settings: Settings) -> Said:
+    asked = await api.asked(Document(document, False), "tenant")
+    stamp = Stamp("0123456789abcdef0123456789abcdef", 0, "m")
+    context = StreamingHarmonyContext(asked.turn, stamp)
+    held = await enforcement.constraining(asked.turn, context.names)
+    emitter = api.emitter(asked, stamp, context, "tenant")
+    found = Said(asked.turn, [], held=held)
+    deltas = list(context.start())
+    finish = None
+    prompt = context.render_for_completion()
+    async with aclosing(generate(engine, prompt, settings, "tenant", held)) as steps:
+        async for step in steps:
+            enforcement.check(held)
+            found.ids += step.ids
+            finish = step.finish
+            deltas += context.append_output(step.ids)
+            if context.done:
+                break
+    deltas += context.finish(finish or "stop")
+    for delta in deltas:
+        emitter.feed(delta)
+        if isinstance(delta, Opened):
+            found.messages.append((delta.kind, delta.name, "", False))
+        elif isinstance(delta, Text):
+            kind, name, text, _ = found.messages[-1]
+            found.messages[-1] = kind, name, text + delta.text, False
+        elif isinstance(delta, Closed):
+            found.messages[-1] = (*found.messages[-1][:3], delta.complete)
+        elif isinstance(delta, Finished):
+            found.finished = delta
+    found.result = emitter.result()
+    return found
+
+
+ENDS = [vocab.END, vocab.CALL, vocab.RETURN, vocab.MESSAGE]
+CLOSERS = [token for text in ('"', "}", '"}', "]}", "]") for token in vocab.encoding().encode(text)]
+TO_AN_END = tuple((token, 10.5) for token in dict.fromkeys([*ENDS, *CLOSERS]))
+"""Random weights rarely come to an end: it is a few words away."""
+
+
+def drawn(job: Job) -> Settings:
+    """At random; filters and penalties in turn, so that they meet masks."""
+    settings = Settings(job.max_tokens, 1.0, 1.0, logit_bias=TO_AN_END, seed=job.seed)
+    extra: Sequence[Mapping[str, Any]] = (
+        {},
+        {"top_p": 0.7},
+        {"min_p": 0.05, "repetition_penalty": 1.3},
+        {"top_k": 3, "presence_penalty": 2.0},
+    )
+    return replace(settings, **extra[job.seed // 3 % 4])
+
+
+async def all_said(engine: Any, jobs: Sequence[Job]) -> list[Said]:
+    """One begins where another has ended: as many at a time as the engine takes."""
+    limit = asyncio.Semaphore(1 if hasattr(engine, "_generation_lock") else TOGETHER)
+
+    async def one(job: Job) -> Said:
+        async with limit:
+            return await said(engine, job.api, job.document, drawn(job))
+
+    return list(await asyncio.gather(*map(one, jobs)))
+
+
+def check(job: Job, found: Said) -> None:
+    """That a whole output is what was asked for, and what openai-harmony reads in it."""
+    assert found.finished is not None
+    *before, (kind, name, text, complete) = found.messages
+    assert complete and all(each[3] for each in before)
+    assert {each[0] for each in before} <= {Kind.REASONING, Kind.PREAMBLE}
+    strictly = vocab.encoding().parse_messages_from_completion_tokens(found.ids, Role.ASSISTANT)
+    shown = ["".join(part.text for part in message.content) for message in strictly]
+    assert [each for each in shown if each] == [each[2] for each in found.messages if each[2]]
+    wanted = job.kind
+    if kind is Kind.CALL:
+        assert found.finished.reason == "tool_calls"
+        assert wanted not in ("plain", "none", "schema")
+        arguments = json.loads(text)
+        if name == "say":
+            jsonschema.validate(arguments["input"], {"type": "string", "pattern": f"^{WORD}$"})
+        else:
+            jsonschema.validate(arguments, dict(SCHEMAS[name]))
+    else:
+        assert kind is Kind.ANSWER or not found.messages
+        assert wanted not in ("required", "named", "custom")
+        if wanted.startswith("schema"):
+            assert not any(each[0] is Kind.PREAMBLE for each in before)
+            jsonschema.validate(json.loads(text), dict(REPORT))
+    if wanted == "named":
+        assert name == "light"
+    if wanted == "none":
+        assert not found.reasoned
+    if wanted == "budget" and job.seed % 3 != 2:
+        assert found.reasoned <= 5 + enforcement_grace()
+
+
+def enforcement_grace() -> int:
+    from vllm_mlx_harmony.core.reasoning import GRACE
+
+    return GRACE + 1
+
+
+def test_whatever_is_drawn_is_what_was_asked_for(tiny: Any, run: Run) -> None:
+    jobs = [Job(kind, seed) for seed, kind in product(range(SEEDS), KINDS)]
+    whole = 0
+    for job, found in zip(jobs, run(all_said(tiny, jobs)), strict=True):
+        assert found.held is not None and not found.held.failure
+        if found.finished and found.finished.reason != "length":
+            whole += 1
+            try:
+                check(job, found)
+            except Exception as error:
+                text = vocab.encoding().decode(found.ids)
+                raise AssertionError(f"{job}: {text}") from error
+    assert whole > 0.8 * len(jobs)
+
+
+def test_limits_cut_anywhere(tiny: Any, run: Run) -> None:
+    chance = random.Random(5)
+    jobs = [
+        Job(kind, seed, chance.randrange(1, 40))
+        for seed, kind in product(range(max(1, SEEDS // 2)), KINDS)
+    ]
+    for job, found in zip(jobs, run(all_said(tiny, jobs)), strict=True):
+        assert len(found.ids) <= job.max_tokens
+        assert found.finished is not None
+        if found.finished.reason != "length":
+            check(job, found)
+            continue
+        assert len(found.ids) == job.max_tokens
+        document = json.dumps(found.result)
+        assert "<|" not in document and "functions." not in document
+        if job.kind in ("plain", "none", "schema"):
+            assert not any(each[0] is Kind.CALL for each in found.messages)
+        if job.kind in ("required", "named", "custom"):
+            assert not any(each[0] is Kind.ANSWER and each[2] for each in found.messages)
+
+
+def test_what_runs_beside_it_does_not_change_an_output(tiny: Any, run: Run) -> None:
+    jobs = [Job(kind, 3) for kind in ("required", "schema", "plain", "custom")]
+    together = run(all_said(tiny, jobs))
+    alone = [run(all_said(tiny, [job]))[0] for job in jobs]
+    assert [each.ids for each in together] == [each.ids for each in alone]
+
+
+# --- A model that wants something else.
+
+FREE = Settings(400, 1.0, 1.0, logit_bias=TO_AN_END, seed=1)
+
+
+def wanting(want: str, kind: str, seed: int, **more: Any) -> tuple[Any, Body]:
+    job = Job(kind, seed)
+    text = json.dumps({**job.document, **more}).replace(TEXT, f">{want}<")
+    return job.api, json.loads(text)
+
+
+CROSSED = [
+    ("prose", "required"),
+    ("prose", "named"),
+    ("prose", "custom"),
+    ("prose", "schema"),
+    ("a call", "plain"),
+    ("a call", "none"),
+    ("a call", "named"),
+    ("a call", "schema"),
+    ("wrong arguments", "auto"),
+    ("wrong arguments", "required"),
+    ("another tool", "auto"),
+    ("another tool", "none"),
+]
+
+
+@pytest.mark.parametrize(("want", "kind"), CROSSED)
+def test_a_model_that_wants_something_else(scripted: Any, run: Run, want: str, kind: str) -> None:
+    for seed in range(3):
+        found = run(said(scripted, *wanting(want, kind, seed), FREE))
+        if found.finished.reason != "length":
+            check(Job(kind, seed), found)
+        assert found.held is not None and not found.held.failure
+
+
+def test_what_a_model_says_of_its_own_accord_is_left_alone(scripted: Any, run: Run) -> None:
+    found = run(said(scripted, *wanting("a call", "auto", 0), FREE))
+    assert vocab.encoding().decode(found.ids) == WANTS["a call"]
+
+
+@pytest.mark.parametrize("policy", ["auto", "off"])
+def test_reasoning_is_ended_by_its_budget(
+    scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, policy)
+    api, document = wanting("no end", "plain", 0, thinking_token_budget=30)
+    found = run(said(scripted, api, document, replace(FREE, max_tokens=60)))
+    assert found.held is not None and found.held.reasoning_ended_by == "budget"
+    assert 30 <= found.reasoned <= 32
+    text = vocab.encoding().decode(found.ids)
+    head, _, tail = text.partition("<|end|><|start|>assistant")
+    assert head.startswith("<|channel|>analysis<|message|> and then,")
+    assert "analysis" not in tail[:40]
+
+
+def test_reasoning_that_goes_in_circles_is_ended(
+    scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, document = wanting("a loop", "plain", 1)
+    for word, ends in (("4", True), ("0", False)):
+        monkeypatch.setenv(enforcement.REPETITIONS_VARIABLE, word)
+        found = run(said(scripted, api, document, replace(FREE, max_tokens=120)))
+        assert found.held is not None
+        assert found.held.reasoning_ended_by == ("repetition" if ends else "")
+        assert (found.reasoned < 60) is ends
+
+
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_a_default_budget(
+    scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    from vllm_mlx import server
+
+    monkeypatch.setenv(enforcement.BUDGET_VARIABLE, "200" if by == "flag" else "20")
+    if by == "flag":
+        monkeypatch.setattr(server, "_default_thinking_token_budget", 20)
+    found = run(said(scripted, *wanting("no end", "plain", 1), replace(FREE, max_tokens=50)))
+    assert 20 <= found.reasoned <= 22
+
+
+@pytest.mark.parametrize("policy", ["auto", "off"])
+def test_min_tokens(scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, policy)
+    for least in (0, 30):
+        api, document = wanting("prose", "plain", 0, min_tokens=least)
+        found = run(said(scripted, api, document, FREE))
+        usual = vocab.encoding().encode(PROSE, allowed_special="all")
+        assert found.ids == usual if not least else len(found.ids) >= least
+        assert found.finished is not None and found.finished.reason == "stop"
+
+
+def test_min_tokens_does_not_break_a_grammar(scripted: Any, run: Run) -> None:
+    api, document = wanting("prose", "schema", 0, min_tokens=200)
+    found = run(said(scripted, api, document, FREE))
+    assert found.finished is not None and found.finished.reason == "stop"
+    check(Job("schema", 0), found)
+
+
+# --- Settings and errors.
+
+
+def constrained(run: Run, kind: str, seed: int = 0, **more: Any) -> Constraining | None:
+    async def asked() -> Constraining | None:
+        job = Job(kind, seed)
+        turn = (await job.api.asked(Document({**job.document, **more}, False), "tenant")).turn
+        names = StreamingHarmonyContext(turn, Stamp("0", 0, "m")).names
+        return await enforcement.constraining(turn, names)
+
+    found: Constraining | None = run(asked())
+    return found
+
+
+@pytest.fixture
+def off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+
+
+@pytest.mark.usefixtures("off")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["plain", "auto", "none", "schema"])
+def test_off_is_nothing_at_all(run: Run, kind: str, seed: int) -> None:
+    assert constrained(run, kind, seed) is None
+
+
+@pytest.mark.usefixtures("off")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["required", "named", "custom"])
+def test_off_refuses_what_only_a_grammar_can_promise(run: Run, kind: str, seed: int) -> None:
+    with pytest.raises(RequestError, match="cannot be enforced") as raised:
+        constrained(run, kind, seed)
+    assert raised.value.param == "tool_choice"
+
+
+@pytest.mark.usefixtures("off")
+def test_off_refuses_strict_tools(run: Run) -> None:
+    with pytest.raises(RequestError, match="strict arguments of tool 'weather'"):
+        constrained(run, "auto", tools=nested(functions(strict=True)))
+
+
+ODD = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+
+
+def odd(strict: bool) -> list[Body]:
+    tool = {"type": "function", "name": "odd", "parameters": ODD, "strict": strict}
+    return nested([tool])
+
+
+def test_what_cannot_be_expressed_is_an_error_when_strict_and_else_one_line_in_the_log(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    enforcement._noted.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert constrained(run, "auto", tools=odd(False)) is not None
+        assert constrained(run, "auto", tools=odd(False)) is not None
+    (line,) = [each for each in caplog.messages if "'odd'" in each]
+    assert "not" in line
+    with pytest.raises(RequestError, match=r"'odd'.*not.*cannot be enforced"):
+        constrained(run, "auto", tools=odd(True))
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "strict")
+    with pytest.raises(RequestError, match="'odd'"):
+        constrained(run, "auto", tools=odd(False))
+
+
+@pytest.mark.parametrize(
+    ("variable", "word"),
+    [
+        (enforcement.GRAMMAR_VARIABLE, "perhaps"),
+        (enforcement.BUDGET_VARIABLE, "-1"),
+        (enforcement.BUDGET_VARIABLE, "many"),
+        (enforcement.REPETITIONS_VARIABLE, "x"),
+    ],
+)
+def test_words_that_cannot_be(monkeypatch: pytest.MonkeyPatch, variable: str, word: str) -> None:
+    monkeypatch.setenv(variable, word)
+    with pytest.raises(HostError, match=variable):
+        enforcement.read()
+
+
+def test_a_grammar_is_remembered_for_its_tenant_alone(run: Run) -> None:
+    turn = Turn((User("Hi."),), tenant="one")
+    names = StreamingHarmonyContext(turn, Stamp("0", 0, "m")).names
+
+    async def grammar(tenant: str) -> Any:
+        held = await enforcement.constraining(replace(turn, tenant=tenant), names)
+        return held and held.bounds.grammar
+
+    one, again, other = run(grammar("one")), run(grammar("one")), run(grammar("two"))
+    assert one is again and one is not other
+
+
+class Broken:
+    """A grammar whose matcher fails at once."""
+
+    grammar = None
+
+    def matcher(self) -> Any:
+        return self
+
+    done = False
+    error = ""
+
+    def fill(self, mask: Any) -> bool:
+        raise MemoryError("no room")
+
+
+@pytest.mark.parametrize("binding", [True, False])
+def test_a_failing_grammar_fails_its_own_answer_and_only_where_it_was_promised(
+    scripted: Any, run: Run, binding: bool
+) -> None:
+    held = Constraining(Bounds(grammar=Broken(), binding=binding))  # type: ignore[arg-type]
+
+    async def answer() -> list[int]:
+        ids: list[int] = []
+        prompt = vocab.encoding().encode(
+            "<|start|>user<|message|>>prose<<|end|><|start|>assistant", allowed_special="all"
+        )
+        async with aclosing(generate(scripted, tuple(prompt), FREE, "", held)) as steps:
+            async for step in steps:
+                enforcement.check(held)
+                ids += step.ids
+        return ids
+
+    if binding:
+        with pytest.raises(OutputError, match="could not be held"):
+            run(answer())
+    else:
+        assert run(answer()) == vocab.encoding().encode(PROSE, allowed_special="all")
+
+
+def test_ended_reasoning_is_counted(
+    scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm_mlx import server
+    from vllm_mlx.metrics import MetricsCollector
+
+    collector = MetricsCollector()
+    collector.configure(enabled=True)
+    monkeypatch.setattr(server, "_metrics", collector)
+    api, document = wanting("no end", "plain", 0, thinking_token_budget=10)
+    found = run(said(scripted, api, document, replace(FREE, max_tokens=30)))
+    with caplog.at_level(logging.INFO):
+        enforcement.account(found.held, "key")
+        enforcement.account(found.held, "key")
+    assert any("key: reasoning ended by budget" in each for each in caplog.messages)
+    page = collector.render_metrics(engine=None, mcp_manager=None)[0].decode()
+    assert 'vllm_mlx_harmony_reasoning_ended_total{reason="budget"} 2.0' in page

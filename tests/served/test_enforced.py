@@ -1,0 +1,111 @@
+"""What is asked for is enforced by the real server, which is heard with the official clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import openai
+import pytest
+from server import FLAG, HARMONY
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from server import Server
+
+    Start = Callable[..., Server]
+
+pytestmark = pytest.mark.served
+
+VARIABLE = "VLLM_MLX_HARMONY_GRAMMAR"
+PROSE = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>No!"
+CALL = "<|channel|>commentary to=functions.pick<|message|>{}<|call|>"
+SCRIPTS = [Script("Talk.", f"{PROSE}<|return|>"), Script("Call.", CALL)]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+    standin.rescript(standin_dir, SCRIPTS)
+    server = start(*FLAG, engine=engine, command=HARMONY, env={VARIABLE: "auto"})
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    base = f"{server.base_url}/v1"
+    with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def asked(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def is_city(arguments: Any) -> bool:
+    return arguments in ({"city": "Rome"}, {"city": "Oslo"})
+
+
+def test_chat(client: openai.OpenAI, model: str) -> None:
+    create: Any = client.chat.completions.create
+    function = {"name": "pick", "parameters": CITY, "strict": True}
+    tools = [{"type": "function", "function": function}]
+    said = create(model=model, messages=asked("Talk."), tools=tools, tool_choice="required")
+    (choice,) = said.choices
+    assert choice.finish_reason == "tool_calls"
+    assert is_city(json.loads(choice.message.tool_calls[0].function.arguments))
+    refused = create(model=model, messages=asked("Call."), max_tokens=40)
+    assert not refused.choices[0].message.tool_calls
+
+
+def test_responses(client: openai.OpenAI, model: str) -> None:
+    create: Any = client.responses.create
+    form = {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}
+    said = create(model=model, input="Talk.", text={"format": form})
+    assert said.status == "completed"
+    assert is_city(json.loads(said.output_text))
+
+
+def test_messages(server: Server, model: str) -> None:
+    tools: Any = [{"name": "pick", "input_schema": CITY}]
+    with anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0) as client:
+        create: Any = client.messages.create
+        said = create(
+            model=model,
+            max_tokens=200,
+            messages=asked("Talk."),
+            tools=tools,
+            tool_choice={"type": "any"},
+        )
+    assert said.stop_reason == "tool_use"
+    assert is_city(said.content[-1].input)
+
+
+def test_a_schema_that_cannot_be_expressed(client: openai.OpenAI, model: str) -> None:
+    create: Any = client.chat.completions.create
+    odd = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    function = {"name": "odd", "parameters": odd, "strict": True}
+    tools = [{"type": "function", "function": function}]
+    with pytest.raises(openai.BadRequestError, match="'odd'"):
+        create(model=model, messages=asked("Talk."), tools=tools)
+
+
+def test_a_setting_that_cannot_be(start: Start) -> None:
+    server = start(*FLAG, command=HARMONY, env={VARIABLE: "perhaps"}, ready=False)
+    assert server.process.wait(60) == 2

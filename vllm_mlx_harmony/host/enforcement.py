@@ -1,0 +1,196 @@
+"""What of a request is enforced while its answer is generated, and what the server is set to.
+
+Knows the settings, and how a turn becomes the bounds of its output: its grammar, compiled where
+nobody waits for it, and its limits. Refuses to know masks and logits (`constraint`), and what a
+grammar says (`core.grammar`).
+
+A turn is held to what it asks for under any setting but ``off``. There, what only a grammar can
+promise is refused; formats and syntaxes that the prompt tells the model of are only told. Budgets
+of reasoning and ``min_tokens`` are no matter of grammars, and hold all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_mlx_harmony.core import recent
+from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
+from vllm_mlx_harmony.core.grammar import Compiled, Policy, compiled, grammar_of, prepare
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.turn import Turn
+from vllm_mlx_harmony.host.constraint import Bounds, Constraining
+
+logger = logging.getLogger(__name__)
+
+GRAMMAR_VARIABLE = "VLLM_MLX_HARMONY_GRAMMAR"
+"""Environment variable: ``auto``, ``strict`` (every tool and format as if strict) or ``off``."""
+
+BUDGET_VARIABLE = "VLLM_MLX_HARMONY_REASONING_BUDGET"
+"""Environment variable: tokens of reasoning, for requests that name no number."""
+
+REPETITIONS_VARIABLE = "VLLM_MLX_HARMONY_REPETITIONS"
+"""Environment variable: how often the same text stands in a row in reasoning that is ended."""
+
+REPETITIONS = 8
+
+METRIC = "vllm_mlx_harmony_reasoning_ended"
+"""Counter, by reason: answers that the model was made to begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Enforcement:
+    """What the server is set to. ``repetitions`` 0: reasoning may repeat itself."""
+
+    policy: Policy = Policy.AUTO
+    reasoning_tokens: int | None = None
+    repetitions: int = REPETITIONS
+
+
+def settings() -> Enforcement:
+    """What is in force now: the host's flag comes before the environment. Raises as ``read``."""
+    from vllm_mlx import server
+
+    wanted, by_flag = read(), server._default_thinking_token_budget
+    return wanted if by_flag is None else replace(wanted, reasoning_tokens=by_flag)
+
+
+def read() -> Enforcement:
+    """What the environment says. Raises ``HostError`` for a variable that cannot be."""
+    word = os.environ.get(GRAMMAR_VARIABLE, "").strip().lower() or Policy.AUTO.value
+    if word not in {policy.value for policy in Policy}:
+        known = ", ".join(policy.value for policy in Policy)
+        raise HostError(f"{GRAMMAR_VARIABLE}: {word!r} is none of {known}")
+    policy = Policy(word)
+    repetitions = _number(REPETITIONS_VARIABLE)
+    if repetitions is None:
+        repetitions = 0 if policy is Policy.OFF else REPETITIONS
+    return Enforcement(policy, _number(BUDGET_VARIABLE), repetitions)
+
+
+def _number(variable: str) -> int | None:
+    word = os.environ.get(variable, "").strip()
+    if not word:
+        return None
+    if not word.isascii() or not word.isdigit():
+        raise HostError(f"{variable}: {word!r} is not a number")
+    return int(word)
+
+
+def get_ready() -> None:
+    """Begins what the first request would wait a second or two for, beside the loading of a model.
+
+    Raises ``HostError`` when grammars are wanted and there is no library for them.
+    """
+    if read().policy is Policy.OFF:
+        return
+    try:
+        importlib.import_module("llguidance")
+    except ImportError as error:
+        raise HostError(
+            f"llguidance cannot be imported ({error}): install it, or set {GRAMMAR_VARIABLE}=off"
+        ) from error
+    threading.Thread(target=_prepare, name="harmony-grammar", daemon=True).start()
+
+
+def _prepare() -> None:
+    with suppress(Exception):  # whoever needs it tries again, and says what is wrong
+        prepare()
+
+
+async def constraining(turn: Turn, names: Names) -> Constraining | None:
+    """What holds the output of ``turn``, rendered with ``names``; ``None`` when nothing has to.
+
+    Raises ``RequestError`` for what is asked for and cannot be enforced.
+    """
+    wanted = settings()
+    limits = turn.limits
+    grammar = None
+    if wanted.policy is Policy.OFF:
+        _refuse(turn)
+    else:
+        grammar = await asyncio.to_thread(_grammar, turn, names, wanted.policy)
+    asked = limits.reasoning_tokens
+    bounds = Bounds(
+        grammar=grammar,
+        reasoning_tokens=wanted.reasoning_tokens if asked is None else asked,
+        repetitions=wanted.repetitions,
+        min_tokens=limits.min_tokens,
+        answering=turn.prefill is not None,
+        binding=_is_binding(turn, wanted.policy),
+    )
+    return Constraining(bounds) if bounds else None
+
+
+def _grammar(turn: Turn, names: Names, policy: Policy) -> Compiled | None:
+    grammar = grammar_of(turn, names, policy)
+    if grammar is None:
+        return None
+    for note in grammar.notes:
+        if _noted.get(note) is None:
+            _noted.put(note, True, len(note))
+            logger.warning("%s", note)
+    return compiled(grammar, turn.tenant)
+
+
+_noted: recent.Recent[str, bool] = recent.Recent(1 << 18)
+"""What was logged already: once for each schema."""
+
+
+def _refuse(turn: Turn) -> None:
+    """Raises ``RequestError`` when ``turn`` asks for what only a grammar can promise."""
+    choice, asked = turn.tool_choice, turn.answer_format
+    strict = next((tool for tool in turn.callable_tools if tool.strict), None)
+    if choice.required:
+        what, where = "a call that is required", "tool_choice"
+    elif choice.names:
+        what, where = "a choice among the tools", "tool_choice"
+    elif strict is not None:
+        what, where = f"strict arguments of tool {strict.name!r}", strict.where
+    elif asked is not None and asked.syntax is not None:
+        what, where = "the syntax of an answer", "response_format"
+    else:
+        return
+    problem = f"{what} cannot be enforced on this server ({GRAMMAR_VARIABLE}=off)"
+    raise RequestError(problem, param=where, code="unsupported_value")
+
+
+def _is_binding(turn: Turn, policy: Policy) -> bool:
+    strict = policy is Policy.STRICT or any(tool.strict for tool in turn.callable_tools)
+    choice = turn.tool_choice
+    return strict or choice.required or choice.names is not None or turn.answer_format is not None
+
+
+def check(held: Constraining | None) -> None:
+    """Raises ``OutputError`` when the output is not what its caller was promised any more."""
+    if held is not None and held.failure:
+        raise OutputError("the answer could not be held to what was asked for: the log says why")
+
+
+def account(held: Constraining | None, key: str) -> None:
+    """Logs and counts what was decided for the model in the answer ``key``, which has ended."""
+    reason = held.reasoning_ended_by if held is not None else ""
+    if held is None or not reason:
+        return
+    logger.info("%s: reasoning ended by %s, %d tokens", key, reason, held.reasoning_tokens)
+    counter = _counter()
+    if counter is not None:
+        counter.labels(reason=reason).inc()
+
+
+def _counter() -> Any:
+    """The counter among the host's metrics; ``None`` while they are off."""
+    from vllm_mlx import server
+
+    kept: dict[str, Any] | None = server._metrics._prom
+    if kept is not None and METRIC not in kept:
+        counter = type(kept["http_requests_total"])  # of the library that the host took
+        about = "Answers that the model was made to begin, by what ended its reasoning."
+        kept[METRIC] = counter(METRIC, about, ["reason"], registry=kept["registry"])
+    return None if kept is None else kept[METRIC]
