@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rows import ids
 
 pytest.importorskip("vllm_mlx")
 pytest.importorskip("mlx_lm")
@@ -21,9 +23,12 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults, Effort
-from vllm_mlx_harmony.host import contract, prompts
+from vllm_mlx_harmony.host import contract, prompts, warmup
 from vllm_mlx_harmony.host.defaults import DATE_VARIABLE, NONE_VARIABLE, defaults, read
+from vllm_mlx_harmony.host.engine import generate, reusable_tokens
+from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.prompts import PromptText, prompt_text
+from vllm_mlx_harmony.host.sampling import Settings
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.standin import Script
 
@@ -145,14 +150,26 @@ def test_the_hosts_own_chat_sees_what_was_asked(
     assert "18." in run(answered).text
 
 
-def test_warm_up_begins_as_our_prompts_do(engine: Any, run: Run) -> None:
-    build = prompts.build_strict_prefix_string(prompt_warmup._build_strict_prefix_string)
-    warm = build(engine.tokenizer, [SYSTEM])
-    ours = render(chat.read({"model": "m", "messages": [SYSTEM, ASK]}, defaults()).turn).ids
-    assert warm.ids == ours[: len(warm.ids)]
-    assert warm.endswith("Be brief.<|end|><|start|>user<|message|>")
-    done = run(prompt_warmup.warm_prefix_cache(engine, [[SYSTEM]]))
-    assert (done["count"], done["skipped"]) == (1, 0)
+async def cached(engine: Any, prompt: tuple[int, ...], tenant: str) -> int:
+    settings = Settings(max_tokens=1, temperature=0.0, top_p=1.0)
+    async with aclosing(generate(engine, prompt, settings, tenant)) as steps:
+        return max([step.cached_tokens async for step in steps])
+
+
+def test_what_is_warmed_up_serves_every_tenant(engine: Any, run: Run) -> None:
+    prefix.memory.cache_clear()
+    prompt = render(chat.read({"model": "m", "messages": [SYSTEM, ASK]}, defaults()).turn).ids
+    begins = vocab.encoding().decode(prompt).index("<|start|>user")
+    shared = len(ids(vocab.encoding().decode(prompt)[:begins]))
+    assert reusable_tokens(engine, prompt, "alice") == 0
+    done = run(prompt_warmup.warm_prefix_cache(engine, [[SYSTEM], [{"role": "nobody"}]]))
+    assert (done["count"], done["skipped"]) == (1, 1)
+    assert shared < done["total_prompt_tokens"] < len(prompt)
+    for tenant in ("alice", "bob"):
+        assert reusable_tokens(engine, prompt, tenant) >= shared
+        assert shared <= run(cached(engine, prompt, tenant)) < len(prompt) - 1
+        assert run(cached(engine, prompt, tenant)) == len(prompt) - 1  # its own by now
+    assert shared <= reusable_tokens(engine, prompt, "carol") < len(prompt) - 1
 
 
 @pytest.mark.parametrize(
@@ -195,8 +212,11 @@ def test_other_models_build_their_own_prompts(run: Run) -> None:
     assert render_own(engine, [ASK], None, {}, None) == "its own"
     apply_own = prompts.batched_apply_chat_template(original)
     assert apply_own(engine, [ASK], [WEATHER], 1, 2, {"a": 1}, False) == "its own"
-    build_own = prompts.build_strict_prefix_string(engine.original)
-    assert build_own(engine.tokenizer, [ASK], False) == "its own"
+
+    async def own_warm_up(*args: Any, **kwargs: Any) -> str:
+        return engine.original(*args, **kwargs)
+
+    assert run(warmup.warm_prefix_cache(own_warm_up)(engine, [[ASK]], max_tokens=2)) == "its own"
 
     async def own_chat(engine: Any, *args: Any, **kwargs: Any) -> str:
         return str(engine.original(*args, **kwargs))
@@ -213,7 +233,7 @@ def test_other_models_build_their_own_prompts(run: Run) -> None:
                 "enable_thinking": False,
             },
         ),
-        ((engine.tokenizer, [ASK], False), {}),
+        ((engine, [[ASK]]), {"max_tokens": 2}),
         (([ASK], 7), {"tools": None}),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -243,3 +244,29 @@ def test_nothing_is_left_on_disk_and_idle_models_take_all_with_them(
 
 def _status(server: Server) -> str:
     return httpx.get(f"{server.base_url}/v1/status", timeout=30).text.replace(" ", "")
+
+
+def test_what_was_warmed_up_serves_every_key(start: Start, engine: str, tmp_path: Path) -> None:
+    """A system prompt in the operator's file is computed once, before anybody asks."""
+    path = tmp_path / "warm.json"
+    path.write_text(json.dumps([[{"role": "system", "content": SYSTEM}]]))
+    server = start(*FLAG, "--warm-prompts", str(path), engine=engine, command=HARMONY)
+    asked = {
+        "model": str(server.model),
+        "max_tokens": 40,
+        "messages": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": "I am 3."},
+        ],
+    }
+    for key in ("alice", "bob"):
+        answer = httpx.post(
+            f"{server.base_url}/v1/chat/completions",
+            json=asked,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=60,
+        ).json()
+        usage = answer["usage"]
+        left = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        assert 1 < left < 20, usage
+    server.stop()

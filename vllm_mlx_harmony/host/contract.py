@@ -128,10 +128,10 @@ SEAMS: tuple[Seam, ...] = (
         _STREAM_GENERATE,
     ),
     Patch(
-        "vllm_mlx.prompt_warmup:_build_strict_prefix_string",
-        "vllm_mlx_harmony.host.prompts:build_strict_prefix_string",
-        "warm-up goes past the engines' own prompt building",
-        ("tokenizer", "messages", "enable_thinking"),
+        "vllm_mlx.prompt_warmup:warm_prefix_cache",
+        "vllm_mlx_harmony.host.warmup:warm_prefix_cache",
+        "warm-up goes past the engines' own prompt building, and is nobody's",
+        ("engine", "prompts", "max_tokens"),
     ),
     Patch(
         "vllm_mlx.scheduler:Scheduler._do_abort_request",

@@ -1,7 +1,7 @@
 """The host's own prompt building, for Harmony engines: its messages rendered as ours are.
 
 Knows what the host's engines hand in and expect back. Our routes never come by here: this is for
-whatever else in the host builds a prompt (prompt warm-up, its own chat path).
+whatever else in the host builds a prompt (its own chat path).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from fastapi import HTTPException
@@ -62,12 +62,12 @@ def prompt_text(
     Raises HTTPException 400, which the host's routes pass on, for what cannot be rendered.
     """
     try:
-        return PromptText.of(_ids(messages, tools, options))
+        return PromptText.of(prompt_ids(messages, tools, options))
     except RequestError as error:
         raise HTTPException(status_code=error.status, detail=error.message) from error
 
 
-def _ids(
+def prompt_ids(
     messages: Messages, tools: list[dict[str, Any]] | None, options: dict[str, Any] | None
 ) -> tuple[int, ...]:
     from vllm_mlx_harmony.host import contract
@@ -136,33 +136,6 @@ def batched_apply_chat_template(original: Callable[..., Any]) -> Callable[..., A
         return prompt_text(messages, tools, chat_template_kwargs)
 
     return apply
-
-
-def build_strict_prefix_string(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``prompt_warmup._build_strict_prefix_string``: what prompts with these messages begin with.
-
-    The original renders the model's chat template, which begins no prompt of ours. None where
-    nothing can be said, and nothing is warmed up then.
-    """
-
-    @wraps(original)
-    def build(tokenizer: Any, messages: Messages, enable_thinking: bool = True) -> Any:
-        if not is_harmony(tokenizer):
-            return original(tokenizer, messages, enable_thinking)
-        try:
-            one, other = (_ids(_asking(messages, word), None, None) for word in ("Alpha", "Bravo"))
-        except RequestError:
-            return None
-        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-        return PromptText.of([token for token, _ in pairs])
-
-    return build
-
-
-def _asking(messages: Messages, word: str) -> list[Any]:
-    """``messages`` with ``word`` as what the user asks last."""
-    ends_with_user = bool(messages) and messages[-1].get("role") == "user"
-    return [*messages[: -1 if ends_with_user else None], {"role": "user", "content": word}]
 
 
 def simple_chat(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

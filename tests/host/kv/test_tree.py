@@ -93,6 +93,31 @@ def test_owners_never_meet() -> None:
     assert find(tree, [1, 2, 3, 4], owner=("model", "alice")) == 3
 
 
+def test_what_is_shared_becomes_the_owners_too() -> None:
+    tree: Tree[Piece] = Tree(PLENTY)
+    add(tree, [1, 2], owner="all")
+    add(tree, [1, 2, 3, 4], owner="all")
+    add(tree, [1, 2, 3], owner="alice")
+    asked = pack([1, 2, 3, 4, 5])
+    assert tree.reach("alice", asked, "all") == 4
+    assert (tree.reach("alice", asked), tree.reach("bob", asked, "alice")) == (3, 3)
+    assert tree.find("bob", asked, "all") == tree.find("all", asked)
+    assert tree.find("alice", pack([1, 2, 3, 9]), "all")[0] == 3  # its own is longer
+    tree.forget(lambda owner: owner == "all")
+    assert (find(tree, [1, 2, 3, 4, 5], "bob"), find(tree, [1, 2, 3, 4, 5], "all")) == (4, 0)
+    held = tree.counters().nbytes
+    add(tree, [1, 2, 3, 4, 5, 6], owner="bob")
+    assert tree.counters().nbytes == held + 20  # what it continues is not held again
+
+
+def test_what_is_shared_is_found_where_there_is_no_room_for_two() -> None:
+    tree: Tree[Piece] = Tree(70)
+    add(tree, [1, 2, 3, 4], owner="all")
+    assert tree.find("alice", pack([1, 2, 3, 4, 5]), "all")[0] == 4
+    assert tree.reach("alice", pack([1, 2, 3, 4, 5])) == 0
+    assert tree.counters().nbytes == 40
+
+
 def test_least_recently_used_goes_first_and_beginnings_go_last() -> None:
     tree: Tree[Piece] = Tree(40)
     add(tree, [1])
@@ -267,10 +292,17 @@ def test_found_is_what_comparing_all_finds(known: list[list[int]], asked: list[i
     assert find(tree, asked) == max(shared, default=0)
 
 
-@given(st.integers(0, 150), st.lists(st.tuples(st.integers(0, 1), SEQUENCES), max_size=40))
-def test_never_above_the_budget(budget: int, steps: list[tuple[int, list[int]]]) -> None:
+@given(
+    st.integers(0, 150),
+    st.lists(st.tuples(st.integers(0, 1), SEQUENCES, st.booleans()), max_size=40),
+)
+def test_never_above_the_budget(budget: int, steps: list[tuple[int, list[int], bool]]) -> None:
     tree: Tree[Piece] = Tree(budget)
-    for owner, ids in steps:
+    for owner, ids, sharing in steps:
+        if sharing:
+            sequence = pack([*ids, 9])
+            reached = tree.reach(owner, sequence, 1 - owner)
+            assert tree.find(owner, sequence, 1 - owner)[0] == reached
         fits = add(tree, ids, owner)
         counters = tree.counters()
         assert counters.nbytes <= budget

@@ -75,7 +75,8 @@ class _Node(Generic[T]):
 class Tree(Generic[T]):
     """Pieces of sequences, each with what is held for it. Every method may be called by any thread.
 
-    A sequence belongs to an ``owner``; nobody is ever given what another owner put in. What was
+    A sequence belongs to an ``owner``; nobody is ever given what another owner put in, but for one
+    that is named as ``shared``. What was
     given to somebody stays whole when it is thrown out meanwhile: it is only not found any more.
     """
 
@@ -104,15 +105,22 @@ class Tree(Generic[T]):
             budget=self._budget,
         )
 
-    def find(self, owner: Hashable, sequence: bytes) -> tuple[int, tuple[T, ...]]:
+    def find(
+        self, owner: Hashable, sequence: bytes, shared: Hashable = None
+    ) -> tuple[int, tuple[T, ...]]:
         """The longest known beginning of ``sequence`` that is shorter than it is.
 
         Returns its length in ids, and what is held for its pieces, first to last; 0 and nothing
-        when none is known.
+        when none is known. Where ``shared`` knows more than ``owner``, it becomes the owner's, too:
+        what is added later continues the pieces that are held already.
         """
         length = len(sequence) // WIDTH
         with self._locked():
             node = self._deepest(owner, sequence, length - 1)
+            common = self._deepest(shared, sequence, length - 1)
+            if common is not None and (node is None or common.end > node.end):
+                node = common
+                self._adopt(owner, common)
             known = 0 if node is None else node.end
             self._hits, self._misses = self._hits + (known > 0), self._misses + (known == 0)
             self._reused, self._new = self._reused + known, self._new + length - known
@@ -121,11 +129,12 @@ class Tree(Generic[T]):
             self._use(node)
             return known, tuple(step.held for step in node.path() if step.held is not None)[::-1]
 
-    def reach(self, owner: Hashable, sequence: bytes) -> int:
+    def reach(self, owner: Hashable, sequence: bytes, shared: Hashable = None) -> int:
         """How many ids `find` would find; a look that counts for nothing."""
+        limit = len(sequence) // WIDTH - 1
         with self._locked():
-            node = self._deepest(owner, sequence, len(sequence) // WIDTH - 1)
-            return 0 if node is None else node.end
+            nodes = (self._deepest(whose, sequence, limit) for whose in (owner, shared))
+            return max(0 if node is None else node.end for node in nodes)
 
     def add(self, owner: Hashable, sequence: bytes, cut: Callable[[int, int], T]) -> bool:
         """Makes ``sequence`` known; ``cut(start, end)`` gives what to hold for its last piece.
@@ -219,15 +228,37 @@ class Tree(Generic[T]):
             if sum(step.nbytes for step in parent.path()) + held.nbytes > self._budget:
                 self._refused += 1
                 return False
-            self._use(parent)
-            self._make_room(held.nbytes)
-            if parent.parent is None:
-                self._roots[owner] = parent
-            node = _Node(owner, sequence[start * WIDTH :], end, held, parent)
-            parent.children[node.ids] = node
-            self._nbytes += held.nbytes
-            self._use(node)
+            self._grow(parent, sequence[start * WIDTH :], held)
             return True
+
+    def _grow(self, parent: _Node[T], ids: bytes, held: T) -> _Node[T]:
+        """A new piece behind ``parent``. There has to be room for it and for those before it."""
+        self._use(parent)
+        self._make_room(held.nbytes)
+        if parent.parent is None:
+            self._roots[parent.owner] = parent
+        node = _Node(parent.owner, ids, parent.end + len(ids) // WIDTH, held, parent)
+        parent.children[ids] = node
+        self._nbytes += held.nbytes
+        self._use(node)
+        return node
+
+    def _adopt(self, owner: Hashable, found: _Node[T]) -> None:
+        """What leads to ``found`` belongs to ``owner``, too: the same pieces, counted twice.
+
+        Nothing happens when the budget does not hold both.
+        """
+        steps = tuple(found.path())[::-1]
+        if 2 * sum(step.nbytes for step in steps) > self._budget:
+            return
+        self._use(found)
+        node = self._roots.get(owner) or _Node(owner)
+        for step in steps:
+            known = node.children.get(step.ids)
+            if known is None and step.held is not None:
+                known = self._grow(node, step.ids, step.held)
+            assert known is not None  # only beginnings hold nothing
+            node = known
 
     def _make_room(self, nbytes: int) -> None:
         while self._nbytes + nbytes > self._budget:

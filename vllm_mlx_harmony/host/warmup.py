@@ -1,0 +1,76 @@
+"""``--warm-prompts``: what prompts of all begin with is computed before the first request comes.
+
+Knows the host's warm-up and what of its prompts every request has. Refuses to know how a prompt is
+remembered (kv).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import wraps
+from itertools import takewhile
+from time import perf_counter
+from typing import Any
+
+from vllm_mlx_harmony.core.errors import HarmonyFailure
+from vllm_mlx_harmony.host.engine import generate
+from vllm_mlx_harmony.host.kv.prefix import EVERYBODY
+from vllm_mlx_harmony.host.models import is_harmony
+from vllm_mlx_harmony.host.prompts import Messages, prompt_ids
+from vllm_mlx_harmony.host.sampling import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def warm_prefix_cache(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """``prompt_warmup.warm_prefix_cache``: computes what prompts with these messages begin with.
+
+    The original has the engine generate as for nobody; this is remembered for every API key. One
+    that cannot be rendered or computed is skipped, and the log says so.
+    """
+
+    @wraps(original)
+    async def warm(engine: Any, prompts: Sequence[Messages], *, max_tokens: int = 1) -> Any:
+        if not is_harmony(engine.tokenizer):
+            return await original(engine, prompts, max_tokens=max_tokens)
+        started, computed, skipped = perf_counter(), 0, 0
+        for index, messages in enumerate(prompts):
+            try:
+                prompt = _beginning(messages)
+                async with aclosing(generate(engine, prompt, _NOTHING, EVERYBODY)) as steps:
+                    async for _ in steps:
+                        pass
+                computed += len(prompt)
+            except HarmonyFailure as error:
+                logger.warning("warm-up prompt %d was skipped: %s", index, error)
+                skipped += 1
+        return {
+            "count": len(prompts) - skipped,
+            "skipped": skipped,
+            "elapsed_ms": (perf_counter() - started) * 1000,
+            "total_prompt_tokens": computed,
+            "mode": "harmony",
+        }
+
+    return warm
+
+
+_NOTHING = Settings(max_tokens=0, temperature=0.0, top_p=1.0)
+
+
+def _beginning(messages: Messages) -> tuple[int, ...]:
+    """What prompts with ``messages`` have in common, whatever the user asks last.
+
+    Raises ``RequestError`` for messages that are none of Chat Completions.
+    """
+    one, other = (prompt_ids(_asking(messages, word), None, None) for word in ("Alpha", "Bravo"))
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return tuple(token for token, _ in pairs)
+
+
+def _asking(messages: Messages, word: str) -> list[Any]:
+    """``messages`` with ``word`` as what the user asks last."""
+    ends_with_user = bool(messages) and messages[-1].get("role") == "user"
+    return [*messages[: -1 if ends_with_user else None], {"role": "user", "content": word}]
