@@ -725,7 +725,7 @@ def test_fields(fields: dict[str, Any], name: str, expected: object) -> None:
 def test_what_is_left_out_is_noted() -> None:
     asked = request(tools=[BARE, {"type": "web_search_20250305", "name": "web_search"}])
     assert asked.notes == (
-        "tools[1] (web_search_20250305) was left out: the caller does not define it",
+        "tools[1] ('web_search_20250305') was left out: the caller does not define it",
     )
     assert request(tools=[BARE]).notes == ()
     elsewhere = {"type": "url", "url": "https://a", "name": "x"}

@@ -82,7 +82,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, seal: Seal) -> Turn:
 def notes(body: MessagesBody) -> tuple[str, ...]:
     """What was accepted but has no effect, a sentence each, for the log."""
     tools = tuple(
-        f"tools[{index}] ({tool.type}) was left out: the caller does not define it"
+        f"tools[{index}] ({tool.type!r}) was left out: the caller does not define it"
         for index, tool in enumerate(body.tools or ())
         if _is_anthropics(tool)
     )
