@@ -1,18 +1,22 @@
 """What a grammar costs: its masks, id by id, and its making.
 
-Needs no host and no model. Outputs are those of a model that does what it was asked: reasoning,
-then a call or an answer. Numbers are processor time, and medians of several runs where they name
-no percentile.
+Outputs are those of a model that does what it was asked: reasoning, then a call or an answer.
+Numbers are processor time, and medians of several runs where they name no percentile. Then what it
+costs an engine: the host's own, with a tiny random model whose step is made to take 10 ms of the
+device, held to a grammar and not, by turns, in time on the clock.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -20,11 +24,25 @@ from typing import Any
 
 from bench_table import Row, printed
 
+from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import grammar as grammars
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.grammar import Grammar, Mask, compiled, expressible, grammar_of, matching
+from vllm_mlx_harmony.core.grammar import (
+    Compiled,
+    Grammar,
+    Mask,
+    compiled,
+    expressible,
+    grammar_of,
+    matching,
+)
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, ToolChoice, Turn, User
+from vllm_mlx_harmony.host import contract, seams
+from vllm_mlx_harmony.host.constraint import Bounds, Constraining
+from vllm_mlx_harmony.host.engine import generate
+from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.host.seams import Patch
 
 TOOLS = (1, 20, 100)
 P50_US, P99_US = 10.0, 500.0
@@ -56,6 +74,7 @@ def measured(runs: int) -> Iterator[Row]:
         yield row(f"mask, {what}: p50 of {len(masks)} ids", "µs", percentiles[49], P50_US)
         yield row(f"mask, {what}: p99", "µs", percentiles[98], P99_US)
         yield row(f"an id consumed, {what}", "µs", median(consumed))
+    yield from decoding(max(3, runs // 2))
 
 
 def row(what: str, unit: str, taken: float, limit: float | None = None) -> Row:
@@ -175,6 +194,117 @@ def outputs() -> Iterator[tuple[str, Turn, list[int]]]:
 def written(before: str, text: str, after: str) -> list[int]:
     marks = [vocab.encoding().encode(mark, allowed_special="all") for mark in (before, after)]
     return [*marks[0], *vocab.encode(text), *marks[1]]
+
+
+# --- on an engine ---
+
+STEP_MS = 10.0
+TOKENS = 64
+STREAMS = (("simple", 1), ("batched", 1), ("batched", 8))
+SLOWER = 1.05
+
+
+def decoding(runs: int) -> Iterator[Row]:
+    """Milliseconds per step, free in the column of the host's and held to a grammar in ours."""
+    turns = {
+        "plain text": Turn((User("Hi."),)),
+        "a call of 20 tools": asking(20, tool_choice=ToolChoice(required=True)),
+    }
+    held = {what: compiled(made(turn)) for what, turn in turns.items()}
+    with tempfile.TemporaryDirectory() as directory, loaded():
+        model = str(standin.write_tiny(Path(directory, "tiny")))
+        for kind, streams in STREAMS:
+            taken = asyncio.run(steps(kind, model, streams, runs, held))
+            free = median(taken[""])
+            for what in held:
+                bound = median(taken[what])
+                goal, met = f"at most {SLOWER:g} times", bound <= SLOWER * free
+                title = f"a step of {streams} on the {kind} engine, {what}"
+                yield Row(title, "ms", free, bound, goal, met)
+
+
+async def steps(
+    kind: str, model: str, streams: int, runs: int, held: Mapping[str, Compiled]
+) -> dict[str, list[float]]:
+    """Milliseconds per step of each run, under the name of what it was held to."""
+    from vllm_mlx.engine.batched import BatchedEngine
+    from vllm_mlx.engine.simple import SimpleEngine
+
+    engine = (SimpleEngine if kind == "simple" else BatchedEngine)(model)
+    await engine.start()
+    taken: dict[str, list[float]] = {"": [], **{what: [] for what in held}}
+    try:
+        for number in range(runs + 1):
+            for what, times in taken.items():
+                bounds = Bounds(grammar=held.get(what))
+                times.append(await step(engine, bounds, streams, number))
+    finally:
+        await engine.stop()
+    return {what: times[1:] for what, times in taken.items()}
+
+
+async def step(engine: Any, bounds: Bounds, streams: int, seed: int) -> float:
+    """Milliseconds per step of ``streams`` outputs that begin together."""
+    settings = Settings(max_tokens=TOKENS, temperature=1.0, top_p=1.0, seed=seed)
+    prompt = written("<|start|>user<|message|>", "Hi.", "<|end|><|start|>assistant")
+
+    async def one() -> float:
+        held = Constraining(bounds) if bounds else None
+        first = 0.0
+        async with aclosing(generate(engine, tuple(prompt), settings, "", held)) as generated:
+            async for _ in generated:
+                first = first or time.perf_counter()
+        return (time.perf_counter() - first) / (TOKENS - 1) * 1e3
+
+    return median(await asyncio.gather(*(one() for _ in range(streams))))
+
+
+@contextmanager
+def loaded() -> Iterator[None]:
+    """The plugin's way with the engines, and a model whose step takes the device ``STEP_MS``."""
+    import mlx.core as mx
+    from mlx_lm.models.gpt_oss import Model
+
+    call = Model.__call__
+    burden: list[Any] = []
+
+    def burdened(self: Any, *args: Any, **keywords: Any) -> Any:
+        if not burden:  # on the engine's thread: what it made is its own
+            burden.extend(measured_burden(mx))
+        weight, times = burden[:2]
+        product = weight
+        for _ in range(times):
+            product = product @ weight
+        return call(self, *args, **keywords) + 0 * product[0, 0]
+
+    rooms = ("engine:", "kv.batched:", "kv.simple:")
+    own = "vllm_mlx_harmony.host."
+    undos = seams.apply_all(
+        [
+            seam
+            for seam in contract.SEAMS
+            if isinstance(seam, Patch) and str(seam.replacement).removeprefix(own).startswith(rooms)
+        ]
+    )
+    Model.__call__ = burdened
+    try:
+        yield
+    finally:
+        Model.__call__ = call
+        seams.undo_all(undos)
+
+
+def measured_burden(mx: Any) -> tuple[Any, int]:
+    """A matrix, and how often it is multiplied with itself in ``STEP_MS``."""
+    weight = mx.eye(384)
+    mx.eval(weight @ weight)
+    began, often = time.perf_counter(), 20
+    product = weight
+    for _ in range(often):
+        product = product @ weight
+    mx.eval(product)
+    each = (time.perf_counter() - began) / often * 1e3
+    return weight, max(1, round(STEP_MS / each))
 
 
 if __name__ == "__main__":
