@@ -125,6 +125,9 @@ def prepare(leg: Leg, *, keep: bool) -> Path:
     """The environment of a leg, made and checked. Raises ``LegFailed`` and ``CannotRun``."""
     if platform.system() not in leg.systems:
         raise CannotRun(f"only on {' and '.join(leg.systems)}")
+    missing = [program for program in leg.programs if shutil.which(program) is None]
+    if missing:
+        raise CannotRun(f"no {' and no '.join(missing)} here")
     environment = BUILD / leg.name
     for report in BUILD.glob(f"{leg.name}-*.xml"):
         report.unlink()

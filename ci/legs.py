@@ -21,6 +21,14 @@ TEST_TOOLS = (
 )
 """The extra `test`, for legs that cannot install it from here (`tests/ci` compares the two)."""
 
+FRAMEWORKS = (
+    "instructor>=1.14",
+    "langchain-anthropic>=1",
+    "langchain-openai>=1",
+    "openai-agents>=0.3",
+    "pydantic-ai-slim[openai]>=1",
+)
+
 HOST_PYTHON = "3.11"
 HOST = ("vllm-mlx", "mlx", "mlx-lm")
 HARMONY = ("openai-harmony", "oss-harmony")
@@ -33,8 +41,9 @@ class Leg:
     ``install`` are arguments of ``uv pip install``; packages in ``without`` are left out of it,
     although something depends on them. ``present`` and ``absent`` are looked up afterwards: they
     are what makes the leg a leg of its own. A test that is skipped fails the leg.
-    ``systems`` and ``runners`` are where it can run, and where GitHub runs it; ``variables`` are
-    set in the environment of its commands.
+    ``systems`` and ``runners`` are where it can run, and where GitHub runs it; ``programs`` are
+    what it needs on the path beside Python, ``variables`` are set in the environment of its
+    commands.
     """
 
     name: str
@@ -45,6 +54,7 @@ class Leg:
     without: tuple[str, ...] = ()
     present: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
     systems: tuple[str, ...] = ("Linux", "Darwin")
     runners: tuple[str, ...] = ("ubuntu-latest",)
     in_all: bool = True
@@ -122,6 +132,21 @@ LEGS: tuple[Leg, ...] = (
             (*PYTEST, "tests/served", "tests/cli"),
         ),
         runners=("ubuntu-latest", "macos-14"),
+    ),
+    Leg(
+        name="frameworks",
+        what="typed answers and forced calls, through frameworks for Python",
+        install=("-e", ".[cpu,test]", *FRAMEWORKS),
+        present=(*HOST, "openai", "anthropic", "openai-agents", "langchain-openai", "instructor"),
+        commands=((*PYTEST, "tests/frameworks/test_python.py"),),
+    ),
+    Leg(
+        name="ai-sdk",
+        what="typed answers and forced calls, through the AI SDK for JavaScript",
+        install=("-e", ".[cpu,test]"),
+        present=HOST,
+        programs=("node", "npm"),
+        commands=((*PYTEST, "tests/frameworks/test_ai_sdk.py"),),
     ),
     Leg(
         name="no-harmony",

@@ -30,6 +30,14 @@ SCRIPTS = (
         "<|channel|>analysis<|message|>18 degrees, sunny.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>It is 18 °C and sunny in Paris.<|return|>",
     ),
+    Script(
+        "<|start|>user<|message|>How is it in Paris?",
+        '<|channel|>final<|message|>{"city":"Paris","celsius":"about 18","sky":"lovely"}<|return|>',
+    ),
+    Script(
+        "<|start|>user<|message|>And in London?",
+        "<|channel|>final<|message|>It rains there, as always.<|return|>",
+    ),
 )
 
 
@@ -38,7 +46,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-EXAMPLES = dict(zip(("chat", "responses"), blocks("python"), strict=True))
+EXAMPLES = dict(zip(("chat", "responses", "typed"), blocks("python"), strict=True))
 OUTPUTS = dict(zip(EXAMPLES, blocks("text"), strict=True))
 
 

@@ -1,0 +1,77 @@
+"""One real server per engine, with a stand-in that never wants what it is asked for.
+
+Everything a framework gets out of it is the grammar's doing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.cli.process import serving
+from vllm_mlx_harmony.standin import Script
+
+MODEL = "gpt-oss-20b"
+
+WANTS = {
+    "prose": "<|channel|>analysis<|message|>They want something of me.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>I would rather talk about the sea, which is wide.<|return|>",
+    "another call": "<|channel|>commentary to=functions.delete_everything <|constrain|>json"
+    '<|message|>{"path":"/","sure":"yes, of course"}<|call|>',
+}
+"""What the model says by itself, by a word in the last message. To anything else: prose."""
+
+ENGINES = {"simple": ((), "prose"), "batched": (("--continuous-batching",), "another call")}
+"""The flags of each of the host's engines, and what the model wants there."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server on ``port``, and a ``question`` to which its model does not want to answer."""
+
+    port: int
+    question: str
+
+    @property
+    def root(self) -> str:
+        """The base URL of clients that add the version themselves."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def v1(self) -> str:
+        """The base URL of all others."""
+        return f"{self.root}/v1"
+
+
+@pytest.fixture(scope="session", params=list(ENGINES))
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """The host with the plugin, on each engine in turn."""
+    flags, want = ENGINES[request.param]
+    place = tmp_path_factory.mktemp("server")
+    scripts = [Script(f"Wanted: {name}", said) for name, said in WANTS.items()]
+    model = standin.write(place / "model", scripts)
+    (place / "home").mkdir()
+    with serving(model, place / "home", ("--served-model-name", MODEL, *flags)) as running:
+        yield Server(running.port, f"Who is Ada Lovelace? Wanted: {want}")
+
+
+@pytest.fixture(scope="session")
+def question(server: Server) -> str:
+    """What the user says. The model is not interested."""
+    return server.question
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No framework takes a key, a server or a reporting address from this machine."""
+    for variable in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "none")
+    monkeypatch.setenv("LANGSMITH_TRACING", "false")
+    monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")

@@ -1,0 +1,58 @@
+"""The AI SDK (JavaScript), as it is, against a model that never wants what it is asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+pytestmark = pytest.mark.served
+
+HERE = Path(__file__).parent / "ai_sdk"
+
+PROVIDERS = ("openai-compatible", "openai, chat", "openai, responses", "anthropic")
+CHECKS = (
+    "generateObject",
+    "generateText with an output",
+    "streamText with an output",
+    "toolChoice required",
+    "toolChoice of a tool",
+)
+
+
+@pytest.fixture(scope="session")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the checks and what they import."""
+    directory = shutil.copytree(HERE, tmp_path_factory.mktemp("node") / "checks")
+    installing = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"]
+    subprocess.run(installing, cwd=directory, check=True, timeout=300)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def problems(packages: Path, server: Server, question: str) -> dict[str, str]:
+    """What is wrong, by check: all of them in one process, because starting one takes seconds."""
+    ended = subprocess.run(
+        ["node", "checks.mjs", server.root, question],
+        cwd=packages,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line["problem"] for line in lines}
+
+
+@pytest.mark.parametrize("what", CHECKS)
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_ai_sdk(problems: dict[str, str], provider: str, what: str) -> None:
+    assert problems[f"{provider}: {what}"] == ""
