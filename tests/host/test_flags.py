@@ -158,6 +158,7 @@ ELSEWHERE = {
     *("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "mllm"),
     *("mllm_draft_model", "mllm_draft_kind", "mllm_draft_block_size", "default_mllm_draft"),
     *("default_temperature", "default_top_p", "default_top_k", "default_min_p"),
+    "default_thinking_token_budget",
     *("default_presence_penalty", "default_repetition_penalty", "default_chat_template_kwargs"),
     *("embedding_model", "embedding_max_length", "embedding_overflow_policy", "rerank_model"),
     *("download_timeout", "download_retries", "offline", "prefill_step_size"),
