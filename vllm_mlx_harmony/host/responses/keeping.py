@@ -22,6 +22,7 @@ from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
 from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp
 from vllm_mlx_harmony.host.answers import Deltas
+from vllm_mlx_harmony.host.body import in_thread
 from vllm_mlx_harmony.host.responses.store import Kept, StoreError, server_store
 from vllm_mlx_harmony.host.seal import server_seal
 from vllm_mlx_harmony.protocols import responses
@@ -137,7 +138,7 @@ class KeptAnswer:
             self._before = self._emitter.document()
             self._last = self._emitter.cancel() if delta is None else self._emitter.feed(delta)
             if self._asked.store and not self.forgotten:
-                self._keeping = asyncio.ensure_future(asyncio.to_thread(self._keep))
+                self._keeping = asyncio.ensure_future(in_thread(self._keep))
         if self._keeping is not None:
             await asyncio.wait({self._keeping})  # which a cancellation of ours does not cancel
         return self._last

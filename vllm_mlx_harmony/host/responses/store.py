@@ -347,9 +347,14 @@ _MESSAGES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Mess
 
 
 def _written(kept: Kept) -> str:
-    messages = [[type(message).__name__, *asdict(message).values()] for message in kept.messages]
-    written = [kept.id, kept.document, kept.input_items, messages, kept.tenant]
-    return dumps(written, separators=(",", ":"))
+    """One by one, so that other threads run in between: of 20,000 items it would be 100 ms."""
+    messages = ([type(message).__name__, *asdict(message).values()] for message in kept.messages)
+    several = (f"[{','.join(map(_json, values))}]" for values in (kept.input_items, messages))
+    return f"[{_json(kept.id)},{_json(kept.document)},{','.join(several)},{_json(kept.tenant)}]"
+
+
+def _json(value: Any) -> str:
+    return dumps(value, separators=(",", ":"))
 
 
 def _read(text: str) -> Kept:
