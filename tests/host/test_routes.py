@@ -30,7 +30,7 @@ from vllm_mlx_harmony.host.leases import Budget
 from vllm_mlx_harmony.host.refusals import failure_of, refuse
 from vllm_mlx_harmony.host.routes import CHAT
 from vllm_mlx_harmony.host.sampling import Settings
-from vllm_mlx_harmony.host.streams import EventStream, frames
+from vllm_mlx_harmony.host.streams import EventBuffer, EventStream, written
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event
 
@@ -511,10 +511,10 @@ def test_a_stream_whose_reader_fails_frees_the_engine(
         deltas = run(turn)
         begun = await anext(deltas)
         request = Request({"type": "http", "headers": []}, receive)
-        guarded = server._disconnect_guard(frames(begun, deltas, Silence()), request)
+        events = EventBuffer(written(begun, deltas, Silence()))
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
         with pytest.raises(ClientDisconnect):
-            await EventStream(guarded, deltas)(scope, receive, send)
+            await EventStream(request, events)(scope, receive, send)
         for _ in range(20):
             await asyncio.sleep(0.01)
         assert turn.lease.released == 1  # type: ignore[attr-defined]

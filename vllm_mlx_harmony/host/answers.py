@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core.deltas import Delta, Finished
-from vllm_mlx_harmony.core.errors import HostError, OutputError
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.core.replay import View
 from vllm_mlx_harmony.core.turn import Message
 from vllm_mlx_harmony.host import enforcement
@@ -29,7 +29,7 @@ from vllm_mlx_harmony.host.engine import (
 from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.remembering import remember
 from vllm_mlx_harmony.host.sampling import Settings
-from vllm_mlx_harmony.host.waiting import line_before
+from vllm_mlx_harmony.host.waiting import line_before, refuse_all
 
 Deltas: TypeAlias = AsyncGenerator[list[Delta], None]
 
@@ -65,8 +65,11 @@ class Job:
     held: Constraining | None = None
 
 
-_running: dict[tuple[str, str], asyncio.Future[None]] = {}
+_running: dict[tuple[str, str], asyncio.Future[HarmonyFailure]] = {}
 """What ends each answer that is being generated, by its key and tenant. Of the event loop alone."""
+
+_refused: HarmonyFailure | None = None
+"""What every answer that has not begun is refused with, if it is."""
 
 
 def cancel(key: str, tenant: str) -> bool:
@@ -75,8 +78,34 @@ def cancel(key: str, tenant: str) -> bool:
     if cancelled is None:
         return False
     if not cancelled.done():
-        cancelled.set_result(None)
+        failure = OutputError("the request was cancelled", status=CANCELLED, code="cancelled")
+        cancelled.set_result(failure)
     return True
+
+
+def running() -> bool:
+    """Whether any answer is being generated, or waits for its turn."""
+    return bool(_running)
+
+
+def refuse(failure: HarmonyFailure | None) -> None:
+    """From now on no answer begins, those that wait for their turn included; ``None``: again."""
+    global _refused
+    _refused = failure
+    if failure is not None:
+        refuse_all(failure)
+
+
+def refused() -> HarmonyFailure | None:
+    """What answers are refused with now, if they are."""
+    return _refused
+
+
+def end_all(failure: HarmonyFailure) -> None:
+    """Ends all answers that are being generated, each with ``failure``."""
+    for ended in list(_running.values()):
+        if not ended.done():
+            ended.set_result(failure)
 
 
 async def run(job: Job) -> Deltas:
@@ -85,13 +114,15 @@ async def run(job: Job) -> Deltas:
     The first group says that the turn has started, as soon as it is this request's turn, before
     anything is generated. The lease is released
     when the iterator ends or is closed, whatever the reason.
-    Raises ``HostError`` (line full, time run out) and ``OutputError`` (the engine failed, or
-    somebody has cancelled it).
+    Raises ``HostError`` (line full, time run out, the server ends) and ``OutputError`` (the engine
+    failed, or somebody has cancelled it).
     """
     named = (job.key, job.lease.tenant)
     cancelled = _running[named] = asyncio.get_running_loop().create_future()
     result = "client_closed"  # unless it ends in another way than being given up
     try:
+        if _refused is not None:
+            raise _refused
         async with _turn(job.lease.engine, job.budget):
             yield job.context.start(_cached(job))
             async with aclosing(_generated(job, cancelled)) as groups:
@@ -132,14 +163,14 @@ async def _turn(engine: Any, budget: Budget) -> AsyncIterator[None]:
         yield
 
 
-async def _generated(job: Job, cancelled: asyncio.Future[None]) -> Deltas:
+async def _generated(job: Job, ended: asyncio.Future[HarmonyFailure]) -> Deltas:
     context, prompt = job.context, job.context.render_for_completion()
     finish: Finish | None = None
     cached_tokens = 0
     generated = generate(job.lease.engine, prompt, job.settings, job.lease.tenant, job.held)
     async with aclosing(generated) as steps:
         while finish is None and not context.done:
-            step = await _next(steps, job.budget.total, cancelled)
+            step = await _next(steps, job.budget.total, ended)
             finish, cached_tokens = step.finish, max(cached_tokens, step.cached_tokens)
             job.tracker.observe_ttft()
             enforcement.check(job.held)
@@ -160,23 +191,23 @@ def _account(tracker: Tracker, last: list[Delta]) -> None:
             )
 
 
-async def _next(steps: Steps, seconds: float, cancelled: asyncio.Future[None]) -> Step:
+async def _next(steps: Steps, seconds: float, ended: asyncio.Future[HarmonyFailure]) -> Step:
     """The next step, which may take ``seconds``: the limit is on silence, as in the host.
 
-    Raises ``HostError`` 504 after that, ``OutputError`` when ``cancelled`` is done before, and
-    whatever the steps raise.
+    Raises ``HostError`` 504 after that, what ``ended`` says when it is done before, and whatever
+    the steps raise.
     """
     # A task of its own: the host's iterator swallows a cancellation that hits it.
     coming = asyncio.ensure_future(anext(steps))
-    ends: set[asyncio.Future[Any]] = {coming, cancelled}
+    ends: set[asyncio.Future[Any]] = {coming, ended}
     try:
         first = asyncio.FIRST_COMPLETED
         done, _ = await asyncio.wait(ends, timeout=seconds, return_when=first)
     finally:
         if not coming.done():
             await stopped(coming)
-    if cancelled.done():
-        raise OutputError("the request was cancelled", status=CANCELLED, code="cancelled")
+    if ended.done():
+        raise ended.result()
     if not done:
         raise HostError(
             f"nothing was generated for {seconds:.0f} seconds", status=TIMED_OUT, code="timeout"

@@ -289,6 +289,7 @@ USED: tuple[Fact, ...] = (
             "_remaining_request_timeout": ("total_timeout", "deadline"),
             "_wait_with_disconnect": ("coro", "raw_request", "timeout", OTHERS),
             "_disconnect_guard": ("generator", "raw_request", "timeout", OTHERS),
+            "_find_uvicorn_cycle": ("obj", OTHERS),
         }.items()
     ),
     *(
@@ -312,6 +313,7 @@ USED: tuple[Fact, ...] = (
     Fact(f"{_SERVER}:_metrics.track_inference", "its metrics", ("endpoint", "stream")),
     Fact(f"{_SERVER}:_metrics._prom", "its metrics by name, for one of ours among them"),
     Fact(f"{_SERVER}:_response_model_name", "the name an answer carries", ("request_model",)),
+    Fact(f"{_SERVER}:_default_timeout", "how long answers may take when the server ends"),
     Fact(f"{_SERVER}:list_models", "its models", ()),
     Fact(f"{_SERVER}:_api_key", "whether there is an API key"),
     Fact(f"{_SERVER}:security", "reads the API key from a header"),

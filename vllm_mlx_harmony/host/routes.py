@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
-from vllm_mlx_harmony.host import cancel, messages
+from vllm_mlx_harmony.host import cancel, messages, shutdown
 from vllm_mlx_harmony.host.kv import status
 from vllm_mlx_harmony.host.model_names import other_names, own_name
 from vllm_mlx_harmony.host.mount import Around, Route
@@ -102,6 +102,7 @@ ORIGINS = Around(
 )
 
 ROUTES: tuple[Seam, ...] = (
+    *shutdown.SEAMS,
     ORIGINS,
     *_CHAT,
     *messages.ROUTES,

@@ -35,7 +35,7 @@ from vllm_mlx_harmony.host.models import is_harmony
 from vllm_mlx_harmony.host.mount import pass_on
 from vllm_mlx_harmony.host.refusals import failure_of, refuse
 from vllm_mlx_harmony.host.sampling import settle
-from vllm_mlx_harmony.host.streams import Emitter, EventStream, frames
+from vllm_mlx_harmony.host.streams import Emitter, EventBuffer, EventStream, written
 from vllm_mlx_harmony.host.window import context_length, fit
 from vllm_mlx_harmony.protocols.events import Event
 
@@ -289,10 +289,4 @@ async def _streamed(request: Request, begun: Begun, deltas: Deltas, ping: Event 
     )
     if come is None:
         return Response(status_code=CLIENT_CLOSED)
-    guarded = server._disconnect_guard(
-        frames(come, deltas, begun.emitter, ping),
-        request,
-        # The guard would end the stream without a word; ours says that the time is over.
-        timeout=float("inf"),
-    )
-    return EventStream(guarded, deltas)
+    return EventStream(request, EventBuffer(written(come, deltas, begun.emitter), ping))

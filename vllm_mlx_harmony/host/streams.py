@@ -1,4 +1,9 @@
-"""An answer as server-sent events: framed one by one, ended with a word, closed when nobody reads.
+"""An answer on its way to a reader: generated at the engine's pace, read at the client's.
+
+An engine that waited for its readers would be held by the slowest of them. So it waits for nobody:
+what it generates goes into a buffer (``EventBuffer``), which is bounded. An answer that outgrows it
+ends with an error, and the engine is free. Whatever is left in the buffer can still be read, unless
+the client takes nothing for so long that its connection is given up (``within``).
 
 Knows Starlette's streams. Refuses to know what an event says (protocols).
 """
@@ -7,19 +12,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from vllm_mlx_harmony.core.deltas import Delta, Failed
-from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError
-from vllm_mlx_harmony.host.answers import Deltas, stopped
+from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
+from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, HostError, OutputError
+from vllm_mlx_harmony.host.answers import Deltas
+from vllm_mlx_harmony.host.settings import number
 from vllm_mlx_harmony.protocols.events import Event, frame
 
 logger = logging.getLogger(__name__)
+
+ROOM_VARIABLE = "VLLM_MLX_HARMONY_STREAM_BYTES"
+"""Environment variable: bytes of an answer that may wait for its reader."""
+
+DEFAULT_ROOM = 8 * 1024 * 1024
+
+SECONDS_VARIABLE = "VLLM_MLX_HARMONY_STREAM_SECONDS"
+"""Environment variable: seconds after which a client that takes nothing is given up."""
+
+DEFAULT_SECONDS = 60
+
+PING_SECONDS = 5.0
+"""Silence after which a stream says that it is alive, in APIs that have a word for it."""
+
+T = TypeVar("T")
+
+Events: TypeAlias = AsyncGenerator[list[Event], None]
+"""The events of an answer, in the groups they come in; a failure is among them, never raised."""
 
 
 class Emitter(Protocol):
@@ -32,57 +58,27 @@ class Emitter(Protocol):
         """The whole answer, when it is not streamed."""
 
 
-class EventStream(StreamingResponse):
-    """A stream of ``guarded`` frames, whose ``deltas`` are closed when nobody reads it any more.
-
-    Starlette leaves the iterator of a client that has gone to the garbage collector, which may
-    come much later, and the engine stays busy until then.
-    """
-
-    def __init__(self, guarded: AsyncIterator[str], deltas: Deltas) -> None:
-        super().__init__(guarded, media_type="text/event-stream")
-        self._deltas = deltas
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            # A task of its own: this one may be cancelled, and whatever it awaits with it.
-            closing = asyncio.ensure_future(_close(self.body_iterator, self._deltas))
-            _closing.add(closing)
-            closing.add_done_callback(_closing.discard)
-
-
-_closing: set[asyncio.Future[None]] = set()
-
-
-async def _close(guarded: Any, deltas: Deltas) -> None:
-    await guarded.aclose()
-    with suppress(RuntimeError):  # it is running: then the guard has cancelled it just now
-        await deltas.aclose()
-
-
-PING_SECONDS = 5.0
-"""Silence after which a stream says that it is alive, in APIs that have a word for it."""
-
-
-async def frames(
-    begun: list[Delta], deltas: Deltas, emitter: Emitter, ping: Event | None = None
-) -> AsyncIterator[str]:
-    """One server-sent event at a time, of ``begun`` and then of ``deltas``; a failure is one too.
-
-    ``ping`` goes out whenever nothing else does, as while a long prompt is prefilled.
-    """
+async def written(begun: list[Delta], deltas: Deltas, emitter: Emitter) -> Events:
+    """The events of ``begun`` and then of ``deltas``; a failure before the end makes events too."""
+    ended = False
     try:
-        for event in _fed(emitter, begun):
-            yield frame(event)
-        async with aclosing(deltas if ping is None else _with_silences(deltas)) as groups:
-            async for group in groups:
-                for event in _fed(emitter, group) if group is not None else filter(None, [ping]):
-                    yield frame(event)
+        async with aclosing(deltas):
+            yield list(_fed(emitter, begun))
+            async for group in deltas:
+                events = list(_fed(emitter, group))
+                ended = ends(group)
+                try:
+                    yield events
+                except HostError as failure:  # which is the answer's, too: it may be kept
+                    await deltas.athrow(failure)
     except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
-        for event in emitter.feed(Failed(_told(error))):
-            yield frame(event)
+        if not ended:
+            yield emitter.feed(Failed(_failure(error)))
+
+
+def ends(group: list[Delta]) -> bool:
+    """Whether nothing comes after ``group``."""
+    return any(isinstance(delta, (Finished, Failed)) for delta in group)
 
 
 def _fed(emitter: Emitter, group: list[Delta]) -> Iterator[Event]:
@@ -90,25 +86,186 @@ def _fed(emitter: Emitter, group: list[Delta]) -> Iterator[Event]:
         yield from emitter.feed(delta)
 
 
-async def _with_silences(deltas: Deltas) -> AsyncGenerator[list[Delta] | None, None]:
-    """The groups of ``deltas``, and a ``None`` for each long wait between them."""
-    async with aclosing(deltas):
-        while True:
-            coming = asyncio.ensure_future(anext(deltas, None))
-            try:
-                while not (await asyncio.wait({coming}, timeout=PING_SECONDS))[0]:
-                    yield None
-            finally:
-                if not coming.done():
-                    await stopped(coming)
-            group = coming.result()
-            if group is None:
-                return
-            yield group
-
-
-def _told(error: Exception) -> HarmonyFailure:
+def _failure(error: Exception) -> HarmonyFailure:
     if isinstance(error, HarmonyFailure):
         return error
     logger.error("a stream failed", exc_info=error)
     return OutputError(INTERNAL, code="internal_error")
+
+
+class EventBuffer:
+    """The events of an answer, generated whether or not somebody reads, and read one by one.
+
+    While more than ``room`` bytes wait to be read the answer is ended: ``HostError`` is thrown into
+    ``events``, and what they make of it is the last that is read. The first group does not count:
+    it repeats what the client has sent. ``ping`` is read after each silence of ``PING_SECONDS``.
+    For one reader; closed, it frees the engine.
+    """
+
+    def __init__(self, events: Events, ping: Event | None = None, room: int | None = None) -> None:
+        self._events = events
+        self._ping = ping
+        self._room = number(ROOM_VARIABLE, DEFAULT_ROOM) if room is None else room
+        self._waiting: deque[Event] = deque()
+        self._bytes = 0
+        self._more: asyncio.Future[None] | None = None
+        self._entered = self._closed = False
+        self._filling = asyncio.ensure_future(self._fill())
+        self._filling.add_done_callback(self._wake)
+        _unread.add(self)
+
+    def __aiter__(self) -> EventBuffer:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._waiting:
+            if self._closed or self._filling.done():
+                _unread.discard(self)
+                if not (self._closed or self._filling.cancelled()):
+                    self._filling.result()
+                raise StopAsyncIteration
+            self._more = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._more}, timeout=PING_SECONDS if self._ping else None)
+            if self._ping and not self._more.done():
+                return self._ping
+        event = self._waiting.popleft()
+        self._bytes -= len(event.data)
+        return event
+
+    async def aclose(self) -> None:
+        """Ends the answer, if it has not ended, and sees the engine freed."""
+        _unread.discard(self)
+        self._closed = True
+        self._waiting.clear()
+        self._wake()
+        if self._entered:
+            self._filling.cancel()
+        await asyncio.wait({self._filling})
+
+    async def _fill(self) -> None:
+        self._entered = True
+        if self._closed:
+            # Not before: a task that is cancelled before it began enters nothing, and leaves
+            # nothing, neither its place in the queue nor the engine.
+            self._filling.cancel()
+        room: int | None = None
+        async with aclosing(self._events) as groups:
+            async for group in groups:
+                self._put(group)
+                if room is None:
+                    room = self._bytes + self._room
+                elif self._bytes > room:
+                    logger.info("an answer was ended: %d bytes of it waited to be read", room)
+                    with suppress(StopAsyncIteration):  # it had ended
+                        self._put(await groups.athrow(_too_slow()))
+                    return
+
+    def _put(self, group: list[Event]) -> None:
+        if not self._closed:
+            self._waiting.extend(group)
+            self._bytes += sum(len(event.data) for event in group)
+            self._wake()
+
+    def _wake(self, _: object = None) -> None:
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
+
+
+def _too_slow() -> HostError:
+    return HostError(
+        "the answer was not read as fast as it was generated, and has been ended",
+        code="reader_too_slow",
+    )
+
+
+_unread: set[EventBuffer] = set()
+
+
+def unread() -> bool:
+    """Whether there are answers that have not been read to their ends."""
+    return bool(_unread)
+
+
+class EventStream(StreamingResponse):
+    """``events`` as server-sent ones, closed when nobody reads them any more.
+
+    Starlette leaves the iterator of a client that has gone to the garbage collector, which may
+    come much later, and the engine stays busy until then.
+    """
+
+    def __init__(self, request: Request, events: AsyncIterator[Event]) -> None:
+        from vllm_mlx import server
+
+        # The guard would end a silent stream without a word; the answer's own limit says something.
+        self._frames = _Frames(events)
+        guarded = server._disconnect_guard(self._frames, request, timeout=float("inf"))
+        super().__init__(guarded, media_type="text/event-stream")
+        self._request = request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = within(client_seconds(), send, self._give_up)
+        try:
+            await super().__call__(scope, receive, sending)
+        finally:
+            # A task of its own: this one may be cancelled, and whatever it awaits with it.
+            closing = asyncio.ensure_future(self._close())
+            _closing.add(closing)
+            closing.add_done_callback(_closing.discard)
+
+    async def _close(self) -> None:
+        with suppress(RuntimeError):  # it is running: then it has been cancelled just now
+            await self.body_iterator.aclose()  # type: ignore[attr-defined]
+        await self._frames.aclose()
+
+    def _give_up(self) -> None:
+        """Hangs up: closing would first wait for what was written to be read."""
+        from vllm_mlx import server
+
+        cycle = server._find_uvicorn_cycle(self._request.receive)
+        if cycle is not None:
+            cycle.transport.abort()
+
+
+_closing: set[asyncio.Future[None]] = set()
+
+
+class _Frames:
+    """``events`` as they stand on the wire. No generator: those cannot be closed while they run."""
+
+    def __init__(self, events: AsyncIterator[Event]) -> None:
+        self._events = events
+
+    def __aiter__(self) -> _Frames:
+        return self
+
+    async def __anext__(self) -> str:
+        return frame(await anext(self._events))
+
+    async def aclose(self) -> None:
+        with suppress(RuntimeError):  # a generator, which has nothing to free
+            await self._events.aclose()  # type: ignore[attr-defined]
+
+
+def client_seconds() -> float:
+    """For how long a client may take nothing of what it is sent."""
+    return number(SECONDS_VARIABLE, DEFAULT_SECONDS)
+
+
+def within(
+    seconds: float, send: Callable[[T], Awaitable[None]], give_up: Callable[[], object]
+) -> Callable[[T], Coroutine[Any, Any, None]]:
+    """``send``, with ``give_up`` called when it has waited ``seconds`` for the client."""
+    loop = asyncio.get_running_loop()
+
+    def late() -> None:
+        logger.info("a client took nothing for %.0f seconds: its connection is given up", seconds)
+        give_up()
+
+    async def sending(message: T) -> None:
+        timer = loop.call_later(seconds, late)
+        try:
+            await send(message)
+        finally:
+            timer.cancel()
+
+    return sending

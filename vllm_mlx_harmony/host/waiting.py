@@ -6,14 +6,14 @@ Knows order, places and time. Refuses to know what a request is, and what the en
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
+from vllm_mlx_harmony.host.settings import number
 
 PLACES_VARIABLE = "VLLM_MLX_HARMONY_QUEUE"
 """Environment variable: how many requests may wait for one engine; more are refused with 503."""
@@ -39,12 +39,17 @@ class WaitingLine:
         """How many wait now."""
         return len(self._waiting)
 
+    def refuse(self, failure: HarmonyFailure) -> None:
+        """Sends all who wait away: their ``turn`` raises ``failure``."""
+        while self._waiting:
+            self._waiting.popleft().set_exception(failure)
+
     @asynccontextmanager
     async def turn(self, seconds: float) -> AsyncIterator[None]:
         """Holds the turn for as long as the context lasts; waits up to ``seconds`` for it.
 
         Raises ``HostError``: 503 with ``retry_after`` at once when every place is taken, 504 when
-        the time ran out.
+        the time ran out, and what those who wait are refused with.
         """
         await self._come(seconds)
         try:
@@ -79,12 +84,13 @@ class WaitingLine:
                 status=504,
                 code="timeout",
             )
+        place.result()
 
     def _give_up(self, place: asyncio.Future[None]) -> None:
-        if place.done():
-            self._leave()
-        else:
+        if not place.done():
             self._waiting.remove(place)
+        elif place.exception() is None:
+            self._leave()
 
     def _leave(self) -> None:
         if self._waiting:
@@ -104,9 +110,12 @@ def line_before(engine: Any) -> WaitingLine:
     return line
 
 
+def refuse_all(failure: HarmonyFailure) -> None:
+    """Sends all away who wait for any engine, with ``failure``."""
+    for line in list(_lines.values()):
+        line.refuse(failure)
+
+
 def places() -> int:
     """Places in a line, as the environment says; the default where it says no whole number."""
-    try:
-        return max(0, int(os.environ.get(PLACES_VARIABLE, "")))
-    except ValueError:
-        return DEFAULT_PLACES
+    return number(PLACES_VARIABLE, DEFAULT_PLACES)

@@ -99,7 +99,8 @@ async def events_of(
     kept: KeptAnswer, groups: list[list[Delta]] = SAID, error: Exception | None = None
 ) -> list[Event]:
     source: Any = deltas(groups, error)
-    return [event async for event in told(keeping(source, kept, known=False), kept)]
+    groups_of = told(keeping(source, kept, known=False), kept)
+    return [event async for group in groups_of for event in group]
 
 
 # --- Kept before anybody is told.
@@ -111,7 +112,8 @@ def test_kept_before_the_last_event(store: MemoryStore) -> None:
         source: Any = deltas()
         return [
             store.get(ID, TENANT) is not None
-            async for _ in told(keeping(source, kept, known=False), kept)
+            async for group in told(keeping(source, kept, known=False), kept)
+            for _ in group
         ]
 
     known = asyncio.run(test())
@@ -138,14 +140,14 @@ def test_what_is_deleted_while_it_is_streamed_is_not_kept(store: MemoryStore, gr
         kept = answer()
         source: Any = deltas()
         told_of = told(keeping(source, kept, known=False), kept)
-        events = [await anext(told_of) for _ in range(groups)]
+        events = [event for _ in range(groups) for event in await anext(told_of)]
         assert not await forget(ID, "somebody else")
         statuses = [
             (await asyncio.to_thread(send, method, f"/v1/responses/{ID}")).status_code
             for method in ("DELETE", "DELETE", "GET")
         ]
         assert statuses == [200, 404, 404]
-        return events + [event async for event in told_of]
+        return events + [event async for group in told_of for event in group]
 
     assert check(asyncio.run(test()))["status"] == "completed"
     assert store.get(ID, TENANT) is None

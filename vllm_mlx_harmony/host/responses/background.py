@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from json import loads
 from typing import Any
 
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.host.answers import Job, run, stopped
 from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, Recall, keeping, told
 from vllm_mlx_harmony.host.responses.keeping import read as read_request
 from vllm_mlx_harmony.host.responses.store import Kept
+from vllm_mlx_harmony.host.settings import number
+from vllm_mlx_harmony.host.waiting import RETRY_SECONDS
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
@@ -28,6 +31,14 @@ MOST_EVENTS = 200_000
 
 MOST_BYTES = 64 * 1024 * 1024
 """The same in bytes: four events of each answer repeat its instructions and its tools."""
+
+RUNNING_VARIABLE = "VLLM_MLX_HARMONY_BACKGROUND_BYTES"
+"""Environment variable: bytes that all answers which run may take; more are refused with 503."""
+
+DEFAULT_RUNNING = 256 * 1024 * 1024
+
+TURN_BYTES = 64 * 1024
+"""What an answer takes at least, with its prompt and what it is generated with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +54,8 @@ class Running:
     """An answer in the background, from its first event to its last.
 
     ``events`` are those there are so far: the one with ``sequence_number`` n is the n-th.
-    ``bytes`` are those of what is remembered when it has ended.
+    ``bytes`` are those of what is remembered when it has ended. While it runs it has the request,
+    too, about as large again, and there are two more events to come that repeat it.
     """
 
     def __init__(self, job: Job, answer: KeptAnswer) -> None:
@@ -60,6 +72,11 @@ class Running:
     def done(self) -> bool:
         """Whether the last event is there."""
         return DONE in self.events[-1:]
+
+    @property
+    def held(self) -> int:
+        """Bytes that it takes now, at most."""
+        return self.bytes if self.done else TURN_BYTES + 3 * self.bytes
 
     def document(self) -> dict[str, Any]:
         """The response as it is now."""
@@ -100,8 +117,8 @@ class Running:
     async def _generate(self, job: Job, answer: KeptAnswer) -> None:
         kept = keeping(run(job), answer, known=True)
         async with aclosing(told(kept, answer)) as events:
-            async for event in events:
-                self._tell(event)
+            async for group in events:
+                self._tell(*group)
         self._generating = None
 
     def _tell(self, *events: Event) -> None:
@@ -118,15 +135,36 @@ class Background:
     however long it is.
     """
 
-    def __init__(self, most_events: int = MOST_EVENTS, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(
+        self,
+        most_events: int = MOST_EVENTS,
+        most_bytes: int = MOST_BYTES,
+        most_running: int | None = None,
+    ) -> None:
         self._most_events, self._most_bytes = most_events, most_bytes
+        self._most_running = most_running
         self._all: OrderedDict[str, Running] = OrderedDict()
 
     def start(self, job: Job, answer: KeptAnswer) -> Running:
-        """Generates the answer of ``job`` from now on, whoever listens."""
+        """Generates the answer of ``job`` from now on, whoever listens.
+
+        Raises ``HostError`` 503 when those that run take all the room there is.
+        """
         self._make_room()
+        held = sum(each.held for each in self._all.values() if not each.done)
+        if held > self._room():
+            raise HostError(
+                "the answers in the background take all the room there is; try again later",
+                code="background_full",
+                retry_after=RETRY_SECONDS,
+            )
         running = self._all[answer.id] = Running(job, answer)
         return running
+
+    def _room(self) -> int:
+        if self._most_running is None:
+            return number(RUNNING_VARIABLE, DEFAULT_RUNNING)
+        return self._most_running
 
     def get(self, key: str, tenant: str) -> Running | None:
         """The answer with this id, if it is ``tenant``'s and its events are remembered."""

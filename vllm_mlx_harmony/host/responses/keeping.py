@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import chain
@@ -25,6 +25,7 @@ from vllm_mlx_harmony.host.answers import Deltas
 from vllm_mlx_harmony.host.body import in_thread
 from vllm_mlx_harmony.host.responses.store import Kept, StoreError, server_store
 from vllm_mlx_harmony.host.seal import server_seal
+from vllm_mlx_harmony.host.streams import Events, ends
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
@@ -228,17 +229,15 @@ def _failure(error: Exception) -> HarmonyFailure:
     return OutputError(INTERNAL, code="internal_error")
 
 
-async def told(deltas: Deltas, answer: KeptAnswer) -> AsyncGenerator[Event, None]:
-    """The events of ``deltas``, which are ``keeping``'s, without frames.
-
-    Those of the end come at once, with nothing in between that could be cancelled.
-    """
+async def told(deltas: Deltas, answer: KeptAnswer) -> Events:
+    """The events of ``deltas``, which are ``keeping``'s, group by group."""
+    ended = False
     try:
         async with aclosing(deltas):
             async for group in deltas:
-                for delta in group:
-                    for event in answer.feed(delta):
-                        yield event
+                events = [event for delta in group for event in answer.feed(delta)]
+                ended = ends(group)
+                yield events
     except Exception as error:  # noqa: BLE001 - whatever it is, who listens is told
-        for event in await answer.end(Failed(_failure(error))):
-            yield event
+        if not ended:
+            yield await answer.end(Failed(_failure(error)))

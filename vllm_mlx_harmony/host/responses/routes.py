@@ -8,15 +8,14 @@ request is run (serving), and how answers are kept, watched in the background an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.turn import Stamp
 from vllm_mlx_harmony.host.answers import run
 from vllm_mlx_harmony.host.body import Document
@@ -30,8 +29,8 @@ from vllm_mlx_harmony.host.responses.store import Kept, server_store
 from vllm_mlx_harmony.host.responses.websocket import SocketRoute
 from vllm_mlx_harmony.host.seams import Seam
 from vllm_mlx_harmony.host.serving import Api, begin, count, refusing, respond, serve
+from vllm_mlx_harmony.host.streams import EventStream
 from vllm_mlx_harmony.protocols import responses
-from vllm_mlx_harmony.protocols.events import frame
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 
 
@@ -59,7 +58,11 @@ async def _answer(
     if not begun.asked.background:
         deltas = keeping(run(begun.job), begun.emitter, known=False)
         return await respond(request, begun, deltas)
-    running = BACKGROUND.start(begun.job, begun.emitter)
+    try:
+        running = BACKGROUND.start(begun.job, begun.emitter)
+    except HostError:
+        begun.job.tracker.finish(result="error")
+        raise
     return _events(request, running) if begun.asked.stream else JSONResponse(running.document())
 
 
@@ -147,16 +150,7 @@ def _starting_after(number: str | None) -> int:
 
 def _events(request: Request, running: Running, start: int = 0) -> Response:
     """The events of ``running``; who stops reading them does not stop it."""
-    from vllm_mlx import server
-
-    guarded = server._disconnect_guard(_framed(running, start), request, timeout=float("inf"))
-    return StreamingResponse(guarded, media_type="text/event-stream")
-
-
-async def _framed(running: Running, start: int) -> AsyncIterator[str]:
-    async with aclosing(running.follow(start)) as events:
-        async for event in events:
-            yield frame(event)
+    return EventStream(request, running.follow(start))
 
 
 # --- Where they are.

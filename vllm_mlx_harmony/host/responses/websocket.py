@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +21,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.types import Message
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
-from vllm_mlx_harmony.host.answers import Deltas, run, stopped
+from vllm_mlx_harmony.host.answers import Deltas, refused, run, stopped
 from vllm_mlx_harmony.host.body import Document, parsed
 from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.mount import APP
@@ -39,6 +40,7 @@ from vllm_mlx_harmony.host.responses.keeping import (
 from vllm_mlx_harmony.host.responses.store import Kept
 from vllm_mlx_harmony.host.seams import Undo, locate
 from vllm_mlx_harmony.host.serving import Api, Begun, answered, begin
+from vllm_mlx_harmony.host.streams import EventBuffer, client_seconds, within
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
 
@@ -75,6 +77,7 @@ class Conversation:
         self._until = time.monotonic() + lifetime
         self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MOST_WAITING)
         self._local: dict[str, Kept] = {}
+        self._say: Callable[[str], Awaitable[None]] = self._write
         self._api = Api(
             "responses", self._read, responses.error_body, writer=KeptAnswer, blocks=True
         )
@@ -82,10 +85,20 @@ class Conversation:
     async def last(self) -> None:
         """Answers until the connection ends; an answer that nobody waits for ends with it."""
         answering = asyncio.ensure_future(self._answer_all())
+        listening = asyncio.ensure_future(self._listen())
+        self._say = within(client_seconds(), self._write, answering.cancel)
         try:
-            await self._listen()
+            await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await stopped(answering)
+            await stopped(listening)
+
+    async def _write(self, text: str) -> None:
+        """Raises ``WebSocketDisconnect`` where nobody reads any more."""
+        try:
+            await self._socket.send_text(text)
+        except RuntimeError as error:  # which Starlette raises when we have hung up
+            raise WebSocketDisconnect from error
 
     async def _listen(self) -> None:
         while True:
@@ -107,6 +120,8 @@ class Conversation:
         except asyncio.TimeoutError:
             await self._refuse(_OVER)
             await self._socket.close()
+        except WebSocketDisconnect:
+            return  # it was written to just when the client went
 
     async def _answer(self, text: str | None) -> None:
         document: dict[str, Any] = {}
@@ -117,6 +132,8 @@ class Conversation:
         except (HarmonyFailure, HTTPException) as error:
             self._evict(document)
             await self._refuse(failure_of(error))
+        except WebSocketDisconnect:
+            raise
         except Exception as error:
             logger.error("a response failed", exc_info=error)
             await self._refuse(OutputError(INTERNAL, code="internal_error"))
@@ -125,6 +142,8 @@ class Conversation:
         from vllm_mlx import server
 
         await server.check_rate_limit(self._socket)
+        if failure := refused():
+            raise failure
         asked = {key: value for key, value in document.items() if key not in _TRANSPORT}
         request = Request({**self._socket.scope, "type": "http", "method": "POST"}, _nothing_more)
         send = partial(self._send, generate=document.get("generate") is not False)
@@ -147,10 +166,10 @@ class Conversation:
         begun = await begin(api, document, lease, budget, new_key())
         deltas = run(begun.job) if generate else _nothing(begun)
         kept = keeping(deltas, begun.emitter, known=True)
-        async with aclosing(told(kept, begun.emitter)) as events:
+        async with aclosing(EventBuffer(told(kept, begun.emitter))) as events:
             async for event in events:
                 if event is not DONE:
-                    await self._socket.send_text(event.data)
+                    await self._say(event.data)
         self._remember(begun)
         return Response()
 
@@ -167,7 +186,7 @@ class Conversation:
 
     async def _refuse(self, failure: HarmonyFailure) -> None:
         event = {"type": "error", "status": failure.status, **responses.error_body(failure)}
-        await self._socket.send_text(dumps(event))
+        await self._say(dumps(event))
 
 
 _OVER = RequestError(

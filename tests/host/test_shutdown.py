@@ -1,0 +1,184 @@
+"""The end of a server, without one: who is refused, who may end, and who is ended, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm_mlx")
+
+import httpx
+import uvicorn
+from vllm_mlx import server
+
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
+from vllm_mlx_harmony.host import answers, contract, shutdown
+from vllm_mlx_harmony.host.waiting import WaitingLine, line_before
+
+
+class Engine:
+    """Something with a queue before it."""
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_default_timeout", 0.3)
+    monkeypatch.setattr(answers, "_running", {})
+
+
+def config(graceful: float | None = None) -> Any:
+    return SimpleNamespace(config=SimpleNamespace(timeout_graceful_shutdown=graceful))
+
+
+def end(seen: list[Any], uvicorns: Any, during: Any = None) -> None:
+    """Shuts down, with ``during`` beside it; what uvicorn's own shutdown meets goes to ``seen``."""
+
+    async def original(self: Any, sockets: Any = None) -> None:
+        seen.append((dict(answers._running), self.config.timeout_graceful_shutdown))
+
+    async def test() -> None:
+        beside = asyncio.ensure_future(during()) if during else None
+        await asyncio.sleep(0)
+        await shutdown.gracefully(original)(uvicorns)
+        assert answers.refused() is None
+        if beside is not None:
+            await beside
+
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+@pytest.mark.parametrize("given", [None, 0.1, 50])
+def test_with_nothing_to_do_it_does_not_wait(given: float | None) -> None:
+    seen: list[Any] = []
+    end(seen, config(given))
+    ((_, left),) = seen
+    assert left <= 0.5 if given is None else left == min(given, left)
+
+
+def test_an_answer_that_ends_in_time_is_not_ended() -> None:
+    seen: list[Any] = []
+    ended: list[bool] = []
+
+    async def answering() -> None:
+        future = asyncio.get_running_loop().create_future()
+        answers._running["a", "t"] = future
+        await asyncio.sleep(0.1)
+        ended.append(future.done())
+        del answers._running["a", "t"]
+
+    end(seen, config(), answering)
+    assert ended == [False]
+    assert seen[0][0] == {}
+
+
+def test_an_answer_that_does_not_end_is_ended_before_uvicorn_hangs_up() -> None:
+    seen: list[Any] = []
+    failures: list[HarmonyFailure] = []
+
+    async def answering() -> None:
+        future = asyncio.get_running_loop().create_future()
+        answers._running["a", "t"] = future
+        failures.append(await future)
+        del answers._running["a", "t"]
+
+    end(seen, config(), answering)
+    assert [(failure.status, failure.code) for failure in failures] == [(503, "shutting_down")]
+    assert seen[0][0] == {}
+
+
+def test_who_waits_is_refused_at_once() -> None:
+    """And nobody's turn is lost or given twice by it."""
+    refusals: list[HostError] = []
+
+    async def waiting() -> None:
+        line = line_before(engine)
+
+        async def visit() -> None:
+            async with line.turn(10):
+                raise AssertionError("it came to its turn")
+
+        async with line.turn(10):
+            visits = [asyncio.ensure_future(visit()) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            assert not line.waiting
+            results = await asyncio.gather(*visits, return_exceptions=True)
+            refusals.extend(result for result in results if isinstance(result, HostError))
+        async with line.turn(0.01):
+            pass
+
+    engine = Engine()
+    end([], config(), waiting)
+    assert [refusal.code for refusal in refusals] == ["shutting_down"] * 3
+
+
+def test_refused_and_cancelled_at_once() -> None:
+    async def test() -> None:
+        line = WaitingLine(2)
+        async with line.turn(1):
+            waiting = asyncio.ensure_future(line.turn(1).__aenter__())
+            await asyncio.sleep(0.01)
+            line.refuse(HostError("no"))
+            waiting.cancel()
+            with pytest.raises((asyncio.CancelledError, HostError)):
+                await waiting
+            second = asyncio.ensure_future(line.turn(1).__aenter__())
+            await asyncio.sleep(0.01)
+            assert not second.done()
+        await second
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/chat/completions", "error"),
+        ("/v1/responses", "error"),
+        ("/v1/messages", "type"),
+        ("/v1/completions", "error"),
+    ],
+)
+def test_new_requests_get_503(path: str, kind: str) -> None:
+    async def test() -> httpx.Response:
+        answers.refuse(HostError("the server is shutting down", code="shutting_down"))
+        try:
+            transport = httpx.ASGITransport(server.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+                return await client.post(path, json={})
+        finally:
+            answers.refuse(None)
+
+    contract.activate()
+    try:
+        response = asyncio.run(test())
+    finally:
+        contract.deactivate()
+    assert response.status_code == 503
+    assert kind in response.json()
+    assert "shutting down" in response.text
+    assert response.headers["connection"] == "close"
+
+
+def test_the_second_signal_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(signal, "signal", lambda *given: raised.append(given))
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    stopping = uvicorn.Server(uvicorn.Config("nothing:here"))
+    handle = shutdown.at_once(uvicorn.Server.handle_exit)
+    handle(stopping, signal.SIGTERM, None)
+    assert stopping.should_exit
+    assert not raised
+    handle(stopping, signal.SIGTERM, None)
+    assert raised == [(signal.SIGTERM, signal.SIG_DFL), signal.SIGTERM]
+
+
+def test_uvicorn_is_as_it_was() -> None:
+    before = (uvicorn.Server.shutdown, uvicorn.Server.handle_exit)
+    contract.activate()
+    assert uvicorn.Server.shutdown is not before[0]
+    contract.deactivate()
+    assert (uvicorn.Server.shutdown, uvicorn.Server.handle_exit) == before

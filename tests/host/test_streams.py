@@ -1,0 +1,217 @@
+"""Answers between an engine that does not wait and readers who may."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm_mlx")
+
+from vllm_mlx_harmony.core.deltas import (
+    Closed,
+    Delta,
+    Finished,
+    Kind,
+    Opened,
+    Started,
+    Text,
+    Usage,
+)
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.turn import Defaults, Stamp
+from vllm_mlx_harmony.host import streams
+from vllm_mlx_harmony.host.seal import ServerSeal
+from vllm_mlx_harmony.host.streams import EventBuffer, unread, within, written
+from vllm_mlx_harmony.protocols import anthropic, chat, responses
+from vllm_mlx_harmony.protocols.events import DONE, Event
+
+SEAL = ServerSeal(b"0" * 32, "tenant")
+STAMP = Stamp("0f1e2d3c4b5a69788796", 1_754_352_000, "m")
+USER = [{"role": "user", "content": "Hi"}]
+APIS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "chat": (
+        lambda body: chat.read(body, Defaults()),
+        {"model": "m", "messages": USER, "stream": True},
+    ),
+    "responses": (
+        lambda body: responses.read(body, Defaults(), SEAL),
+        {"model": "m", "input": "Hi", "stream": True},
+    ),
+    "messages": (
+        lambda body: anthropic.read(body, Defaults(), SEAL),
+        {"model": "m", "messages": USER, "max_tokens": 9, "stream": True},
+    ),
+}
+WORD = "word " * 20
+
+
+class Engine:
+    """Deltas without an end, or of ``words``; says whether it is still busy, and how far it got."""
+
+    def __init__(self, words: int | None = None) -> None:
+        self.words = words
+        self.said = 0
+        self.failure: BaseException | None = None
+        self.busy = False
+
+    async def deltas(self) -> AsyncGenerator[list[Delta], None]:
+        self.busy = True
+        try:
+            yield [Opened(0, Kind.ANSWER)]
+            while self.words is None or self.said < self.words:
+                self.said += 1
+                yield [Text(WORD)]
+                await asyncio.sleep(0)
+            yield [Closed(), Finished("stop", None, Usage(3, self.said))]
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self.busy = False
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 20))  # type: ignore[arg-type]
+
+
+async def until(happens: Callable[[], bool]) -> None:
+    while not happens():
+        await asyncio.sleep(0.001)
+
+
+def emitter(api: str) -> Any:
+    read, body = APIS[api]
+    return read(body).emitter(STAMP)
+
+
+def buffered(engine: Engine, api: str = "chat", **options: Any) -> EventBuffer:
+    deltas: Any = engine.deltas()
+    return EventBuffer(written([Started(3)], deltas, emitter(api)), **options)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_who_reads_nothing_does_not_hold_the_engine(api: str) -> None:
+    """The answer ends at the bound, and what waits is read to an end in the API's own words."""
+
+    async def test() -> None:
+        engine = Engine()
+        events = buffered(engine, api, room=10_000)
+        await until(lambda: engine.failure is not None)
+        assert not engine.busy
+        assert engine.said < 100
+        assert isinstance(engine.failure, HostError)
+        data = [event.data async for event in events if event is not DONE]
+        assert sum(map(len, data)) < 20_000
+        assert "reader_too_slow" in data[-1] or "overloaded_error" in data[-1]
+        numbers = [json.loads(each).get("sequence_number") for each in data]
+        assert numbers[0] is None or numbers == list(range(len(data)))
+        assert not unread()
+
+    run(test)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_who_reads_late_misses_nothing_that_fits(api: str) -> None:
+    async def test() -> None:
+        engine = Engine(50)
+        events = buffered(engine, api, room=1_000_000)
+        await until(lambda: engine.said == 50 and not engine.busy)
+        data = [event.data async for event in events]
+        assert sum(f'"{WORD}"' in each for each in data) >= 50
+        assert not any('"error":{' in each for each in data)
+
+    run(test)
+
+
+def test_what_the_client_sent_itself_does_not_count() -> None:
+    """Nor does the end, which repeats it: no engine is held by then."""
+
+    async def test() -> None:
+        async def events() -> AsyncGenerator[list[Event], None]:
+            yield [Event("x" * 50_000)]
+            yield [Event("y" * 900)]
+            yield [Event("z" * 50_000)]
+
+        assert [len(event.data) async for event in EventBuffer(events(), room=1000)] == [
+            50_000,
+            900,
+            50_000,
+        ]
+
+    run(test)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_closed_at_any_moment_it_frees_the_engine(steps: int) -> None:
+    async def test() -> None:
+        engine = Engine()
+        deltas: Any = engine.deltas()
+        await anext(deltas)  # the answer has begun, as it has when a stream is made of it
+        events = EventBuffer(written([Started(3)], deltas, emitter("chat")))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await events.aclose()
+        assert not engine.busy
+        assert [event async for event in events] == []
+        assert not unread()
+
+    run(test)
+
+
+def test_silence_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "PING_SECONDS", 0.01)
+    ping = Event("ping")
+
+    async def test() -> None:
+        async def events() -> AsyncGenerator[list[Event], None]:
+            await asyncio.sleep(0.1)
+            yield [Event("late")]
+
+        read = [event async for event in EventBuffer(events(), ping)]
+        assert read[-1] == Event("late")
+        assert 1 < len(read) < 15
+        assert set(read[:-1]) == {ping}
+
+    run(test)
+
+
+def test_a_reader_that_is_cancelled_can_read_on() -> None:
+    async def test() -> None:
+        gate = asyncio.Event()
+
+        async def events() -> AsyncGenerator[list[Event], None]:
+            await gate.wait()
+            yield [Event("a"), Event("b")]
+
+        async with aclosing(EventBuffer(events())) as buffer:
+            waiting = asyncio.ensure_future(anext(buffer))
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            gate.set()
+            assert [event.data async for event in buffer] == ["a", "b"]
+
+    run(test)
+
+
+def test_a_client_that_takes_nothing_is_given_up() -> None:
+    async def test() -> None:
+        given_up: list[bool] = []
+        taken = asyncio.Event()
+
+        async def send(message: float) -> None:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(taken.wait(), message)
+
+        sending = within(0.05, send, lambda: given_up.append(True))
+        await sending(0.001)
+        await asyncio.sleep(0.1)
+        assert not given_up
+        await sending(0.2)
+        assert given_up == [True]
+
+    run(test)

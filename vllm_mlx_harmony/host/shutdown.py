@@ -1,0 +1,140 @@
+"""SIGTERM: nobody waits for what will not come, and whoever is being answered has time to end.
+
+uvicorn, which the host runs under, reacts to SIGTERM and SIGINT in ``Server.shutdown``: it stops
+listening, hangs up on every WebSocket, and waits without a limit for HTTP responses. The lifespan
+of the application ends after that, too late to end an answer in words. So all this comes before:
+
+1. New requests get 503 (``Refusing``), and so do those that wait for an engine.
+2. Answers that are being generated go on for ``limit`` seconds at most, and then end with an error
+   in their API's shape, over a WebSocket, too.
+3. uvicorn's own shutdown, with what is left of the limit for everything else the host answers.
+
+A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from types import FrameType
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
+from vllm_mlx_harmony.host import answers, streams
+from vllm_mlx_harmony.host.mount import Around
+from vllm_mlx_harmony.host.refusals import refuse
+from vllm_mlx_harmony.host.seams import Patch, Seam
+from vllm_mlx_harmony.protocols import anthropic, chat
+
+logger = logging.getLogger("vllm_mlx_harmony")
+
+LONGEST = 30.0
+"""Seconds that answers may take to their ends, at most; less if the host's ``--timeout`` is."""
+
+LAST_WORDS = 0.4
+"""Seconds that the errors at the end may take to be written."""
+
+TICK = 0.05
+
+Shutdown = Callable[..., Awaitable[None]]
+
+
+def limit() -> float:
+    """Seconds from the signal on that answers have."""
+    from vllm_mlx import server
+
+    return min(LONGEST, float(server._default_timeout))
+
+
+def gracefully(original: Shutdown) -> Shutdown:
+    """``original``, uvicorn's shutdown, when our answers have ended."""
+
+    @functools.wraps(original)
+    async def shutdown(self: Any, sockets: Any = None) -> None:
+        until = time.monotonic() + limit()
+        answers.refuse(_failure())
+        try:
+            await _answered(until)
+            if answers.running():
+                logger.warning("shutting down: answers that have not ended are ended")
+                answers.end_all(_failure())
+            await _answered(time.monotonic() + LAST_WORDS)
+            left = max(until - time.monotonic(), LAST_WORDS)
+            given = self.config.timeout_graceful_shutdown
+            self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
+            await original(self, sockets)
+        finally:
+            answers.refuse(None)
+
+    return shutdown
+
+
+async def _answered(until: float) -> None:
+    """Waits for answers to be generated and read, but not for ever."""
+    while (answers.running() or streams.unread()) and time.monotonic() < until:
+        await asyncio.sleep(TICK)
+
+
+def _failure() -> HarmonyFailure:
+    """A new one each time: who raises it adds to its traceback."""
+    return HostError("the server is shutting down", code="shutting_down")
+
+
+def at_once(original: Callable[..., None]) -> Callable[..., None]:
+    """``original``, uvicorn's signal handler, for the first signal; the second one kills."""
+
+    @functools.wraps(original)
+    def handle_exit(self: Any, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        original(self, sig, frame)
+
+    return handle_exit
+
+
+class Refusing:
+    """Middleware: while the server shuts down, every request that comes is answered with 503."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        failure = answers.refused()
+        if failure is None or scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        messages = scope["path"].startswith("/v1/messages")
+        response = refuse(anthropic.error_body if messages else chat.error_body, failure)
+        response.headers["Connection"] = "close"
+        if scope["type"] == "websocket":
+            await WebSocket(scope, receive, send).send_denial_response(response)
+        else:
+            await response(scope, receive, send)
+
+
+SEAMS: tuple[Seam, ...] = (
+    Patch(
+        "uvicorn.server:Server.shutdown",
+        gracefully,
+        "it waits for answers without a limit, and hangs up on WebSockets without a word",
+        ("self", "sockets"),
+    ),
+    Patch(
+        "uvicorn.server:Server.handle_exit",
+        at_once,
+        "a second SIGTERM is not looked at",
+        ("self", "sig", "frame"),
+    ),
+    Around(
+        "vllm_mlx_harmony.host.shutdown:Refusing",
+        "who comes while the server shuts down is told so",
+    ),
+)
