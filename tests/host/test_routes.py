@@ -136,6 +136,56 @@ def test_the_host_answers_for_its_other_models_as_without_us(body: bytes) -> Non
 
 
 @pytest.mark.usefixtures("_foreign", "_active")
+@pytest.mark.parametrize("path", ["/v1/responses/input_tokens", "/v1/responses/compact"])
+def test_what_only_we_have_is_not_there_for_its_other_models(path: str) -> None:
+    response = send(json.dumps({"model": "foreign", "input": "Bonjour ?"}).encode(), path)
+    assert response.status_code == 404
+    assert response.json()["error"]["param"] == "model"
+
+
+RESP = "/v1/responses"
+HALF = b"\\ud83d"
+"""Of a surrogate pair, escaped as JSON has it."""
+
+
+@pytest.mark.usefixtures("_foreign", "_active")
+@pytest.mark.parametrize("half", [HALF, b"\xed\xa0\xbd"])
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (PATH, b'{"model":"HALF","messages":[{"role":"user","content":"Hi"}]}', 404),
+        ("/v1/messages", b'{"model":"HALF","max_tokens":9,"messages":[]}', 404),
+        ("/v1/responses", b'{"model":"HALF","input":"Hi"}', 404),
+        ("/v1/responses", b'{"model":"foreign","previous_response_id":"HALF","input":""}', 404),
+        ("/v1/responses", b'{"model":"foreign","input":[{"type":"HALF"}]}', 400),
+        (
+            "/v1/responses",
+            b'{"input":[{"type":"item_reference","id":"HALF"}]}',
+            404,
+        ),
+        (
+            "/v1/responses",
+            b'{"input":"","tools":[{"type":"function","name":"HALF"}]}',
+            400,
+        ),
+        ("/v1/responses/compact", b'{"model":"HALF","input":"Hi"}', 404),
+        ("/v1/responses/input_tokens", b'{"model":"HALF","input":"Hi"}', 404),
+        (PATH, b'{"model":"foreign","messages":[{"role":"HALF"}]}', 400),
+        (PATH, b'{"model":"foreign","HALF":1e999,"messages":[]}', 400),
+    ],
+)
+def test_half_a_surrogate_pair_is_named_without_harm(
+    path: str, body: bytes, status: int, half: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that repeated it could not be encoded: it is U+FFFD from the start."""
+    monkeypatch.setattr(serving, "is_harmony", lambda _: True)
+    monkeypatch.setattr(Foreign, "_model_path", None, raising=False)
+    response = send(body.replace(b"HALF", half), path)
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["message"]
+
+
+@pytest.mark.usefixtures("_foreign", "_active")
 def test_a_request_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     limiter = server.RateLimiter(requests_per_minute=2, enabled=True)
     monkeypatch.setattr(server, "_rate_limiter", limiter)

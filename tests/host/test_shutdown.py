@@ -42,7 +42,7 @@ def end(seen: list[Any], uvicorns: Any, during: Any = None) -> None:
 
     async def test() -> None:
         beside = asyncio.ensure_future(during()) if during else None
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
         await shutdown.gracefully(original)(uvicorns)
         assert answers.refused() is None
         if beside is not None:
@@ -66,7 +66,7 @@ def test_an_answer_that_ends_in_time_is_not_ended() -> None:
     async def answering() -> None:
         future = asyncio.get_running_loop().create_future()
         answers._running["a", "t"] = future
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.2)
         ended.append(future.done())
         del answers._running["a", "t"]
 
@@ -103,7 +103,7 @@ def test_who_waits_is_refused_at_once() -> None:
 
         async with line.turn(10):
             visits = [asyncio.ensure_future(visit()) for _ in range(3)]
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.15)
             assert not line.waiting
             results = await asyncio.gather(*visits, return_exceptions=True)
             refusals.extend(result for result in results if isinstance(result, HostError))

@@ -106,8 +106,8 @@ def test_who_reads_nothing_does_not_hold_the_engine(api: str) -> None:
         assert engine.said < 100
         assert isinstance(engine.failure, HostError)
         data = [event.data async for event in events if event is not DONE]
-        assert sum(map(len, data)) < 20_000
-        assert "reader_too_slow" in data[-1] or "overloaded_error" in data[-1]
+        assert sum(map(len, data)) < 40_000
+        assert "not read as fast as it was generated" in data[-1]
         numbers = [json.loads(each).get("sequence_number") for each in data]
         assert numbers[0] is None or numbers == list(range(len(data)))
         assert not unread()
@@ -135,7 +135,8 @@ def test_what_the_client_sent_itself_does_not_count() -> None:
         async def events() -> AsyncGenerator[list[Event], None]:
             yield [Event("x" * 50_000)]
             yield [Event("y" * 900)]
-            yield [Event("z" * 50_000)]
+            with suppress(HostError):  # as whatever writes events does at its end
+                yield [Event("z" * 50_000)]
 
         assert [len(event.data) async for event in EventBuffer(events(), room=1000)] == [
             50_000,

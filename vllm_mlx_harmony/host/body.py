@@ -15,6 +15,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.protocols.body import mended
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -55,6 +57,9 @@ ESCAPES_EACH = 20
 
 WIDE_EACH = 120
 """Bytes beyond ASCII for each value that there may be: a parser takes 2 ms for a megabyte."""
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""Where half a surrogate pair may be: whatever repeats it to the client could not be encoded."""
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _R = TypeVar("_R")
@@ -137,7 +142,7 @@ def _parsed(body: bytes) -> object:
         document: object = loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from error
-    return document
+    return mended(document) if _SURROGATE.search(body) else document
 
 
 def _parsed_large(body: bytes) -> object:

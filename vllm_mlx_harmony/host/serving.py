@@ -159,13 +159,14 @@ async def answered(
     api: Api,
     request: Request,
     answer: Answer,
-    other: Callable[[Request], Awaitable[Response]] = pass_on,
+    other: Callable[[Request], Awaitable[Response]] | None = None,
     document: Document | None = None,
 ) -> Response:
     """What ``answer`` makes of the request and its engine; ``other``, if that is not Harmony.
 
-    ``document`` is the request's, where it has no body to read it from. ``answer`` has to release
-    the lease, unless it raises. Raises ``HarmonyFailure`` and the host's ``HTTPException``.
+    Without ``other`` the host answers, or nobody where it has no such route: 404. ``document`` is
+    the request's, where it has no body to read it from. ``answer`` has to release the lease, unless
+    it raises. Raises ``HarmonyFailure`` and the host's ``HTTPException``.
     """
     if document is None:
         request = bounded(request)
@@ -182,10 +183,18 @@ async def answered(
         if is_harmony(lease.engine.tokenizer):
             return await answer(api, request, document, lease, budget)
         await lease.release()
-        return await other(request)
+        return await (other or _hosts_own)(request)
     except BaseException:
         await lease.release()
         raise
+
+
+async def _hosts_own(request: Request) -> Response:
+    try:
+        return await pass_on(request)
+    except LookupError as error:
+        problem = f"{request.url.path} is not served for this model"
+        raise RequestError(problem, status=404, param="model") from error
 
 
 CLIENT_CLOSED = 499

@@ -153,7 +153,8 @@ def required(where: str) -> RequestError:
 def path(parts: Iterable[int | str]) -> str:
     """``("messages", 1, "content")`` as ``messages[1].content``."""
     steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
-    return "".join(steps).removeprefix(".")
+    text = "".join(steps).removeprefix(".")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _guilty(kind: str, where: Iterable[Any], said: str) -> RequestError:

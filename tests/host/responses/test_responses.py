@@ -33,7 +33,7 @@ from vllm_mlx_harmony.core.deltas import (
     Text,
     Usage,
 )
-from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Answer, Defaults, Instructions, Stamp, ToolChoice, User
 from vllm_mlx_harmony.host import contract
 from vllm_mlx_harmony.host.body import Document
@@ -838,3 +838,27 @@ def test_the_route_is_added_and_taken_away() -> None:
     assert len(after) == len(before)
     assert all(one is other for one, other in zip(after, before, strict=True))
     assert "missing" in (SocketRoute("/", "", "vllm_mlx.server:nothing").problem() or "")
+
+
+def test_answers_in_the_background_are_bounded_in_all(turns: Callable[[Any], None]) -> None:
+    """What has ended takes no room away from what is to come."""
+    turns(slowly)
+
+    async def test() -> None:
+        def another(number: int) -> Running:
+            kept = answer(background=True)
+            kept._stamp = Stamp(f"{number:020x}", 0, "m")
+            return background.start(job(), kept)
+
+        background = Background(most_running=100_000)
+        first = another(1)
+        second = another(2)
+        with pytest.raises(HostError) as full:
+            another(3)
+        assert (full.value.status, full.value.code) == (503, "background_full")
+        assert full.value.retry_after
+        await second.cancel()
+        await collected(first)
+        await another(4).cancel()
+
+    asynchronous(test)

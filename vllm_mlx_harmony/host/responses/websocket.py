@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from json import dumps
@@ -112,16 +112,19 @@ class Conversation:
                 return
 
     async def _answer_all(self) -> None:
-        try:
+        with suppress(WebSocketDisconnect):  # it is written to just when the client goes
             while True:
-                left = self._until - time.monotonic()
-                text = await asyncio.wait_for(self._waiting.get(), max(left, 0.0))
-                await self._answer(text)
-        except asyncio.TimeoutError:
+                coming = asyncio.ensure_future(self._waiting.get())
+                left = max(self._until - time.monotonic(), 0.0)
+                try:  # not wait_for, which up to Python 3.11 can swallow a cancellation
+                    done, _ = await asyncio.wait({coming}, timeout=left)
+                finally:
+                    coming.cancel()
+                if not done:
+                    break
+                await self._answer(coming.result())
             await self._refuse(_OVER)
             await self._socket.close()
-        except WebSocketDisconnect:
-            return  # it was written to just when the client went
 
     async def _answer(self, text: str | None) -> None:
         document: dict[str, Any] = {}
