@@ -216,8 +216,18 @@ async def _next(steps: Steps, seconds: float, ended: asyncio.Future[HarmonyFailu
 
 
 async def stopped(task: asyncio.Future[Any]) -> None:
-    """Cancels the task and sees it end, in whatever way."""
+    """Cancels the task and sees it end, in whatever way; a cancellation of ours waits for that.
+
+    A generator that its task still runs could not be closed.
+    """
     task.cancel()
-    await asyncio.wait({task})
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
     if not task.cancelled():
         task.exception()
+    if cancelled is not None:
+        raise cancelled

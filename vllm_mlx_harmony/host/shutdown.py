@@ -38,7 +38,7 @@ logger = logging.getLogger("vllm_mlx_harmony")
 LONGEST = 30.0
 """Seconds that answers may take to their ends, at most; less if the host's ``--timeout`` is."""
 
-LAST_WORDS = 0.4
+LAST_WORDS = 0.8
 """Seconds that the errors at the end may take to be written."""
 
 TICK = 0.05
