@@ -171,6 +171,7 @@ def claude(server: Server) -> anthropic.Anthropic:
 
 
 def test_anthropic_parse(claude: anthropic.Anthropic, question: str) -> None:
+    """Of `Person` the client sends no bounds: the age is what the model likes."""
     answer = claude.messages.parse(
         model=MODEL, max_tokens=2000, messages=user(question), output_format=Person
     )

@@ -21,15 +21,15 @@ INSTEAD: tuple[tuple[float, tuple[str, ...]], ...] = (
     (70.0, ("<|return|>", "<|call|>", "<|end|>")),
     (60.0, ('"',)),
     (50.0, ("}", "]", "{}", "[]", "null", " to", "final")),
-    (40.0, (",", ":", "{", "[", "1", "false", "commentary", "<|message|>")),
-    (30.0, ("<|channel|>",)),
+    (40.0, (",", ":", "{", "[", "false", "commentary", "<|message|>")),
+    (30.0, ("1", "<|channel|>")),
 )
 """Logits of tokens that end a message, a string or an object, or lead there. All others are 0.
 
 They count where the scripted token is forbidden: what was begun then ends, and soon. A text may say
 anything that a string may, and a string anything that stands between values: so what ends a text is
-likelier than what ends a string, and that than what ends an object. No list or object gets more
-than it must have, and a call is made rather than another message begun. Ten apart, they come in
+likelier than what ends a string, and that than what ends an object. No list, object or number gets
+more than it must have, and a call is made rather than another message begun. Ten apart, they keep
 this order at a temperature of 1 as well.
 """
 
