@@ -56,7 +56,7 @@ def test_with_nothing_to_do_it_does_not_wait(given: float | None) -> None:
     seen: list[Any] = []
     end(seen, config(given))
     ((_, left),) = seen
-    assert left <= 0.5 if given is None else left == min(given, left)
+    assert left <= 1 if given is None else left == min(given, left)
 
 
 def test_an_answer_that_ends_in_time_is_not_ended() -> None:
