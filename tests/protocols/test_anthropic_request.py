@@ -908,6 +908,8 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
     ("stream", "yes", "stream"),
     ("stop_sequences", "a", "stop_sequences"),
     ("stop_sequences", [3], "stop_sequences[0]"),
+    ("stop_sequences", ["a"] * 65, "stop_sequences"),
+    ("stop_sequences", ["a" * 513], "stop_sequences[0]"),
     ("temperature", -1, "temperature"),
     ("temperature", float("nan"), "temperature"),
     ("top_p", 2, "top_p"),

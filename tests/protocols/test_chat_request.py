@@ -777,6 +777,8 @@ BAD_FIELDS = [
     ("logit_bias", {"9" * 5000: 1}, "logit_bias"),
     ("stop", 3, "stop"),
     ("stop", ["a", 3], "stop[1]"),
+    ("stop", ["a"] * 65, "stop"),
+    ("stop", ["a", "b" * 513], "stop[1]"),
     ("tools", {}, "tools"),
     ("tools", [{"type": "web_search"}], "tools[0].type"),
     ("tools", [{"type": "custom", "function": {"name": "x"}}], "tools[0].custom"),

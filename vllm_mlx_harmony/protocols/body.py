@@ -36,6 +36,11 @@ class Wire(BaseModel):
 
 Model = TypeVar("Model", bound=Wire)
 
+StopStrings: TypeAlias = Annotated[
+    list[Annotated[str, Field(max_length=512)]], Field(max_length=64)
+]
+"""Stop strings. Bounded, because all of them are looked for in every piece of the answer."""
+
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """What random numbers are drawn from: 64 bits, signed, as every server with seeds takes it."""
 

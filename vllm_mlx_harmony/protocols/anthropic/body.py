@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, checked, required
+from vllm_mlx_harmony.protocols.body import UNSUPPORTED, StopStrings, Wire, checked, required
 
 # --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
 
@@ -200,7 +200,7 @@ class MessagesBody(Wire):
     max_tokens: int | None = Field(default=None, ge=0)
     stream: bool | None = None
 
-    stop_sequences: list[str] | None = None
+    stop_sequences: StopStrings | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import BuiltinTool
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Seed, Wire, checked
+from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Seed, StopStrings, Wire, checked
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Parts
 
@@ -180,7 +180,7 @@ class ChatBody(Wire):
 
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    stop: Annotated[list[str] | None, BeforeValidator(_as_strings)] = None
+    stop: Annotated[StopStrings | None, BeforeValidator(_as_strings)] = None
     timeout: float | None = Field(default=None, gt=0, lt=1e9)
 
     temperature: float | None = Field(default=None, ge=0, le=2)
