@@ -31,7 +31,8 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(graceful: float | None = None) -> Any:
-    return SimpleNamespace(config=SimpleNamespace(timeout_graceful_shutdown=graceful))
+    limits = SimpleNamespace(timeout_graceful_shutdown=graceful)
+    return SimpleNamespace(config=limits, _captured_signals=[])
 
 
 def end(seen: list[Any], uvicorns: Any, during: Any = None) -> None:

@@ -8,6 +8,8 @@ of the application ends after that, too late to end an answer in words. So all t
 2. Answers that are being generated go on for ``limit`` seconds at most, and then end with an error
    in their API's shape, over a WebSocket, too.
 3. uvicorn's own shutdown, with what is left of the limit for everything else the host answers.
+4. A step of an engine that computes a long prompt cannot be interrupted, and Python waits for the
+   thread it runs in: ``GRACE`` seconds after the limit the process ends all the same.
 
 A second signal ends the process at once.
 """
@@ -17,7 +19,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from types import FrameType
@@ -41,6 +45,9 @@ LONGEST = 30.0
 LAST_WORDS = 0.8
 """Seconds that the errors at the end may take to be written."""
 
+GRACE = 0.9
+"""Seconds after the limit until the process ends, whatever still runs."""
+
 TICK = 0.05
 
 Shutdown = Callable[..., Awaitable[None]]
@@ -59,6 +66,8 @@ def gracefully(original: Shutdown) -> Shutdown:
     @functools.wraps(original)
     async def shutdown(self: Any, sockets: Any = None) -> None:
         until = time.monotonic() + limit()
+        if getattr(self, "_captured_signals", ()):  # of the process, not of a server within one
+            _end_after(limit() + GRACE)
         answers.refuse(_failure())
         try:
             await _answered(until)
@@ -80,6 +89,19 @@ async def _answered(until: float) -> None:
     """Waits for answers to be generated and read, but not for ever."""
     while (answers.running() or streams.unread()) and time.monotonic() < until:
         await asyncio.sleep(TICK)
+
+
+def _end_after(seconds: float) -> None:
+    """Ends the process after ``seconds``, with the exit code of SIGTERM as a shell has it."""
+
+    def end() -> None:
+        logger.warning("shutting down: the engine is in the middle of a step, and is left there")
+        logging.shutdown()
+        os._exit(128 + signal.SIGTERM)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _failure() -> HarmonyFailure:

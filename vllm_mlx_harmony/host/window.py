@@ -10,10 +10,14 @@ import json
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_mlx_harmony.core.errors import PromptTooLong
-from vllm_mlx_harmony.host.sampling import Settings
+
+if (
+    TYPE_CHECKING
+):  # it needs the host's web framework, and the command line reads configurations, too
+    from vllm_mlx_harmony.host.sampling import Settings
 
 
 def fit(settings: Settings, prompt_tokens: int, window: int | None) -> Settings:
