@@ -298,6 +298,6 @@ def test_the_real_host_is_changed_by_the_flag_alone(
 
 def test_the_doctor_finds_everything_in_place(beside_the_host: Environment, tmp_path: Path) -> None:
     script = beside_the_host.directory / BIN / "vllm-mlx-harmony"
-    report = succeed(script, "doctor", HOME=str(tmp_path / "home"))
+    report = succeed(script, "doctor", "--verbose", HOME=str(tmp_path / "home"))
     assert "vllm_mlx_harmony_startup.pth" in report
     assert "NO " not in report
