@@ -145,7 +145,7 @@ FINE = {
     "text that looks like values": ["[{,]" * MOST_VALUES],
     "text of quotes": ['",' * MOST_VALUES],
     "text of backslashes": ["\\" * MOST_VALUES, 1],
-    "half a pair": ["\ud83d" + "x" * LARGE],
+    "half a pair": ["\ud83d" + "x" * LARGE],  # read as U+FFFD, which can be encoded again
 }
 
 
@@ -153,7 +153,10 @@ FINE = {
 def test_long_texts_are_no_values(value: list[Any]) -> None:
     for sent in (json.dumps(value).encode(), json.dumps(value, ensure_ascii=True).encode()):
         document = asyncio.run(parsed(sent))
-        assert (document.value, document.large) == (value, True)
+        assert document.large
+        assert document.value == [
+            each.replace("\ud83d", "\ufffd") if isinstance(each, str) else each for each in value
+        ]
 
 
 @given(

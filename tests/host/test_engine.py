@@ -25,6 +25,8 @@ from vllm_mlx_harmony.host.prompts import PromptText
 from vllm_mlx_harmony.host.sampling import Settings
 from vllm_mlx_harmony.host.seams import Patch
 from vllm_mlx_harmony.standin import Script
+from vllm_mlx_harmony.standin.cursor import INSTEAD
+from vllm_mlx_harmony.standin.model import WEIGHT
 
 ENGINES = ["simple", "batched"]
 INTERVALS = [2, 7, 64]
@@ -366,9 +368,9 @@ async def continued(engine: Any, text: str, settings: Settings) -> tuple[int, ..
 def test_a_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
     """The bias lifts one id just over all others until the penalty takes it down again.
 
-    The stand-in gives its next id 50 and every other one 0.
+    The stand-in gives its next id ``WEIGHT`` and every other one nearly nothing.
     """
-    lifted = {"max_tokens": 4, "temperature": 0.0, "logit_bias": ((ids(" 7")[0], 51.0),)}
+    lifted = {"max_tokens": 4, "temperature": 0.0, "logit_bias": ((ids(" 7")[0], WEIGHT + 1),)}
     plain = Settings(top_p=1.0, **lifted)
     penalised = Settings(top_p=1.0, presence_penalty=2.0, **lifted)
     assert len(set(run(continued(engine, ">count<", plain)))) == 1
@@ -376,11 +378,12 @@ def test_a_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
 
 
 def test_a_frequency_penalty_counts_the_whole_answer(engine: Any, run: Run) -> None:
-    """Of 30 equal ids, the stand-in's 50 outlast 25 times 2, but not 26."""
-    penalised = Settings(max_tokens=30, temperature=0.0, top_p=1.0, frequency_penalty=2.0)
+    """The lead of the stand-in's next id outlasts 26 penalties, but not 27."""
+    lead = WEIGHT - INSTEAD[0][0]
+    penalised = Settings(max_tokens=30, temperature=0.0, top_p=1.0, frequency_penalty=lead / 26.5)
     got = run(continued(engine, ">again<", penalised))
-    assert got[:25] == (ids(" a")[0],) * 25
-    assert got[26:] != (ids(" a")[0],) * 4
+    assert got[:27] == (ids(" a")[0],) * 27
+    assert got[27:28] != (ids(" a")[0],)
 
 
 @pytest.mark.parametrize("beside", [0, 3])

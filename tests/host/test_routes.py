@@ -158,14 +158,10 @@ HALF = b"\\ud83d"
         ("/v1/responses", b'{"model":"HALF","input":"Hi"}', 404),
         ("/v1/responses", b'{"model":"foreign","previous_response_id":"HALF","input":""}', 404),
         ("/v1/responses", b'{"model":"foreign","input":[{"type":"HALF"}]}', 400),
+        (RESP, b'{"model":"foreign","input":[{"type":"item_reference","id":"HALF"}]}', 400),
         (
-            "/v1/responses",
-            b'{"input":[{"type":"item_reference","id":"HALF"}]}',
-            404,
-        ),
-        (
-            "/v1/responses",
-            b'{"input":"","tools":[{"type":"function","name":"HALF"}]}',
+            RESP,
+            b'{"model":"foreign","input":"","tools":[{"type":"function","name":[]}],"user":"HALF"}',
             400,
         ),
         ("/v1/responses/compact", b'{"model":"HALF","input":"Hi"}', 404),
