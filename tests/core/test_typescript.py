@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -58,12 +59,17 @@ def library(*tools: ToolDescription) -> str:
     return vocab.encoding().decode_utf8(ids[ids.index(vocab.MESSAGE) + 1 : -1])
 
 
+def plain(text: str) -> str:
+    """``text`` with ``1e+16`` as ``1e16``: openai-harmony writes the one, oss-harmony the other."""
+    return re.sub(r"(?<=\d)e\+(?=\d)", "e", text)
+
+
 @given(st.lists(st.tuples(TEXT, TEXT, st.none() | SCHEMAS), min_size=1, max_size=3))
 @settings(max_examples=400, deadline=None)
 @example([("a", "x", {"oneOf": [{"type": "string", "enum": ["b"], "default": "b"}]})])
 def test_as_the_library(tools: list[tuple[str, str, Any]]) -> None:
     ours = typescript.section("functions", [typescript.tool(*one) for one in tools])
-    assert ours == library(*(ToolDescription.new(*one) for one in tools))
+    assert plain(ours) == plain(library(*(ToolDescription.new(*one) for one in tools)))
 
 
 NUMERALS = [1e16, 123456789012345680.0, 1e21, 1.5e300, -1.5e-7, 1.25e-5, -1e-5, 1e-4, 5e-324, -0.0]
@@ -72,4 +78,4 @@ NUMERALS = [1e16, 123456789012345680.0, 1e21, 1.5e300, -1.5e-7, 1.25e-5, -1e-5, 
 @pytest.mark.parametrize("number", [*NUMERALS, 1e15, 0.1, 2**63 - 1])
 def test_numbers_as_the_library(number: float) -> None:
     test = {"type": "object", "properties": {"p": {"default": number}}}
-    assert typescript.of(test) in library(ToolDescription.new("t", "", test))
+    assert typescript.of(test) in plain(library(ToolDescription.new("t", "", test)))
