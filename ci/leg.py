@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs legs of the CI matrix, each in a fresh virtual environment: `leg.py NAME…` or `leg.py all`.
 
-Standard library only; what else is needed is installed by it, `uv` included. What the legs are is
-in `legs.py`.
+Two legs run at a time, unless `--jobs` says otherwise. Standard library only; what else is needed
+is installed by it, `uv` included. What the legs are is in `legs.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -58,12 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.version_info < OLDEST:
         return _complain(f"Python {'.'.join(map(str, OLDEST))} or later is needed")
     legs = chosen(parsed.legs)
-    outcomes = [run(leg, keep=parsed.keep) for leg in legs]
-    return summarise(outcomes)
+    find_uv()  # once: two legs that install it at a time would be in each other's way
+    # What is measured is measured alone, and a single leg has the terminal to itself.
+    jobs = 1 if any(leg.alone for leg in legs) else min(parsed.jobs, len(legs))
+    with ThreadPoolExecutor(max(jobs, 1)) as pool:
+        one = partial(run, keep=parsed.keep, prefixed=jobs > 1)
+        return summarise(list(pool.map(one, legs)))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    listed = "\n".join(f"  {leg.name:12} {leg.what}" for leg in LEGS)
+    listed = "\n".join(f"  {leg.name:14} {leg.what}" for leg in LEGS)
     parser = argparse.ArgumentParser(
         description="Runs legs of the CI matrix, each in a fresh virtual environment.",
         epilog=f"legs (all but bench and grammar are in `all`):\n{listed}",
@@ -71,6 +77,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("legs", nargs="*", metavar="LEG", default=["all"])
     parser.add_argument("--keep", action="store_true", help="keep the environment, use a kept one")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="legs at a time (2)")
     parser.add_argument("--json", action="store_true", help="print the matrix and run nothing")
     return parser.parse_args(argv)
 
@@ -98,15 +105,19 @@ def matrix() -> list[dict[str, Any]]:
 # --- One leg
 
 
-def run(leg: Leg, *, keep: bool = False) -> Outcome:
-    """Makes the environment, checks that it is what the leg is about, runs the commands."""
+def run(leg: Leg, *, keep: bool = False, prefixed: bool = False) -> Outcome:
+    """Makes the environment, checks that it is what the leg is about, runs the commands.
+
+    With ``prefixed`` every line that a command prints begins with the leg's name.
+    """
     began = time.monotonic()
+    prefix = f"{leg.name:14} | " if prefixed else ""
     print(f"\n=== {leg.name}: {leg.what}", flush=True)
     reports = [BUILD / f"{leg.name}-{number}.xml" for number in range(len(leg.commands))]
     try:
         environment = prepare(leg, keep=keep)
         steps = zip(leg.commands, reports, strict=True)
-        failures = [execute(environment, *step, dict(leg.variables)) for step in steps]
+        failures = [execute(environment, *step, dict(leg.variables), prefix) for step in steps]
         why = "; ".join(filter(None, failures))
         result = FAILED if why else PASSED
     except LegFailed as error:
@@ -117,7 +128,7 @@ def run(leg: Leg, *, keep: bool = False) -> Outcome:
         shutil.rmtree(BUILD / leg.name, ignore_errors=True)
     tests = sum(len(cases(report)) for report in reports if report.exists())
     outcome = Outcome(leg.name, result, time.monotonic() - began, tests, why)
-    print(line_of(outcome), flush=True)
+    print(f"\n=== {line_of(outcome)}", flush=True)
     return outcome
 
 
@@ -173,6 +184,7 @@ def execute(
     command: Sequence[str],
     report: Path,
     variables: Mapping[str, str] | None = None,
+    prefix: str = "",
 ) -> str:
     """Runs a command of a leg and returns why it failed, if it did; a skipped test is a failure."""
     is_pytest = "pytest" in command
@@ -180,15 +192,22 @@ def execute(
     executable = environment / "bin" / command[0]
     own = {"VIRTUAL_ENV": str(environment), "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
     without = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    print(f"$ {' '.join(command)}", flush=True)
-    ended = subprocess.run(
+    print(f"{prefix}$ {' '.join(command)}", flush=True)
+    with subprocess.Popen(
         [str(executable), *arguments[1:]],
         cwd=REPOSITORY,
         env={**without, **own, **(variables or {})},
-        check=False,
-    )
-    if ended.returncode != 0:
-        return f"{' '.join(command)}: exit code {ended.returncode}"
+        # Without a prefix it is a command like any other: the terminal is its own.
+        stdout=subprocess.PIPE if prefix else None,
+        stderr=subprocess.STDOUT if prefix else None,
+        stdin=subprocess.DEVNULL if prefix else None,
+        text=True,
+        errors="replace",
+    ) as running:
+        for line in running.stdout or ():
+            print(prefix + line, end="", flush=True)
+    if running.returncode != 0:
+        return f"{' '.join(command)}: exit code {running.returncode}"
     skips = skipped(report) if is_pytest else []
     return f"skipped what it is there to run: {'; '.join(skips)}" if skips else ""
 
@@ -218,6 +237,7 @@ def must(command: Sequence[str]) -> None:
 # --- Finding uv and Python
 
 
+@cache
 def find_uv() -> str:
     """A working uv: the one on the path, or one installed below `build`. Raises ``LegFailed``."""
     own = BUILD / "uv"
@@ -272,7 +292,7 @@ def answers(command: Sequence[str]) -> str:
 def line_of(outcome: Outcome) -> str:
     """One line about a leg."""
     tests = f"{outcome.tests} tests" if outcome.tests else ""
-    return f"{outcome.leg:12} {outcome.result:8} {outcome.seconds:6.1f} s  {tests:10} {outcome.why}"
+    return f"{outcome.leg:14} {outcome.result:8} {outcome.seconds:6.1f} s  {tests:10} {outcome.why}"
 
 
 def summarise(outcomes: Sequence[Outcome]) -> int:

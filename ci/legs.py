@@ -43,7 +43,7 @@ class Leg:
     are what makes the leg a leg of its own. A test that is skipped fails the leg.
     ``systems`` and ``runners`` are where it can run, and where GitHub runs it; ``programs`` are
     what it needs on the path beside Python, ``variables`` are set in the environment of its
-    commands.
+    commands. A leg that measures runs ``alone``.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Leg:
     runners: tuple[str, ...] = ("ubuntu-latest",)
     in_all: bool = True
     variables: tuple[tuple[str, str], ...] = ()
+    alone: bool = False
 
 
 BELOW_HOST = (*PYTEST, "tests/core", "tests/protocols", "tests/ci", "tests/cli", "-m", "not served")
@@ -101,6 +102,24 @@ def core(
     )
 
 
+SERVED_INSTALL = ("-e", ".[cpu,test]", "openai-agents>=0.3")
+
+
+def served(engine: str, chosen: str) -> Leg:
+    """A leg with one engine's half of the served tests; those of no engine go with the simple one.
+
+    ``chosen`` is what pytest's ``-k`` looks for in the names of tests, which hold the engine's.
+    """
+    return Leg(
+        name=f"served-{engine}",
+        what=f"the real server, its {engine} engine, official clients",
+        install=SERVED_INSTALL,
+        present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
+        commands=((*PYTEST, "tests/served", "tests/cli", "-k", chosen),),
+        runners=("ubuntu-latest", "macos-14"),
+    )
+
+
 LEGS: tuple[Leg, ...] = (
     Leg(
         name="lint",
@@ -115,24 +134,22 @@ LEGS: tuple[Leg, ...] = (
             ("lint-imports",),
         ),
     ),
+    served("simple", "not batched"),
+    served("batched", "batched"),
+    Leg(
+        name="host",
+        what="the plugin inside the host's own objects, both engines, no sockets",
+        install=SERVED_INSTALL,
+        present=(*HOST, "openai-harmony"),
+        # Apart: the host gives mlx's default stream to its own thread, for the rest of the process.
+        commands=((*PYTEST, "tests/standin"), (*PYTEST, "tests/host")),
+        runners=("ubuntu-latest", "macos-14"),
+    ),
     core("3.10"),
     core("3.11", commands=(SMOKE,)),
     core("3.12", commands=(SMOKE,)),
     core("3.13", commands=MEASURED),
     core("3.12", "oss-harmony"),
-    Leg(
-        name="served",
-        what="the real server, both engines, official clients",
-        install=("-e", ".[cpu,test]", "openai-agents>=0.3"),
-        present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
-        # Apart: the host gives mlx's default stream to its own thread, for the rest of the process.
-        commands=(
-            (*PYTEST, "tests/standin"),
-            (*PYTEST, "tests/host"),
-            (*PYTEST, "tests/served", "tests/cli"),
-        ),
-        runners=("ubuntu-latest", "macos-14"),
-    ),
     Leg(
         name="frameworks",
         what="typed answers and forced calls, through frameworks for Python",
@@ -208,5 +225,6 @@ LEGS: tuple[Leg, ...] = (
             ("python", "ci/bench_decode.py"),
         ),
         in_all=False,
+        alone=True,
     ),
 )

@@ -61,6 +61,30 @@ def test_a_leg_fails_for_what_it_did_not_test(
     assert why in outcome.why
 
 
+def test_legs_side_by_side_say_whose_line_it_is(
+    build: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    both = [legs.Leg(name, "a leg", (), (("python", "-c", "print('one\\ntwo')"),)) for name in "xy"]
+    monkeypatch.setattr(leg, "LEGS", both)
+    monkeypatch.setattr(leg, "prepare", lambda one, keep: HERE)
+    assert leg.main(["x", "y"]) == 0
+    printed = capfd.readouterr().out.splitlines()
+    for name in "xy":
+        assert [line[17:] for line in printed if line.startswith(f"{name} ") and "|" in line][
+            1:
+        ] == [
+            "one",
+            "two",
+        ]
+    assert leg.main(["x", "y", "--jobs", "1"]) == 0
+    assert capfd.readouterr().out.splitlines().count("one") == 2
+
+
+def test_the_two_halves_of_the_served_tests_are_all_of_them() -> None:
+    halves = [one.commands[0][-1] for one in legs.LEGS if one.name.startswith("served-")]
+    assert halves == ["not batched", "batched"]
+
+
 @pytest.mark.parametrize(
     ("present", "absent", "fails"),
     [
@@ -121,7 +145,7 @@ def test_the_names_are_unique_and_all_leaves_out_the_long_ones() -> None:
     names = [one.name for one in legs.LEGS]
     assert len(names) == len(set(names))
     assert {one.name for one in leg.chosen(["all"])} == set(names) - {"bench", "grammar"}
-    assert [one.name for one in leg.chosen(["served", "lint"])] == ["lint", "served"]
+    assert [one.name for one in leg.chosen(["host", "lint"])] == ["lint", "host"]
 
 
 def test_an_unknown_leg_is_an_error() -> None:
@@ -132,7 +156,7 @@ def test_an_unknown_leg_is_an_error() -> None:
 
 def test_github_runs_what_all_runs() -> None:
     assert {job["leg"] for job in leg.matrix()} == {one.name for one in leg.chosen(["all"])}
-    assert {"leg": "served", "python": legs.HOST_PYTHON, "runner": "macos-14"} in leg.matrix()
+    assert {"leg": "host", "python": legs.HOST_PYTHON, "runner": "macos-14"} in leg.matrix()
 
 
 def pyproject() -> dict[str, Any]:

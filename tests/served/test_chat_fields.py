@@ -26,6 +26,7 @@ SCRIPTS = [
     Script("Patch it.", f"<|channel|>commentary to=functions.patch<|message|>{PATCH}<|call|>"),
     Script("done", "<|channel|>final<|message|>It is done.<|return|>"),
     Script("Who are you?", "<|channel|>final<|message|>A stand-in.<|return|>"),
+    Script("Sing.", f"<|channel|>final<|message|>{' la' * 30}<|return|>"),
 ]
 ENV = {"VLLM_MLX_HARMONY_GRAMMAR": "auto", "VLLM_MLX_HARMONY_MODEL_NAMES": "claude-*,gpt-4o"}
 WHO = [{"role": "user", "content": "Who are you?"}]
@@ -114,3 +115,24 @@ def test_a_seed_draws_the_same_again(create: Any) -> None:
     drawn = [create(**hot, **bias, seed=seed).choices[0].message.content for seed in (7, 7, 8)]
     assert drawn[0] == drawn[1]
     assert drawn[0] != drawn[2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_frequency_penalty_counts_everything_said(create: Any, stream: bool) -> None:
+    """The next scripted id leads the end of a message by 20: ten penalties of 1.9 leave it ahead,
+    the eleventh does not."""
+    sing = {"model": "gpt-4o", "messages": [{"role": "user", "content": "Sing."}], "stream": stream}
+
+    def sung(**penalty: float) -> str:
+        answer = create(**sing, **penalty)
+        if stream:
+            return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+        return str(answer.choices[0].message.content)
+
+    assert sung() == " la" * 30
+    assert sung(frequency_penalty=1.9) == " la" * 11
+    # A presence penalty is taken once, however often a word stands there.
+    assert sung(presence_penalty=1.9) == " la" * 30
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(**sing, frequency_penalty=2.1)
+    assert refused.value.param == "frequency_penalty"

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 from server import HARMONY
 
@@ -81,6 +83,39 @@ def test_a_running_answer_is_cancelled(server: Server, engine: str, path: str, w
         assert "Done." in quick.text
         again = httpx.request(way, server.base_url + target, timeout=20)
         assert again.status_code == UNKNOWN[engine]
+
+
+def opened(api: str, url: str, model: str) -> tuple[str, Iterator[Any], type[Exception]]:
+    """The id of a streamed answer, what is left of it, and how its client's errors are called."""
+    if api == "messages":
+        claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        said = {"role": "user", "content": "Slow"}
+        events = iter(
+            claude.messages.create(max_tokens=2000, messages=[said], model=model, stream=True)
+        )  # type: ignore[list-item]
+        return next(events).message.id, events, anthropic.APIError  # type: ignore[union-attr]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    if api == "responses":
+        told = iter(client.responses.create(input="Slow", model=model, stream=True))
+        return next(told).response.id, told, openai.APIError  # type: ignore[union-attr]
+    asked: Any = [{"role": "user", "content": "Slow"}]
+    chunks = iter(client.chat.completions.create(messages=asked, model=model, stream=True))
+    return next(chunks).id, chunks, openai.APIError
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_a_client_is_told_that_it_was_cancelled(server: Server, api: str) -> None:
+    """Chat and Messages raise; Responses has an event for it, as from OpenAI."""
+    key, rest, error = opened(api, server.base_url, str(server.model))
+    url = f"{server.base_url}/v1/requests/{key}/cancel"
+    assert httpx.post(url, timeout=20).json()["cancelled"] is True
+    if api == "responses":
+        last = list(rest)[-1]
+        assert last.type == "response.failed"
+        assert "the request was cancelled" in last.response.error.message
+        return
+    with pytest.raises(error, match="the request was cancelled"):
+        list(rest)
 
 
 @pytest.mark.parametrize("key", ["chatcmpl-0", "resp_ab", "msg_xyz", "what"])
