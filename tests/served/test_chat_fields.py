@@ -121,7 +121,8 @@ def test_a_seed_draws_the_same_again(create: Any) -> None:
 def test_a_frequency_penalty_counts_everything_said(create: Any, stream: bool) -> None:
     """The next scripted id leads the end of a message by 20: ten penalties of 1.9 leave it ahead,
     the eleventh does not."""
-    sing = {"model": "gpt-4o", "messages": [{"role": "user", "content": "Sing."}], "stream": stream}
+    sing: dict[str, Any] = {"model": "gpt-4o", "temperature": 0, "stream": stream}
+    sing["messages"] = [{"role": "user", "content": "Sing."}]
 
     def sung(**penalty: float) -> str:
         answer = create(**sing, **penalty)
