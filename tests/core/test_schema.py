@@ -400,6 +400,32 @@ PROPERTIES: dict[str, tuple[object, str]] = {
         {"properties": {"a": {"type": "string"}}, "additionalProperties": True},
         "p?: {\n    a?: string,\n    },",
     ),
+    "listed names": (
+        {
+            "type": "object",
+            "propertyNames": {"type": "string", "enum": ["a", 'b"']},
+            "additionalProperties": {"type": "number"},
+        },
+        'p?: {\n    [key in "a" | "b\\""]?: number,\n    },',
+    ),
+    "listed names, all required": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "string"}},
+            "propertyNames": {"allOf": [{"type": "string"}, {"enum": ["a", "b", 1]}]},
+            "additionalProperties": {"type": "number"},
+            "required": ["b"],
+        },
+        'p?: {\n    a?: string,\n    [key in "b"]: number,\n    },',
+    ),
+    "no name at all": (
+        {"type": "object", "propertyNames": False, "additionalProperties": {"type": "number"}},
+        "p?: object,",
+    ),
+    "names of a form": (
+        {"propertyNames": {"pattern": "^x"}, "additionalProperties": {"type": "number"}},
+        "p?: {\n    [key: string]: number,\n    },",
+    ),
     "pattern properties": (
         {"patternProperties": {"^x-": {"type": "string"}}},
         "p?: {\n    [key: string]: string,\n    },",

@@ -272,6 +272,7 @@ _SCHEMA_KEYWORDS: dict[str, type] = {
     "properties": Mapping,
     "patternProperties": Mapping,
     "additionalProperties": object,
+    "propertyNames": object,
     "items": object,
     "prefixItems": list,
     "anyOf": list,
@@ -505,14 +506,31 @@ def _object(schema: Schema) -> Schema:
         if (one := _expressed(value)) != _NEVER
     }
     required = [_key(name) for name in schema.get("required", ())]
+    rest_key, is_required = _rest_key(schema)
     rest = _rest(schema, bool(properties))
-    if rest is not None:
-        properties[_REST_KEY] = rest
-        required.append(_REST_KEY)
+    if rest is not None and rest_key:
+        properties[rest_key] = rest
+        required += [rest_key] if is_required else []
     if not properties and schema.get("additionalProperties") != {"enum": []}:
         return dict(_OBJECT)
     printed = {name: _noted(value) for name, value in properties.items()}
     return {"type": "object", "properties": printed, "required": required}
+
+
+def _rest_key(schema: Schema) -> tuple[str, bool]:
+    """The key of properties without a name of their own, empty when there can be none; and whether
+    it is printed without a question mark.
+
+    Names that ``propertyNames`` lists are a mapped type's: ``[key in "a" | "b"]``.
+    """
+    names = _merged(schema.get("propertyNames", {})).get("enum")
+    if names is None or "patternProperties" in schema:
+        return _REST_KEY, True
+    texts = [name for name in names if isinstance(name, str)]
+    others = [name for name in texts if name not in schema.get("properties", {})]
+    listed = " | ".join(json.dumps(name, ensure_ascii=False) for name in others)
+    key = f"[key in {listed}]" if others else ""
+    return key, set(others) <= set(schema.get("required", ()))
 
 
 def _rest(schema: Schema, has_properties: bool) -> Schema | None:

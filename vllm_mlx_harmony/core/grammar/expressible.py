@@ -5,19 +5,22 @@ know tools and messages. Never raises on any JSON value, and is bounded in depth
 
 llguidance (https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md) takes most of
 draft 2020-12 and refuses a schema with anything else in it. So a schema is copied, keyword by
-keyword: annotations and what is no keyword are left out silently; keywords that llguidance does not
-have are dropped and told; and where it refuses the rest (a pattern with look-around, a ``oneOf``
-whose branches overlap), the keyword that it refuses is looked for, and dropped and told as well.
+keyword: annotations and what is no keyword are left out silently; what is said of the names of
+properties is said otherwise (`property_names`); other keywords that llguidance does not have are
+dropped and told; and where it refuses the rest (a pattern with look-around, a ``oneOf`` whose
+branches overlap), the keyword that it refuses is looked for, and dropped and told as well.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core import recent
+from vllm_mlx_harmony.core.grammar import property_names
 from vllm_mlx_harmony.core.schema import pointed
 from vllm_mlx_harmony.core.vocab import clean
 
@@ -63,14 +66,52 @@ def _expressed(value: Mapping[str, Any], of_object: bool) -> Expressed:
     reading = _Reading(value)
     copied = reading.root(of_object)
     dropped = list(reading.dropped)
-    if _refusal(copied):
-        copied, refused = _weakened(copied)
-        dropped += refused
-    return Expressed(_text(copied), tuple(dict.fromkeys(dropped)))
+    if not dropped or reading.dropped.keys() <= _EVALUATING_NOTHING:
+        first, second = property_names.KEYWORDS
+        attempts: tuple[tuple[str, ...], ...] = ((), (first,), (second,), (first, second))
+    else:
+        # A keyword that is gone may have evaluated properties: they are not to be refused.
+        attempts = (("unevaluatedProperties",), property_names.KEYWORDS)
+    tried = []
+    for given_up in attempts:
+        kept = property_names.without(copied, given_up)
+        rewritten, inexact = property_names.rewritten(kept, lambda schema: bool(_refusal(schema)))
+        gone = [one for one in given_up if property_names.without(copied, [one]) != copied]
+        tried.append((rewritten, [*inexact, *gone]))
+        if not _refusal(rewritten):
+            break
+    else:
+        rewritten, refused = _weakened(tried[0][0])
+        tried.append((rewritten, [*tried[0][1], *refused]))
+    rewritten, given = tried[-1]
+    dropped += given
+    return Expressed(_text(rewritten), tuple(dict.fromkeys(dropped)))
+
+
+_EVALUATING_NOTHING = frozenset(
+    {
+        "not",
+        "uniqueItems",
+        "contains",
+        "minContains",
+        "maxContains",
+        "unevaluatedItems",
+        "dependentRequired",
+    }
+)
+"""Keywords without which no property is unevaluated that was evaluated with them."""
 
 
 def _text(copied: Schema) -> str:
-    return json.dumps({"x-guidance": _OPTIONS, **copied}, separators=(",", ":"))
+    """As ``%json`` of a grammar has it; ``copied`` is not refused."""
+    options = _OPTIONS
+    if property_names.can_be_misspelled(copied):
+        spelled = property_names.spelled(copied)
+        if spelled is None or _refusal(spelled):
+            options = {**_OPTIONS, **property_names.NO_ESCAPES}
+        else:
+            copied = spelled
+    return json.dumps({"x-guidance": options, **copied}, separators=(",", ":"))
 
 
 def _refusal(copied: Schema) -> str:
@@ -122,7 +163,8 @@ class _Reading:
         if depth >= MAX_DEPTH or self._left < 0:
             return self._drop("a schema of this size", True)
         copied: Schema = {}
-        for key, content in value.items():
+        by_place = "patternProperties" not in value  # see `property_names` on patterns
+        for key, content in sorted(value.items(), key=_place) if by_place else value.items():
             if key in _MEANINGLESS and content in _MEANINGLESS[key]:
                 continue
             if key in _MISSING:
@@ -152,8 +194,8 @@ class _Reading:
             content = int(content)
         return (content,) if isinstance(content, int) and content >= 0 else None
 
-    def text(self, content: object, _: int) -> tuple[Any] | None:
-        return (clean(content),) if isinstance(content, str) else None
+    def pattern(self, content: object, _: int) -> tuple[Any] | None:
+        return (_without_nul(clean(content)),) if isinstance(content, str) else None
 
     def format(self, content: object, _: int) -> tuple[Any] | tuple[()] | None:
         return (content,) if isinstance(content, str) and content in FORMATS else ()
@@ -190,6 +232,12 @@ class _Reading:
             return None
         return ({clean(str(k)): self.schema(v, depth) for k, v in content.items()},)
 
+    def patterned(self, content: object, depth: int) -> tuple[Any] | None:
+        if not isinstance(content, Mapping):
+            return None
+        patterns = {_without_nul(clean(str(k))): v for k, v in content.items()}
+        return self.named(patterns, depth)
+
     def reference(self, content: object, _: int) -> tuple[Any] | None:
         if content == "#":
             return ("#",)
@@ -209,6 +257,25 @@ class _Reading:
         if self._named is None:
             self._named = dict(_named(self._root))
         return self._named.get(ref)
+
+
+def _without_nul(pattern: str) -> str:
+    """``pattern``, with U+0000 in no negated class.
+
+    llguidance 1.9 takes a quote for ``[^"]``, and a backslash for ``[^\\]``, when that is in it.
+    """
+    return _NEGATED.sub(lambda at: at[0] + (r"\x00" if at[0] == "[^" else ""), pattern)
+
+
+_NEGATED = re.compile(r"\\.|\[\^", re.DOTALL)
+
+
+def _place(item: tuple[Any, Any]) -> int:
+    """Properties come in the order in which keywords are applied: as the prompt shows them."""
+    return _BEFORE_OWN.index(item[0]) if item[0] in _BEFORE_OWN else len(_BEFORE_OWN)
+
+
+_BEFORE_OWN = ("anyOf", "oneOf", "$ref", "allOf")
 
 
 def _is_object(copied: Schema) -> bool:
@@ -260,7 +327,7 @@ _KEYWORDS: Mapping[str, _Reader] = {
     "oneOf": _Reading.subs,
     "allOf": _Reading.subs,
     "properties": _Reading.named,
-    "patternProperties": _Reading.named,
+    "patternProperties": _Reading.patterned,
     "additionalProperties": _Reading.sub,
     "required": _Reading.texts,
     "minProperties": _Reading.count,
@@ -272,15 +339,16 @@ _KEYWORDS: Mapping[str, _Reader] = {
     "maxItems": _Reading.count,
     "minLength": _Reading.count,
     "maxLength": _Reading.count,
-    "pattern": _Reading.text,
+    "pattern": _Reading.pattern,
     "format": _Reading.format,
     "minimum": _Reading.number,
     "maximum": _Reading.number,
     "exclusiveMinimum": _Reading.number,
     "exclusiveMaximum": _Reading.number,
     "multipleOf": _Reading.number,
+    **dict.fromkeys(property_names.KEYWORDS, _Reading.sub),
 }
-"""What llguidance has, and how its content is read."""
+"""What llguidance has, or what can be said in its words, and how its content is read."""
 
 _MISSING = frozenset(
     {
@@ -292,11 +360,9 @@ _MISSING = frozenset(
         "contains",
         "minContains",
         "maxContains",
-        "propertyNames",
         "dependentRequired",
         "dependentSchemas",
         "dependencies",
-        "unevaluatedProperties",
         "unevaluatedItems",
         "$dynamicRef",
         "$recursiveRef",
@@ -307,7 +373,6 @@ _MISSING = frozenset(
 _MEANINGLESS: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
-    "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
     "contains": (),
     "not": (False,),
@@ -377,36 +442,20 @@ def _without(copied: Schema, keywords: Iterable[str]) -> tuple[Schema, bool]:
         nonlocal changed
         if not isinstance(value, dict):
             return value
-        out: Schema = {}
+        kept: Schema = {}
         for key, content in value.items():
-            if key in dropping and _is_refused(key, content):
-                changed = True
-                if key == "oneOf":
-                    out["anyOf" if "anyOf" not in value else "oneOf"] = [*map(walk, content)]
+            if key not in dropping or not _is_refused(key, content):
+                kept[key] = content
                 continue
-            if key in ("properties", "patternProperties", "$defs"):
-                out[key] = {name: walk(one) for name, one in content.items()}
-            elif key in ("anyOf", "oneOf", "allOf", "prefixItems") or isinstance(content, list):
-                out[key] = [walk(one) if key in _SCHEMAS else one for one in content]
-            else:
-                out[key] = walk(content) if key in _SCHEMAS else content
-        return out
+            changed = True
+            if key == "oneOf":
+                kept["anyOf" if "anyOf" not in value else "oneOf"] = content
+        if "patternProperties" in value and "patternProperties" not in kept:
+            kept.pop("additionalProperties", None)  # they would be additional ones now
+        return property_names.mapped(kept, walk)
 
     weaker: Schema = walk(copied)
     return weaker, changed
-
-
-_SCHEMAS = frozenset(
-    {
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "prefixItems",
-        "items",
-        "additionalItems",
-        "additionalProperties",
-    }
-)
 
 
 def _is_refused(keyword: str, content: Any) -> bool:
