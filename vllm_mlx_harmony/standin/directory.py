@@ -83,13 +83,16 @@ def write(directory: Path, scripts: Iterable[Script] = (), *, ranks: Ranks | Non
     return rescript(directory, scripts)
 
 
-def write_tiny(directory: Path, *, seed: int = 0, ranks: Ranks | None = None) -> Path:
-    """A model directory with a real gpt-oss of random weights: 4 layers, 64 wide, full vocabulary.
+def write_tiny(
+    directory: Path, *, seed: int = 0, ranks: Ranks | None = None, width: int = tiny.WIDTH
+) -> Path:
+    """A model directory with a real gpt-oss of random weights: 4 layers, full vocabulary.
 
-    About 110 MB. Returns ``directory``, made where needed; the same ``seed`` gives the same model.
+    About 110 MB when 64 wide. Returns ``directory``, made where needed; the same ``seed`` gives the
+    same model.
     """
-    _write_shared(directory, {**tiny.CONFIG, **_IDS}, _TINY_CARD, ranks)
-    tiny.write_weights(directory / "model.safetensors", seed)
+    _write_shared(directory, {**tiny.config(width), **_IDS}, _TINY_CARD, ranks)
+    tiny.write_weights(directory / "model.safetensors", seed, width)
     return directory
 
 

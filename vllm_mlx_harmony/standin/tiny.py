@@ -21,8 +21,6 @@ CONFIG: dict[str, object] = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 128,
-    "hidden_size": 64,
-    "intermediate_size": 64,
     "head_dim": 16,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -43,12 +41,18 @@ CONFIG: dict[str, object] = {
     "tie_word_embeddings": False,
 }
 
-_HIDDEN, _HEADS, _KEYS, _HEAD, _EXPERTS = 64, 4, 2, 16, 4
+WIDTH = 64
+_HEADS, _KEYS, _HEAD, _EXPERTS = 4, 2, 16, 4
 
 
-def write_weights(path: Path, seed: int) -> None:
+def config(width: int) -> dict[str, object]:
+    """The configuration of a model ``width`` wide."""
+    return {**CONFIG, "hidden_size": width, "intermediate_size": width}
+
+
+def write_weights(path: Path, seed: int, width: int) -> None:
     """A safetensors file (float32) of random weights; the same seed gives the same file."""
-    shapes = dict(_shapes())
+    shapes = dict(_shapes(width))
     header = json.dumps(_header(shapes)).encode()
     source = random.Random(seed)
     with path.open("wb") as file:
@@ -67,34 +71,35 @@ def _header(shapes: dict[str, Shape]) -> dict[str, object]:
     return header
 
 
-def _shapes() -> Iterator[tuple[str, Shape]]:
-    yield "model.embed_tokens.weight", (VOCAB_SIZE, _HIDDEN)
+def _shapes(width: int) -> Iterator[tuple[str, Shape]]:
+    yield "model.embed_tokens.weight", (VOCAB_SIZE, width)
     for layer in range(4):
-        for name, shape in (*_attention(), *_experts(), *_norms()):
+        for name, shape in (*_attention(width), *_experts(width), *_norms(width)):
             yield f"model.layers.{layer}.{name}", shape
-    yield "model.norm.weight", (_HIDDEN,)
-    yield "lm_head.weight", (VOCAB_SIZE, _HIDDEN)
+    yield "model.norm.weight", (width,)
+    yield "lm_head.weight", (VOCAB_SIZE, width)
 
 
-def _attention() -> Iterator[tuple[str, Shape]]:
+def _attention(width: int) -> Iterator[tuple[str, Shape]]:
     yield "self_attn.sinks", (_HEADS,)
-    widths = {"q": _HEADS * _HEAD, "k": _KEYS * _HEAD, "v": _KEYS * _HEAD, "o": _HIDDEN}
-    for name, width in widths.items():
-        yield f"self_attn.{name}_proj.weight", (width, _HIDDEN)
-        yield f"self_attn.{name}_proj.bias", (width,)
+    queries, keys = _HEADS * _HEAD, _KEYS * _HEAD
+    shapes = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
+    for name, shape in shapes.items():
+        yield f"self_attn.{name}_proj.weight", shape
+        yield f"self_attn.{name}_proj.bias", shape[:1]
 
 
-def _experts() -> Iterator[tuple[str, Shape]]:
-    yield "mlp.router.weight", (_EXPERTS, _HIDDEN)
+def _experts(width: int) -> Iterator[tuple[str, Shape]]:
+    yield "mlp.router.weight", (_EXPERTS, width)
     yield "mlp.router.bias", (_EXPERTS,)
     for name in ("gate_proj", "up_proj", "down_proj"):
-        yield f"mlp.experts.{name}.weight", (_EXPERTS, _HIDDEN, _HIDDEN)
-        yield f"mlp.experts.{name}.bias", (_EXPERTS, _HIDDEN)
+        yield f"mlp.experts.{name}.weight", (_EXPERTS, width, width)
+        yield f"mlp.experts.{name}.bias", (_EXPERTS, width)
 
 
-def _norms() -> Iterable[tuple[str, Shape]]:
-    yield "input_layernorm.weight", (_HIDDEN,)
-    yield "post_attention_layernorm.weight", (_HIDDEN,)
+def _norms(width: int) -> Iterable[tuple[str, Shape]]:
+    yield "input_layernorm.weight", (width,)
+    yield "post_attention_layernorm.weight", (width,)
 
 
 def _count(shape: Shape) -> int:
