@@ -203,11 +203,11 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="grammar",
         what="500 random outputs of every kind, on both engines, held to what was asked for",
-        install=("-e", ".[cpu,test]"),
-        present=(*HOST, "openai-harmony", "jsonschema"),
+        install=("-e", ".[cpu,test]", "pytest-xdist"),
+        present=(*HOST, "openai-harmony", "jsonschema", "pytest-xdist"),
         commands=(
-            (*PYTEST, "tests/core/test_grammar.py"),
-            (*PYTEST, "tests/host/test_enforcement.py"),
+            (*PYTEST, "-n", "2", "tests/core/test_grammar.py"),
+            (*PYTEST, "-n", "2", "-rP", "tests/host/test_enforcement.py"),
         ),
         variables=(("GRAMMAR_SEEDS", "500"),),
         in_all=False,
