@@ -143,6 +143,35 @@ def test_what_only_we_have_is_not_there_for_its_other_models(path: str) -> None:
     assert response.json()["error"]["param"] == "model"
 
 
+@pytest.mark.usefixtures("_foreign", "_active")
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", PATH, "POST"),
+        ("GET", "/v1/responses", "POST"),
+        ("PATCH", "/v1/responses/resp_1", "GET"),
+        ("DELETE", "/v1/models/a", "GET"),
+        ("GET", "/v1/messages", "POST"),
+        ("DELETE", "/v1/messages/count_tokens", "POST"),
+    ],
+)
+def test_another_method_is_refused_in_the_shape_of_the_api(
+    method: str, path: str, allowed: str
+) -> None:
+    async def sent() -> httpx.Response:
+        async with application() as client:
+            return await client.request(method, path)
+
+    response = asyncio.run(sent())
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+    document = response.json()
+    assert method in document["error"]["message"]
+    assert document["error"]["type"] == "invalid_request_error"
+    messages = path.startswith("/v1/messages")
+    assert document.get("type") == ("error" if messages else None)
+    assert ("code" in document["error"]) is not messages
+
+
 RESP = "/v1/responses"
 HALF = b"\\ud83d"
 """Of a surrogate pair, escaped as JSON has it."""

@@ -26,9 +26,22 @@ Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
 
 
 class Mounted(APIRoute):
-    """A route of ours. `behind` is the host's route that it stands in front of, if there is one."""
+    """A route of ours. `behind` is the host's route that it stands in front of, if there is one.
+
+    `other_methods` answers what comes to its path with a method that no route there has.
+    """
 
     behind: APIRoute | None = None
+    other_methods: Callable[[Request], Response] | None = None
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        methods = self.methods or set()
+        if self.other_methods is None or scope["method"] in methods:
+            await super().handle(scope, receive, send)
+            return
+        response = self.other_methods(Request(scope))
+        response.headers["Allow"] = ", ".join(sorted(methods))
+        await response(scope, receive, send)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +51,7 @@ class Route:
     It gets the very `dependencies` of the host's route (API key, rate limit). For a path that the
     host does not have, `like` names the `(path, method)` whose dependencies it gets instead.
     The endpoint may give a request back to the host with `pass_on`. `around` is put around all of
-    it, the dependencies included.
+    it, the dependencies included. `other_methods` answers for methods that the path does not have.
     """
 
     path: str
@@ -48,6 +61,7 @@ class Route:
     like: tuple[str, str] | None = None
     app: str = APP
     around: Callable[[Handler], Handler] | None = None
+    other_methods: Callable[[Request], Response] | None = None
 
     @property
     def label(self) -> str:
@@ -90,6 +104,7 @@ class Route:
             include_in_schema=False,  # the host's own entry keeps describing the path
         )
         mounted.behind = original and without_dependencies(original)
+        mounted.other_methods = self.other_methods
         if self.around is not None:
             mounted.app = request_response(self.around(mounted.get_route_handler()))
         return mounted

@@ -116,4 +116,8 @@ def refusing_with(refusal: Refusal, route: Route, before: Before | None = None) 
 
         return answering
 
-    return replace(route, around=around)
+    def other_methods(request: Request) -> Response:
+        problem = f"{request.method} is not a method of {request.url.path}"
+        return refusal(RequestError(problem, status=405, code="method_not_allowed"))
+
+    return replace(route, around=around, other_methods=other_methods)
