@@ -1,10 +1,13 @@
-.PHONY: test demo bench lint
+.PHONY: test demo attack bench lint
 
 test:  ## every leg of the CI matrix that this machine can run
 	python3 ci/leg.py all
 
 demo:  ## a conversation with a scripted stand-in, through the real server
 	python3 ci/leg.py --keep demo
+
+attack:  ## load, kill -9, mutated requests, stalled readers, agents for minutes: what is left behind
+	python3 ci/leg.py --keep attack
 
 bench:  ## speed, against the host's own functions
 	python3 ci/leg.py --keep bench

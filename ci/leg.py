@@ -70,9 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     listed = "\n".join(f"  {leg.name:14} {leg.what}" for leg in LEGS)
+    apart = ", ".join(leg.name for leg in LEGS if not leg.in_all)
     parser = argparse.ArgumentParser(
         description="Runs legs of the CI matrix, each in a fresh virtual environment.",
-        epilog=f"legs (all but bench and grammar are in `all`):\n{listed}",
+        epilog=f"legs (all but {apart} are in `all`):\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("legs", nargs="*", metavar="LEG", default=["all"])

@@ -115,7 +115,10 @@ def served(engine: str, chosen: str) -> Leg:
         what=f"the real server, its {engine} engine, official clients",
         install=SERVED_INSTALL,
         present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
-        commands=((*PYTEST, "tests/served", "tests/cli", "-k", chosen),),
+        commands=(
+            (*PYTEST, "tests/served", "tests/cli", "-k", chosen),
+            (*PYTEST, "tests/attack", "-k", chosen),  # thinned, with servers of its own
+        ),
         runners=("ubuntu-latest", "macos-14"),
     )
 
@@ -211,6 +214,16 @@ LEGS: tuple[Leg, ...] = (
         ),
         variables=(("GRAMMAR_SEEDS", "500"),),
         in_all=False,
+    ),
+    Leg(
+        name="attack",
+        what="load, kill -9, mutated requests, stalled readers, minutes of agents, random ids",
+        install=("-e", ".[cpu,test]"),
+        present=(*HOST, "openai-harmony"),
+        commands=((*PYTEST, "tests/attack"),),
+        variables=(("ATTACK", "full"),),
+        in_all=False,
+        alone=True,
     ),
     Leg(
         name="bench",

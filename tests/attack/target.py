@@ -1,0 +1,24 @@
+"""A server that is attacked, and what it was given little of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import inspected
+import server as served
+
+ROOM, SECONDS = 64 * 1024, 3
+"""Of the buffer before a reader, and of its silence: small, so that few stalled readers do."""
+
+CACHE_MIB = 64
+"""Budget of the prefix cache."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server on one of the host's engines, the name of its model, and who asks what is in it."""
+
+    server: served.Server
+    engine: str
+    model: str
+    inspection: inspected.Inspection
