@@ -42,7 +42,7 @@ class Sent:
 
     def __str__(self) -> str:
         headers = ", ".join(f"{name}: {value[:100]!r}" for name, value in self.headers)
-        return f"{self.method} {self.path[:300]} [{headers}] {self.body[:4_000]!r}"
+        return f"{self.method} {self.path[:300]} [{headers}] {self.body[:1_500]!r}"
 
 
 # --- what is mutated
@@ -330,6 +330,8 @@ TEXTS: tuple[str, ...] = (
     *('start: start start | "a"', "start: undefined", "#/$defs/more", "#", "%00%ff"),
 )
 LONG = ("a", " ", "\n", "é", "กิ", "\U0001f468\u200d", "<|start|>", "0", '"', "\\", "{", "x.")
+FEW_TOKENS = ("a", " ", "\n", '"', "\\")
+"""Of those: more of the others is a long prompt, which the model takes its time for."""
 SCHEMAS: tuple[Any, ...] = (
     *(
         {"$ref": "#"},
@@ -431,7 +433,8 @@ def _text(chance: random.Random, one: Any, key: Any) -> None:
 
 
 def _long(chance: random.Random, one: Any, key: Any) -> None:
-    one[key] = chance.choice(LONG) * chance.choice((300, 3_000, 30_000))
+    run = chance.choice(LONG)
+    one[key] = run * chance.choice((300, 3_000, 30_000 if run in FEW_TOKENS else 3_000))
 
 
 def _union(chance: random.Random, one: Any, key: Any) -> None:

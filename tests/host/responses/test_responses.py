@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -838,6 +839,28 @@ def test_the_route_is_added_and_taken_away() -> None:
     assert len(after) == len(before)
     assert all(one is other for one, other in zip(after, before, strict=True))
     assert "missing" in (SocketRoute("/", "", "vllm_mlx.server:nothing").problem() or "")
+
+
+@pytest.mark.parametrize(
+    ("message", "traceback"),
+    [
+        ("Invalid UTF-8 sequence received from client.", False),
+        ("Exception in an app", True),
+    ],
+)
+def test_a_message_that_is_no_utf_8_makes_no_traceback(
+    caplog: pytest.LogCaptureFixture, message: str, traceback: bool
+) -> None:
+    undo = SocketRoute("/v1/responses", "a test").apply()
+    try:
+        b"\xd2".decode()
+    except UnicodeDecodeError:
+        logging.getLogger("uvicorn.error").exception(message)
+    finally:
+        undo()
+    (record,) = caplog.records
+    assert record.message == message
+    assert bool(record.exc_info) is traceback
 
 
 def test_answers_in_the_background_are_bounded_in_all(turns: Callable[[Any], None]) -> None:

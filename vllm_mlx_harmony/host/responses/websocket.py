@@ -226,6 +226,18 @@ async def _nothing(begun: Begun) -> Deltas:
         await begun.job.lease.release()
 
 
+UVICORN = "uvicorn.error"
+"""The logger of whatever uvicorn has to say."""
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """uvicorn logs one for a message that is no UTF-8, though it is the client's mistake."""
+    error = record.exc_info and record.exc_info[1]
+    if isinstance(error, UnicodeDecodeError) and record.msg.startswith("Invalid UTF-8"):
+        record.exc_info = None
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class SocketRoute:
     """A WebSocket route that is added to the host's, which has none."""
@@ -252,8 +264,10 @@ class SocketRoute:
         routes = locate(self.app).router.routes
         mounted = WebSocketRoute(self.path, converse)
         routes.append(mounted)
+        logging.getLogger(UVICORN).addFilter(_without_traceback)
 
         def undo() -> None:
+            logging.getLogger(UVICORN).removeFilter(_without_traceback)
             places = [place for place, route in enumerate(routes) if route is mounted]
             del routes[places[0]]
 
