@@ -6,11 +6,13 @@ import random
 import re
 import sys
 import unicodedata
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import cycle, pairwise
+from unittest.mock import patch
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_mlx_harmony.core import pretokens, vocab
@@ -93,12 +95,33 @@ def work(piece: str) -> int:
     )
 
 
+class Looked:
+    """An expression that counts the characters it looks at."""
+
+    def __init__(self, expression: re.Pattern[str]) -> None:
+        self._expression = expression
+        self.characters = 0
+
+    def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
+        found = self._expression.search(text, start, end)
+        self.characters += (min(end, len(text)) if found is None else found.end()) - start
+        return found
+
+    def finditer(self, text: str) -> Iterator[re.Match[str]]:
+        self.characters += len(text)  # each repetition is bounded, so that none is begun again
+        return self._expression.finditer(text)
+
+
 def check(text: str) -> None:
-    parts = list(pieces(text))
+    """Whatever ``text`` is, it is linear work: in a number of pieces, each of them bounded."""
+    seams, pretokens_ = Looked(pretokens._SEAM), Looked(pretokens._PRETOKEN)
+    with patch.multiple(pretokens, _SEAM=seams, _PRETOKEN=pretokens_):
+        parts = list(pieces(text))
     assert "".join(parts) == text
     assert max(map(len, parts)) <= AT_ONCE + 2 * LONGEST
     assert max(map(work, parts)) <= 2 * MOST_WORK
     assert len(parts) <= 4 + 3 * len(text) // LONGEST
+    assert seams.characters + pretokens_.characters <= 3 * len(text)
 
 
 @lru_cache
@@ -120,15 +143,42 @@ def test_long_runs_of_each_category(category: str) -> None:
     check("".join(random.Random(category).choices(characters, k=SIZE)))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_long_runs_of_several_categories(seed: int) -> None:
-    chance = random.Random(seed)
-    pairs = chance.sample(list(combinations(CATEGORIES, 2)), 2)
-    for chosen in (*pairs, CATEGORIES):
-        alphabet = [chance.choice(by_category()[category]) for category in chosen]
-        check("".join(chance.choices(alphabet, k=SIZE)))
-        runs = (each * chance.choice([1, 7, LONGEST - 1, LONGEST, 5000]) for each in alphabet * 50)
-        check("".join(runs)[:SIZE])
+RUNS = (1, 2, 7, 300, LONGEST - 1, LONGEST, 5_000)
+
+
+@st.composite
+def mixed(draw: st.DrawFn, size: int, runs: Sequence[int] = RUNS) -> str:
+    """Runs of several categories, one after the other, of one character or of many."""
+    chosen = draw(st.lists(st.sampled_from(CATEGORIES), min_size=2, max_size=6, unique=True))
+    lengths = draw(st.lists(st.sampled_from(runs), min_size=1, max_size=6))
+    chance = random.Random(draw(st.integers(0, 2**32)))
+    parts = []
+    missing = size
+    for category, length in zip(cycle(chosen), cycle(lengths)):
+        alphabet = by_category()[category]
+        if chance.random() < 0.5:
+            alphabet = [chance.choice(alphabet)]
+        parts.append("".join(chance.choices(alphabet, k=min(length, missing))))
+        missing -= length
+        if missing <= 0:
+            return "".join(parts)
+    raise AssertionError("there is no end of runs")
+
+
+@settings(max_examples=25)
+@given(text=mixed(SIZE))
+def test_long_runs_of_several_categories(text: str) -> None:
+    check(text)
+
+
+@settings(max_examples=50)
+@given(text=mixed(10_000, runs=RUNS[:-3]))
+def test_runs_of_several_categories_as_the_library(text: str) -> None:
+    ids = vocab.encode(text)
+    kinds = text.translate(pretokens._KINDS)
+    if max(len(found[0]) for found in _REFERENCE.finditer(kinds)) <= LONGEST:
+        assert ids == library(text)
+    assert vocab.encoding().decode(ids) == vocab.clean(text)
 
 
 ATTACKS = {

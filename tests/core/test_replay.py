@@ -154,6 +154,8 @@ ARGUMENTS: dict[str, tuple[str, str, bool]] = {
     "no JSON, another": ("a: 1", "a:  1", False),
     "nothing": ("", "{}", True),
     "too deep": ("[" * 100_000, "[" * 99_999, False),
+    "too long to compare": ("{}", "{" + " " * 2**22 + "}", False),
+    "too many values to compare": (f"[{'0,' * 100_000}0]", f"[ {'0,' * 100_000}0]", False),
     "too many digits": ("9" * 5_000, " " + "9" * 5_000, False),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from typing import Any
 
@@ -127,18 +126,11 @@ def test_what_agents_send_is_far_below(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(parsed(sent)).value == conversation()
 
 
-def test_the_collector_is_on_again() -> None:
-    """It is off while a large body is read, and stays off where the server has switched it off."""
-    gc.collect()
-    asyncio.run(body.in_thread(lambda: None))
-    assert gc.isenabled()
-    assert asyncio.run(body.in_thread(gc.isenabled)) is False
-    gc.disable()
-    try:
-        asyncio.run(body.in_thread(lambda: None))
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
+def test_what_cannot_be_mended_soon_is_refused() -> None:
+    half = '{"a": "\ud800"}'.encode("utf-8", "surrogatepass")
+    assert asyncio.run(parsed(half + b" " * body.LARGE)).value == {"a": "\ufffd"}
+    with pytest.raises(RequestError, match="not valid JSON"):
+        asyncio.run(parsed(half.replace(b"a", b"a" * body.MOST_MENDED)))
 
 
 FINE = {

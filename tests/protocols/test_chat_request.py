@@ -849,6 +849,7 @@ BAD_FIELDS = [
     ),
     ("guided_json", "{", "guided_json"),
     ("guided_json", "[]", "guided_json"),
+    ("guided_json", "{" + " " * 2**22 + "}", "guided_json"),
     ("guided_json", '{"maximum": NaN}', "guided_json"),
     ("guided_json", [], "guided_json"),
     ("guided_choice", [], "guided_choice"),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.header import NAME_LIMIT, NOBODY
 from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool, Turn
 
@@ -106,7 +106,7 @@ def _declared(tools: Iterable[Tool]) -> list[str]:
         if not tool.name:
             raise RequestError("a tool needs a name", param=tool.where)
         if tool.name in names:
-            raise RequestError(f"two tools are named {tool.name!r}", param=tool.where)
+            raise RequestError(f"two tools are named {quoted(tool.name)}", param=tool.where)
         names[tool.name] = None
     return list(names)
 

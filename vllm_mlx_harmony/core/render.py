@@ -17,7 +17,8 @@ from sys import getsizeof
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core import recent, schema, typescript, vocab
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.bounds import MOST_CHARACTERS, MOST_TOKENS, characters
+from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError, quoted
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.replay import Segment, View, shared, stands_alone
 from vllm_mlx_harmony.core.turn import (
@@ -132,7 +133,7 @@ def _answered(result: Result, calls: Mapping[str, str]) -> str:
     """The name of the tool whose call ``result`` answers."""
     name = calls.get(result.call_id)
     if name is None:
-        problem = f"no earlier message has a tool call with the id {result.call_id!r}"
+        problem = f"no earlier message has a tool call with the id {quoted(result.call_id)}"
         raise RequestError(problem, param=result.where)
     return name
 
@@ -331,10 +332,14 @@ def _written(
     """The ids of each message. The tools in them all take from one ``room``."""
     written: list[tuple[int, ...]] = []
     made = dict(calls or {})
+    tokens = 0
     for _, sent, generated in stretches:
         for message in sent:
             if generated is None:
                 written.append(_ids_of(message, names, made, room, tenant))
+                tokens += len(written[-1])
+                if tokens > MOST_TOKENS:
+                    raise PromptTooLong(tokens, MOST_TOKENS)
             if isinstance(message, Call):
                 made[message.id] = message.name
         written += generated or ()
@@ -380,7 +385,7 @@ def _builtin(name: str) -> ToolNamespaceConfig:
     from openai_harmony import ToolNamespaceConfig
 
     if name not in BUILTIN_TOOLS:
-        problem = f"there is no built-in tool {name!r}: only {' and '.join(BUILTIN_TOOLS)}"
+        problem = f"there is no built-in tool {quoted(name)}: only {' and '.join(BUILTIN_TOOLS)}"
         raise RequestError(problem, param="builtin_tools")
     configured: ToolNamespaceConfig = getattr(ToolNamespaceConfig, name)()  # it calls them so, too
     return configured
@@ -422,6 +427,8 @@ _sections: recent.Recent[tuple[str, bytes], _Section] = recent.Recent(REMEMBERED
 def _tools(tools: Sequence[Tool], names: Names, tenant: str, room: schema.Room) -> str:
     """The ``# Tools`` section, remembered."""
     key = _declared(tools, names)
+    if key is not None and len(key) > MOST_CHARACTERS:
+        raise schema.too_large(tools[-1])
     section = None if key is None else _sections.get((tenant, key))
     if section is not None:
         # The last tool is as good as any: together they are too large.
@@ -479,6 +486,9 @@ def _response_format(asked: ResponseFormat) -> str:
         rule = f"// The answer matches this {asked.syntax.kind} grammar, and is nothing else."
         return f"# Response Formats\n\n## {asked.name}\n\n{rule}\n{asked.syntax.definition.strip()}"
     shown = _ANY_OBJECT if asked.schema is None else asked
+    if characters(shown.schema) + len(shown.description) > MOST_CHARACTERS:
+        problem = f"the schema is too large: more than {MOST_CHARACTERS} characters"
+        raise RequestError(problem, param="response_format")
     try:
         text = json.dumps(shown.schema, ensure_ascii=False, separators=(",", ":"))
     except (RecursionError, TypeError, ValueError) as error:

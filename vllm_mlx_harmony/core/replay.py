@@ -14,6 +14,7 @@ from sys import getsizeof
 from typing import TypeAlias
 
 from vllm_mlx_harmony.core import recent, vocab
+from vllm_mlx_harmony.core.bounds import is_parsed_soon
 from vllm_mlx_harmony.core.turn import Answer, Call, Message, Preamble, Reasoning, Result, User
 
 _SPOKEN = frozenset({Reasoning, Preamble, Answer, Call})
@@ -209,6 +210,8 @@ def _is_same(ours: Call, theirs: Call) -> bool:
 
 
 def _is_same_json(one: str, other: str) -> bool:
+    if not is_parsed_soon(other):
+        return False  # a text that is edited is another, too
     try:
         return _canonical(one) == _canonical(other)
     except (ValueError, RecursionError):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.core.vocab import clean
 
@@ -74,13 +74,14 @@ class Room:
         try:
             self.take(characters, schemas)
         except OverflowError as error:
-            raise _too_large(tool) from error
+            raise too_large(tool) from error
 
 
-def _too_large(tool: Tool) -> RequestError:
+def too_large(tool: Tool) -> RequestError:
+    """The error for tools that there is no room for."""
     problem = (
-        f"with tool {tool.name!r} the tools are too large: more than {MAX_CHARACTERS} characters "
-        f"or {MAX_SCHEMAS_IN_ALL} schemas, with every $ref in its place"
+        f"with tool {quoted(tool.name)} the tools are too large: more than {MAX_CHARACTERS} "
+        f"characters or {MAX_SCHEMAS_IN_ALL} schemas, with every $ref in its place"
     )
     return RequestError(problem, param=tool.where)
 
@@ -98,18 +99,18 @@ def parameters(tool: Tool, room: Room | None = None) -> Schema | None:
         kind = type(schema).__name__
         raise _refusal(tool, f"must be a JSON Schema object, not {kind}")
     if isinstance(schema.get("type"), str) and schema["type"] in _NOT_PARAMETERS:
-        raise _refusal(tool, f"must have the type 'object', not {schema['type']!r}")
+        raise _refusal(tool, f"must have the type 'object', not {quoted(schema['type'])}")
     try:
         expressed = express(schema, room)
     except OverflowError as error:
-        raise _too_large(tool) from error
+        raise too_large(tool) from error
     expressed.pop("nullable", None)
     takes_none = not _shape(expressed) or expressed.get("properties") == {}
     return None if takes_none else expressed
 
 
 def _refusal(tool: Tool, problem: str) -> RequestError:
-    return RequestError(f"the parameters of tool {tool.name!r} {problem}", param=tool.where)
+    return RequestError(f"the parameters of tool {quoted(tool.name)} {problem}", param=tool.where)
 
 
 def _shape(expressed: Schema) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias, get_args
 
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import RequestError, quoted
 
 VOCAB_SIZE = 201_088
 """Ids that gpt-oss has logits for, from 0 on: ``vocab_size`` in its ``config.json``."""
@@ -33,7 +33,9 @@ class Effort(str, Enum):
         effort = EFFORTS.get(word.lower()) if isinstance(word, str) else None
         if effort is None:
             known = ", ".join(EFFORTS)
-            raise RequestError(f"{param}: unknown effort {word!r}, use one of {known}", param=param)
+            raise RequestError(
+                f"{param}: unknown effort {quoted(word)}, use one of {known}", param=param
+            )
         return effort
 
 
@@ -373,4 +375,4 @@ def left_out(kind: str) -> str:
 
     ``kind`` is ``image``, ``audio``, ``video``, ``file`` or the API's own word for the part.
     """
-    return f"[{_UNREADABLE.get(kind, f'a part of type {kind!r}')} was left out: text only]"
+    return f"[{_UNREADABLE.get(kind, f'a part of type {quoted(kind)}')} was left out: text only]"

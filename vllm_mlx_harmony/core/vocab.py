@@ -19,7 +19,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import HostError
+from .bounds import MOST_TOKENS
+from .errors import HostError, PromptTooLong
 from .pretokens import encodable, pieces
 
 if TYPE_CHECKING:
@@ -88,11 +89,14 @@ def encode(text: str) -> list[int]:
     A lone surrogate, which no UTF-8 can hold, is encoded as U+FFFD. The encoder is given a long
     text in pieces (see `pretokens`, also for where that makes a difference): it holds the
     interpreter's lock for a few milliseconds, and other threads run in between.
+    Raises ``PromptTooLong`` for more than any model takes.
     """
     encode = encoding().encode
     ids: list[int] = []
     for piece in pieces(clean(text)):
         ids += encode(piece, disallowed_special=())
+        if len(ids) > MOST_TOKENS:
+            raise PromptTooLong(len(ids), MOST_TOKENS)
     return ids
 
 

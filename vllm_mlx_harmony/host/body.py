@@ -3,16 +3,13 @@
 A server has one event loop, and one interpreter lock. What takes long is done in a thread, which
 other threads get the lock from every few milliseconds, unless one call of a library holds it from
 beginning to end, as parsers do: a parser takes a few tenths of a microsecond for each value and
-little for the length of a string, so that it is values and escapes that have to be bounded. The
-collector of garbage does not let go of the lock either, and walks over all that was just read: it
-waits until a large body has become a request.
+little for the length of a string, so that it is values and escapes that have to be bounded.
 Refuses to know what a body says (protocols).
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import re
@@ -27,6 +24,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.host.collector import without_collections
 from vllm_mlx_harmony.protocols.body import mended
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -57,6 +55,9 @@ ESCAPES_EACH = 20
 
 WIDE_EACH = 120
 """Bytes beyond ASCII for each value that there may be: a parser takes 2 ms for a megabyte."""
+
+MOST_MENDED = 8 * 2**20
+"""Bytes of a body with half a surrogate pair in it: ``json`` takes 2 ms for a megabyte."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """Where half a surrogate pair may be: whatever repeats it to the client could not be encoded."""
@@ -150,7 +151,9 @@ def _parsed_large(body: bytes) -> object:
     try:
         # Many times as fast as `json` with long strings, but it refuses half surrogate pairs.
         document: object = from_json(body, allow_inf_nan=True, cache_strings="none")
-    except ValueError:
+    except ValueError as error:
+        if len(body) > MOST_MENDED:
+            raise RequestError(f"the request body is not valid JSON: {error}") from error
         return _parsed(body)
     return document
 
@@ -187,30 +190,8 @@ def _too_much(what: str, instead: str) -> RequestError:
 
 
 async def in_thread(function: Callable[..., _R], *arguments: object) -> _R:
-    """``function`` of ``arguments`` in a thread, and no garbage is collected meanwhile.
-
-    For what makes many objects that stay: the collector would walk over them again and again, for
-    50 ms if they are 20,000 messages, in which no other thread runs.
-    """
-    return await asyncio.to_thread(_without_collector, function, *arguments)
-
-
-def _without_collector(function: Callable[..., _R], *arguments: object) -> _R:
-    """Of several at a time the first decides how long, so that it is never off for all of them."""
-    _freeze_once()
-    ours = gc.isenabled()
-    gc.disable()
-    try:
-        return function(*arguments)
-    finally:
-        if ours:
-            gc.enable()
-
-
-@lru_cache(maxsize=1)
-def _freeze_once() -> None:
-    """Keeps the collector away from what the server has loaded, which it would walk over, too."""
-    gc.freeze()
+    """``function`` of ``arguments`` in a thread, and no garbage is collected meanwhile."""
+    return await asyncio.to_thread(without_collections, function, *arguments)
 
 
 def _outside_strings(body: bytes) -> Iterator[bytes]:

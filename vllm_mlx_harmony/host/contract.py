@@ -84,6 +84,31 @@ SEAMS: tuple[Seam, ...] = (
         "vllm_mlx_harmony.host.summary:of_registry",
         "the same, of several models",
     ),
+    *(
+        Patch(
+            f"vllm_mlx.server:{name}",
+            "vllm_mlx_harmony.host.collector:before_serving",
+            "a collection of garbage that looks at all of it holds up everybody for 200 ms",
+        )
+        for name in ("load_model", "load_model_registry")
+    ),
+    Patch(
+        "vllm_mlx.mlx_streams:importlib",
+        "vllm_mlx_harmony.host.collector:only_loaded",
+        "an engine's first step imports mlx_vlm, for seconds in which everybody is held up",
+    ),
+    *(
+        Patch(
+            target,
+            "vllm_mlx_harmony.host.collector:giving_back",
+            "an engine that is stopped is garbage, and collected: nothing of it may be set aside",
+            ("self",),
+        )
+        for target in (
+            "vllm_mlx.engine.simple:SimpleEngine.stop",
+            "vllm_mlx.engine.batched:BatchedEngine.stop",
+        )
+    ),
     Patch(
         "vllm_mlx.engine.base:BaseEngine.preserve_native_tool_format",
         models.native_tool_format,

@@ -45,6 +45,10 @@ LONGEST = 1e9
 """Seconds. A request may not take longer: no clock could be set to when its time is over."""
 
 
+LONGEST_NAME = 4_096
+"""Characters of a model's name, which may be a path."""
+
+
 class Asked(Protocol):
     """A request that can be run."""
 
@@ -202,10 +206,16 @@ CLIENT_CLOSED = 499
 
 
 def _routing(document: object) -> tuple[str | None, float | None]:
-    """Model and timeout, as far as they are what they should be: read before the request is."""
+    """Model and timeout, as far as they are what they should be: read before the request is.
+
+    Raises ``RequestError`` for a name that nothing can have: logs and errors would repeat it.
+    """
     if not isinstance(document, dict):
         return None, None
     model, timeout = document.get("model"), document.get("timeout")
+    if isinstance(model, str) and len(model) > LONGEST_NAME:
+        problem = f"the name of a model has no more than {LONGEST_NAME} characters"
+        raise RequestError(problem, param="model", code="model_not_found", status=404)
     valid = isinstance(timeout, (int, float)) and 0 < timeout < LONGEST
     return model if isinstance(model, str) else None, timeout if valid else None
 

@@ -6,8 +6,8 @@ Refuses to know what the fields of any API are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from json import dumps, loads
 from math import isfinite
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -83,12 +83,31 @@ def mended(body: object) -> object:
     that no float holds (``1e999``), which could not be given back.
     """
     try:
-        if _is_sound(body):
-            return body
-        text = dumps(body, ensure_ascii=False, allow_nan=False)
-        return loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        return body if _is_sound(body) else _whole(body)
     except (ValueError, TypeError, RecursionError) as error:
         raise _unwritable(body, error) from error
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if encodable(value) else _without_halves(value)
+    if isinstance(value, dict):
+        return {_whole(key): _whole(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return list(map(_whole, value))
+    return value
+
+
+def _without_halves(text: str) -> str:
+    """``text`` with U+FFFD for each half of a pair. Two halves that fit are one character."""
+    return "".join(
+        part[0].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        for part in _PARTS.finditer(text)
+    )
+
+
+_PARTS = re.compile(r"(?s).{1,65536}(?<![\ud800-\udbff])|.{1,65536}")
+"""Not cut within a pair, and short enough for nobody to wait."""
 
 
 def _is_sound(body: object) -> bool:
@@ -96,13 +115,13 @@ def _is_sound(body: object) -> bool:
 
     A loop of our own, where others get their turn: writing all of it would be one long call.
     """
+    sound = True
     level, depth = [body], 0
     while level:
         inner: list[object] = []
         for value in level:
             if isinstance(value, str):
-                if not encodable(value):
-                    return False
+                sound = sound and encodable(value)
             elif isinstance(value, dict):
                 inner += value
                 inner += value.values()
@@ -115,7 +134,7 @@ def _is_sound(body: object) -> bool:
         level, depth = inner, depth + 1
         if depth > MAX_DEPTH:
             raise ValueError("it is nested too deeply")
-    return True
+    return sound
 
 
 def _unwritable(body: object, error: Exception) -> RequestError:
@@ -157,9 +176,13 @@ def required(where: str) -> RequestError:
 
 def path(parts: Iterable[int | str]) -> str:
     """``("messages", 1, "content")`` as ``messages[1].content``."""
-    steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    steps = (f"[{part}]" if isinstance(part, int) else f".{part[:_KEY]}" for part in parts)
     text = "".join(steps).removeprefix(".")
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+_KEY = 200
+"""Characters of a key in the name of a field."""
 
 
 def _guilty(kind: str, where: Iterable[Any], said: str) -> RequestError:

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import left_out
 from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, required
 
@@ -112,7 +112,7 @@ def _readable(part: Part, where: str) -> str:
     text = _part_text(part, where)
     if text is None:
         raise RequestError(
-            f"{where} is of type {part.type!r}: the model reads text only",
+            f"{where} is of type {quoted(part.type)}: the model reads text only",
             param=where,
             code=UNSUPPORTED,
         )

@@ -89,6 +89,16 @@ def test_comes_back_as_it_was(open_store: Open) -> None:
     assert store.get("b", TENANT) is None
 
 
+def test_what_is_long_comes_back(open_store: Open) -> None:
+    """It is written in parts: in one, others would wait for 4 ms for each megabyte."""
+    store = open_store()
+    text = '"é😀\\\n' * 2**20
+    items = [{"type": "message", "content": [{"text": text, "more": [None, 1.5, {}, []]}]}]
+    long = replace(kept("a"), input_items=items, document={"id": "a", "text": text})
+    store.put(long)
+    assert store.get("a", TENANT) == long
+
+
 def test_what_a_conversation_declares_comes_back(open_store: Open) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, None, 2.5]}}}
     lark = Syntax("lark", 'start: "a"')

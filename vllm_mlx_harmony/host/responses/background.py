@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from json import loads
 from typing import Any
 
+from pydantic_core import from_json
+
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.host.answers import Job, run, stopped
@@ -23,7 +25,7 @@ from vllm_mlx_harmony.host.responses.store import Kept
 from vllm_mlx_harmony.host.settings import number
 from vllm_mlx_harmony.host.waiting import RETRY_SECONDS
 from vllm_mlx_harmony.protocols import responses
-from vllm_mlx_harmony.protocols.events import DONE, Event, encode
+from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 
 MOST_EVENTS = 200_000
@@ -58,10 +60,10 @@ class Running:
     too, about as large again, and there are two more events to come that repeat it.
     """
 
-    def __init__(self, job: Job, answer: KeptAnswer) -> None:
+    def __init__(self, job: Job, answer: KeptAnswer, asked: str | None = None) -> None:
         self.id, self.tenant = answer.id, answer.tenant
         self.events: list[Event] = []
-        self._input = encode(answer.input_items())
+        self._input = written_input(answer) if asked is None else asked
         self.bytes = len(self._input)
         self._more = asyncio.Event()
         self._tell(*answer.create())
@@ -87,7 +89,7 @@ class Running:
 
     def input_items(self) -> list[dict[str, Any]]:
         """What was asked, as items."""
-        items: list[dict[str, Any]] = loads(self._input)
+        items: list[dict[str, Any]] = from_json(self._input, cache_strings="none")
         return items
 
     async def follow(self, start: int = 0) -> AsyncGenerator[Event, None]:
@@ -128,6 +130,11 @@ class Running:
         self._more = asyncio.Event()
 
 
+def written_input(answer: KeptAnswer) -> str:
+    """What was asked, as items, as JSON. Of a large request for a thread."""
+    return encode_slowly(answer.input_items())
+
+
 class Background:
     """The answers in the background of this server: all that run, and the last that ended.
 
@@ -145,9 +152,10 @@ class Background:
         self._most_running = most_running
         self._all: OrderedDict[str, Running] = OrderedDict()
 
-    def start(self, job: Job, answer: KeptAnswer) -> Running:
+    def start(self, job: Job, answer: KeptAnswer, asked: str | None = None) -> Running:
         """Generates the answer of ``job`` from now on, whoever listens.
 
+        ``asked`` is its ``written_input``, where that is there already.
         Raises ``HostError`` 503 when those that run take all the room there is.
         """
         self._make_room()
@@ -158,7 +166,7 @@ class Background:
                 code="background_full",
                 retry_after=RETRY_SECONDS,
             )
-        running = self._all[answer.id] = Running(job, answer)
+        running = self._all[answer.id] = Running(job, answer, asked)
         return running
 
     def _room(self) -> int:

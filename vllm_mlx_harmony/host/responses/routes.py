@@ -15,14 +15,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_mlx_harmony.core.errors import HostError, RequestError
+from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Stamp
 from vllm_mlx_harmony.host.answers import run
-from vllm_mlx_harmony.host.body import Document
+from vllm_mlx_harmony.host.body import Document, in_thread
 from vllm_mlx_harmony.host.leases import Budget, Lease, tenant_of
 from vllm_mlx_harmony.host.mount import Route
 from vllm_mlx_harmony.host.refusals import refusing_in
-from vllm_mlx_harmony.host.responses.background import BACKGROUND, Running, read
+from vllm_mlx_harmony.host.responses.background import BACKGROUND, Running, read, written_input
 from vllm_mlx_harmony.host.responses.compact import COMPACT
 from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, forget, keeping, new_key
 from vllm_mlx_harmony.host.responses.store import Kept, server_store
@@ -31,6 +31,7 @@ from vllm_mlx_harmony.host.seams import Seam
 from vllm_mlx_harmony.host.serving import Api, begin, count, refusing, respond, serve
 from vllm_mlx_harmony.host.streams import EventStream
 from vllm_mlx_harmony.protocols import responses
+from vllm_mlx_harmony.protocols.events import encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 
 
@@ -59,8 +60,9 @@ async def _answer(
         deltas = keeping(run(begun.job), begun.emitter, known=False)
         return await respond(request, begun, deltas)
     try:
-        running = BACKGROUND.start(begun.job, begun.emitter)
-    except HostError:
+        asked = await in_thread(written_input, begun.emitter)
+        running = BACKGROUND.start(begun.job, begun.emitter, asked)
+    except BaseException:
         begun.job.tracker.finish(result="error")
         raise
     return _events(request, running) if begun.asked.stream else JSONResponse(running.document())
@@ -113,8 +115,13 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     """``GET /v1/responses/{response_id}/input_items``: one page of what was asked."""
     tenant = tenant_of(request)
     running = BACKGROUND.get(response_id, tenant)
-    items = running.input_items() if running else (await _kept(response_id, tenant)).input_items
-    return JSONResponse(resource.page(items, request.query_params))
+    if running is None:
+        items = (await _kept(response_id, tenant)).input_items
+    else:
+        items = await in_thread(running.input_items)
+    page = resource.page(items, request.query_params)
+    text = await in_thread(encode_slowly, page)  # an item may be as long as the request was
+    return Response(text, media_type="application/json")
 
 
 async def cancel_response(request: Request, response_id: str) -> Response:
@@ -133,7 +140,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 
 async def _kept(key: str, tenant: str) -> Kept:
-    kept = await asyncio.to_thread(server_store().get, key, tenant)
+    kept = await in_thread(server_store().get, key, tenant)
     if kept is None:
         raise resource.not_found(key)
     return kept

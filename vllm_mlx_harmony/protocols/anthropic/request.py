@@ -12,7 +12,7 @@ from itertools import groupby
 from json import dumps
 from typing import TypeAlias
 
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import (
     NO_THINKING,
     AdditionalTools,
@@ -82,7 +82,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, seal: Seal) -> Turn:
 def notes(body: MessagesBody) -> tuple[str, ...]:
     """What was accepted but has no effect, a sentence each, for the log."""
     tools = tuple(
-        f"tools[{index}] ({tool.type!r}) was left out: the caller does not define it"
+        f"tools[{index}] ({quoted(tool.type)}) was left out: the caller does not define it"
         for index, tool in enumerate(body.tools or ())
         if _is_anthropics(tool)
     )
@@ -471,7 +471,7 @@ _WHY: dict[str, str] = {
 
 def _unreadable(kind: str, where: str) -> RequestError:
     why = _WHY.get(kind, "it is not supported here")
-    return RequestError(f"{where} is of type {kind!r}: {why}", param=where, code=UNSUPPORTED)
+    return RequestError(f"{where} is of type {quoted(kind)}: {why}", param=where, code=UNSUPPORTED)
 
 
 _SILENT = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
@@ -531,7 +531,7 @@ def _tool_choice(body: MessagesBody, tools: Sequence[Tool]) -> ToolChoice:
     if choice.name is None:
         raise required("tool_choice.name")
     if choice.name not in {tool.name for tool in tools}:
-        problem = f"tool_choice.name: no tool with the name {choice.name!r} could be called"
+        problem = f"tool_choice.name: no tool with the name {quoted(choice.name)} could be called"
         raise RequestError(problem, param="tool_choice.name")
     return ToolChoice(required=True, names=(choice.name,))
 

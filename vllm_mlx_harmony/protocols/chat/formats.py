@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm_mlx_harmony.core.bounds import is_parsed_soon
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import ResponseFormat, Syntax
 from vllm_mlx_harmony.protocols.body import UNSUPPORTED, mended, required
@@ -64,6 +65,8 @@ def _openai(asked: ChatFormat) -> ResponseFormat:
 
 def _schema(asked: object, where: str) -> ResponseFormat:
     """By a schema, as an object or as JSON."""
+    if isinstance(asked, str) and not is_parsed_soon(asked):
+        raise RequestError(f"{where} is too large", param=where, code="invalid_value")
     try:
         schema = mended(json.loads(asked)) if isinstance(asked, str) else asked
     except (ValueError, RecursionError, RequestError) as error:

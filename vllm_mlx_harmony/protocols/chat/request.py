@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import (
     NO_THINKING,
     VOCAB_SIZE,
@@ -265,7 +265,7 @@ def _tool_choice(
         declared = _by_kind(tools)
         names = dict.fromkeys(_declared(each, declared) for each in choice.allowed_tools.tools)
         return ToolChoice(choice.allowed_tools.mode == "required", tuple(names))
-    raise _no_choice(f"unknown choice {choice.type!r}")
+    raise _no_choice(f"unknown choice {quoted(choice.type)}")
 
 
 def _by_kind(tools: Sequence[ChatTool]) -> set[tuple[bool, str]]:
@@ -282,7 +282,7 @@ def _declared(named: ChatNamedTool, declared: Collection[tuple[bool, str]]) -> s
     if chosen is None:
         raise _no_choice(f"it names no {'custom' if freeform else 'function'}")
     if (freeform, chosen.name) not in declared:
-        raise _no_choice(f"{chosen.name!r} is not among the tools")
+        raise _no_choice(f"{quoted(chosen.name)} is not among the tools")
     return chosen.name
 
 
@@ -338,7 +338,7 @@ def _token_id(key: str) -> int:
     digits = key.isascii() and key.isdigit() and len(key) <= len(str(VOCAB_SIZE))
     if not digits or int(key) >= VOCAB_SIZE:
         raise RequestError(
-            f"logit_bias: {key!r} is not a token id from 0 to {VOCAB_SIZE - 1}",
+            f"logit_bias: {quoted(key)} is not a token id from 0 to {VOCAB_SIZE - 1}",
             param="logit_bias",
             code="invalid_value",
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from vllm_mlx_harmony.core.errors import quoted
 from vllm_mlx_harmony.core.turn import (
     AdditionalTools,
     Answer,
@@ -94,7 +95,7 @@ class ItemReader:
         found = self.stored(_needed(item.id, f"{where}.id"))
         if found is None:
             self._lost = True
-            self.notes.append(f"{where} refers to {item.id!r}, which is not stored: left out")
+            self.notes.append(f"{where} refers to {quoted(item.id)}, which is not stored: left out")
             return item
         return read_item(found)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from vllm_mlx_harmony.core.bounds import MOST_CHARACTERS, characters
+from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import (
     NO_THINKING,
     AdditionalTools,
@@ -117,7 +119,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
         value = getattr(defaults.sampling, field) if given is None else given
         return neutral if value is None else float(value)
 
-    return {
+    told = {
         "background": bool(body.background),
         "conversation": None,
         "frequency_penalty": used("frequency_penalty", 0.0),
@@ -144,6 +146,15 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
+    sizes = {field: characters(value) for field, value in told.items()}
+    if sum(sizes.values()) > MOST_CHARACTERS:
+        longest = max(sizes, key=sizes.__getitem__)
+        problem = (
+            f"{longest} is too long: a response repeats it, and has no more than {MOST_CHARACTERS} "
+            "characters of its request"
+        )
+        raise RequestError(problem, param=longest, code="string_above_max_length")
+    return told
 
 
 def _text_options(body: ResponsesBody) -> dict[str, Any]:

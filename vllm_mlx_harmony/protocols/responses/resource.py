@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_mlx_harmony.core.deltas import Usage
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import Stamp
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.responses.body import Item
@@ -24,13 +24,13 @@ def not_found(key: str, *, param: str | None = None) -> RequestError:
     ``param`` is ``previous_response_id`` when that is where ``key`` stood.
     """
     code = "previous_response_not_found" if param else "not_found"
-    problem = f"{'previous response' if param else 'response'} with id {key!r} not found"
+    problem = f"{'previous response' if param else 'response'} with id {quoted(key)} not found"
     return RequestError(problem, param=param, code=code, status=404)
 
 
 def not_ready(key: str) -> RequestError:
     """The error for a previous response that has not ended: nothing can be said after it yet."""
-    problem = f"previous response with id {key!r} has not ended yet: wait until it has"
+    problem = f"previous response with id {quoted(key)} has not ended yet: wait until it has"
     return RequestError(problem, param="previous_response_id", code="previous_response_not_ready")
 
 
@@ -175,7 +175,7 @@ def _after(items: Sequence[Mapping[str, Any]], key: str | None) -> int:
     for position, item in enumerate(items):
         if item["id"] == key:
             return position + 1
-    raise RequestError(f"there is no item {key!r}", param="after", code="invalid_value")
+    raise RequestError(f"there is no item {quoted(key)}", param="after", code="invalid_value")
 
 
 _MOST = 100

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool
 from vllm_mlx_harmony.core.turn import ToolChoice as Choice
 from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
@@ -196,7 +196,8 @@ def _distinct(tools: Iterable[_Read]) -> Iterator[_Read]:
     for read in tools:
         key = read.declared.namespace, read.declared.name
         if key in seen:
-            raise RequestError(f"two tools are named {read.tool.name!r}", param=read.tool.where)
+            problem = f"two tools are named {quoted(read.tool.name)}"
+            raise RequestError(problem, param=read.tool.where)
         seen.add(key)
         yield read
 
@@ -325,7 +326,7 @@ def _chosen(asked: ToolChoice, tools: Tools, known: Mapping[Declared, str]) -> s
         raise required("tool_choice.name")
     tool = tools.declared(joined(asked.namespace or "", asked.name))
     if tool not in known:
-        problem = f"tool_choice: {asked.name!r} is not among the tools that can be called"
+        problem = f"tool_choice: {quoted(asked.name)} is not among the tools that can be called"
         raise RequestError(problem, param="tool_choice", code="invalid_value")
     return known[tool]
 

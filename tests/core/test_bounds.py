@@ -1,0 +1,81 @@
+"""What is handled in one call is bounded, and what is said of it is short."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from vllm_mlx_harmony.core import bounds, render, vocab
+from vllm_mlx_harmony.core.bounds import MOST_CHARACTERS, MOST_VALUES
+from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError, quoted
+from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("a'b\x1b", '"a\'b\\x1b"'), ("é" * 201, f"'{'é' * 200}'…"), (3, "3"), (None, "None")],
+)
+def test_a_value_is_quoted_briefly(value: object, said: str) -> None:
+    assert quoted(value) == said
+
+
+def test_an_error_is_not_as_long_as_what_it_is_about() -> None:
+    assert len(RequestError("a" * 10_000_000).message) < 5_000
+
+
+@pytest.mark.parametrize(
+    ("text", "soon"),
+    [
+        ("[" + "0," * (MOST_VALUES - 2) + "0]", True),
+        ("[" + "[]," * MOST_VALUES + "0]", False),
+        ('"' + "a" * (MOST_CHARACTERS - 2) + '"', True),
+        ('"' + "a" * MOST_CHARACTERS + '"', False),
+    ],
+)
+def test_what_is_parsed_soon(text: str, soon: bool) -> None:
+    assert bounds.is_parsed_soon(text) is soon
+
+
+@pytest.mark.parametrize(
+    "value", ["a" * 1_000, ["a" * 100] * 10, {"a" * 500: {"b": ["c" * 500]}}, [[], {}, None, 1.5]]
+)
+def test_characters_are_about_those_of_the_json(value: Any) -> None:
+    written = json.dumps(value, separators=(",", ":"))
+    assert len(written) / 2 - 10 <= bounds.characters(value) <= len(written) * 2 + 10
+
+
+LONG = "a" * (MOST_CHARACTERS + 1)
+SAYS = (User("Hi"),)
+
+# A turn of which nobody can wait for the end of one call -> the field that is too large.
+TOO_LARGE: dict[str, tuple[Turn, str]] = {
+    "what is not shown of a tool": (
+        Turn(SAYS, tools=(Tool("f", "", {"type": "object", "x": LONG}, where="tools[0]"),)),
+        "tools[0]",
+    ),
+    "a description": (Turn(SAYS, tools=(Tool("f", LONG, where="tools[0]"),)), "tools[0]"),
+    "the schema of an answer": (
+        Turn(SAYS, response_format=ResponseFormat({"type": "object", "x": LONG})),
+        "response_format",
+    ),
+}
+
+
+@pytest.mark.parametrize(("turn", "where"), TOO_LARGE.values(), ids=TOO_LARGE.keys())
+def test_what_is_too_large_is_refused(turn: Turn, where: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        render.render(turn)
+    assert raised.value.param == where
+
+
+@pytest.mark.parametrize(("pieces", "repeated"), [(2_000, 1), (100, 20)])
+def test_more_tokens_than_any_model_takes(
+    monkeypatch: pytest.MonkeyPatch, pieces: int, repeated: int
+) -> None:
+    turn = Turn((User(f"{pieces} a\n" * pieces),) * repeated)
+    monkeypatch.setattr(vocab, "MOST_TOKENS", 1_000)
+    monkeypatch.setattr(render, "MOST_TOKENS", 1_000)
+    with pytest.raises(PromptTooLong):
+        render.render(turn)

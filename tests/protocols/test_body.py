@@ -1,0 +1,43 @@
+"""A body that is mended: no half of a pair is left, wherever it stands in however long a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.protocols.body import mended
+
+A = "a" * 65_535
+HIGH, LOW, BOTH, HALF = "\ud83d", "\ude00", "\U0001f600", "\ufffd"
+
+# A value -> what it is read as.
+MENDED: dict[str, tuple[Any, Any]] = {
+    "nothing to mend": ({"a": [BOTH, 1, None, 1.5, True]}, {"a": [BOTH, 1, None, 1.5, True]}),
+    "a value": ([f"a{HIGH}", f"{LOW}a"], [f"a{HALF}", f"{HALF}a"]),
+    "a key": ({HIGH: {LOW: []}}, {HALF: {HALF: []}}),
+    "both halves": (f"{HIGH}{LOW}", BOTH),
+    "both halves, and one": (f"{HIGH}{HIGH}{LOW}{LOW}", f"{HALF}{BOTH}{HALF}"),
+    "a long text": (f"{A}{HIGH}{LOW}{A}{LOW}", f"{A}{BOTH}{A}{HALF}"),
+    "halves only": (HIGH * 100_000, HALF * 100_000),
+}
+
+
+@pytest.mark.parametrize(("value", "expected"), MENDED.values(), ids=MENDED.keys())
+def test_mended(value: Any, expected: Any) -> None:
+    assert mended(value) == expected
+
+
+@pytest.mark.parametrize("value", [[HIGH, float("inf")], [HIGH, float("nan")]])
+def test_what_cannot_be_mended(value: Any) -> None:
+    with pytest.raises(RequestError, match=r"\[1\] must be a finite number"):
+        mended(value)
+
+
+def test_half_a_pair_in_what_is_too_deep() -> None:
+    deep: Any = HIGH
+    for _ in range(600):
+        deep = [deep]
+    with pytest.raises(RequestError, match="nested too deeply"):
+        mended(deep)
