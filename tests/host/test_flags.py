@@ -75,8 +75,6 @@ def test_a_share_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 BOTH, SIMPLE, BATCHED = ("simple", "batched"), ("simple",), ("batched",)
 
 NAMED = [
-    ("--ssd-cache-dir d", "--ssd-cache-dir: prefixes are kept in memory only", BOTH),
-    ("--ssd-cache-dir d --ssd-cache-max-gb 10", "--ssd-cache-dir, --ssd-cache-max-gb: ", BOTH),
     ("--prefix-cache-size 5", "--prefix-cache-size: the prefix cache is bounded in bytes", BOTH),
     ("--no-memory-aware-cache", "--no-memory-aware-cache: ", BOTH),
     ("--kv-cache-quantization", "--kv-cache-quantization: attention with sinks", BOTH),
@@ -130,6 +128,7 @@ def test_what_has_no_effect_is_named(
 
 HONOURED = (
     "--prefill-step-size 64 --cache-memory-mb 5 --cache-memory-percent 0.1 --enable-prefix-cache "
+    "--ssd-cache-dir d --ssd-cache-max-gb 10 "
     "--prefix-trie-cache-memory-mb 4 --max-tokens 9 --max-request-tokens 9 --timeout 5 "
     "--reasoning-parser harmony --api-key k --rate-limit 3 --default-temperature 1 --host h"
 )

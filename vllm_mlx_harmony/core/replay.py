@@ -1,7 +1,8 @@
 """What the model generated, remembered as it was: the exact ids of earlier turns.
 
 Knows which turns of a history it has seen generated, and what a client may change in them unseen.
-Refuses to know prompts (render), which analysis is dropped (render, A6), time, disks and keys.
+An ``Archive`` may have turns that memory has not: those of a process that ran before, say.
+Refuses to know prompts (render), which analysis is dropped (render, A6), time, disks and API keys.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice
 from sys import getsizeof
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from vllm_mlx_harmony.core import recent, vocab
 from vllm_mlx_harmony.core.bounds import is_parsed_soon
@@ -63,15 +65,30 @@ class Remembered:
 _Key: TypeAlias = "tuple[str, str] | tuple[str, int, str]"
 
 
+class Archive(Protocol):
+    """Turns outside of memory. Keys are digests; no call waits for long, none raises."""
+
+    def put(self, key: bytes, turn: Remembered) -> None:
+        """Takes in a turn, in place of one with the same key."""
+
+    def get(self, key: bytes) -> Remembered | None:
+        """The turn with this key, as it was taken in; ``None`` when it is not there any more."""
+
+    def use(self, key: bytes) -> None:
+        """Notes that the turn with this key was used."""
+
+
 class Replay:
     """Turns that were generated, no more than ``limit`` bytes of them, the last used kept.
 
     A turn with calls is known by the id of its first call, which no other turn has; a turn without
-    by what it says and what was said before it. Any thread may use it at any time.
+    by what it says and what was said before it. Any thread may use it at any time. What memory has
+    not, ``archive`` is asked for.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, archive: Archive | None = None) -> None:
         self._turns: recent.Recent[_Key, Remembered] = recent.Recent(limit)
+        self._archive = archive
 
     @property
     def size(self) -> int:
@@ -84,7 +101,7 @@ class Replay:
 
     def view(self, scope: str) -> View:
         """The turns of one ``scope``: a model and whom it speaks with. No other sees them."""
-        return View(self._turns, scope)
+        return View(self._turns, scope, self._archive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +110,7 @@ class View:
 
     _turns: recent.Recent[_Key, Remembered]
     _scope: str
+    _archive: Archive | None = None
 
     def remember(self, output: Output) -> None:
         """Takes in what was generated. An output that shows nothing is never asked for."""
@@ -103,6 +121,8 @@ class View:
             kinds = tuple(map(type, output.messages))
             turn = Remembered(kinds, segments, content, tuple(calls))
             self._turns.put(key, turn, _size(turn, key))
+            if self._archive is not None:
+                self._archive.put(_digest(*key), turn)
 
     def history(
         self, messages: Iterable[Message]
@@ -129,9 +149,21 @@ class View:
         return self._generated(*visible(turn), before)
 
     def _generated(self, content: str, calls: Sequence[Call], before: int) -> Remembered | None:
-        found = self._turns.get(self._key(content, calls, before))
+        found = self._found(self._key(content, calls, before))
         if found is None or found.content != content or not _same(found.calls, calls):
             return None
+        return found
+
+    def _found(self, key: _Key) -> Remembered | None:
+        found = self._turns.get(key)
+        if self._archive is None:
+            return found
+        if found is not None:
+            self._archive.use(_digest(*key))
+            return found
+        found = self._archive.get(_digest(*key))
+        if found is not None:
+            self._turns.put(key, found, _size(found, key))
         return found
 
     def _key(self, content: str, calls: Sequence[Call], before: int) -> _Key:
@@ -173,7 +205,7 @@ def story(messages: Iterable[Message]) -> int:
     """A number for what a client sees of ``messages``; 0 when that is nothing.
 
     The same however the client's API joins content, and whatever it does to reasoning,
-    instructions, call ids and arguments. Only good within a process.
+    instructions, call ids and arguments; the same in every process.
     """
     return _further(0, turns(messages))
 
@@ -187,14 +219,27 @@ def _further(before: int, groups: Iterable[tuple[bool, Sequence[Message]]]) -> i
 
 def _told(before: int, turn: Sequence[Message]) -> int:
     content, calls = visible(turn)
-    return hash((before, content, *[call.name for call in calls]))
+    return _number_of(before, content, *[call.name for call in calls])
 
 
 def _heard(before: int, messages: Sequence[Message]) -> int:
     for message in messages:
         if isinstance(message, (User, Result)):
-            before = hash((before, type(message), message.text))
+            before = _number_of(before, type(message).__name__, message.text)
     return before
+
+
+def _number_of(*parts: str | int) -> int:
+    return int.from_bytes(_digest(*parts)[:8], "little")
+
+
+def _digest(*parts: str | int) -> bytes:
+    """16 bytes for ``parts``: the same in every process, as Python's own hash is not."""
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        text = str(part).encode("utf-8", "surrogatepass")
+        digest.update(b"%d:" % len(text) + text)
+    return digest.digest()
 
 
 def _same(ours: Sequence[Call], theirs: Sequence[Call]) -> bool:

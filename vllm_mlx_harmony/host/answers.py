@@ -124,7 +124,7 @@ async def run(job: Job) -> Deltas:
         if _refused is not None:
             raise _refused
         async with _turn(job.lease.engine, job.budget):
-            yield job.context.start(_cached(job))
+            yield job.context.start(await _cached(job))
             async with aclosing(_generated(job, cancelled)) as groups:
                 async for group in groups:
                     yield group
@@ -146,11 +146,11 @@ CANCELLED = 499
 """nginx's number for a client that has gone: here it has asked for the end."""
 
 
-def _cached(job: Job) -> int | None:
+async def _cached(job: Job) -> int | None:
     if not job.tells_cached:
         return None
     lease, prompt = job.lease, job.context.render_for_completion()
-    return reusable_tokens(lease.engine, prompt, lease.tenant)
+    return await reusable_tokens(lease.engine, prompt, lease.tenant)
 
 
 @asynccontextmanager

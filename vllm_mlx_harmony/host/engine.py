@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.host.kv import prefix
+from vllm_mlx_harmony.host.kv.disk import Fetched
 from vllm_mlx_harmony.host.kv.prefix import Known
 from vllm_mlx_harmony.host.kv.status import model_of
 from vllm_mlx_harmony.host.prompts import PromptText
@@ -69,7 +70,9 @@ async def generate(
     settings = replace(settings, max_tokens=max(settings.max_tokens, 1))
     try:
         sampler = Sampler(settings, prompt, constraint)
-        async with aclosing(_source(engine)(engine, prompt, sampler, tenant)) as steps:
+        source = _source(engine)
+        fetched = await _fetched(engine, prompt, tenant)
+        async with aclosing(source(engine, prompt, sampler, tenant, fetched)) as steps:
             async for step in steps:
                 ended = _without_ids(step) if nothing else _ended(step)
                 yield ended
@@ -88,7 +91,16 @@ def one_at_a_time(engine: Any) -> bool:
     return hasattr(engine, "_generation_lock")
 
 
-def _source(engine: Any) -> Callable[[Any, tuple[int, ...], Sampler, str], Steps]:
+async def _fetched(engine: Any, prompt: Sequence[int], tenant: str) -> tuple[Fetched, ...]:
+    """What a disk has of ``prompt`` and memory has not."""
+    if prefix.disk() is None:
+        return ()
+    return await prefix.fetch(model_of(engine), engine._model_path, prompt, tenant)
+
+
+def _source(
+    engine: Any,
+) -> Callable[[Any, tuple[int, ...], Sampler, str, tuple[Fetched, ...]], Steps]:
     if engine.is_mllm:
         raise HostError("this engine serves a multimodal model: it takes no token ids", status=500)
     return _simple if one_at_a_time(engine) else _batched
@@ -106,20 +118,26 @@ def _without_ids(step: Step) -> Step:
     return replace(step, ids=(), finish="length" if step.finish else None)
 
 
-def reusable_tokens(engine: Any, prompt: Sequence[int], tenant: str = "") -> int:
+async def reusable_tokens(engine: Any, prompt: Sequence[int], tenant: str = "") -> int:
     """How many ids of ``prompt`` would not be computed if it were generated from now.
 
     What is true then can be another number: a batching engine may run others before.
     """
     model = model_of(engine)
-    return 0 if model is None else prefix.reach(model, prompt, tenant)
+    return 0 if model is None else await prefix.reach(model, engine._model_path, prompt, tenant)
 
 
-async def _batched(engine: Any, prompt: tuple[int, ...], sampler: Sampler, tenant: str) -> Steps:
+async def _batched(
+    engine: Any,
+    prompt: tuple[int, ...],
+    sampler: Sampler,
+    tenant: str,
+    fetched: tuple[Fetched, ...],
+) -> Steps:
     # The core itself, not its asynchronous wrapper: closing the wrapper leaves the core's
     # iterator, which aborts the request, to the garbage collector.
     core = engine._engine.engine
-    known = Known(prompt, tenant)
+    known = Known(prompt, tenant, fetched)
     request_id = await core.add_request(prompt=known, sampling_params=_params(sampler))
     async with aclosing(core.stream_outputs(request_id)) as outputs:
         async for output in outputs:
@@ -140,11 +158,17 @@ def _params(sampler: Sampler) -> Any:
     )
 
 
-async def _simple(engine: Any, prompt: tuple[int, ...], sampler: Sampler, tenant: str) -> Steps:
+async def _simple(
+    engine: Any,
+    prompt: tuple[int, ...],
+    sampler: Sampler,
+    tenant: str,
+    fetched: tuple[Fetched, ...],
+) -> Steps:
     started = False
     while not started:
         await _free(engine)
-        ids = IdPrompt(prompt, tenant)
+        ids = IdPrompt(prompt, tenant, fetched)
         try:
             async with aclosing(
                 engine.stream_generate(
@@ -207,8 +231,10 @@ class IdPrompt(Known):
     Written on the engine's thread, taken on the event loop's.
     """
 
-    def __init__(self, ids: tuple[int, ...], tenant: str = "") -> None:
-        super().__init__(ids, tenant)
+    def __init__(
+        self, ids: tuple[int, ...], tenant: str = "", fetched: tuple[Fetched, ...] = ()
+    ) -> None:
+        super().__init__(ids, tenant, fetched)
         self._generated: deque[int] = deque()
 
     def watch(self, chunks: Iterator[Any]) -> Iterator[Any]:

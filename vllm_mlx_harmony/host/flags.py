@@ -2,8 +2,9 @@
 
 Prompts go to the engines as token ids, and what was computed of them is kept by ``kv`` instead of
 the host's prefix caches, on both engines. So the host's limits on the size of its cache are the
-budget of ours, and what else is said of its caches has no effect; the same is true of what works on
-a prompt's text, and of what gpt-oss cannot do. Knows every flag of which that is true and why.
+budget of ours, its directory is where ours outlives the process (`kv.opening`), and what else is
+said of its caches has no effect; the same is true of what works on a prompt's text, and of what
+gpt-oss cannot do. Knows every flag of which that is true and why.
 
 A flag counts when it was *given*: its default says nothing about what anybody expects.
 """
@@ -30,17 +31,19 @@ class Idle:
     """Flags without effect, by their names in the parsed arguments, and the reason to give.
 
     ``replaced``: only where the plugin's prefix cache takes the place of the host's. ``simple``:
-    only on the engine that takes one request at a time.
+    only on the engine that takes one request at a time. ``off``: only where there is no prefix
+    cache, neither the plugin's nor the host's.
     """
 
     names: tuple[str, ...]
     why: str
     replaced: bool = False
     simple: bool = False
+    off: bool = False
 
 
 IDLE: tuple[Idle, ...] = (
-    Idle(("ssd_cache_dir", "ssd_cache_max_gb"), "prefixes are kept in memory only", replaced=True),
+    Idle(("ssd_cache_dir", "ssd_cache_max_gb"), "the prefix cache is off", off=True),
     Idle(
         ("prefix_cache_size", "no_memory_aware_cache"),
         "the prefix cache is bounded in bytes, not in entries (--cache-memory-mb)",
@@ -161,6 +164,7 @@ def without_effect(flags: Mapping[str, Any], *, batched: bool, replaced: bool) -
     sentences = []
     for row in IDLE:
         acts = (row.simple and batched) or (row.replaced and batched and not replaced)
+        acts |= row.off and (batched or replaced)
         names = [] if acts else [option(name) for name in row.names if name in flags]
         if names:
             sentences.append(f"{', '.join(names)}: {row.why}")

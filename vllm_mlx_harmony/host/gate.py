@@ -185,12 +185,15 @@ def _check(args: Any) -> None:
 def _apply(args: Any) -> None:
     """The flags that mean something else here, or nothing. Raises HostError."""
     from . import flags, summary
-    from .kv import prefix
+    from .kv import opening, prefix
 
     given = flags.given(args)
     prefix.limit(flags.budget(given))
     batched = bool(getattr(args, "continuous_batching", False))
-    replaced = prefix.enabled() and not getattr(args, "max_kv_size", None)
+    replaced = prefix.enabled() and not (batched and getattr(args, "max_kv_size", None))
+    directory = getattr(args, "ssd_cache_dir", None)
+    if directory and replaced:
+        prefix.keep_on(opening.opened(directory, args.ssd_cache_max_gb))
     summary.set_idle(flags.without_effect(given, batched=batched, replaced=replaced))
 
 

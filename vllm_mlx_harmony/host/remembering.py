@@ -16,6 +16,8 @@ from typing import Any
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import Replay, View
 from vllm_mlx_harmony.core.turn import Message, Turn
+from vllm_mlx_harmony.host.kv import prefix
+from vllm_mlx_harmony.host.kv.turns import Turns
 from vllm_mlx_harmony.host.leases import Lease
 
 logger = logging.getLogger(__name__)
@@ -28,12 +30,17 @@ DEFAULT = 64
 
 @lru_cache(maxsize=1)
 def replay() -> Replay | None:
-    """The turns of this process; ``None`` when nothing is to be remembered."""
+    """The turns of this process and, where there is a disk, of those before it.
+
+    ``None`` when nothing is to be remembered.
+    """
     asked = os.environ.get(VARIABLE, "").strip() or str(DEFAULT)
     if not asked.isascii() or not asked.isdigit():
         logger.warning("%s=%s is not a number of MiB: %d it is", VARIABLE, asked, DEFAULT)
         asked = str(DEFAULT)
-    return Replay(int(asked) * 2**20) if int(asked) else None
+    disk = prefix.disk()
+    archive = None if disk is None else Turns(disk)
+    return Replay(int(asked) * 2**20, archive) if int(asked) else None
 
 
 def view(lease: Lease) -> View | None:

@@ -81,10 +81,12 @@ def _context(directory: str) -> str:
 def _common() -> Iterator[tuple[str, str]]:
     from vllm_mlx import server
 
-    from vllm_mlx_harmony.host.kv import prefix
+    from vllm_mlx_harmony.host.kv import opening, prefix
 
+    opening.show_metrics()
     budget = prefix.budget()
     yield "prefix cache", f"up to {size(budget)} in memory" if budget else "off"
+    yield from (("", line) for line in opening.found(server._model_path))
     limited = server._rate_limiter.enabled
     access = "API key required" if server._api_key else "open to whoever reaches it: no --api-key"
     rate = f", {server._rate_limiter.requests_per_minute} requests a minute" if limited else ""

@@ -63,13 +63,13 @@ def _length(configuration: dict[str, Any]) -> int | None:
 @lru_cache(maxsize=32)
 def _content(model: str, file: str) -> dict[str, Any]:
     try:
-        content = json.loads(_path(model, file).read_bytes())
+        content = json.loads(path_of(model, file).read_bytes())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def _path(model: str, file: str) -> Path:
+def path_of(model: str, file: str) -> Path:
     """The file in a local directory, or in a repository in the Hugging Face cache."""
     if Path(model).is_dir():
         return Path(model, file)

@@ -250,12 +250,13 @@ def test_output_is_the_same_without(served: Served, run: Run) -> None:
 
 def test_what_will_be_reused_is_known_before(served: Served, run: Run) -> None:
     for prompt, _, cached in run(loop(served, 3)):
-        assert reusable_tokens(served.engine, prompt) >= cached  # by now it was computed itself
+        by_now = run(reusable_tokens(served.engine, prompt))
+        assert by_now >= cached  # it was computed itself
     counters = served.counters
     again = [*prompt, *result(7), *OPENING]
-    expected = reusable_tokens(served.engine, again)
+    expected = run(reusable_tokens(served.engine, again))
     assert expected > len(SYSTEM)
-    assert reusable_tokens(served.engine, again, "somebody else") == 0
+    assert run(reusable_tokens(served.engine, again, "somebody else")) == 0
     assert served.counters == counters
     assert run(served.ask(again))[1] == expected
 
@@ -264,12 +265,12 @@ def test_nothing_is_generated_and_all_is_remembered(served: Served, run: Run) ->
     prompt = [*SYSTEM, *user("Say hello."), *OPENING]
     said, cached = run(served.ask(prompt, max_tokens=0))
     assert (said, cached) == ([], 0)
-    assert reusable_tokens(served.engine, prompt) == len(prompt) - 1
+    assert run(reusable_tokens(served.engine, prompt)) == len(prompt) - 1
     other = [*SYSTEM, *user("Look it up."), *OPENING]
-    assert reusable_tokens(served.engine, other) == len(SYSTEM)
+    assert run(reusable_tokens(served.engine, other)) == len(SYSTEM)
     assert run(served.ask(prompt, max_tokens=0)) == ([], len(prompt) - 1)
     run(served.ask([*DEVELOPER, *ids("<|start|>user<|message|>.<|end|>"), *OPENING], max_tokens=0))
-    assert reusable_tokens(served.engine, [*DEVELOPER, *user("Say hello.")]) == len(DEVELOPER)
+    assert run(reusable_tokens(served.engine, [*DEVELOPER, *user("Say hello.")])) == len(DEVELOPER)
     warm = run(served.ask(prompt))
     served.tree = Tree(0)
     assert warm == (run(served.ask(prompt))[0], len(prompt) - 1)

@@ -287,7 +287,8 @@ class Reusing(BatchGenerator):  # type: ignore[misc, unused-ignore]
         )
 
     def _next(self) -> Any:
-        prompted, generated = super()._next()
+        with prefix.computing():
+            prompted, generated = super()._next()
         for response in prompted:
             if response.end_of_segment and not response.end_of_prompt:
                 self._remember(self._prompt_batch, response.uid)

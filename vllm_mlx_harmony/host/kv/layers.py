@@ -1,6 +1,7 @@
 """Keys and values of gpt-oss's layers: cut out of a cache that is in use, and joined to a new one.
 
 Knows mlx-lm's caches: full-length and sliding-window ones, of one sequence or a row of a batch.
+And the bytes of what was cut: a disk has them.
 Refuses to know which sequence they belong to. Runs on the thread that owns the model.
 """
 
@@ -12,6 +13,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import (
     BatchKVCache,
     BatchRotatingKVCache,
@@ -19,6 +21,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
+
+from vllm_mlx_harmony.host.kv.files import WIDTHS, Tensor, Tensors
 
 Kinds: TypeAlias = tuple[int, ...]
 """A number per layer: how many tokens it keeps, ``WHOLE`` when it keeps all."""
@@ -47,6 +51,18 @@ class Segment:
     def nbytes(self) -> int:
         """Size in bytes."""
         return sum(part.nbytes for part in (self.whole, self.tail) if part is not None)
+
+    def last(self, tokens: int) -> Segment:
+        """The piece without what stands before its last ``tokens``."""
+        if tokens == self.tokens:
+            return self
+        parts = (
+            None if part is None else mx.contiguous(part[:, :, -min(tokens, part.shape[2]) :])
+            for part in (self.whole, self.tail)
+        )
+        segment = Segment(tokens, *parts)
+        mx.eval([part for part in (segment.whole, segment.tail) if part is not None])
+        return segment
 
 
 def kinds(model: Any) -> Kinds | None:
@@ -128,6 +144,69 @@ def _moved_back(window: Any, by: int, wanted: int) -> Any:
     left = window[:, :, : window.shape[2] - by]
     missing = wanted - left.shape[2]
     return mx.concatenate([left[:, :, :missing], left], axis=2) if missing > 0 else left
+
+
+_DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BITS = {2: np.uint16, 4: np.uint32}
+"""What numpy takes elements for: it has no bfloat16, and copies nothing."""
+
+
+def exported(segment: Segment) -> dict[str, Tensor]:
+    """The bytes of a segment where they are: they stay as long as anybody holds the result.
+
+    Raises ``KeyError`` for elements of another type than the files have.
+    """
+    parts = {"whole": segment.whole, "tail": segment.tail}
+    return {
+        name: Tensor(_NAMES[part.dtype], tuple(part.shape), memoryview(np.frombuffer(part, "B")))
+        for name, part in parts.items()
+        if part is not None
+    }
+
+
+def fits(model: Any, tokens: int, tensors: Tensors) -> bool:
+    """Whether ``tensors`` are a piece of ``tokens`` ids of this model. On any thread."""
+    found = kinds(model)
+    if found is None or tokens < 1:
+        return False
+    lengths = {"whole": tokens, "tail": min(tokens, max(found))}
+    counts = {"whole": 2 * found.count(WHOLE), "tail": 2 * (len(found) - found.count(WHOLE))}
+    expected = {name: (count, lengths[name]) for name, count in counts.items() if count}
+    try:
+        shapes = {name: (at[0], at[2]) for name, at in _shapes(tensors)}
+        others = {(heads, width) for _, (_, heads, _, width) in _shapes(tensors)}
+    except (ValueError, IndexError):  # not of four dimensions
+        return False
+    types = {tensor.dtype for tensor in tensors.values()}
+    return shapes == expected and len(others) == 1 and len(types) == 1
+
+
+def _shapes(tensors: Tensors) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tensor.shape) for name, tensor in tensors.items()]
+
+
+def imported(tokens: int, tensors: Tensors) -> Segment:
+    """A segment of such bytes, copied."""
+    parts = {
+        name: mx.array(np.frombuffer(tensor.data, _BITS[WIDTHS[tensor.dtype]]))
+        .view(_DTYPES[tensor.dtype])
+        .reshape(tensor.shape)
+        for name, tensor in tensors.items()
+    }
+    mx.eval(list(parts.values()))
+    return Segment(tokens, parts.get("whole"), parts.get("tail"))
+
+
+def same_kind(one: Segment, other: Segment) -> bool:
+    """Whether the two can be joined: layers, heads, widths and types of both are the same."""
+    return [_kind_of(part) for part in (one.whole, one.tail)] == [
+        _kind_of(part) for part in (other.whole, other.tail)
+    ]
+
+
+def _kind_of(part: Any) -> Any:
+    return None if part is None else (part.dtype, part.shape[:2], part.shape[3])
 
 
 def join(model: Any, segments: Sequence[Segment], room: int = 0) -> list[Any]:

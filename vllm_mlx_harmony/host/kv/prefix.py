@@ -1,7 +1,9 @@
 """Prefix reuse: what was computed for one prompt and its answer is not computed again for the next.
 
 Knows what is remembered, for whom, where a prompt is cut, and the budget. One memory per process,
-never on disk. Refuses to know engines (`simple`, `batched`), buffers (`layers`).
+and a disk below it where one was asked for: what is added in memory is written behind; what a
+prompt has more on the disk than in memory is read before its turn (`fetch`) and added then.
+Refuses to know engines (`simple`, `batched`), buffers (`layers`), files (`disk`).
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ import os
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.host.kv.tree import Counters, Tree, pack
+from vllm_mlx_harmony.host.kv.disk import Disk, Fetched, Offered, Root
+from vllm_mlx_harmony.host.kv.tree import WIDTH, Counters, Tree, pack
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.host.kv.layers import Segment
@@ -44,13 +47,16 @@ class Known(list[int]):
     ``tenant`` separates those who must not see each other's prompts, not even by the clock: say, a
     digest of the API key; what is `EVERYBODY`'s, all may continue. ``cached`` is set, on the
     engine's thread, by the time the first id is generated: how many of the ids were not computed
-    again.
+    again. ``fetched`` is what was read of it from the disk, until its turn comes.
     """
 
-    def __init__(self, ids: Iterable[int], tenant: str = "") -> None:
+    def __init__(
+        self, ids: Iterable[int], tenant: str = "", fetched: tuple[Fetched, ...] = ()
+    ) -> None:
         super().__init__(ids)
         self.tenant = tenant
         self.cached = 0
+        self.fetched = fetched
 
 
 def marks(ids: Sequence[int], after: int) -> list[int]:
@@ -144,7 +150,29 @@ def counters() -> Counters:
     return memory().counters()
 
 
+_disk: Disk | None = None
+
+
+def keep_on(disk: Disk | None) -> None:
+    """From now on, what is remembered is on ``disk`` as well; ``None``: in memory only."""
+    global _disk
+    _disk = disk
+
+
+def disk() -> Disk | None:
+    """The disk below the memory, where there is one."""
+    return _disk
+
+
+def computing() -> AbstractContextManager[None]:
+    """While an engine computes: what is written behind it holds back."""
+    return nullcontext() if _disk is None else _disk.pace.computing()
+
+
 _models: dict[int, weakref.finalize[Any, Any]] = {}
+
+_identities: dict[int, tuple[bytes, bytes]] = {}
+"""Of each model that the disk knows: its weights and its layout, as `identity` has them."""
 
 
 def owner(model: Any, tenant: str) -> Owner:
@@ -164,6 +192,7 @@ def forget(model: Any) -> None:
 
 def _forget(key: int) -> None:
     _models.pop(key, None)
+    _identities.pop(key, None)
     _forget_all_of(key)
 
 
@@ -171,14 +200,56 @@ def _forget_all_of(key: int) -> None:
     memory().forget(lambda whose: isinstance(whose, tuple) and whose[0] == key)
 
 
-def reach(model: Any, ids: Sequence[int], tenant: str) -> int:
+async def reach(model: Any, path: str | None, ids: Sequence[int], tenant: str) -> int:
     """How many ids of a prompt `resume` would find now. On any thread: no buffer is touched.
 
-    About 1.4 ms for 130,000 ids in 400 pieces.
+    About 1.4 ms for 130,000 ids in 400 pieces, in memory.
     """
     if not enabled():
         return 0
-    return memory().reach(owner(model, tenant), pack(ids), owner(model, EVERYBODY))
+    sequence = pack(ids)
+    known = memory().reach(owner(model, tenant), sequence, owner(model, EVERYBODY))
+    if _disk is None:
+        return known
+    return max(known, await _disk.in_reader(_reach, _disk, model, path, sequence, tenant))
+
+
+def _reach(disk: Disk, model: Any, path: str, sequence: bytes, tenant: str) -> int:
+    return disk.reach(_roots(model, path, tenant), sequence)
+
+
+async def fetch(model: Any, path: str, ids: Sequence[int], tenant: str) -> tuple[Fetched, ...]:
+    """What the disk has of a prompt behind what is in memory, for ``Known.fetched``.
+
+    ``path`` is the directory, or the repository, that ``model`` was loaded from.
+    """
+    if _disk is None or not enabled():
+        return ()
+    return await _disk.in_reader(_fetch, _disk, model, path, pack(ids), tenant)
+
+
+def _fetch(disk: Disk, model: Any, path: str, sequence: bytes, tenant: str) -> tuple[Fetched, ...]:
+    try:
+        from vllm_mlx_harmony.host.kv.layers import fits
+
+        known = memory().reach(owner(model, tenant), sequence, owner(model, EVERYBODY))
+        return disk.fetch(_roots(model, path, tenant), sequence, known, partial(fits, model))
+    except Exception:
+        logger.exception("a prefix could not be read from the disk")
+        return ()
+
+
+def _roots(model: Any, path: str, tenant: str) -> tuple[Root, ...]:
+    """What a tenant's sequences, and everybody's, begin with on the disk; none: not with these."""
+    from vllm_mlx_harmony.host.kv import identity
+
+    key, _ = owner(model, tenant)
+    if key not in _identities:
+        weights = identity.of_weights(path)
+        if weights is None:
+            return ()
+        _identities[key] = weights, identity.of_layout(model)
+    return tuple(identity.root(*_identities[key], whose) for whose in (tenant, EVERYBODY))
 
 
 def resume(model: Any, prompt: Known, answer: int = 0) -> tuple[int, list[Any] | None]:
@@ -189,13 +260,17 @@ def resume(model: Any, prompt: Known, answer: int = 0) -> tuple[int, list[Any] |
     that owns the model. Sets ``prompt.cached``.
     """
     prompt.cached = 0
+    fetched, prompt.fetched = prompt.fetched, ()
     if not enabled():
         return 0, None
     try:
         from vllm_mlx_harmony.host.kv.layers import join
 
-        shared = owner(model, EVERYBODY)
-        known, segments = memory().find(owner(model, prompt.tenant), pack(prompt), shared)
+        whose, shared = owner(model, prompt.tenant), owner(model, EVERYBODY)
+        sequence = pack(prompt)
+        if fetched:
+            _take_in(whose, sequence, fetched)
+        known, segments = memory().find(whose, sequence, shared)
         room = len(prompt) - known + answer if answer else 0
         cache = join(model, segments, room) if known else None
     except Exception:
@@ -203,6 +278,29 @@ def resume(model: Any, prompt: Known, answer: int = 0) -> tuple[int, list[Any] |
         return 0, None
     prompt.cached = known
     return known, cache
+
+
+def _take_in(whose: Owner, sequence: bytes, fetched: Sequence[Fetched]) -> None:
+    """Adds what was read to what is in memory, as far as it continues that."""
+    from vllm_mlx_harmony.host.kv.layers import Misaligned, imported, same_kind
+
+    for piece in fetched:
+        before = memory().pieces(whose, sequence[: piece.start * WIDTH])
+
+        def cut(start: int, end: int, piece: Fetched = piece, before: Any = before) -> Segment:
+            if not piece.start <= start < end == piece.end:
+                raise Misaligned(f"{start} to {end} of {piece.start} to {piece.end}")
+            segment = imported(piece.end - piece.start, piece.tensors)
+            if before and not same_kind(segment, before[-1][1]):
+                raise Misaligned("keys and values of another type")
+            return segment.last(end - start)
+
+        try:
+            if not memory().add(whose, sequence[: piece.end * WIDTH], cut):
+                return
+        except Misaligned as error:
+            logger.warning("what was read from the disk cannot be used: %s", error)
+            return
 
 
 def remember(model: Any, tenant: str, ids: Sequence[int], cache: Any, row: int = 0) -> None:
@@ -217,9 +315,24 @@ def remember(model: Any, tenant: str, ids: Sequence[int], cache: Any, row: int =
 
     try:
         known = pack(ids[:-1] if ids[-1] in vocab.LAST else ids)
-        memory().add(owner(model, tenant), known, lambda start, end: cut(cache, start, end, row))
+        whose = owner(model, tenant)
+        added = memory().add(whose, known, lambda start, end: cut(cache, start, end, row))
+        if added and _disk is not None:
+            _write(_disk, whose, known)
     except Exception:
         logger.exception("a prefix could not be remembered")
+
+
+def _write(disk: Disk, whose: Owner, sequence: bytes) -> None:
+    """Has the pieces of ``sequence`` written that are not on the disk yet."""
+    from vllm_mlx_harmony.host.kv import identity
+    from vllm_mlx_harmony.host.kv.layers import exported
+
+    key, tenant = whose
+    if key in _identities:
+        pieces = memory().pieces(whose, sequence)
+        offered = [Offered(end, held.nbytes, partial(exported, held)) for end, held in pieces]
+        disk.offer(identity.root(*_identities[key], tenant), sequence, offered)
 
 
 def reusable(model: Any) -> bool:

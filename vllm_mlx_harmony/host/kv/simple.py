@@ -53,6 +53,11 @@ def reuse_prefix(original: Stream) -> Stream:
 
 def _answer(model: Any, prompt: Known, sampler: Sampler, limit: int, step: int) -> Iterator[Any]:
     """The host's chunks for the ids that follow ``prompt``, without text: nobody reads it."""
+    with prefix.computing():
+        yield from _generated(model, prompt, sampler, limit, step)
+
+
+def _generated(model: Any, prompt: Known, sampler: Sampler, limit: int, step: int) -> Iterator[Any]:
     from vllm_mlx.models.llm import StreamingOutput
 
     cache = _prefilled(model, prompt, step)

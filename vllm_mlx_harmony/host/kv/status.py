@@ -10,6 +10,7 @@ Knows those routes and the methods behind them. Refuses to know what is remember
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Callable
@@ -43,7 +44,9 @@ def with_counters(original: Method) -> Method:
         stats = original(self)
         if not is_harmony(getattr(self, "tokenizer", None)):
             return stats
-        return {**(stats or {}), NAME: asdict(prefix.counters())}
+        disk = prefix.disk()
+        below = {} if disk is None else {"disk": asdict(disk.counters())}
+        return {**(stats or {}), NAME: {**asdict(prefix.counters()), **below}}
 
     return get_cache_stats
 
@@ -88,6 +91,7 @@ async def cache_stats(request: Request) -> Response:
 
 async def clear_cache(request: Request) -> Response:
     """``DELETE /v1/cache``."""
+    await _empty_disk()
     engine = _harmony_alone()
     if engine is None:
         return await pass_on(request)
@@ -99,6 +103,20 @@ async def clear_cache(request: Request) -> Response:
         cleared = {"error": str(error)}
     missing = "Cache clear not available (mlx_vlm not loaded)"
     return JSONResponse({"status": "cleared", "engine_cache": cleared, "error": missing})
+
+
+async def clear_prefix_cache(request: Request) -> Response:
+    """``DELETE /v1/cache/prefix``: the host's, and the disk."""
+    await _empty_disk()
+    return await pass_on(request)
+
+
+async def _empty_disk() -> None:
+    """Of all models, and first of all what would be written anew: somebody wants it gone."""
+    disk = prefix.disk()
+    if disk is not None:
+        prefix.memory().forget(lambda _: True)
+        await asyncio.to_thread(disk.clear)
 
 
 def _harmony_alone() -> Any:
@@ -115,4 +133,7 @@ _WHY = "the host imports mlx_vlm, and torch, on the event loop"
 ROUTES: tuple[Route, ...] = (
     Route("/v1/cache/stats", ("GET",), cache_stats, _WHY),
     Route("/v1/cache", ("DELETE",), clear_cache, _WHY),
+    Route(
+        "/v1/cache/prefix", ("DELETE",), clear_prefix_cache, "what is on the disk is emptied, too"
+    ),
 )

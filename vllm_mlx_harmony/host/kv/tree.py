@@ -129,6 +129,18 @@ class Tree(Generic[T]):
             self._use(node)
             return known, tuple(step.held for step in node.path() if step.held is not None)[::-1]
 
+    def pieces(self, owner: Hashable, sequence: bytes) -> tuple[tuple[int, T], ...]:
+        """What is held for ``sequence``, first to last, each with where it ends, in ids.
+
+        Nothing unless all of it is known. Counts as no use.
+        """
+        with self._locked():
+            node = self._deepest(owner, sequence, len(sequence) // WIDTH)
+            if node is None or node.end * WIDTH != len(sequence):
+                return ()
+            found = ((step.end, step.held) for step in node.path())
+            return tuple((end, held) for end, held in found if held is not None)[::-1]
+
     def reach(self, owner: Hashable, sequence: bytes, shared: Hashable = None) -> int:
         """How many ids `find` would find; a look that counts for nothing."""
         limit = len(sequence) // WIDTH - 1

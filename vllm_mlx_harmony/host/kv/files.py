@@ -1,0 +1,80 @@
+"""A piece of the prefix cache as a file: safetensors, out of plain memory and into it.
+
+The format (https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes,
+the header in JSON, the tensors one behind the other. It is written here, and not by mlx or the
+library, because of where the bytes are and who may wait for them: ``mx.save_safetensors`` takes
+arrays, so that it belongs on the engine's thread and keeps it until the last byte is written; the
+library takes and gives each tensor as a copy; and numpy, between the two, has no bfloat16. What is
+written opens with either of them.
+
+Knows bytes and shapes. Refuses to know mlx, and where a file is.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}
+"""Bytes of an element, by the format's name of its type."""
+
+LONGEST_HEADER = 1 << 16
+SLICE = 1 << 20
+"""Bytes that are written, or checked, in one go."""
+
+
+class Damaged(ValueError):
+    """A file is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Elements of type ``dtype`` (a key of ``WIDTHS``) in row-major order, as bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+
+def encoded(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    """The bytes of the file, in slices; those of the tensors are no copies."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, tensor in tensors.items():
+        end = at + tensor.data.nbytes
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors begin where a processor likes it
+    yield memoryview(struct.pack("<Q", len(text)) + text)
+    for tensor in tensors.values():
+        for start in range(0, tensor.data.nbytes, SLICE):
+            yield tensor.data[start : start + SLICE]
+
+
+def decoded(content: memoryview) -> dict[str, Tensor]:
+    """The tensors of a file, as parts of its ``content``. Raises ``Damaged``."""
+    try:
+        (length,) = struct.unpack_from("<Q", content)
+        if length > LONGEST_HEADER:
+            raise Damaged(f"a header of {length} bytes")
+        header = json.loads(bytes(content[8 : 8 + length]))
+        header.pop("__metadata__", None)
+        body = content[8 + length :]
+        return {name: _tensor(body, **entry) for name, entry in header.items()}
+    except (struct.error, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise Damaged(f"no safetensors file: {error}") from error
+
+
+def _tensor(body: memoryview, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
+    start, end = data_offsets
+    if not 0 <= start <= end <= len(body) or prod(shape) * WIDTHS[dtype] != end - start:
+        raise Damaged(f"a tensor of shape {shape} in bytes {start} to {end} of {len(body)}")
+    return Tensor(dtype, tuple(shape), body[start:end])

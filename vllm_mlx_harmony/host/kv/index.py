@@ -1,0 +1,337 @@
+"""What is on the disk: pieces by what stands before them, turns by their keys, and who goes first.
+
+A piece is known by a **key**: a digest of the key of the piece before it and of its own ids. The
+key before the first is that of whatever makes a piece valid (`prefix`): model, layout, tenant. So a
+look-up goes down from there, piece by piece, and who cannot name the beginning finds nothing. The
+ids themselves are not stored.
+
+One SQLite database with a write-ahead log (https://www.sqlite.org/wal.html), which several
+processes may have open: a transaction is there whole or not at all, whatever ends the process, and
+readers wait for nobody. Files are written before their rows and removed behind them: a row has a
+file, unless somebody else took it.
+
+``used`` counts uses. What is used is used with everything before it, so that the least used pieces
+are the ends of conversations, and go first.
+
+Knows rows and their order. Refuses to know files, threads, and what is in a turn.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from vllm_mlx_harmony.host.kv.tree import WIDTH
+
+VERSION = 1
+"""Of tables and files, as ``PRAGMA user_version``."""
+
+BUSY = 2.0
+"""Seconds that one process waits for another's transaction."""
+
+NAME = "index.sqlite"
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS pieces (
+    key BLOB PRIMARY KEY, parent BLOB NOT NULL, model BLOB NOT NULL,
+    tokens INTEGER NOT NULL, start INTEGER NOT NULL,
+    file TEXT NOT NULL, size INTEGER NOT NULL, crc INTEGER NOT NULL, used INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS pieces_below ON pieces (parent, tokens);
+CREATE INDEX IF NOT EXISTS pieces_used ON pieces (used, start DESC, size, file);
+CREATE TABLE IF NOT EXISTS turns (
+    key BLOB PRIMARY KEY, size INTEGER NOT NULL, used INTEGER NOT NULL, content BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS turns_used ON turns (used, size);
+"""
+
+_NEXT = """
+SELECT MAX((SELECT COALESCE(MAX(used), 0) FROM pieces),
+           (SELECT COALESCE(MAX(used), 0) FROM turns)) + 1
+"""
+
+_TOUCH = """
+UPDATE pieces SET used = ? WHERE key IN (
+    WITH RECURSIVE path (key) AS (
+        SELECT ? UNION SELECT pieces.parent FROM pieces JOIN path ON pieces.key = path.key
+    ) SELECT key FROM path
+)
+"""
+
+_OLDEST = """
+SELECT key, file, size FROM (
+    SELECT key, file, size, used, start FROM pieces
+    UNION ALL SELECT key, NULL, size, used, 0 FROM turns
+) ORDER BY used, start DESC
+"""
+
+_BELOW = """
+WITH RECURSIVE below (key) AS (
+    SELECT ? UNION SELECT pieces.key FROM pieces JOIN below ON pieces.parent = below.key
+) DELETE FROM pieces WHERE key IN below RETURNING file
+"""
+
+
+class Later(sqlite3.DatabaseError):
+    """A later version of this project wrote the database."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A piece: ``tokens`` ids behind the ``start`` that ``parent`` leads to, in ``file``."""
+
+    key: bytes
+    parent: bytes
+    model: bytes
+    tokens: int
+    start: int
+    file: str
+    size: int
+    crc: int
+
+    @property
+    def end(self) -> int:
+        """Ids up to and with this piece."""
+        return self.start + self.tokens
+
+
+_COLUMNS = "key, parent, model, tokens, start, file, size, crc"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What there is, of everybody: bytes, pieces, turns, and pieces that nothing goes on from."""
+
+    nbytes: int = 0
+    pieces: int = 0
+    turns: int = 0
+    conversations: int = 0
+
+
+def key_of(*parts: bytes | memoryview) -> bytes:
+    """A digest of ``parts`` in this order."""
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def below(parent: bytes, ids: memoryview | bytes) -> bytes:
+    """The key of the piece of ``ids``, packed as in the tree, that follows ``parent``."""
+    return key_of(parent, ids)
+
+
+class Index:
+    """The database in ``directory``. Any thread may call it; raises ``sqlite3.Error``, ``OSError``.
+
+    Made anew when it is not there. Raises ``Later``, too.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / NAME
+        self._lock = threading.RLock()
+        self._reading = threading.Lock()
+        # Made here, so that it, and with it SQLite's files beside it, are nobody else's to read.
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        os.chmod(self.path, 0o600)
+        self._file, self._reader = self._connected(), self._connected()
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+        now = self.path.stat()
+        self._opened = (now.st_dev, now.st_ino)
+
+    def _connected(self) -> sqlite3.Connection:
+        return sqlite3.connect(
+            self.path, check_same_thread=False, timeout=BUSY, isolation_level=None
+        )
+
+    def _prepare(self) -> None:
+        (version,) = self._file.execute("PRAGMA user_version").fetchone()
+        if version > VERSION:
+            raise Later(f"a later version of vllm-mlx-harmony wrote {self.path}")
+        self._file.execute("PRAGMA journal_mode=WAL")
+        # What a loss of power takes from the end of the log, nobody misses.
+        self._file.execute("PRAGMA synchronous=NORMAL")
+        self._file.execute("PRAGMA secure_delete=ON")  # a turn that was deleted is gone
+        with self.writing() as file:
+            if version < VERSION:
+                file.execute("DROP TABLE IF EXISTS pieces")
+                file.execute("DROP TABLE IF EXISTS turns")
+            for statement in filter(None, map(str.strip, _TABLES.split(";"))):
+                file.execute(statement)
+            file.execute(f"PRAGMA user_version={VERSION}")
+        self._reader.execute("PRAGMA query_only=ON")
+
+    def close(self) -> None:
+        """Closes the database."""
+        with self._lock, self._reading:
+            self._reader.close()
+            self._file.close()
+
+    def is_there(self) -> bool:
+        """Whether the path still leads to the database that is open."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return False
+        return (now.st_dev, now.st_ino) == self._opened
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, of one thread of one process at a time."""
+        with self._lock:
+            self._file.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._file
+                self._file.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    self._file.execute("ROLLBACK")
+                raise
+
+    def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._reading:
+            return self._reader.execute(query, values).fetchall()
+
+    def chain(self, root: bytes, sequence: bytes, limit: int) -> tuple[Row, ...]:
+        """The pieces, first to last, of the longest known beginning of no more than ``limit`` ids.
+
+        ``sequence`` is packed as in the tree. A beginning may be known in several cuts.
+        """
+        ids = memoryview(sequence)
+        best: tuple[Row, ...] = ()
+        left: list[tuple[bytes, int, tuple[Row, ...]]] = [(root, 0, ())]
+        while left:
+            parent, start, path = left.pop()
+            if path and path[-1].end > (best[-1].end if best else 0):
+                best = path
+            lengths = self._read("SELECT DISTINCT tokens FROM pieces WHERE parent = ?", parent)
+            for (tokens,) in lengths:
+                end = start + tokens
+                if end > limit:
+                    continue
+                key = below(parent, ids[start * WIDTH : end * WIDTH])
+                rows = self._read(f"SELECT {_COLUMNS} FROM pieces WHERE key = ?", key)
+                left.extend((key, end, (*path, Row(*row))) for row in rows)
+        return best
+
+    def has(self, key: bytes) -> bool:
+        """Whether there is a piece with this key."""
+        return bool(self._read("SELECT 1 FROM pieces WHERE key = ?", key))
+
+    def add(self, row: Row, budget: int) -> list[str] | None:
+        """Takes in a piece; returns the files that have to go for it.
+
+        ``None`` when it is known already, or what it continues is not: then its own file has to.
+        """
+        with self.writing() as file:
+            parent = file.execute("SELECT 1 FROM pieces WHERE key = ?", (row.parent,))
+            if row.start and parent.fetchone() is None:
+                return None
+            (used,) = file.execute(_NEXT).fetchone()
+            added = file.execute(
+                f"INSERT OR IGNORE INTO pieces ({_COLUMNS}, used) VALUES (?,?,?,?,?,?,?,?,?)",
+                (*astuple(row), used),
+            ).rowcount
+            if added:
+                file.execute(_TOUCH, (used, row.key))
+            return _evicted(file, budget) if added else None
+
+    def put(self, key: bytes, content: bytes, size: int, budget: int) -> list[str]:
+        """Takes in a turn of ``size`` bytes in all; returns the files that have to go for it."""
+        with self.writing() as file:
+            (used,) = file.execute(_NEXT).fetchone()
+            values = (key, size, used, content)
+            file.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?)", values)
+            return _evicted(file, budget)
+
+    def turn(self, key: bytes) -> bytes | None:
+        """The content of a turn."""
+        for (content,) in self._read("SELECT content FROM turns WHERE key = ?", key):
+            return bytes(content)
+        return None
+
+    def turns(self) -> set[bytes]:
+        """The keys of all turns."""
+        return {bytes(key) for (key,) in self._read("SELECT key FROM turns")}
+
+    def touch(self, pieces: Iterable[bytes], turns: Iterable[bytes]) -> bool:
+        """Notes a use: of pieces, with all those before them, and of turns.
+
+        Whether all those pieces, themselves, are there.
+        """
+        there = True
+        with self.writing() as file:
+            (used,) = file.execute(_NEXT).fetchone()
+            for key in pieces:
+                there &= file.execute(_TOUCH, (used, key)).rowcount > 0
+            update = "UPDATE turns SET used = ? WHERE key = ?"
+            file.executemany(update, [(used, key) for key in turns])
+        return there
+
+    def remove(self, key: bytes) -> list[str]:
+        """Forgets a piece and all that follow it; returns their files."""
+        with self.writing() as file:
+            return [str(name) for (name,) in file.execute(_BELOW, (key,)).fetchall()]
+
+    def remove_turn(self, key: bytes) -> None:
+        """Forgets a turn."""
+        with self.writing() as file:
+            file.execute("DELETE FROM turns WHERE key = ?", (key,))
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        with self.writing() as file:
+            file.execute("DELETE FROM pieces")
+            file.execute("DELETE FROM turns")
+        with self._lock:  # the log has the turns, too
+            self._file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def files(self) -> set[str]:
+        """The names of all files that have a row."""
+        return {str(name) for (name,) in self._read("SELECT file FROM pieces")}
+
+    def found(self, model: bytes | None = None) -> Found:
+        """What there is, of one model's pieces or of all."""
+        whose, values = ("", ()) if model is None else ("WHERE model = ?", (model,))
+        ((nbytes, pieces),) = self._read(
+            f"SELECT COALESCE(SUM(size), 0), COUNT(*) FROM pieces {whose}", *values
+        )
+        ((more, turns),) = self._read("SELECT COALESCE(SUM(size), 0), COUNT(*) FROM turns")
+        ((ends,),) = self._read(
+            f"SELECT COUNT(*) FROM pieces AS one {whose or 'WHERE 1'} AND NOT EXISTS "
+            "(SELECT 1 FROM pieces WHERE parent = one.key)",
+            *values,
+        )
+        return Found(nbytes + more, pieces, turns, ends)
+
+
+def _evicted(file: sqlite3.Connection, budget: int) -> list[str]:
+    """Removes rows until the rest is within ``budget`` bytes; returns the files they had."""
+    (nbytes,) = file.execute(
+        "SELECT (SELECT COALESCE(SUM(size), 0) FROM pieces)"
+        " + (SELECT COALESCE(SUM(size), 0) FROM turns)"
+    ).fetchone()
+    over = nbytes - budget
+    gone: list[tuple[bytes, str | None]] = []
+    for key, name, size in file.execute(_OLDEST) if over > 0 else ():
+        gone.append((key, name))
+        over -= size
+        if over <= 0:
+            break
+    file.executemany(
+        "DELETE FROM pieces WHERE key = ?", [(key,) for key, name in gone if name is not None]
+    )
+    file.executemany("DELETE FROM turns WHERE key = ?", [(key,) for key, name in gone if not name])
+    return [name for _, name in gone if name is not None]

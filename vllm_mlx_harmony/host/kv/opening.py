@@ -1,0 +1,95 @@
+"""The disk below the prefix cache, as the host's flags ask for it, and what it says of itself.
+
+Knows ``--ssd-cache-dir`` and ``--ssd-cache-max-gb``, the line at the start, and the metrics. A
+directory that cannot be used costs the disk, not the server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.host.kv import identity, prefix
+from vllm_mlx_harmony.host.kv.disk import Counters, Disk, Failed
+
+logger = logging.getLogger("vllm_mlx_harmony")
+
+BYTES_PER_GB = 1 << 30
+"""As the host counts the gigabytes of its flag."""
+
+LAST = 5.0
+"""Seconds in which what still waits is written when the process ends by itself."""
+
+_problem = ""
+
+
+def opened(directory: str, gigabytes: float) -> Disk | None:
+    """The disk in ``directory``; ``None``, and a line at the start, when it cannot be used.
+
+    Raises ``HostError`` for a size that is none.
+    """
+    global _problem
+    if not gigabytes > 0:
+        raise HostError(f"--ssd-cache-max-gb {gigabytes:g}: it must be more than 0")
+    path = Path(directory).expanduser()
+    try:
+        disk = Disk(path, int(gigabytes * BYTES_PER_GB), prefix.budget())
+    except Failed as error:
+        _problem = f"not on disk: {path} cannot be used ({error})"
+        logger.warning("prefix cache: %s", _problem)
+        return None
+    _problem = ""
+    atexit.register(disk.close, LAST)
+    return disk
+
+
+def found(model: str | None) -> Iterator[str]:
+    """What to say at the start: what was found for ``model``, a path, or for all models."""
+    from vllm_mlx_harmony.host.summary import size
+
+    disk = prefix.disk()
+    if disk is None:
+        yield from filter(None, [_problem])
+        return
+    there = disk.found(None if model is None else identity.of_weights(model) or b"")
+    conversations = f"{there.conversations:,} conversation{'s' * (there.conversations != 1)}"
+    limit = f"up to {size(disk.budget)} on disk"
+    yield f"{limit}: {size(there.nbytes)}, {conversations}, from {disk.directory}"
+
+
+METRICS: dict[str, tuple[str, Callable[[Counters], float]]] = {
+    f"vllm_mlx_harmony_prefix_disk_{name}": (about, value)
+    for name, about, value in (
+        ("bytes", "Bytes of the prefix cache on disk.", lambda now: now.nbytes),
+        ("pieces", "Pieces of prompts on disk.", lambda now: now.pieces),
+        ("turns", "Generated turns on disk.", lambda now: now.turns),
+        ("waiting_bytes", "Bytes that wait to be written.", lambda now: now.waiting),
+        ("hits", "Prompts that went on from the disk.", lambda now: now.hits),
+        ("misses", "Prompts of which the disk had no more than memory.", lambda now: now.misses),
+        ("read_bytes", "Bytes read.", lambda now: now.bytes_read),
+        ("read_seconds", "Seconds spent reading.", lambda now: now.read_seconds),
+        ("written_bytes", "Bytes written.", lambda now: now.bytes_written),
+        ("write_seconds", "Seconds spent writing.", lambda now: now.write_seconds),
+        ("dropped", "Pieces that were not written in time.", lambda now: now.dropped),
+        ("damaged", "Pieces and turns that could not be read.", lambda now: now.damaged),
+        ("paused", "1 while the disk is left alone after a failure.", lambda now: now.paused),
+    )
+}
+
+
+def show_metrics() -> None:
+    """Our gauges among the host's metrics, if those are on and there is a disk; once."""
+    from vllm_mlx import server
+
+    disk = prefix.disk()
+    kept: dict[str, Any] | None = server._metrics._prom
+    if disk is None or kept is None or next(iter(METRICS)) in kept:
+        return
+    gauge = type(kept["http_requests_in_flight"])  # of the library that the host took
+    for name, (about, value) in METRICS.items():
+        kept[name] = gauge(name, about, registry=kept["registry"])
+        kept[name].set_function(lambda value=value: float(value(disk.counters())))
