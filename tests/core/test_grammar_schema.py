@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tool_shapes import DIALECTS, SHAPES, Dialect, changed, fitting, schema_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
@@ -73,6 +75,9 @@ SHAPE = {
 }
 
 
+UNION = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]
+
+
 @dataclass(frozen=True)
 class Row:
     id: str
@@ -92,6 +97,11 @@ ROWS = [
     Row("a discriminated union", SHAPE, ('{"kind":"circle","radius":1.5}',
         '{"kind":"square","side":-1}'),
         ('{"kind":"circle","side":1}', '{"kind":"circle","radius":0}')),
+    Row("a union of named objects", {"type": "object", "properties": {"next": {"discriminator":
+        {"propertyName": "kind"}, "oneOf": UNION}}, "$defs": {"a": closed(kind={"const": "a"}),
+        "b": {**closed(kind={"const": "b"}), "properties": {"kind": {"const": "b"}, "of": {"oneOf":
+        UNION}}}}}, ('{"next":{"kind":"a"}}', '{"next":{"kind":"b","of":{"kind":"b","of":{"kind":'
+        '"a"}}}}'), ('{"next":{"kind":"c"}}', '{"next":{"kind":"b","of":{"kind":"c"}}}')),
     Row("any of", {"anyOf": [{"type": "string"}, of(a={"type": "null"})]},
         ('"x"', '{"a":null}'), ("1", '{"a":1}')),
     Row("enumeration", {"enum": ["a", 1, None, True, {"b": []}]},
@@ -232,6 +242,33 @@ def test_row(row: Row) -> None:
         assert not taken(row.schema, text), text
         if text != "x" and not row.is_format:
             assert not is_valid(row.schema, json.loads(text)), text
+
+
+# --- the tools of agents, as libraries write them ---
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("name", SHAPES)
+def test_tool(name: str, dialect: Dialect) -> None:
+    shape = SHAPES[name]
+    schema = schema_of(shape, dialect)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert express(schema, of_object=True).dropped == ()
+    has_formats = '"format"' in json.dumps(schema)  # those are annotations for jsonschema
+    chance = random.Random(f"{name} {dialect.name}")
+    for _ in range(3):
+        value = fitting(shape, dialect, chance)
+        assert is_valid(schema, value)
+        assert taken(schema, json.dumps(value, ensure_ascii=False)), value
+        others = [*changed(value)]
+        for other in chance.sample(others, min(len(others), 10)):
+            took = taken(schema, json.dumps(other, ensure_ascii=False))
+            assert took == is_valid(schema, other) or (has_formats and not took), other
+
+
+def test_there_are_some_hundreds_of_them() -> None:
+    schemas = {json.dumps(schema_of(s, dialect)) for s in SHAPES.values() for dialect in DIALECTS}
+    assert len(schemas) > 350
 
 
 def test_white_space_is_bounded() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -150,7 +150,10 @@ class _Reading:
         definitions = {}
         while self._waiting:
             name, target = self._waiting.pop()
-            definitions[name] = self.schema(target)
+            if isinstance(target, _Branches):
+                definitions[name] = self._inlined(target.of)
+            else:
+                definitions[name] = self.schema(target)
         return {**copied, "$defs": definitions} if definitions else copied
 
     def schema(self, value: object, depth: int = 0) -> Any:
@@ -224,6 +227,26 @@ class _Reading:
             return None
         return ([self.schema(one, depth) for one in content],)
 
+    def branches(self, content: object, depth: int) -> tuple[Any] | None:
+        """As ``subs``. Branches that are references make a definition of their own, of what they
+        refer to: llguidance sees that no two objects hold at once, but not through references."""
+        if not isinstance(content, list) or not any(map(_is_reference, content)):
+            return self.subs(content, depth)
+        key = json.dumps(content)
+        if key not in self._definitions:
+            self._definitions[key] = f"d{len(self._definitions)}"
+            self._waiting.append((self._definitions[key], _Branches(content)))
+        return ([{"$ref": f"#/$defs/{self._definitions[key]}"}],)
+
+    def _inlined(self, branches: Sequence[Any]) -> Schema:
+        targets = [self._target(one["$ref"]) if _is_reference(one) else None for one in branches]
+        return {
+            "oneOf": [
+                self.schema(one if target is None else target)
+                for one, target in zip(branches, targets, strict=True)
+            ]
+        }
+
     def items(self, content: object, depth: int) -> tuple[Any] | None:
         return self.subs(content, depth) if isinstance(content, list) else self.sub(content, depth)
 
@@ -257,6 +280,20 @@ class _Reading:
         if self._named is None:
             self._named = dict(_named(self._root))
         return self._named.get(ref)
+
+
+@dataclass(frozen=True, slots=True)
+class _Branches:
+    """A definition that is yet to be made, of the branches of a ``oneOf``."""
+
+    of: Sequence[Any]
+
+
+def _is_reference(schema: object) -> bool:
+    """Whether it is a reference and says nothing else."""
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+        return False
+    return all(key == "$ref" or key not in {*_KEYWORDS, *_MISSING} for key in schema)
 
 
 def _without_nul(pattern: str) -> str:
@@ -324,7 +361,7 @@ _KEYWORDS: Mapping[str, _Reader] = {
     "const": _Reading.plain,
     "$ref": _Reading.reference,
     "anyOf": _Reading.subs,
-    "oneOf": _Reading.subs,
+    "oneOf": _Reading.branches,
     "allOf": _Reading.subs,
     "properties": _Reading.named,
     "patternProperties": _Reading.patterned,
