@@ -4,6 +4,9 @@ Outputs are those of a model that does what it was asked: reasoning, then a call
 Numbers are processor time, and medians of several runs where they name no percentile. Then what it
 costs an engine: the host's own, with a tiny random model whose step is made to take 10 ms of the
 device, held to a grammar and not, by turns, in time on the clock.
+
+A plain request has a small grammar, which says that nothing can be called: its cost is a row of its
+own. With the setting ``off`` there is nothing at all beside what draws an answer anyway.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import tempfile
@@ -31,6 +35,7 @@ from vllm_mlx_harmony.core.grammar import (
     Compiled,
     Grammar,
     Mask,
+    Policy,
     compiled,
     expressible,
     grammar_of,
@@ -38,15 +43,18 @@ from vllm_mlx_harmony.core.grammar import (
 )
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, ToolChoice, Turn, User
-from vllm_mlx_harmony.host import contract, seams
+from vllm_mlx_harmony.host import contract, enforcement, seams
 from vllm_mlx_harmony.host.constraint import Bounds, Constraining
 from vllm_mlx_harmony.host.engine import generate
+from vllm_mlx_harmony.host.sampler import Sampler
 from vllm_mlx_harmony.host.sampling import Settings
 from vllm_mlx_harmony.host.seams import Patch
 
 TOOLS = (1, 20, 100)
 P50_US, P99_US = 10.0, 500.0
 REMEMBERED_MS = 5.0
+SHARE = 0.1
+PLAIN = "plain text"
 TEXT = Path(__file__).resolve().parents[1].joinpath("README.md").read_text()
 
 
@@ -69,11 +77,16 @@ def measured(runs: int) -> Iterator[Row]:
         start = median(timed(compiled(made(turn)).matcher) for _ in range(runs))
         yield row(f"a matcher, {count} tools", "ms", start)
     for what, turn, output in outputs():
-        masks, consumed = followed(turn, output)
+        masks, consumed, forced = followed(turn, output)
         percentiles = quantiles(masks, n=100)
         yield row(f"mask, {what}: p50 of {len(masks)} ids", "µs", percentiles[49], P50_US)
         yield row(f"mask, {what}: p99", "µs", percentiles[98], P99_US)
         yield row(f"an id consumed, {what}", "µs", median(consumed))
+        yield row(f"ids without a choice, {what}", "%", 100 * forced / len(masks))
+        if what == PLAIN:
+            share = (median(masks) + median(consumed)) / (STEP_MS * 1e3) * 100
+            yield row("a plain request, of a step of 10 ms", "%", share, SHARE)
+    yield off()
     yield from decoding(max(3, runs // 2))
 
 
@@ -105,16 +118,32 @@ def cold(turn: Turn) -> float:
     return timed(partial(made, turn))
 
 
-def followed(turn: Turn, output: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Microseconds of each mask, and of each id taken in."""
+def off() -> Row:
+    """What draws a plain answer has nothing to do but to draw it."""
+    turn, settings = Turn((User("Hi."),)), Settings(TOKENS, 1.0, 1.0)
+    before = os.environ.get(enforcement.GRAMMAR_VARIABLE)
+    os.environ[enforcement.GRAMMAR_VARIABLE] = Policy.OFF.value
+    try:
+        held = asyncio.run(enforcement.constraining(turn, Names.of(turn)))
+    finally:
+        os.environ.pop(enforcement.GRAMMAR_VARIABLE)
+        if before is not None:
+            os.environ[enforcement.GRAMMAR_VARIABLE] = before
+    steps = int(Sampler(settings, (), held).adjusts)
+    return row("what is done to the logits of a plain request, off", "steps", steps, 0)
+
+
+def followed(turn: Turn, output: Sequence[int]) -> tuple[list[float], list[float], int]:
+    """Microseconds of each mask and of each id taken in, and how many ids were the only ones."""
     matcher, mask = compiled(made(turn)).matcher(), Mask()
-    masks, consumed = [], []
+    masks, consumed, forced = [], [], 0
     for token in output:
         masks.append(timed(partial(matcher.fill, mask), 1e6))
         if token not in mask:
             raise RuntimeError(f"{vocab.encoding().decode([token])!r} is not in the grammar")
+        forced += sum(word.bit_count() for word in mask.words if word) == 1
         consumed.append(timed(partial(matcher.consume, token), 1e6))
-    return masks, consumed
+    return masks, consumed, forced
 
 
 # --- what is asked, and what comes ---
@@ -181,7 +210,7 @@ def outputs() -> Iterator[tuple[str, Turn, list[int]]]:
         ],
     }
     final = "<|channel|>final<|message|>"
-    yield "plain text", Turn((User("Hi."),)), thought + written(final, TEXT, "<|return|>")
+    yield PLAIN, Turn((User("Hi."),)), thought + written(final, TEXT, "<|return|>")
     forced = ToolChoice(required=True)
     for count in (20, 100):
         turn = asking(count, tool_choice=forced)
@@ -207,7 +236,7 @@ SLOWER = 1.05
 def decoding(runs: int) -> Iterator[Row]:
     """Milliseconds per step, free in the column of the host's and held to a grammar in ours."""
     turns = {
-        "plain text": Turn((User("Hi."),)),
+        PLAIN: Turn((User("Hi."),)),
         "a call of 20 tools": asking(20, tool_choice=ToolChoice(required=True)),
     }
     held = {what: compiled(made(turn)) for what, turn in turns.items()}

@@ -43,7 +43,16 @@ earlier calls stand in the history that way, and so it goes on.
 **When there is none.** ``grammar_of`` is ``None`` under the policy ``off`` and only then. Without
 tools the language is small, but it is not everything: a call to a tool that was never declared can
 be written nowhere in it, and the turn always ends in an answer. That is the cheapest grammar there
-is, most of it one free text.
+is, most of it one free text: 5 µs of a processor for an id, 0.05 % of a step of 10 ms
+(``ci/bench_grammar.py``). A state machine of our own would have to read every id as well, and that
+is most of it.
+
+**Ids that are forced** are drawn one by one all the same. As headers come in many forms and white
+space is free, there are few of them: 9 of the 88 ids of a short thought and a call, in runs of one
+to three, 7 % of a typed answer, each by itself, 5 of 6,778 in a text. To compute several in one
+pass saves a step for each, at most, and its products are rounded otherwise: with the tiny random
+model in float32, 4 of 24 contexts gave other logits (by up to 2e-6) behind 16 forced ids. No id of
+192 differed for it, but none would be promised to be the same, for no clear gain.
 
 The grammar is a value; compiling it (`compiled`) and following one output (`Matcher`) is
 llguidance's part: https://github.com/guidance-ai/llguidance, its variant of Lark in
