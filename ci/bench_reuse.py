@@ -2,7 +2,8 @@
 
 Knows a tool loop of 20 turns, as ids: ours with what was generated, the host's with calls as its
 chat template writes them. Needs vllm-mlx and the plugin in one environment. With ``--mechanisms``
-it compares the ways to remember that were looked at; with ``--same`` the host gets our ids.
+it compares the ways to remember that were looked at; with ``--same`` the host gets our ids; with
+``--disk`` it measures what outlives a server (`bench_disk`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mechanisms", action="store_true", help="compare ways to remember")
     parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--disk", action="store_true", help="a restart, from the disk")
     parser.add_argument("--same", action="store_true", help="give the host our prompts as well")
     parsed = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -59,6 +61,10 @@ def main() -> int:
         if parsed.mechanisms:
             mechanisms(tiny, parsed.turns)
             return 0
+        if parsed.disk:
+            import bench_disk
+
+            return printed(bench_disk.rows(tiny))
         return printed(measured(tiny, parsed.turns, parsed.same))
 
 

@@ -13,6 +13,7 @@ import os
 import platform
 import site
 import socket
+import sqlite3
 import stat
 import sys
 from collections.abc import Iterator
@@ -106,9 +107,11 @@ _CONCLUSIONS = {
 }
 
 
-def doctor(model: str | None = None, port: int = PORT) -> Report:
-    """Looks at this installation, at a port and, if named, at a model."""
+def doctor(model: str | None = None, port: int = PORT, cache: str | None = None) -> Report:
+    """Looks at this installation, at a port and, if named, at a model and a ``--ssd-cache-dir``."""
     groups = [_python(), _packages(), _loading(), _vocabulary(), *_host(), _port(port)]
+    if cache is not None:
+        groups.append(_cache(Path(cache).expanduser()))
     if model is not None:
         groups.append(_model(model))
     return Report(tuple(groups))
@@ -121,9 +124,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("model", nargs="?", help="a model directory or a cached repository id")
     parser.add_argument("--port", type=int, default=PORT, help="to serve on (default: %(default)s)")
+    parser.add_argument("--ssd-cache-dir", metavar="DIR", help="to look at, as vllm-mlx has it")
     parser.add_argument("--verbose", action="store_true", help="everything that was looked at")
     asked = parser.parse_args(argv)
-    report = doctor(asked.model, asked.port)
+    report = doctor(asked.model, asked.port, asked.ssd_cache_dir)
     print(report.text(verbose=asked.verbose))
     return 0 if report.ok else 1
 
@@ -271,6 +275,30 @@ def _is_host(port: int) -> bool:
     finally:
         connection.close()
     return isinstance(answer, dict) and "model_loaded" in answer
+
+
+def _cache(directory: Path) -> Group:
+    """The prefix cache on disk: what is in it, or why there can be none."""
+    from .kv.disk import DIRECTORY
+    from .kv.index import looked_at
+    from .summary import size
+
+    place = next(path for path in (directory, *directory.parents) if path.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        said, fix = f"{place} cannot be written", "name another directory, or change its mode"
+        return Group("disk cache", (Finding(False, "disk cache", said, fix),))
+    try:
+        found = looked_at(directory / DIRECTORY)
+    except (OSError, sqlite3.Error) as error:
+        fix = f"remove {directory / DIRECTORY}: it is made anew"
+        return Group("disk cache", (Finding(False, "disk cache", _said(error), fix),))
+    said = f"nothing in {directory} yet"
+    if found is not None:
+        said = (
+            f"{size(found.nbytes)}, {found.pieces:,} pieces of {found.conversations:,} "
+            f"conversations, {found.turns:,} turns, in {directory}"
+        )
+    return Group("disk cache", (Finding(True, "disk cache", said),))
 
 
 def _model(name: str) -> Group:

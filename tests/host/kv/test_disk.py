@@ -22,11 +22,13 @@ import mlx.core as mx
 from mlx_lm.utils import load_model
 
 from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.replay import Remembered
 from vllm_mlx_harmony.core.turn import Answer, Call, Reasoning
+from vllm_mlx_harmony.host import doctor
 from vllm_mlx_harmony.host.kv import disk as disks
-from vllm_mlx_harmony.host.kv import identity, index, prefix
-from vllm_mlx_harmony.host.kv.disk import DIRECTORY, PIECES, Counters, Disk, Offered, Root
+from vllm_mlx_harmony.host.kv import identity, index, opening, prefix
+from vllm_mlx_harmony.host.kv.disk import DIRECTORY, PIECES, Disk, Offered, Root
 from vllm_mlx_harmony.host.kv.files import Damaged, decoded
 from vllm_mlx_harmony.host.kv.layers import Segment, cut, exported, fits, imported, join
 from vllm_mlx_harmony.host.kv.prefix import Known
@@ -486,15 +488,35 @@ def test_a_disk_that_takes_nothing_says_so_once_and_is_tried_again(
     assert fetch(disk, model) == ALL
 
 
+def mounted(place: Path, options: str) -> None:
+    """A file system of its own in ``place``; where we may mount none, there is no such test."""
+    place.mkdir(exist_ok=True)
+    if os.geteuid() or os.system(f"mount -t tmpfs -o {options} none {place} 2>/dev/null"):
+        pytest.skip("no file system can be mounted here")
+
+
+def test_a_read_only_file_system_is_no_place(tmp_path: Path, segments: list[Segment]) -> None:
+    """At the start. One that turns so while the server runs: see above."""
+    mounted(tmp_path / "ssd", "size=16m")
+    try:
+        disk = Disk(tmp_path / "ssd", PLENTY)
+        write(disk, segments[:1])
+        disk.close(1.0)
+        assert not os.system(f"mount -o remount,ro {tmp_path / 'ssd'}")
+        with pytest.raises(disks.Failed):
+            Disk(tmp_path / "ssd", PLENTY)
+        assert opening.opened(str(tmp_path / "ssd"), 1.0) is None
+        assert "cannot be used" in next(opening.found(None))
+    finally:
+        os.system(f"umount -l {tmp_path / 'ssd'}")
+
+
 def test_a_really_full_disk(
     tmp_path: Path, model: Any, segments: list[Segment], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file system with room for one piece; where we may mount none, there is no such test."""
+    """A file system with room for one piece, and the log of the index."""
     small = tmp_path / "small"
-    small.mkdir()
-    size = 4 << 20
-    if os.geteuid() or os.system(f"mount -t tmpfs -o size={size} none {small} 2>/dev/null"):
-        pytest.skip("no file system can be mounted here")
+    mounted(small, "size=4m")
     try:
         disk = Disk(small, PLENTY)
         write(disk, segments[:1])
@@ -606,11 +628,12 @@ def test_files_that_nobody_knows_are_swept_when_they_are_old(
     for path in (old, foreign, files(disk)[0]):
         os.utime(path, (0, 0))
     again = open_disk()
+    write(again, segments)
     deadline = time.monotonic() + 5
     while old.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not old.exists() and new.exists() and foreign.exists()
-    assert len(files(again)) == 2
+    assert len(files(again)) == 4
 
 
 def test_two_processes_share_a_directory(
@@ -756,5 +779,29 @@ def test_a_damaged_turn_is_dropped(disk: Disk, at: int) -> None:
     assert turns.get(b"key") is None and disk.counters().damaged == 1
 
 
-def test_counters_before_anything() -> None:
-    assert Counters().last_error == ""
+# --- Shown
+
+
+def test_doctor_looks_and_changes_nothing(
+    disk: Disk, segments: list[Segment], tmp_path: Path
+) -> None:
+    write(disk, segments)
+    before = {path: path.stat().st_mtime_ns for path in disk.directory.rglob("*.safetensors")}
+    group = doctor._cache(disk.directory)
+    assert group.ok and "3 pieces of 1 conversations, 0 turns" in group.findings[0].detail
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    nothing = doctor._cache(tmp_path / "a" / "b")
+    assert nothing.ok and not (tmp_path / "a").exists()
+    (tmp_path / "file").write_text("")
+    assert not doctor._cache(tmp_path / "file").ok
+    other = tmp_path / "damaged" / DIRECTORY
+    other.mkdir(parents=True)
+    (other / index.NAME).write_bytes(b"not a database" * 100)
+    assert not doctor._cache(tmp_path / "damaged").ok
+
+
+@pytest.mark.parametrize("gigabytes", [0.0, -1.0, float("nan")])
+def test_a_size_that_is_none_is_refused(tmp_path: Path, gigabytes: float) -> None:
+    with pytest.raises(HostError, match="ssd-cache-max-gb"):
+        opening.opened(str(tmp_path / "new"), gigabytes)
+    assert not (tmp_path / "new").exists()

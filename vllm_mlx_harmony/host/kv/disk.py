@@ -341,8 +341,7 @@ class Disk:
             self._more.notify()
 
     def _write_on(self) -> None:
-        with suppress(*Failed):
-            self._sweep()
+        swept = False
         while True:
             with self._more:
                 while not (self._queue or any(self._used) or self._closing):
@@ -362,6 +361,10 @@ class Disk:
                 with self._more:
                     self._waiting -= 0 if job is None else _size(job)
                 job = None  # what it holds is memory of the engine's
+            if not swept:  # not at the start, which everybody waits for
+                swept = True
+                with suppress(*Failed):
+                    self._sweep()
 
     def _write_one(
         self,

@@ -21,8 +21,8 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -304,17 +304,36 @@ class Index:
 
     def found(self, model: bytes | None = None) -> Found:
         """What there is, of one model's pieces or of all."""
-        whose, values = ("", ()) if model is None else ("WHERE model = ?", (model,))
-        ((nbytes, pieces),) = self._read(
-            f"SELECT COALESCE(SUM(size), 0), COUNT(*) FROM pieces {whose}", *values
-        )
-        ((more, turns),) = self._read("SELECT COALESCE(SUM(size), 0), COUNT(*) FROM turns")
-        ((ends,),) = self._read(
-            f"SELECT COUNT(*) FROM pieces AS one {whose or 'WHERE 1'} AND NOT EXISTS "
-            "(SELECT 1 FROM pieces WHERE parent = one.key)",
-            *values,
-        )
-        return Found(nbytes + more, pieces, turns, ends)
+        return _found(self._read, model)
+
+
+def looked_at(directory: Path) -> Found | None:
+    """What a directory has, which is not changed; ``None`` for nothing.
+
+    Raises ``sqlite3.Error``, and ``Later``.
+    """
+    path = directory / NAME
+    if not path.exists():
+        return None
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as file:
+        (version,) = file.execute("PRAGMA user_version").fetchone()
+        if version > VERSION:
+            raise Later(f"a later version of vllm-mlx-harmony wrote {path}")
+        return _found(lambda query, *values: file.execute(query, values).fetchall(), None)
+
+
+def _found(read: Callable[..., list[tuple[Any, ...]]], model: bytes | None) -> Found:
+    whose, values = ("", ()) if model is None else ("WHERE model = ?", (model,))
+    ((nbytes, pieces),) = read(
+        f"SELECT COALESCE(SUM(size), 0), COUNT(*) FROM pieces {whose}", *values
+    )
+    ((more, turns),) = read("SELECT COALESCE(SUM(size), 0), COUNT(*) FROM turns")
+    ((ends,),) = read(
+        f"SELECT COUNT(*) FROM pieces AS one {whose or 'WHERE 1'} AND NOT EXISTS "
+        "(SELECT 1 FROM pieces WHERE parent = one.key)",
+        *values,
+    )
+    return Found(nbytes + more, pieces, turns, ends)
 
 
 def _evicted(file: sqlite3.Connection, budget: int) -> list[str]:

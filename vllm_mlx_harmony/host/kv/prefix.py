@@ -200,7 +200,7 @@ def _forget_all_of(key: int) -> None:
     memory().forget(lambda whose: isinstance(whose, tuple) and whose[0] == key)
 
 
-async def reach(model: Any, path: str | None, ids: Sequence[int], tenant: str) -> int:
+async def reach(model: Any, path: str, ids: Sequence[int], tenant: str) -> int:
     """How many ids of a prompt `resume` would find now. On any thread: no buffer is touched.
 
     About 1.4 ms for 130,000 ids in 400 pieces, in memory.
@@ -215,7 +215,11 @@ async def reach(model: Any, path: str | None, ids: Sequence[int], tenant: str) -
 
 
 def _reach(disk: Disk, model: Any, path: str, sequence: bytes, tenant: str) -> int:
-    return disk.reach(_roots(model, path, tenant), sequence)
+    try:
+        return disk.reach(_roots(model, path, tenant), sequence)
+    except Exception:
+        logger.exception("a prefix could not be looked for on the disk")
+        return 0
 
 
 async def fetch(model: Any, path: str, ids: Sequence[int], tenant: str) -> tuple[Fetched, ...]:
