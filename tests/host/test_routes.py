@@ -7,6 +7,7 @@ import gc
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -521,11 +522,72 @@ def test_whatever_way_a_turn_ends(
         else:
             with pytest.raises(error):
                 await read(turn)
+        for _ in range(20):  # of one that is silent the engine is stopped when the client knows
+            await asyncio.sleep(0)
         assert turn.lease.released == 1  # type: ignore[attr-defined]
         assert turn.tracker.results[0] == result  # type: ignore[attr-defined]
         assert turn.tracker.tokens == tokens  # type: ignore[attr-defined]
         monkeypatch.setattr(answers, "generate", two)
         assert len(await everything(job(engine))) == 2  # and the next one has its turn
+
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+@pytest.mark.parametrize("how", ["cancelled", "the server ends", "silence"])
+def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But the next one does, and so does whoever wants to unload the model."""
+
+    async def test() -> None:
+        computed = asyncio.Event()
+
+        async def stubborn(*_: Any) -> AsyncIterator[Step]:
+            try:
+                yield Step((7,))
+                await asyncio.sleep(60)
+            finally:
+                await computed.wait()
+
+        monkeypatch.setattr(answers, "generate", stubborn)
+        engine = Engine()
+        turn = replace(job(engine, total=0.1 if how == "silence" else 5.0), key="a")
+        reading = asyncio.ensure_future(everything(turn))
+        await asyncio.sleep(0.02)
+        if how == "cancelled":
+            assert answers.cancel("a", turn.lease.tenant)
+        elif how == "the server ends":
+            answers.end_all(HostError("the server is shutting down", code="shutting_down"))
+        with pytest.raises((HostError, OutputError)):
+            await asyncio.wait_for(reading, 2)
+        assert not answers.running()
+        monkeypatch.setattr(answers, "generate", two)
+        following = asyncio.ensure_future(everything(job(engine)))
+        await asyncio.sleep(0.02)
+        assert not turn.lease.released  # type: ignore[attr-defined]
+        assert not following.done()
+        computed.set()
+        assert len(await following) == 2
+        assert turn.lease.released == 1  # type: ignore[attr-defined]
+
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+def test_who_waits_for_a_turn_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(answers, "generate", silent)
+        engine = Engine()
+        first = run(job(engine))
+        await anext(first)
+        turn = replace(job(engine), key="a")
+        waiting = asyncio.ensure_future(everything(turn))
+        await asyncio.sleep(0.02)
+        assert answers.cancel("a", turn.lease.tenant)
+        with pytest.raises(OutputError):
+            await asyncio.wait_for(waiting, 2)
+        await first.aclose()
+        monkeypatch.setattr(answers, "generate", two)
+        assert len(await everything(job(engine))) == 2
 
     asyncio.run(asyncio.wait_for(test(), 10))
 

@@ -7,6 +7,7 @@ Refuses to know APIs and sockets.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -20,8 +21,6 @@ from vllm_mlx_harmony.host import enforcement
 from vllm_mlx_harmony.host.constraint import Constraining
 from vllm_mlx_harmony.host.engine import (
     Finish,
-    Step,
-    Steps,
     generate,
     one_at_a_time,
     reusable_tokens,
@@ -30,6 +29,8 @@ from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.remembering import remember
 from vllm_mlx_harmony.host.sampling import Settings
 from vllm_mlx_harmony.host.waiting import line_before, refuse_all
+
+logger = logging.getLogger(__name__)
 
 Deltas: TypeAlias = AsyncGenerator[list[Delta], None]
 
@@ -112,31 +113,62 @@ async def run(job: Job) -> Deltas:
     """The deltas of a turn, in the groups they come in.
 
     The first group says that the turn has started, as soon as it is this request's turn, before
-    anything is generated. The lease is released
-    when the iterator ends or is closed, whatever the reason.
+    anything is generated. When the iterator is closed, the engine is free and the lease is
+    released. When it raises while the engine computes, they are so later: an engine can be stopped
+    between two steps only, and the client does not wait for that.
     Raises ``HostError`` (line full, time run out, the server ends) and ``OutputError`` (the engine
     failed, or somebody has cancelled it).
     """
     named = (job.key, job.lease.tenant)
-    cancelled = _running[named] = asyncio.get_running_loop().create_future()
+    ended = _running[named] = asyncio.get_running_loop().create_future()
+    groups = _generated(job)
+    coming: asyncio.Future[list[Delta] | None] | None = None
+    seconds: float | None = None  # the queue has a limit of its own
     result = "client_closed"  # unless it ends in another way than being given up
+    computing = False
     try:
         if _refused is not None:
             raise _refused
-        async with _turn(job.lease.engine, job.budget):
-            yield job.context.start(await _cached(job))
-            async with aclosing(_generated(job, cancelled)) as groups:
-                async for group in groups:
-                    yield group
+        while True:
+            # A task of its own: the host's iterator swallows a cancellation that hits it.
+            coming = asyncio.ensure_future(_first(groups))
+            group = await _next(coming, seconds, ended)
+            if group is None:
+                break
+            yield group
+            seconds = job.budget.total
         result = "success"
     except Exception as error:
         status = getattr(error, "status", 0)
         result = {TIMED_OUT: "timeout", CANCELLED: "client_closed"}.get(status, "error")
+        computing = coming is not None and not coming.done()
         raise
     finally:
-        if _running.get(named) is cancelled:
+        if _running.get(named) is ended:
             del _running[named]
         job.tracker.finish(result=result)
+        stopping = asyncio.ensure_future(_stop(job, groups, coming))
+        _stopping.add(stopping)
+        stopping.add_done_callback(_stopping.discard)
+        if not computing:
+            await _end_of(stopping)
+
+
+_stopping: set[asyncio.Future[None]] = set()
+"""What stops engines whose answers have ended; held here, or it could be collected."""
+
+
+async def _stop(
+    job: Job, groups: Deltas, coming: asyncio.Future[list[Delta] | None] | None
+) -> None:
+    """Sees ``groups``, of which ``coming`` is the next one, ended and the engine given back."""
+    try:
+        if coming is not None:
+            await stopped(coming)
+        await groups.aclose()
+    except Exception:
+        logger.exception("an engine could not be stopped")
+    finally:
         enforcement.account(job.held, job.key)
         await job.lease.release()
 
@@ -163,22 +195,26 @@ async def _turn(engine: Any, budget: Budget) -> AsyncIterator[None]:
         yield
 
 
-async def _generated(job: Job, ended: asyncio.Future[HarmonyFailure]) -> Deltas:
+async def _generated(job: Job) -> Deltas:
+    """What ``run`` gives, with the engine's place and the engine held until it is closed."""
     context, prompt = job.context, job.context.render_for_completion()
     finish: Finish | None = None
     cached_tokens = 0
-    generated = generate(job.lease.engine, prompt, job.settings, job.lease.tenant, job.held)
-    async with aclosing(generated) as steps:
-        while finish is None and not context.done:
-            step = await _next(steps, job.budget.total, ended)
-            finish, cached_tokens = step.finish, max(cached_tokens, step.cached_tokens)
-            job.tracker.observe_ttft()
-            enforcement.check(job.held)
-            yield context.append_output(step.ids)
-    last = context.finish(finish or "stop", cached_tokens)
-    remember(job.turns, context, job.echoed)
-    _account(job.tracker, last)
-    yield last
+    async with _turn(job.lease.engine, job.budget):
+        yield context.start(await _cached(job))
+        generated = generate(job.lease.engine, prompt, job.settings, job.lease.tenant, job.held)
+        async with aclosing(generated) as steps:
+            async for step in steps:
+                finish, cached_tokens = step.finish, max(cached_tokens, step.cached_tokens)
+                job.tracker.observe_ttft()
+                enforcement.check(job.held)
+                yield context.append_output(step.ids)
+                if finish is not None or context.done:
+                    break
+        last = context.finish(finish or "stop", cached_tokens)
+        remember(job.turns, context, job.echoed)
+        _account(job.tracker, last)
+        yield last
 
 
 def _account(tracker: Tracker, last: list[Delta]) -> None:
@@ -191,24 +227,28 @@ def _account(tracker: Tracker, last: list[Delta]) -> None:
             )
 
 
-async def _next(steps: Steps, seconds: float, ended: asyncio.Future[HarmonyFailure]) -> Step:
-    """The next step, which may take ``seconds``: the limit is on silence, as in the host.
+async def _first(groups: Deltas) -> list[Delta] | None:
+    """The next group; ``None`` where there is none, since a task cannot raise the end."""
+    async for group in groups:
+        return group
+    return None
+
+
+async def _next(
+    coming: asyncio.Future[list[Delta] | None],
+    seconds: float | None,
+    ended: asyncio.Future[HarmonyFailure],
+) -> list[Delta] | None:
+    """What is ``coming``, which may take ``seconds``: the limit is on silence, as in the host.
 
     Raises ``HostError`` 504 after that, what ``ended`` says when it is done before, and whatever
-    the steps raise.
+    ``coming`` raises.
     """
-    # A task of its own: the host's iterator swallows a cancellation that hits it.
-    coming = asyncio.ensure_future(anext(steps))
     ends: set[asyncio.Future[Any]] = {coming, ended}
-    try:
-        first = asyncio.FIRST_COMPLETED
-        done, _ = await asyncio.wait(ends, timeout=seconds, return_when=first)
-    finally:
-        if not coming.done():
-            await stopped(coming)
+    await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     if ended.done():
         raise ended.result()
-    if not done:
+    if not coming.done():
         raise HostError(
             f"nothing was generated for {seconds:.0f} seconds", status=TIMED_OUT, code="timeout"
         )
@@ -221,6 +261,11 @@ async def stopped(task: asyncio.Future[Any]) -> None:
     A generator that its task still runs could not be closed.
     """
     task.cancel()
+    await _end_of(task)
+
+
+async def _end_of(task: asyncio.Future[Any]) -> None:
+    """Sees the task end, in whatever way; a cancellation of ours waits for that."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
