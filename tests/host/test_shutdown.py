@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import uvicorn
 from vllm_mlx import server
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
-from vllm_mlx_harmony.host import answers, contract, shutdown
+from vllm_mlx_harmony.host import answers, contract, shutdown, streams
 from vllm_mlx_harmony.host.waiting import WaitingLine, line_before
 
 
@@ -89,6 +90,40 @@ def test_an_answer_that_does_not_end_is_ended_before_uvicorn_hangs_up() -> None:
     end(seen, config(), answering)
     assert [(failure.status, failure.code) for failure in failures] == [(503, "shutting_down")]
     assert seen[0][0] == {}
+
+
+def test_the_limit_counts_from_the_signal() -> None:
+    """uvicorn looks whether it was told to end ten times a second, or later on a busy machine."""
+    failures: list[HarmonyFailure] = []
+    stopping = config()
+    stopping.should_exit = False
+    shutdown.at_once(lambda *_: None)(stopping, signal.SIGTERM, None)
+
+    async def answering() -> None:
+        future = asyncio.get_running_loop().create_future()
+        answers._running["a", "t"] = future
+        time.sleep(0.3)
+        began = time.monotonic()
+        failures.append(await future)
+        assert time.monotonic() - began < 0.15
+        del answers._running["a", "t"]
+
+    end([], stopping, answering)
+    assert len(failures) == 1
+
+
+def test_an_answer_is_read_to_its_end_before_uvicorn_hangs_up() -> None:
+    """Generated it is already, in words or whole; but not yet on its way to the client."""
+    seen: list[Any] = []
+    read: list[bool] = []
+
+    async def reading() -> None:
+        with streams.unread_until_left():
+            await asyncio.sleep(0.4)  # longer than the limit
+            read.append(not seen)
+
+    end(seen, config(), reading)
+    assert read == [True]
 
 
 def test_who_waits_is_refused_at_once() -> None:

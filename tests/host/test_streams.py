@@ -12,6 +12,10 @@ import pytest
 
 pytest.importorskip("vllm_mlx")
 
+from event_checker import check
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import (
     Closed,
     Delta,
@@ -124,6 +128,44 @@ def test_who_reads_late_misses_nothing_that_fits(api: str) -> None:
         data = [event.data async for event in events]
         assert sum(f'"{WORD}"' in each for each in data) >= 50
         assert not any('"error":{' in each for each in data)
+
+    run(test)
+
+
+WORDS = " word é 😀" * 60
+
+
+@pytest.mark.parametrize("interval", [1, 2, 7, 64])
+def test_a_slow_reader_misses_nothing_however_many_ids_come_at_a_time(interval: int) -> None:
+    """Characters that are cut in two by the groups are whole for the reader."""
+
+    async def test() -> None:
+        read, body = APIS["responses"]
+        asked = read(body)
+        context = StreamingHarmonyContext(asked.turn, STAMP)
+        said = f"<|channel|>final<|message|>{WORDS}<|return|>"
+        ids = vocab.encoding().encode(said, allowed_special="all")
+
+        async def deltas() -> AsyncGenerator[list[Delta], None]:
+            for at in range(0, len(ids), interval):
+                yield context.append_output(tuple(ids[at : at + interval]))
+                await asyncio.sleep(0)
+            yield context.finish("stop", 0)
+
+        buffer = EventBuffer(written(context.start(None), deltas(), asked.emitter(STAMP)))
+        events = []
+        async for event in buffer:
+            events.append(event)
+            await asyncio.sleep(0.001)
+        (item,) = check(events)["output"]
+        assert item["content"][0]["text"] == WORDS
+        deltas_read = [
+            json.loads(event.data)["delta"]
+            for event in events
+            if event.name == "response.output_text.delta"
+        ]
+        assert "".join(deltas_read) == WORDS
+        assert len(deltas_read) > 1
 
     run(test)
 

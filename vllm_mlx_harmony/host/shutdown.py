@@ -5,9 +5,11 @@ listening, hangs up on every WebSocket, and waits without a limit for HTTP respo
 of the application ends after that, too late to end an answer in words. So all this comes before:
 
 1. New requests get 503 (``Refusing``), and so do those that wait for an engine.
-2. Answers that are being generated go on for ``limit`` seconds at most, and then end with an error
-   in their API's shape, over a WebSocket, too.
-3. uvicorn's own shutdown, with what is left of the limit for everything else the host answers.
+2. Answers that are being generated go on until shortly before the limit, counted from the signal,
+   and then end with an error in their API's shape, over a WebSocket, too. None of them waits for
+   its engine to stop (``answers.run``).
+3. When they have been written, uvicorn's own shutdown, with what is left of the limit for
+   everything else the host answers.
 4. A step of an engine that computes a long prompt cannot be interrupted, and Python waits for the
    thread it runs in: ``GRACE`` seconds after the limit the process ends all the same.
 
@@ -43,12 +45,15 @@ LONGEST = 30.0
 """Seconds that answers may take to their ends, at most; less if the host's ``--timeout`` is."""
 
 LAST_WORDS = 0.8
-"""Seconds that the errors at the end may take to be written."""
+"""Seconds before the limit in which the errors at the end are written; a quarter of a short one."""
 
-GRACE = 0.9
+GRACE = 0.7
 """Seconds after the limit until the process ends, whatever still runs."""
 
 TICK = 0.05
+
+_SIGNALLED = "_vllm_mlx_harmony_signalled"
+"""Attribute of a uvicorn server: when it was told to end, on the monotonic clock."""
 
 Shutdown = Callable[..., Awaitable[None]]
 
@@ -65,17 +70,18 @@ def gracefully(original: Shutdown) -> Shutdown:
 
     @functools.wraps(original)
     async def shutdown(self: Any, sockets: Any = None) -> None:
-        until = time.monotonic() + limit()
+        now = time.monotonic()
+        until = getattr(self, _SIGNALLED, now) + limit()
         if getattr(self, "_captured_signals", ()):  # of the process, not of a server within one
-            _end_after(limit() + GRACE)
+            _end_after(until + GRACE - now)
         answers.refuse(_failure())
         try:
-            await _answered(until)
+            await _answered(until - min(LAST_WORDS, limit() / 4))
             if answers.running():
                 logger.warning("shutting down: answers that have not ended are ended")
                 answers.end_all(_failure())
-            await _answered(time.monotonic() + LAST_WORDS)
-            left = max(until - time.monotonic(), LAST_WORDS)
+            await _answered(until + GRACE / 2)
+            left = max(until - time.monotonic(), GRACE / 4)
             given = self.config.timeout_graceful_shutdown
             self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
             await original(self, sockets)
@@ -117,6 +123,7 @@ def at_once(original: Callable[..., None]) -> Callable[..., None]:
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
+        setattr(self, _SIGNALLED, time.monotonic())
         original(self, sig, frame)
 
     return handle_exit

@@ -14,10 +14,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -178,12 +179,23 @@ def _too_slow() -> HostError:
     )
 
 
-_unread: set[EventBuffer] = set()
+_unread: set[object] = set()
 
 
 def unread() -> bool:
     """Whether there are answers that have not been read to their ends."""
     return bool(_unread)
+
+
+@contextmanager
+def unread_until_left() -> Iterator[None]:
+    """An answer is on its way from here on, whether or not any of it has been generated."""
+    answer = object()
+    _unread.add(answer)
+    try:
+        yield
+    finally:
+        _unread.discard(answer)
 
 
 class EventStream(StreamingResponse):
@@ -203,7 +215,7 @@ class EventStream(StreamingResponse):
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = within(client_seconds(), send, self._give_up)
+        sending = within(client_seconds(), send, partial(hang_up, self._request))
         try:
             await super().__call__(scope, receive, sending)
         finally:
@@ -216,14 +228,6 @@ class EventStream(StreamingResponse):
         with suppress(RuntimeError):  # it is running: then it has been cancelled just now
             await self.body_iterator.aclose()  # type: ignore[attr-defined]
         await self._frames.aclose()
-
-    def _give_up(self) -> None:
-        """Hangs up: closing would first wait for what was written to be read."""
-        from vllm_mlx import server
-
-        cycle = server._find_uvicorn_cycle(self._request.receive)
-        if cycle is not None:
-            cycle.transport.abort()
 
 
 _closing: set[asyncio.Future[None]] = set()
@@ -249,6 +253,15 @@ class _Frames:
 def client_seconds() -> float:
     """For how long a client may take nothing of what it is sent."""
     return number(SECONDS_VARIABLE, DEFAULT_SECONDS)
+
+
+def hang_up(connection: HTTPConnection) -> None:
+    """Ends the connection now: closing would first wait for what was written to be read."""
+    from vllm_mlx import server
+
+    protocol = server._find_uvicorn_cycle(connection)  # a WebSocket's looks like a request's
+    if protocol is not None:
+        protocol.transport.abort()
 
 
 def within(

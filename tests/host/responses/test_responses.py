@@ -36,10 +36,10 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Answer, Defaults, Instructions, Stamp, ToolChoice, User
-from vllm_mlx_harmony.host import contract
+from vllm_mlx_harmony.host import contract, streams
 from vllm_mlx_harmony.host.body import Document
 from vllm_mlx_harmony.host.leases import tenant_of
-from vllm_mlx_harmony.host.responses import background, routes
+from vllm_mlx_harmony.host.responses import background, routes, websocket
 from vllm_mlx_harmony.host.responses.background import Background, Running
 from vllm_mlx_harmony.host.responses.compact import COMPACT
 from vllm_mlx_harmony.host.responses.keeping import (
@@ -810,6 +810,37 @@ def test_a_flood_ends_the_connection() -> None:
         socket: Any = Socket(*["{}"] * (MOST_WAITING + 2))
         await Conversation(socket).last()
         assert socket.code == 1013
+
+    asynchronous(test)
+
+
+def test_who_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not closed, which would wait until what was written has been read."""
+    monkeypatch.setattr(websocket, "client_seconds", lambda: 0.05)
+    aborted: list[bool] = []
+
+    class Protocol:
+        """uvicorn's, as far as the host finds it."""
+
+        disconnected = False
+        transport = SimpleNamespace(abort=lambda: aborted.append(True))
+
+        async def receive(self) -> None:
+            """Where it is found."""
+
+    class Full(Socket):
+        """Its buffers are full."""
+
+        _receive = Protocol().receive
+
+        async def send_text(self, text: str) -> None:
+            await asyncio.sleep(60)
+
+    async def test() -> None:
+        socket: Any = Full("{}")
+        await asyncio.wait_for(Conversation(socket).last(), 5)
+        assert aborted == [True]
+        assert not streams.unread()
 
     asynchronous(test)
 

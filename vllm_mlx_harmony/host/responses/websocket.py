@@ -40,7 +40,13 @@ from vllm_mlx_harmony.host.responses.keeping import (
 from vllm_mlx_harmony.host.responses.store import Kept
 from vllm_mlx_harmony.host.seams import Undo, locate
 from vllm_mlx_harmony.host.serving import Api, Begun, answered, begin
-from vllm_mlx_harmony.host.streams import EventBuffer, client_seconds, within
+from vllm_mlx_harmony.host.streams import (
+    EventBuffer,
+    client_seconds,
+    hang_up,
+    unread_until_left,
+    within,
+)
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
 
@@ -86,7 +92,12 @@ class Conversation:
         """Answers until the connection ends; an answer that nobody waits for ends with it."""
         answering = asyncio.ensure_future(self._answer_all())
         listening = asyncio.ensure_future(self._listen())
-        self._say = within(client_seconds(), self._write, answering.cancel)
+
+        def give_up() -> None:
+            hang_up(self._socket)
+            answering.cancel()
+
+        self._say = within(client_seconds(), self._write, give_up)
         try:
             await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -122,7 +133,8 @@ class Conversation:
                     coming.cancel()
                 if not done:
                     break
-                await self._answer(coming.result())
+                with unread_until_left():  # or it would be cut: nobody else waits for it
+                    await self._answer(coming.result())
             await self._refuse(_OVER)
             await self._socket.close()
 
