@@ -26,10 +26,11 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, as each API spells it: what the user says, tools, and fields of its own."""
+    """A request, as each API spells it: what the user says, tools, the answer's schema, fields."""
 
     text: str = "Hi."
     tools: tuple[tuple[str, str, Body], ...] = ()
+    schema: Body | None = None
     fields: tuple[tuple[str, Any], ...] = ()
     repeated: int = 1
     """Times that the user says it, each time in a message."""
@@ -42,6 +43,8 @@ class Asked:
         body: Body = {"model": model, key: messages, limit: 1, **dict(self.fields)}
         if self.tools:
             body["tools"] = [_tool(api, *tool) for tool in self.tools]
+        if self.schema is not None:
+            body |= _format(api, self.schema)
         return body
 
 
@@ -50,6 +53,15 @@ def _tool(api: str, name: str, description: str, parameters: Body) -> Body:
         return {"name": name, "description": description, "input_schema": parameters}
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", **(function if api == "responses" else {"function": function})}
+
+
+def _format(api: str, schema: Body) -> Body:
+    named = {"type": "json_schema", "name": "n", "schema": schema}
+    if api == "responses":
+        return {"text": {"format": named}}
+    if api == "messages":
+        return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
 def described(description: str, parameters: Body | None = None) -> Asked:
@@ -88,6 +100,12 @@ ROWS: dict[str, Callable[[], Asked]] = {
     "a value": lambda: described("", _properties(p={"enum": ["a" * 150_000]})),
     "a tool's name": lambda: Asked(tools=(("กิ" * 40_000, "", {"type": "object"}),)),
     "an identity": lambda: Asked(fields=((_TEMPLATE, {"model_identity": "a" * 150_000}),)),
+    "what nobody reads of a tool": lambda: described("", {"type": "object", "x": "a" * (30 * MIB)}),
+    "the schema of an answer": lambda: Asked(schema={"type": "object", "x": "a" * (20 * MIB)}),
+    # What an answer or an error repeats.
+    "a user": lambda: Asked(fields=(("user", "a" * (30 * MIB)),)),
+    "a model": lambda: Asked(fields=(("model", "a" * (30 * MIB)),)),
+    "an effort": lambda: Asked(fields=((_TEMPLATE, {"reasoning_effort": "a" * (30 * MIB)}),)),
     # What little stands for.
     "references to a description": lambda: described(
         "",
@@ -101,18 +119,30 @@ ROWS: dict[str, Callable[[], Asked]] = {
     "names that are alike": lambda: Asked(
         tools=tuple((f"a{'!' * at}b", "", {"type": "object"}) for at in range(1, 2_001))
     ),
-    "messages": lambda: Asked("Hi.", repeated=20_000),
+    "messages": lambda: Asked("Hi.", repeated=16_000),
     "values that nobody reads": lambda: Asked(fields=(("junk", [[]] * (8 * MIB)),)),
     "keys that nobody reads": lambda: Asked(
-        fields=(("junk", {str(at): at for at in range(90_000)}),)
+        fields=(("junk", {str(at): at for at in range(45_000)}),)
     ),
     "a long text that nobody reads": lambda: Asked(fields=(("junk", "a" * (30 * MIB)),)),
+    "half a pair in a long text": lambda: Asked(fields=(("junk", "\ud800" + "a" * (30 * MIB)),)),
     "escapes": lambda: Asked(fields=(("junk", '"\n' * (5 * MIB)),)),
     "more than a body may be": lambda: Asked(fields=(("junk", "a" * (40 * MIB)),)),
 }
 """Name -> how to make it: some are too large to be kept."""
 
+WORST = (
+    "a run of marks",
+    "what nobody reads of a tool",
+    "an effort",
+    "a tree of references",
+    "messages",
+)
+"""One of each family: that which was felt longest before it was bounded."""
+
 
 def encoded(row: str, api: str, model: str = MODEL) -> bytes:
     """The body of the request."""
-    return json.dumps(ROWS[row]().body(api, model), ensure_ascii=False).encode()
+    return json.dumps(ROWS[row]().body(api, model), ensure_ascii=False).encode(
+        "utf-8", "surrogatepass"
+    )

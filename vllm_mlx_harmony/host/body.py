@@ -42,18 +42,19 @@ DEFAULT = 32 * 2**20
 LARGE = 32_768
 """Bytes (characters, for a conversation) from which on a request is noticed by others."""
 
-MOST_VALUES = 100_000
-"""JSON values in a body. Each that means anything is a token at least, or one of a few fields; a
-parser takes 20 to 30 ms for as many."""
+MOST_VALUES = 50_000
+"""JSON values in a body. Each that means anything is a token at least, or one of a few fields. A
+parser takes 10 to 15 ms for as many, and a collection of garbage that looks at what they have
+become, some 15."""
 
-BARE_EACH = 40
+BARE_EACH = 80
 """Bytes outside strings for each value that there may be: a parser takes 6 ms for a megabyte of
 digits."""
 
-ESCAPES_EACH = 20
+ESCAPES_EACH = 40
 """Backslashes for each value that there may be: a parser takes up to 16 ms for a million."""
 
-WIDE_EACH = 120
+WIDE_EACH = 240
 """Bytes beyond ASCII for each value that there may be: a parser takes 2 ms for a megabyte."""
 
 MOST_MENDED = 8 * 2**20

@@ -26,7 +26,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.host.answers import Deltas, refused, run, stopped
-from vllm_mlx_harmony.host.body import Document, parsed
+from vllm_mlx_harmony.host.body import Document, in_thread, parsed
 from vllm_mlx_harmony.host.leases import Budget, Lease
 from vllm_mlx_harmony.host.mount import APP
 from vllm_mlx_harmony.host.refusals import admit, failure_of, refuse
@@ -185,11 +185,11 @@ class Conversation:
             async for event in events:
                 if event is not DONE:
                     await self._say(event.data)
-        self._remember(begun)
+        await self._remember(begun)
         return Response()
 
-    def _remember(self, begun: Begun) -> None:
-        kept = begun.emitter.kept()
+    async def _remember(self, begun: Begun) -> None:
+        kept = await in_thread(begun.emitter.kept)  # an item for each of thousands of messages
         if begun.emitter.forgotten or kept.document["status"] == "failed":
             self._local.pop(begun.asked.previous_response_id or "", None)
         else:
