@@ -56,6 +56,27 @@ class Person(BaseModel):
     nickname: str | None
 
 
+class Home(BaseModel):
+    """A kind of abode."""
+
+    kind: Literal["home"]
+    rooms: int
+
+
+class Road(BaseModel):
+    """Another one."""
+
+    kind: Literal["road"]
+    towards: str
+
+
+class Sheet(BaseModel):
+    """What pydantic writes with ``propertyNames``, and with references in a ``oneOf``."""
+
+    scores: dict[Literal["wit", "luck"], int]
+    abode: Home | Road = Field(discriminator="kind")
+
+
 class Note(BaseModel):
     """Any JSON object: for modes that promise no more than that."""
 
@@ -107,6 +128,16 @@ def test_openai_chat_parse(client: openai.OpenAI, question: str) -> None:
     )
     assert isinstance(answer.choices[0].message.parsed, Person)
     assert answer.choices[0].finish_reason == "stop"
+
+
+def test_openai_chat_of_a_record_and_a_union(client: openai.OpenAI, question: str) -> None:
+    schema = {"name": "sheet", "schema": Sheet.model_json_schema(), "strict": True}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=user(question),
+        response_format={"type": "json_schema", "json_schema": schema},
+    )
+    Sheet.model_validate_json(answer.choices[0].message.content or "")
 
 
 def test_openai_chat_stream(client: openai.OpenAI, question: str) -> None:
@@ -282,12 +313,15 @@ def test_instructor_anthropic(claude: anthropic.Anthropic, question: str) -> Non
 # --- pydantic-ai ---
 
 
+@pytest.mark.parametrize("wanted", [Person, Sheet])
 @pytest.mark.parametrize("output", [ToolOutput, NativeOutput])
 @pytest.mark.parametrize("api", [OpenAIChatModel, OpenAIResponsesModel])
-def test_pydantic_ai(server: Server, question: str, api: Any, output: Any) -> None:
+def test_pydantic_ai(
+    server: Server, question: str, api: Any, output: Any, wanted: type[BaseModel]
+) -> None:
     provider = OpenAIProvider(base_url=server.v1, api_key=KEY)
-    agent = Agent(api(MODEL, provider=provider), output_type=output(Person), retries=0)
-    assert isinstance(agent.run_sync(question).output, Person)
+    agent = Agent(api(MODEL, provider=provider), output_type=output(wanted), retries=0)
+    assert isinstance(agent.run_sync(question).output, wanted)
 
 
 # --- Agents SDK ---

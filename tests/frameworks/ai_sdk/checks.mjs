@@ -25,6 +25,7 @@ const person = z.object({
   tags: z.array(z.string()),
   home: place,
   nickname: z.string().nullable(),
+  scores: z.partialRecord(z.enum(["wit", "luck"]), z.number()),
 });
 const tools = {
   move: tool({ description: "Moves somebody.", inputSchema: z.object({ who: z.string(), where: place }) }),

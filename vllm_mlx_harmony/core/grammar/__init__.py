@@ -44,8 +44,7 @@ earlier calls stand in the history that way, and so it goes on.
 tools the language is small, but it is not everything: a call to a tool that was never declared can
 be written nowhere in it, and the turn always ends in an answer. That is the cheapest grammar there
 is, most of it one free text: 5 µs of a processor for an id, 0.05 % of a step of 10 ms
-(``ci/bench_grammar.py``). A state machine of our own would have to read every id as well, and that
-is most of it.
+(``ci/bench_grammar.py``). A state machine of our own would have to read every id as well.
 
 **Ids that are forced** are drawn one by one all the same. As headers come in many forms and white
 space is free, there are few of them: 9 of the 88 ids of a short thought and a call, in runs of one
