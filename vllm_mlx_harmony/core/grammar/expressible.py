@@ -66,18 +66,16 @@ def _expressed(value: Mapping[str, Any], of_object: bool) -> Expressed:
     reading = _Reading(value)
     copied = reading.root(of_object)
     dropped = list(reading.dropped)
-    if not dropped or reading.dropped.keys() <= _EVALUATING_NOTHING:
-        first, second = property_names.KEYWORDS
-        attempts: tuple[tuple[str, ...], ...] = ((), (first,), (second,), (first, second))
-    else:
-        # A keyword that is gone may have evaluated properties: they are not to be refused.
-        attempts = (("unevaluatedProperties",), property_names.KEYWORDS)
+    names, unevaluated = property_names.KEYWORDS
+    said = [one for one in (names, unevaluated) if property_names.without(copied, [one]) != copied]
+    # A keyword that is gone may have evaluated properties: they are not to be refused.
+    lost = [] if reading.dropped.keys() <= _EVALUATING_NOTHING else [unevaluated]
+    attempts = [[*lost, *more] for more in ([], [names], [unevaluated], [names, unevaluated])]
     tried = []
-    for given_up in attempts:
+    for given_up in dict.fromkeys(tuple(one for one in said if one in each) for each in attempts):
         kept = property_names.without(copied, given_up)
         rewritten, inexact = property_names.rewritten(kept, lambda schema: bool(_refusal(schema)))
-        gone = [one for one in given_up if property_names.without(copied, [one]) != copied]
-        tried.append((rewritten, [*inexact, *gone]))
+        tried.append((rewritten, [*inexact, *given_up]))
         if not _refusal(rewritten):
             break
     else:
