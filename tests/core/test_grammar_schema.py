@@ -130,6 +130,9 @@ ROWS = [
     Row("optional properties", {"type": "object", "properties": {"a": {"type": "integer"}, "b":
         {"type": "string"}}, "additionalProperties": False},
         ("{}", '{"b":"x"}', '{"a":1,"b":"x"}'), ('{"c":1}', '{"a":"x"}')),
+    Row("very many optional properties", {"type": "object", "properties": {f"p{n}": {"type":
+        "null"} for n in range(1000)}, "additionalProperties": False},
+        ('{"p0":null}', '{"p7":null,"p999":null}', "{}"), ('{"q":null}', '{"p0":1}')),
     Row("patterns of names", {"type": "object", "patternProperties": {"^x-": {"type": "integer"}},
         "additionalProperties": False}, ('{"x-a":1}',), ('{"x-a":"1"}', '{"y":1}')),
     Row("a pointer into properties", {**of(a=of(b={"type": "integer"})), "properties": {"a":

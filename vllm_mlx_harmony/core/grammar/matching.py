@@ -92,9 +92,11 @@ def compiled(grammar: Grammar, tenant: str = "") -> Compiled:
 
 
 def _fresh(grammar: Grammar) -> LLMatcher:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(_prepared(), grammar.text, log_level=0)
+    # An object with n optional properties takes 4n items. What was said stays out of the log.
+    limits = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)
+    matcher = LLMatcher(_prepared(), grammar.text, log_level=0, limits=limits)
     if matcher.is_error():
         problem = matcher.get_error().partition("\n")[0]
         raise RequestError(f"tools and formats cannot be enforced: {problem}", param="tools")
