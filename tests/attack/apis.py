@@ -22,7 +22,7 @@ WEBSOCKET = "websocket"
 WAYS = (*PATHS, WEBSOCKET)
 
 WORDS = " word" * 12
-LONG_WORDS = 4_000
+LONG_WORDS = 2_000
 CALLING = "<|channel|>commentary to=functions.step <|constrain|>json<|message|>"
 
 SCRIPTS = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import inspected
 import server as served
 
-ROOM, SECONDS = 64 * 1024, 3
+ROOM, SECONDS = 32 * 1024, 3
 """Of the buffer before a reader, and of its silence: small, so that few stalled readers do."""
 
 CACHE_MIB = 64

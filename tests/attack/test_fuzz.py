@@ -179,7 +179,7 @@ def wrong_shape(sent: Sent, answer: Answer) -> str:
 def healthy(target: Target) -> str:
     """The id of a stored answer to a proper request. Raises ``AssertionError``."""
     body = {"model": target.model, "input": [{"role": "user", "content": "Twelve words."}]}
-    with target.server.client() as client:
+    with target.server.client(timeout=300) as client:
         response = client.post("/v1/responses", json=body)
         assert response.status_code == 200, response.text
         document = response.json()

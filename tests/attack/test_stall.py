@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import figures
 import pytest
-from apis import ANSWER, WAYS, asking
+from apis import ANSWER, LONG_WORDS, WAYS, asking
 from clients import ask, stalled
 from size import size
 from target import ROOM, SECONDS
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.served
 
-STALLED = size(40, 8)
-PATIENCE = 120.0
+STALLED = size(40, 4)
+PATIENCE = 300.0
 
 
 def test_others_are_answered(target: Target) -> None:
     url, model = target.server.base_url, target.model
     before = target.inspection.quiet()
     connections = [
-        stalled(url, way, asking(way, model, "At length.", 4_000))
+        stalled(url, way, asking(way, model, "At length.", LONG_WORDS))
         for way in (WAYS[number % len(WAYS)] for number in range(STALLED))
     ]
     began = time.monotonic()
