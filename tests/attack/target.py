@@ -10,8 +10,8 @@ import server as served
 ROOM, SECONDS = 32 * 1024, 3
 """Of the buffer before a reader, and of its silence: small, so that few stalled readers do."""
 
-CACHE_MIB = 64
-"""Budget of the prefix cache."""
+CACHE_MIB = 1
+"""Budget of the prefix cache: the model under attack has little to remember of each token."""
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,6 @@ def test_nothing_grows(target: Target) -> None:
         f"{agents} agents of {TURNS} turns, {AT_ONCE} at once, {sent} requests in "
         f"{time.monotonic() - began:.0f} s: RSS {settled.rss:.0f} -> {last.rss:.0f} MiB, files "
         f"{settled.files} -> {last.files}, threads {settled.threads} -> {last.threads}, tasks "
-        f"{settled.tasks} -> {last.tasks}, prefix cache {cache['nbytes'] / 2**20:.0f} of "
-        f"{CACHE_MIB} MiB",
+        f"{settled.tasks} -> {last.tasks}, prefix cache {cache['nbytes'] // 1024} of "
+        f"{CACHE_MIB * 1024} KiB after {cache['evictions']} evictions",
     )
