@@ -217,7 +217,7 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         name="attack",
-        what="load, kill -9, mutated requests, stalled readers, minutes of agents, random ids",
+        what="load, kill -9, mutated requests, stalled readers, agents, random ids, the event loop",
         install=("-e", ".[cpu,test]"),
         present=(*HOST, "openai-harmony"),
         commands=((*PYTEST, "tests/attack"),),
