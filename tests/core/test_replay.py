@@ -5,6 +5,9 @@ An output is written as its segments: (message, Harmony text with control tokens
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +17,7 @@ import pytest
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.render import Rendered, render
-from vllm_mlx_harmony.core.replay import Output, Replay, View, shared, story
+from vllm_mlx_harmony.core.replay import Output, Remembered, Replay, View, shared, story
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -479,3 +482,66 @@ def test_stable_is_what_no_later_prompt_changes(
     later = render(Turn((*messages, Answer("Late."), User("And?")), (Tool("x"),)), view)
     assert later.ids[: rendered.stable] == rendered.ids[: rendered.stable]
     assert rendered.stable in rendered.boundaries
+
+
+def test_a_story_is_the_same_in_every_process() -> None:
+    """Turns that outlive a process are found by it: Python's own hash is another in each."""
+    program = (
+        "from vllm_mlx_harmony.core.replay import story;"
+        "from vllm_mlx_harmony.core.turn import Answer, User;"
+        "print(story((User('a'), Answer('b \\ud83d'))))"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert told == {b"%d\n" % story((User("a"), Answer("b \ud83d")))}
+
+
+# --- What memory has not, an archive may have.
+
+
+class Kept(dict[bytes, Remembered]):
+    """An archive, and the keys that were used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: list[bytes] = []
+
+    def put(self, key: bytes, turn: Remembered) -> None:
+        self[key] = turn
+
+    def use(self, key: bytes) -> None:
+        self.used.append(key)
+
+
+@pytest.mark.parametrize(
+    ("generated", "echoed", "text"),
+    [(LOOP, LOOP_AS_SENT, LOOP_TEXT), (PLAIN, (Answer("Yes."),), SAID_IN_HISTORY)],
+    ids=["known by its call", "known by its story"],
+)
+def test_turns_of_another_process_are_found_in_the_archive(
+    generated: Output, echoed: tuple[Message, ...], text: str
+) -> None:
+    archive = Kept()
+    Replay(LIMIT, archive).view("m").remember(generated)
+    again = Replay(LIMIT, archive)
+    assert placed(again.view("m"), *echoed) == HI + text
+    assert len(again) == 1 and archive.used == []  # from now on it is in memory
+    assert placed(again.view("m"), *echoed) == HI + text
+    assert archive.used == list(archive)
+    other = placed(Replay(LIMIT, archive).view("another's"), *echoed)
+    assert other == placed(None, *echoed) != HI + text
+
+
+def test_what_a_client_edited_is_not_taken_from_the_archive() -> None:
+    archive = Kept()
+    Replay(LIMIT, archive).view("m").remember(LOOP)
+    again = Replay(LIMIT, archive).view("m")
+    edited = (TOLD[0], call('{"a": 2}'))
+    assert placed(again, *edited) == placed(None, *edited)

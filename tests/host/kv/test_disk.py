@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -703,6 +704,26 @@ def test_what_memory_has_lost_comes_back_from_the_disk(
     assert prompted(model, directory, kept, [*IDS, 2])[0] == 600
     assert kept.counters().hits == 1  # the second time it was in memory
     assert prompted(model, directory, kept, [*IDS, 1], "bob") == (0, None)
+
+
+def test_what_is_read_before_its_turn(
+    kept: Disk, model: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def both(tenant: str) -> tuple[int, list[int]]:
+        asked = (model, str(directory), [*IDS, 1], tenant)
+        reached = await prefix.reach(*asked)
+        return reached, [piece.end for piece in await prefix.fetch(*asked)]
+
+    assert asyncio.run(both("")) == (0, [])
+    computed(model, IDS)
+    assert kept.flush(10) and asyncio.run(both("")) == (600, [])
+    renew(monkeypatch)
+    assert asyncio.run(both("")) == (600, [200, 500, 600])
+    assert asyncio.run(both("bob")) == (0, [])
+    computed(model, IDS, prefix.EVERYBODY)
+    assert kept.flush(10)
+    renew(monkeypatch)
+    assert asyncio.run(both("bob")) == (600, [200, 500, 600])
 
 
 def test_a_piece_may_begin_before_what_memory_knows(

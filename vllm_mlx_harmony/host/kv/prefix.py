@@ -229,13 +229,16 @@ async def fetch(model: Any, path: str, ids: Sequence[int], tenant: str) -> tuple
     """
     if _disk is None or not enabled():
         return ()
-    return await _disk.in_reader(_fetch, _disk, model, path, pack(ids), tenant)
+    return await _disk.in_reader(_fetch, _disk, model, path, ids, tenant)
 
 
-def _fetch(disk: Disk, model: Any, path: str, sequence: bytes, tenant: str) -> tuple[Fetched, ...]:
+def _fetch(
+    disk: Disk, model: Any, path: str, ids: Sequence[int], tenant: str
+) -> tuple[Fetched, ...]:
     try:
         from vllm_mlx_harmony.host.kv.layers import fits
 
+        sequence = pack(ids)
         known = memory().reach(owner(model, tenant), sequence, owner(model, EVERYBODY))
         return disk.fetch(_roots(model, path, tenant), sequence, known, partial(fits, model))
     except Exception:
