@@ -48,7 +48,9 @@ def _parts(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping) and value:
         before = "{"
         for key, inner in value.items():
-            yield f"{before}{quote(key)}:"
+            yield before
+            yield from _parts(key)
+            yield ":"
             yield from _parts(inner)
             before = ","
         yield "}"

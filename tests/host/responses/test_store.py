@@ -93,7 +93,12 @@ def test_what_is_long_comes_back(open_store: Open) -> None:
     """It is written in parts: in one, others would wait for 4 ms for each megabyte."""
     store = open_store()
     text = '"é😀\\\n' * 2**20
-    items = [{"type": "message", "content": [{"text": text, "more": [None, 1.5, {}, []]}]}]
+    items = [
+        {
+            "type": "message",
+            "content": [{"text": text, "more": [None, 1.5, {}, []], text: {"a": 1, "b": [2, 3]}}],
+        }
+    ]
     long = replace(kept("a"), input_items=items, document={"id": "a", "text": text})
     store.put(long)
     assert store.get("a", TENANT) == long
