@@ -75,14 +75,14 @@ GIVEN_UP = "its connection is given up"
 
 
 @pytest.fixture(scope="module")
-def server(start: Start, standin_dir: Path) -> Iterator[Server]:
+def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
     standin.rescript(standin_dir, SCRIPTS)
     env = {
         "VLLM_MLX_HARMONY_STREAM_SECONDS": str(SECONDS),
         "VLLM_MLX_HARMONY_STREAM_BYTES": str(BYTES),
     }
     command = (sys.executable, "-c", SMALL_BUFFERS, "serve")
-    server = start(*FLAG, engine="batched", command=command, env=env)
+    server = start(*FLAG, engine=engine, command=command, env=env)
     yield server
     assert "Traceback" not in server.log
     server.stop()
@@ -175,7 +175,7 @@ def resident(server: Server) -> int:
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="memory is read from /proc")
 def test_who_reads_nothing_holds_nobody_up(server: Server, model: str) -> None:
-    """Side by side, each in the way of its API."""
+    """One after the other on the engine that serves one at a time, side by side on the other."""
     before, given_up = resident(server), server.log.count(GIVEN_UP)
     url = server.base_url.replace("http", "ws") + "/v1/responses"
     with ExitStack() as stack:
