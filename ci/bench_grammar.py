@@ -41,14 +41,16 @@ from vllm_mlx_harmony.core.grammar import (
     grammar_of,
     matching,
 )
+from vllm_mlx_harmony.core.held import Bounds, Held
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, ToolChoice, Turn, User
-from vllm_mlx_harmony.host import contract, enforcement, seams
-from vllm_mlx_harmony.host.constraint import Bounds, Constraining
+from vllm_mlx_harmony.host import contract, seams
+from vllm_mlx_harmony.host.constraint import LogitsMask
 from vllm_mlx_harmony.host.engine import generate
 from vllm_mlx_harmony.host.sampler import Sampler
-from vllm_mlx_harmony.host.sampling import Settings
 from vllm_mlx_harmony.host.seams import Patch
+from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server.sampling import Settings
 
 TOOLS = (1, 20, 100)
 P50_US, P99_US = 10.0, 500.0
@@ -124,12 +126,12 @@ def off() -> Row:
     before = os.environ.get(enforcement.GRAMMAR_VARIABLE)
     os.environ[enforcement.GRAMMAR_VARIABLE] = Policy.OFF.value
     try:
-        held = asyncio.run(enforcement.constraining(turn, Names.of(turn)))
+        held = asyncio.run(enforcement.holding(turn, Names.of(turn)))
     finally:
         os.environ.pop(enforcement.GRAMMAR_VARIABLE)
         if before is not None:
             os.environ[enforcement.GRAMMAR_VARIABLE] = before
-    steps = int(Sampler(settings, (), held).adjusts)
+    steps = int(Sampler(settings, (), held and partial(LogitsMask, held)).adjusts)
     return row("what is done to the logits of a plain request, off", "steps", steps, 0)
 
 
@@ -278,7 +280,7 @@ async def step(engine: Any, bounds: Bounds, streams: int, seed: int) -> float:
     prompt = written("<|start|>user<|message|>", "Hi.", "<|end|><|start|>assistant")
 
     async def one() -> float:
-        held = Constraining(bounds) if bounds else None
+        held = Held(bounds) if bounds else None
         first = 0.0
         async with aclosing(generate(engine, tuple(prompt), settings, "", held)) as generated:
             async for _ in generated:

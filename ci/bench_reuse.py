@@ -32,7 +32,7 @@ from vllm_mlx_harmony.host import contract, seams
 from vllm_mlx_harmony.host.engine import generate
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.tree import Counters, Tree
-from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.server.sampling import Settings
 
 TURNS = 20
 RESULT = 500

@@ -154,6 +154,15 @@ LEGS: tuple[Leg, ...] = (
     core("3.13", commands=MEASURED),
     core("3.12", "oss-harmony"),
     Leg(
+        name="front-end",
+        what="the three APIs over a fake engine, in an environment without vllm-mlx and mlx",
+        install=("-e", ".", *TEST_TOOLS),
+        without=("vllm-mlx", "fastapi"),
+        present=("starlette", "openai", "anthropic"),
+        absent=(*HOST, "fastapi"),
+        commands=((*PYTEST, "tests/server"),),
+    ),
+    Leg(
         name="frameworks",
         what="typed answers and forced calls, through frameworks for Python",
         install=("-e", ".[cpu,test]", *FRAMEWORKS),

@@ -10,8 +10,6 @@ import sys
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from . import _startup
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
 
 def gate(namespace: dict[str, Any]) -> None:
     """Puts the gate into the host's command line module, given by its namespace."""
-    if _startup.switched_off():
-        return
     try:
         from vllm_mlx_harmony import host
 
@@ -34,7 +30,8 @@ def say_not_gated(arguments: Sequence[str]) -> None:
     """Of `python -m vllm_mlx.server`, when it is asked for what only the command has."""
     line = " ".join(arguments).replace("=", " ")
     if any(f"--tool-call-parser {name}" in line for name in ("harmony", "gpt-oss")):
-        warn(f"not active: `python -m {_startup.SERVER}` has no such flag; use `vllm-mlx serve`")
+        module = arguments[2]
+        warn(f"not active: `python -m {module}` has no such flag; use `vllm-mlx serve`")
 
 
 def warn(message: str) -> None:

@@ -60,6 +60,8 @@ class Finder:
         """The import system's question. Any name but the host's is answered at once."""
         if name != HOST and (name != SERVER or sys.orig_argv[1:3] != ["-m", SERVER]):
             return None
+        if switched_off():
+            return None
         from vllm_mlx_harmony import _loading
 
         if name == SERVER:

@@ -71,12 +71,13 @@ def serve() -> int:
 def _figures(number: int) -> dict[str, object]:
     import psutil
 
-    from vllm_mlx_harmony.host import answers, streams
-    from vllm_mlx_harmony.host.answers import Job
-    from vllm_mlx_harmony.host.responses.background import Running
-    from vllm_mlx_harmony.host.responses.keeping import KeptAnswer
-    from vllm_mlx_harmony.host.responses.websocket import Conversation
-    from vllm_mlx_harmony.host.streams import EventBuffer
+    from vllm_mlx_harmony.server import generation as answers
+    from vllm_mlx_harmony.server import streams
+    from vllm_mlx_harmony.server.generation import Job
+    from vllm_mlx_harmony.server.responses.background import Running
+    from vllm_mlx_harmony.server.responses.keeping import KeptAnswer
+    from vllm_mlx_harmony.server.responses.websocket import Conversation
+    from vllm_mlx_harmony.server.streams import EventBuffer
 
     kinds = {EventBuffer, Job, Conversation, KeptAnswer, Running}
     gc.collect()

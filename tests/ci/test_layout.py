@@ -70,3 +70,42 @@ def _imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.add(node.module.partition(".")[0])
     return found
+
+
+def test_no_imports_in_a_circle() -> None:
+    """Those inside of functions count: a circle that is hidden is a circle."""
+    imports = {_dotted(path): _within(path) for path in MODULES}
+    done: set[str] = set()
+
+    def walk(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in done:
+            for other in sorted(imports[name]):
+                walk(other, (*way, name))
+            done.add(name)
+
+    for name in imports:
+        walk(name, ())
+
+
+def _dotted(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _within(path: Path) -> set[str]:
+    """The modules of the package that a file imports; of a package, whatever its name brings."""
+    own = _dotted(path)
+    known = {_dotted(each) for each in MODULES}
+    package = own.split(".") if path.stem == "__init__" else own.split(".")[:-1]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if inner in known else base)
+    return (found & known) - {own}

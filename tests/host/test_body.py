@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.host import body
-from vllm_mlx_harmony.host.body import LARGE, MOST_VALUES, bounded, parsed
+from vllm_mlx_harmony.server import body
+from vllm_mlx_harmony.server.body import LARGE, MOST_VALUES, bounded, parsed
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from vllm_mlx_harmony.host import collector
+from vllm_mlx_harmony.server import garbage
 
 
 class Engine:
@@ -30,18 +31,18 @@ _ENGINES: list[Engine] = []
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(collector, "_set_aside", False)
+    monkeypatch.setattr(garbage, "_set_aside", False)
     yield
     gc.unfreeze()
 
 
 def test_it_is_on_again() -> None:
     """It is off while a function runs, and stays off where the server has switched it off."""
-    assert collector.without_collections(gc.isenabled) is False
+    assert garbage.without_collections(gc.isenabled) is False
     assert gc.isenabled()
     gc.disable()
     try:
-        collector.without_collections(lambda: None)
+        garbage.without_collections(lambda: None)
         assert not gc.isenabled()
     finally:
         gc.enable()
@@ -67,12 +68,12 @@ def test_the_hosts_streams_are_bound_without_pictures(monkeypatch: pytest.Monkey
 def test_an_engine_that_is_stopped_can_be_collected() -> None:
     _ENGINES.append(Engine())
     engine = weakref.ref(_ENGINES[0])
-    collector.without_collections(lambda: None)
+    garbage.without_collections(lambda: None)
     gc.collect()
     assert engine() is not None
     stop = collector.giving_back(Engine.stop)
     asyncio.run(stop(_ENGINES[0]))
     gc.collect()
     assert engine() is None
-    collector.without_collections(lambda: None)
+    garbage.without_collections(lambda: None)
     assert gc.get_freeze_count() > 0  # the next one is set aside, too

@@ -25,8 +25,8 @@ from vllm_mlx_harmony import host
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import contract, models, mount, parts, seams
 from vllm_mlx_harmony.host.mount import Route
-from vllm_mlx_harmony.host.responses import store
 from vllm_mlx_harmony.host.seams import Entry, Fact, Patch
+from vllm_mlx_harmony.server.responses import store
 
 APP = vllm_mlx.server.app
 
@@ -539,7 +539,7 @@ def test_the_real_table_fits_the_real_host(name: str) -> None:
 
 
 def test_every_row_of_the_table_says_why() -> None:
-    assert all(row.why for row in contract.table(contract.parts()))
+    assert all(row.why for row in contract.table(parts.in_use()))
 
 
 def used(file: Path) -> Iterator[str]:

@@ -12,7 +12,8 @@ import pytest
 
 from vllm_mlx_harmony import _startup
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.host import doctor, gate
+from vllm_mlx_harmony.host import doctor
+from vllm_mlx_harmony.host.versions import versions
 
 
 def found(report: doctor.Report, what: str) -> doctor.Finding:
@@ -42,7 +43,7 @@ def test_all_in_place(nothing_heavy: None, armed: Path) -> None:
     assert found(report, "startup file").detail == str(armed)
     assert found(report, "armed").ok
     assert found(report, "vocabulary").ok
-    assert found(report, "vllm-mlx-harmony").detail == gate.versions()["vllm-mlx-harmony"]
+    assert found(report, "vllm-mlx-harmony").detail == versions()["vllm-mlx-harmony"]
 
 
 def test_the_startup_file_is_missing(
@@ -70,7 +71,7 @@ def test_switched_off(nothing_heavy: None, armed: Path, monkeypatch: pytest.Monk
 def test_a_distribution_is_missing(
     nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(gate, "versions", lambda: {"vllm-mlx-harmony": "0.1.0"})
+    monkeypatch.setattr(doctor, "versions", lambda: {"vllm-mlx-harmony": "0.1.0"})
     finding = found(doctor.doctor(), name)
     assert finding.ok is False
     assert f"pip install {name}" in finding.detail
@@ -80,7 +81,7 @@ def test_the_fork_will_do(
     nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"vllm-mlx": "0.6.0", "oss-harmony": "0.0.11"}
-    monkeypatch.setattr(gate, "versions", lambda: versions)
+    monkeypatch.setattr(doctor, "versions", lambda: versions)
     assert doctor.doctor().ok
 
 
@@ -162,7 +163,7 @@ def test_every_failure_says_what_to_do(
 ) -> None:
     armed.unlink()
     monkeypatch.setattr(sys, "path", [])
-    monkeypatch.setattr(gate, "versions", lambda: {"vllm-mlx-harmony": "0.1.0"})
+    monkeypatch.setattr(doctor, "versions", lambda: {"vllm-mlx-harmony": "0.1.0"})
     report = doctor.doctor("no-such-org/no-such-model")
     wrong = [finding for finding in report.findings if finding.ok is False]
     assert {"startup file", "vllm-mlx", "openai-harmony", "model"} <= {each.what for each in wrong}
@@ -174,7 +175,7 @@ def test_a_clash(nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPat
     owners = {"vllm_mlx": ["vllm-mlx", "rapid-mlx", "rapid-mlx"], "other": ["other"]}
     monkeypatch.setattr(doctor.metadata, "packages_distributions", lambda: owners)
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "9.9")
-    monkeypatch.setattr(gate, "versions", lambda: {"vllm-mlx": "0.6.0", "openai-harmony": "1"})
+    monkeypatch.setattr(doctor, "versions", lambda: {"vllm-mlx": "0.6.0", "openai-harmony": "1"})
     report = doctor.doctor()
     (finding,) = [each for each in report.findings if each.what == "clash"]
     assert finding.detail == "rapid-mlx 9.9 brings a vllm_mlx of its own"
@@ -210,10 +211,10 @@ def test_ten_lines_when_all_is_well(armed: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_every_seam_of_the_real_host_is_listed(armed: Path) -> None:
     pytest.importorskip("vllm_mlx")
-    from vllm_mlx_harmony.host import contract
+    from vllm_mlx_harmony.host import contract, parts
 
     report = doctor.doctor()
-    for row in contract.table(contract.parts()):
+    for row in contract.table(parts.in_use()):
         assert found(report, f"seam {row.label}").ok, report.text()
     assert found(report, "supported").ok
 

@@ -28,16 +28,18 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Text
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
-from vllm_mlx_harmony.core.turn import Stamp, Turn, User
-from vllm_mlx_harmony.host import contract, enforcement, seams
-from vllm_mlx_harmony.host.body import Document
-from vllm_mlx_harmony.host.constraint import Bounds, Constraining
+from vllm_mlx_harmony.core.held import Bounds, Held
+from vllm_mlx_harmony.core.turn import Defaults, Stamp, Turn, User
+from vllm_mlx_harmony.host import contract, seams
 from vllm_mlx_harmony.host.engine import generate
-from vllm_mlx_harmony.host.messages import MESSAGES
-from vllm_mlx_harmony.host.responses.routes import RESPONSES
-from vllm_mlx_harmony.host.routes import CHAT
-from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.host.front import VllmMlx
 from vllm_mlx_harmony.host.seams import Patch
+from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server.body import Document
+from vllm_mlx_harmony.server.messages import MESSAGES
+from vllm_mlx_harmony.server.responses.routes import RESPONSES
+from vllm_mlx_harmony.server.routes import CHAT
+from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script
 
 SEEDS = int(os.environ.get("GRAMMAR_SEEDS", "2"))
@@ -287,7 +289,7 @@ class Said:
     messages: list[tuple[Kind, str, str, bool]] = field(default_factory=list)
     finished: Finished | None = None
     result: Any = None
-    held: Constraining | None = None
+    held: Held | None = None
 
     @property
     def last(self) -> tuple[Kind, str, str, bool]:
@@ -300,10 +302,10 @@ class Said:
 
 
 async def said(engine: Any, api: Any, document: Body, settings: Settings) -> Said:
-    asked = await api.asked(Document(document, False), "tenant")
+    asked = await api.asked(Document(document, False), Defaults(), "tenant")
     stamp = Stamp("0123456789abcdef0123456789abcdef", 0, "m")
     context = StreamingHarmonyContext(asked.turn, stamp)
-    held = await enforcement.constraining(asked.turn, context.names)
+    held = await enforcement.holding(asked.turn, context.names, VllmMlx().reasoning_tokens)
     emitter = api.emitter(asked, stamp, context, "tenant")
     found = Said(asked.turn, [], held=held)
     deltas = list(context.start())
@@ -569,14 +571,15 @@ def test_min_tokens_does_not_break_a_grammar(scripted: Any, run: Run) -> None:
 # --- Settings and errors.
 
 
-def constrained(run: Run, kind: str, seed: int = 0, **more: Any) -> Constraining | None:
-    async def asked() -> Constraining | None:
+def constrained(run: Run, kind: str, seed: int = 0, **more: Any) -> Held | None:
+    async def asked() -> Held | None:
         job = Job(kind, seed)
-        turn = (await job.api.asked(Document({**job.document, **more}, False), "tenant")).turn
+        document = Document({**job.document, **more}, False)
+        turn = (await job.api.asked(document, Defaults(), "tenant")).turn
         names = StreamingHarmonyContext(turn, Stamp("0", 0, "m")).names
-        return await enforcement.constraining(turn, names)
+        return await enforcement.holding(turn, names)
 
-    found: Constraining | None = run(asked())
+    found: Held | None = run(asked())
     return found
 
 
@@ -651,7 +654,7 @@ def test_a_grammar_is_remembered_for_its_tenant_alone(run: Run) -> None:
     names = StreamingHarmonyContext(turn, Stamp("0", 0, "m")).names
 
     async def grammar(tenant: str) -> Any:
-        held = await enforcement.constraining(replace(turn, tenant=tenant), names)
+        held = await enforcement.holding(replace(turn, tenant=tenant), names)
         return held and held.bounds.grammar
 
     one, again, other = run(grammar("one")), run(grammar("one")), run(grammar("two"))
@@ -677,7 +680,7 @@ class Broken:
 def test_a_failing_grammar_fails_its_own_answer_and_only_where_it_was_promised(
     scripted: Any, run: Run, binding: bool
 ) -> None:
-    held = Constraining(Bounds(grammar=Broken(), binding=binding))  # type: ignore[arg-type]
+    held = Held(Bounds(grammar=Broken(), binding=binding))  # type: ignore[arg-type]
 
     async def answer() -> list[int]:
         ids: list[int] = []
@@ -709,8 +712,9 @@ def test_ended_reasoning_is_counted(
     api, document = wanting("no end", "plain", 0, thinking_token_budget=10)
     found = run(said(scripted, api, document, replace(FREE, max_tokens=30)))
     with caplog.at_level(logging.INFO):
-        enforcement.account(found.held, "key")
-        enforcement.account(found.held, "key")
+        tracker = VllmMlx().tracker("chat_completions", stream=False)
+        enforcement.account(found.held, "key", tracker)
+        enforcement.account(found.held, "key", tracker)
     assert any("key: reasoning ended by budget" in each for each in caplog.messages)
     page = collector.render_metrics(engine=None, mcp_manager=None)[0].decode()
     assert 'vllm_mlx_harmony_reasoning_ended_total{reason="budget"} 2.0' in page

@@ -18,12 +18,15 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Limits, Sampling
-from vllm_mlx_harmony.host import contract, sampling, seams, window
-from vllm_mlx_harmony.host.defaults import defaults, sampling_defaults
-from vllm_mlx_harmony.host.engine import IdPrompt, Step, generate, hand_on_ids
+from vllm_mlx_harmony.host import contract, seams
+from vllm_mlx_harmony.host.engine import IdPrompt, generate, hand_on_ids
+from vllm_mlx_harmony.host.front import MlxEngine, VllmMlx
 from vllm_mlx_harmony.host.prompts import PromptText
-from vllm_mlx_harmony.host.sampling import Settings
 from vllm_mlx_harmony.host.seams import Patch
+from vllm_mlx_harmony.server import sampling
+from vllm_mlx_harmony.server.engine import Step
+from vllm_mlx_harmony.server.model_files import length_of
+from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script
 from vllm_mlx_harmony.standin.cursor import INSTEAD
 from vllm_mlx_harmony.standin.model import WEIGHT
@@ -459,13 +462,18 @@ def test_the_servers_defaults_count_where_the_request_names_none(
 
     server_wide = Sampling(temperature=0.25, top_k=17)
     monkeypatch.setattr(server, "_default_max_tokens", 77)
-    settled = sampling.settle(Sampling(), Limits(), server_wide)
+    allowed = VllmMlx().max_tokens
+    settled = sampling.settle(Sampling(), Limits(), allowed, server_wide)
     assert (settled.temperature, settled.top_k, settled.max_tokens) == (0.25, 17, 77)
     assert (settled.top_p, settled.repetition_penalty, settled.seed) == (1.0, 1.0, None)
     wanted = Sampling(temperature=0.0, top_k=3, frequency_penalty=1.0, seed=4)
-    asked = sampling.settle(wanted, Limits(max_tokens=5), server_wide)
+    asked = sampling.settle(wanted, Limits(max_tokens=5), allowed, server_wide)
     assert (asked.temperature, asked.top_k, asked.max_tokens) == (0.0, 3, 5)
     assert (asked.frequency_penalty, asked.seed) == (1.0, 4)
+
+
+def any_number(asked: int | None) -> int:
+    return asked or 100
 
 
 FLAGS = {"temperature": 0.4, "top_p": 0.8, "min_p": 0.1, "presence_penalty": 0.5}
@@ -499,8 +507,8 @@ def test_a_flag_comes_before_the_models_file_and_that_before_the_recommendation(
         monkeypatch.setattr(server, f"_default_{name}", value)
     if model is not None:
         (tmp_path / "generation_config.json").write_text(model)
-    engine = SimpleNamespace(_model_path=str(tmp_path))
-    assert sampling_defaults(engine) == expected == defaults(engine).sampling
+    engine = MlxEngine(SimpleNamespace(_model_path=str(tmp_path)))
+    assert VllmMlx().defaults(engine).sampling == expected
 
 
 @pytest.mark.parametrize(
@@ -510,19 +518,19 @@ def test_a_flag_comes_before_the_models_file_and_that_before_the_recommendation(
 def test_what_leaves_one_id_is_the_likeliest(
     temperature: float, top_p: float, expected: float
 ) -> None:
-    settled = sampling.settle(Sampling(temperature=temperature, top_p=top_p), Limits())
+    settled = sampling.settle(Sampling(temperature=temperature, top_p=top_p), Limits(), any_number)
     assert settled.temperature == expected and settled.top_p >= sampling.SMALLEST
 
 
 @pytest.mark.parametrize(("asked", "got"), [(0, 0), (-1, 0), (5, 5), (201_088, 0), (10**9, 0)])
 def test_top_k_that_keeps_everything_is_none(asked: int, got: int) -> None:
-    assert sampling.settle(Sampling(top_k=asked), Limits()).top_k == got
+    assert sampling.settle(Sampling(top_k=asked), Limits(), any_number).top_k == got
 
 
 @pytest.mark.parametrize("token", [-1, 201_088, 10**12])
 def test_a_bias_on_no_token_is_refused(token: int) -> None:
     with pytest.raises(RequestError) as raised:
-        sampling.settle(Sampling(logit_bias=((token, 1.0),)), Limits())
+        sampling.settle(Sampling(logit_bias=((token, 1.0),)), Limits(), any_number)
     assert (raised.value.status, raised.value.param) == (400, "logit_bias")
 
 
@@ -531,13 +539,13 @@ def test_a_bias_on_no_token_is_refused(token: int) -> None:
     [(None, 10**6, 500), (1000, 100, 500), (1000, 600, 400), (1000, 999, 1)],
 )
 def test_an_answer_gets_what_the_prompt_leaves(room: int | None, tokens: int, left: int) -> None:
-    assert window.fit(GREEDY, tokens, room).max_tokens == left
+    assert sampling.fit(GREEDY, tokens, room).max_tokens == left
 
 
 @pytest.mark.parametrize("tokens", [1000, 1001, 10**6])
 def test_a_prompt_that_fills_the_window_is_refused_with_both_numbers(tokens: int) -> None:
     with pytest.raises(RequestError) as raised:
-        window.fit(GREEDY, tokens, 1000)
+        sampling.fit(GREEDY, tokens, 1000)
     assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
     assert "1000" in raised.value.message
     assert str(tokens) in raised.value.message
@@ -559,8 +567,8 @@ def test_the_window_is_read_from_the_configuration(
 ) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    assert window.context_length(SimpleNamespace(_model_path=str(tmp_path))) == length
+    assert length_of(str(tmp_path)) == length
 
 
 def test_a_model_that_is_nowhere_has_no_known_window() -> None:
-    assert window.context_length(SimpleNamespace(_model_path="nobody/no-such-model")) is None
+    assert length_of("nobody/no-such-model") is None

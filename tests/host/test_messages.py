@@ -19,11 +19,11 @@ from vllm_mlx import server
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
-from vllm_mlx_harmony.host import contract, messages
-from vllm_mlx_harmony.host.leases import Lease
-from vllm_mlx_harmony.host.sampling import Settings
-from vllm_mlx_harmony.host.window import fit
+from vllm_mlx_harmony.host import contract
 from vllm_mlx_harmony.protocols.anthropic import error_body
+from vllm_mlx_harmony.server import messages
+from vllm_mlx_harmony.server.host import tenant_of
+from vllm_mlx_harmony.server.sampling import Settings, fit
 
 KEY = "sesame"
 PATHS = ["/v1/messages", "/v1/messages/count_tokens"]
@@ -124,10 +124,10 @@ def test_whoever_is_too_fast_can_name_the_request(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("headers", [headers for headers, admitted in PAIRS if admitted])
 def test_the_same_key_is_the_same_tenant(headers: dict[str, Any]) -> None:
     raw = [(name.lower().encode(), _bytes(value)) for name, value in headers.items()]
-    request = Request({"type": "http", "headers": raw})
+    request = Request({"type": "http", "headers": raw, "app": server.app})
     asyncio.run(messages.bearer(request))
     alone = Request({"type": "http", "headers": [(b"authorization", bearer(KEY))]})
-    assert Lease(None, request).tenant == Lease(None, alone).tenant
+    assert tenant_of(request) == tenant_of(alone)
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -11,18 +11,19 @@ import pytest
 
 pytest.importorskip("vllm_mlx")
 
-from fastapi import HTTPException
+from starlette.testclient import TestClient
 from vllm_mlx import server
 
 from vllm_mlx_harmony.host import contract
-from vllm_mlx_harmony.host.leases import Budget, acquire
-from vllm_mlx_harmony.host.model_names import (
+from vllm_mlx_harmony.host.front import VllmMlx
+from vllm_mlx_harmony.server.model_names import (
     NAMES_VARIABLE,
     is_other_name,
     other_names,
     own_name,
     response_name,
 )
+from vllm_mlx_harmony.server.serving import CLIENT_CLOSED
 
 
 @pytest.fixture(autouse=True)
@@ -52,16 +53,18 @@ def test_a_model_answers_to_other_names(
     setting: str, name: str, other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NAMES_VARIABLE, setting)
-    assert is_other_name(name) is other
-    assert own_name(name) == ("gpt-oss-20b" if other else name)
-    assert response_name(name) == (name if other else "gpt-oss-20b")
+    assert is_other_name(name, "gpt-oss-20b") is other
+    assert own_name(name, "gpt-oss-20b") == ("gpt-oss-20b" if other else name)
+    assert response_name(name, "gpt-oss-20b") == (name if other else "gpt-oss-20b")
 
 
 def test_with_several_models_a_name_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NAMES_VARIABLE, "*")
     monkeypatch.setattr(server, "_model_manager", object())
-    assert other_names() == ()
-    assert own_name("gpt-4o") == "gpt-4o"
+    several = VllmMlx().model_name
+    assert several is None
+    assert other_names(several) == ()
+    assert own_name("gpt-4o", several) == response_name("gpt-4o", several) == "gpt-4o"
 
 
 def get(path: str) -> httpx.Response:
@@ -96,17 +99,15 @@ def test_a_name_that_matches_is_found(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_engine_is_lent_under_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = object()
+    """The host is asked for its own name, and refuses those that are nobody's."""
+    lent: list[str | None] = []
 
-    async def lend(*_: object, model: str | None, **__: object) -> object:
-        assert model == "gpt-oss-20b"
-        return engine
+    async def lend(*_: object, model: str | None, **__: object) -> None:
+        lent.append(model)
 
     monkeypatch.setattr(server, "_acquire_default_engine_for_request", lend)
     monkeypatch.setenv(NAMES_VARIABLE, "claude-*")
-    budget = Budget(1.0, 1.0)
-    lease = asyncio.run(acquire(None, "claude-opus-4", budget))  # type: ignore[arg-type]
-    assert lease is not None
-    assert lease.engine is engine
-    with pytest.raises(HTTPException):
-        asyncio.run(acquire(None, "gpt-4o", budget))  # type: ignore[arg-type]
+    for name, status in (("claude-opus-4", CLIENT_CLOSED), ("gpt-4o", 404)):
+        body = {"model": name, "messages": [{"role": "user", "content": "Hi"}]}
+        assert TestClient(server.app).post("/v1/chat/completions", json=body).status_code == status
+    assert lent == ["gpt-oss-20b"]

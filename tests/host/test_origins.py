@@ -12,6 +12,7 @@ pytest.importorskip("vllm_mlx")
 
 from fastapi.testclient import TestClient
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route, WebSocketRoute
@@ -19,8 +20,10 @@ from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocket
 from vllm_mlx import server
 
+from vllm_mlx_harmony.host.front import VllmMlx
 from vllm_mlx_harmony.host.mount import Around
-from vllm_mlx_harmony.host.origins import HOSTS_VARIABLE, ORIGINS_VARIABLE, OriginCheck
+from vllm_mlx_harmony.server.host import install, uninstall
+from vllm_mlx_harmony.server.origins import HOSTS_VARIABLE, ORIGINS_VARIABLE, OriginCheck
 
 NAME = "Toms-Mac.fritz.box"
 SETTINGS = {"origins": ["https://chat.example.com", "vscode-webview://*"], "hosts": ["*.corp.net"]}
@@ -39,9 +42,13 @@ async def talk(socket: WebSocket) -> None:
 def client(**settings: Any) -> TestClient:
     paths = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
     routes = [Route(path, hello, methods=["GET", "POST"]) for path in paths]
-    app = Starlette(routes=[*routes, WebSocketRoute("/v1/responses", talk)])
     given = {"origins": [], "hosts": [], "name": NAME, **settings}
-    return TestClient(OriginCheck(app, **given))
+    app = Starlette(
+        routes=[*routes, WebSocketRoute("/v1/responses", talk)],
+        middleware=[Middleware(OriginCheck, **given)],
+    )
+    install(app, VllmMlx())
+    return TestClient(app)
 
 
 @pytest.fixture(autouse=True)
@@ -204,10 +211,12 @@ def test_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def around() -> Iterator[TestClient]:
-    seam = Around("vllm_mlx_harmony.host.origins:OriginCheck", "a test")
+    seam = Around(OriginCheck, "a test")
     assert seam.problem() is None
     undo = seam.apply()
+    install(server.app, VllmMlx())
     yield TestClient(server.app)
+    uninstall(server.app)
     undo()
 
 
@@ -222,12 +231,12 @@ def test_around_the_whole_host(around: TestClient) -> None:
 
 def test_taken_away_nothing_is_left() -> None:
     before = list(server.app.user_middleware)
-    Around("vllm_mlx_harmony.host.origins:OriginCheck", "a test").apply()()
+    Around(OriginCheck, "a test").apply()()
     assert server.app.user_middleware == before
     answer = TestClient(server.app).get("/v1/models", headers={"origin": "https://evil.example"})
     assert answer.status_code == 200
 
 
 def test_a_host_that_takes_no_middleware() -> None:
-    assert "missing" in (Around("", "", "vllm_mlx.server:nothing").problem() or "")
-    assert "takes no middleware" in (Around("", "", "vllm_mlx.server:security").problem() or "")
+    for name, problem in (("nothing", "missing"), ("security", "takes no middleware")):
+        assert problem in (Around(OriginCheck, "", f"vllm_mlx.server:{name}").problem() or "")

@@ -24,12 +24,13 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults, Effort
 from vllm_mlx_harmony.host import contract, prompts, warmup
-from vllm_mlx_harmony.host.defaults import DATE_VARIABLE, NONE_VARIABLE, defaults, read
 from vllm_mlx_harmony.host.engine import generate, reusable_tokens
+from vllm_mlx_harmony.host.front import VllmMlx
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.prompts import PromptText, prompt_text
-from vllm_mlx_harmony.host.sampling import Settings
 from vllm_mlx_harmony.protocols import chat
+from vllm_mlx_harmony.server.defaults import DATE_VARIABLE, NONE_VARIABLE, read
+from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -158,7 +159,8 @@ async def cached(engine: Any, prompt: tuple[int, ...], tenant: str) -> int:
 
 def test_what_is_warmed_up_serves_every_tenant(engine: Any, run: Run) -> None:
     prefix.memory.cache_clear()
-    prompt = render(chat.read({"model": "m", "messages": [SYSTEM, ASK]}, defaults()).turn).ids
+    body = {"model": "m", "messages": [SYSTEM, ASK]}
+    prompt = render(chat.read(body, VllmMlx().defaults(None)).turn).ids
     begins = vocab.encoding().decode(prompt).index("<|start|>user")
     shared = len(ids(vocab.encoding().decode(prompt)[:begins]))
     assert run(reusable_tokens(engine, prompt, "alice")) == 0
@@ -248,7 +250,7 @@ def test_the_date_can_be_pinned_or_left_out(
     pinned: str, date: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(DATE_VARIABLE, pinned)
-    assert defaults().date == date
+    assert VllmMlx().defaults(None).date == date
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_the_servers_template_options_are_the_defaults(monkeypatch: pytest.Monke
     monkeypatch.setattr(server, "_default_chat_template_kwargs", options)
     monkeypatch.setenv(DATE_VARIABLE, "none")
     high = chat.read({"model": "m", "messages": [ASK]}, Defaults()).turn.effort.HIGH
-    assert defaults() == Defaults(high, "X", None, ("python",))
+    assert VllmMlx().defaults(None) == Defaults(high, "X", None, ("python",))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The line before an engine: order, places, time, and nobody's turn lost."""
+"""The queue before an engine: order, places, time, and nobody's turn lost."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host.waiting import (
+from vllm_mlx_harmony.server.queue import (
     DEFAULT_PLACES,
     PLACES_VARIABLE,
     RETRY_SECONDS,
-    WaitingLine,
-    line_before,
+    Queue,
     places,
+    queue_before,
 )
 
 LONG = 30.0
@@ -27,7 +27,7 @@ class Room:
     """Where one at a time is let in, with a protocol of who came when."""
 
     def __init__(self, places: int = DEFAULT_PLACES) -> None:
-        self.line = WaitingLine(places)
+        self.line = Queue(places)
         self.entered: list[str] = []
         self.inside = 0
         self.most_inside = 0
@@ -189,9 +189,9 @@ class Engine:
 
 def test_each_engine_has_one_line_and_takes_it_with_it() -> None:
     one, other = Engine(), Engine()
-    assert line_before(one) is line_before(one)
-    assert line_before(one) is not line_before(other)
-    line = weakref.ref(line_before(one))
+    assert queue_before(one) is queue_before(one)
+    assert queue_before(one) is not queue_before(other)
+    line = weakref.ref(queue_before(one))
     del one
     gc.collect()
     assert line() is None

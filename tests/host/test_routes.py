@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,22 +19,24 @@ import pytest
 pytest.importorskip("vllm_mlx")
 
 from fastapi import HTTPException
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from vllm_mlx import server
 from vllm_mlx.engine.base import GenerationOutput
 
 from vllm_mlx_harmony.core.deltas import Delta, Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
-from vllm_mlx_harmony.host import answers, contract, serving
-from vllm_mlx_harmony.host.answers import Job, run
-from vllm_mlx_harmony.host.engine import Step
-from vllm_mlx_harmony.host.leases import Budget
-from vllm_mlx_harmony.host.refusals import failure_of, refuse
-from vllm_mlx_harmony.host.routes import CHAT
-from vllm_mlx_harmony.host.sampling import Settings
-from vllm_mlx_harmony.host.streams import EventBuffer, EventStream, written
+from vllm_mlx_harmony.host import contract, front
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.server import generation, serving
+from vllm_mlx_harmony.server.engine import Step
+from vllm_mlx_harmony.server.errors import failure_of, refuse
+from vllm_mlx_harmony.server.generation import Job, run
+from vllm_mlx_harmony.server.host import Budget, install
+from vllm_mlx_harmony.server.routes import CHAT
+from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.streams import EventBuffer, EventStream, written
 
 PATH = "/v1/chat/completions"
 
@@ -204,7 +207,7 @@ def test_half_a_surrogate_pair_is_named_without_harm(
     path: str, body: bytes, status: int, half: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer that repeated it could not be encoded: it is U+FFFD from the start."""
-    monkeypatch.setattr(serving, "is_harmony", lambda _: True)
+    monkeypatch.setattr(front, "is_harmony", lambda _: True)
     monkeypatch.setattr(Foreign, "_model_path", None, raising=False)
     response = send(body.replace(b"HALF", half), path)
     assert response.status_code == status, response.text
@@ -324,7 +327,7 @@ def test_whatever_goes_wrong_in_us_is_an_answer(monkeypatch: pytest.MonkeyPatch)
     async def broken(*_: Any) -> None:
         raise LookupError("a bug")
 
-    monkeypatch.setattr(serving, "acquire", broken)
+    monkeypatch.setattr(front.VllmMlx, "acquire", broken)
     response = send(asked())
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
@@ -371,8 +374,9 @@ class Lent:
 
     tenant = "somebody"
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, total: float) -> None:
+        self.engine = self.harmony = engine
+        self.budget = Budget(total, time.monotonic() + total)
         self.released = 0
 
     async def release(self) -> None:
@@ -388,6 +392,9 @@ class Tracked:
 
     def observe_ttft(self) -> None:
         pass
+
+    def reasoning_ended(self, reason: str) -> None:
+        raise AssertionError("nothing is held to anything")
 
     def finish(self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
         if not self.results:
@@ -414,19 +421,23 @@ class Context:
         return [Finished(reason, None, Usage(3, 2, cached_tokens=cached_tokens))]
 
 
-class Engine:
-    """Serves one at a time; what it generates is put in the place of the real thing."""
-
-    def __init__(self) -> None:
-        self._generation_lock = asyncio.Lock()
-
-
-def job(engine: Any, total: float = 5.0) -> Job:
-    settings = Settings(max_tokens=10, temperature=0.0, top_p=1.0)
-    return Job(Lent(engine), Context(), settings, Budget.start(total), Tracked())  # type: ignore[arg-type]
-
-
 Generate = Callable[..., AsyncIterator[Step]]
+
+
+class Engine:
+    """Says what it is told to; serves one at a time, unless it is said to batch."""
+
+    model = "nobody"
+    context_length = None
+
+    def __init__(self, generate: Generate, *, one_at_a_time: bool = True) -> None:
+        self.generate = generate
+        self.one_at_a_time = one_at_a_time
+
+
+def job(engine: Engine, total: float = 5.0) -> Job:
+    settings = Settings(max_tokens=10, temperature=0.0, top_p=1.0)
+    return Job(Lent(engine, total), Context(), settings, Tracked())  # type: ignore[arg-type]
 
 
 async def two(*_: Any) -> AsyncIterator[Step]:
@@ -511,11 +522,9 @@ def test_whatever_way_a_turn_ends(
     error: type[Exception] | None,
     result: str,
     tokens: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test() -> None:
-        monkeypatch.setattr(answers, "generate", generated)
-        engine = Engine()
+        engine = Engine(generated)
         turn = job(engine, total=0.1)
         if error is None:
             await read(turn)
@@ -527,16 +536,14 @@ def test_whatever_way_a_turn_ends(
         assert turn.lease.released == 1  # type: ignore[attr-defined]
         assert turn.tracker.results[0] == result  # type: ignore[attr-defined]
         assert turn.tracker.tokens == tokens  # type: ignore[attr-defined]
-        monkeypatch.setattr(answers, "generate", two)
+        engine.generate = two
         assert len(await everything(job(engine))) == 2  # and the next one has its turn
 
     asyncio.run(asyncio.wait_for(test(), 10))
 
 
 @pytest.mark.parametrize("how", ["cancelled", "the server ends", "silence"])
-def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(how: str) -> None:
     """But the next one does, and so does whoever wants to unload the model."""
 
     async def test() -> None:
@@ -549,19 +556,18 @@ def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(
             finally:
                 await computed.wait()
 
-        monkeypatch.setattr(answers, "generate", stubborn)
-        engine = Engine()
+        engine = Engine(stubborn)
         turn = replace(job(engine, total=0.1 if how == "silence" else 5.0), key="a")
         reading = asyncio.ensure_future(everything(turn))
         await asyncio.sleep(0.02)
         if how == "cancelled":
-            assert answers.cancel("a", turn.lease.tenant)
+            assert generation.cancel("a", turn.lease.tenant)
         elif how == "the server ends":
-            answers.end_all(HostError("the server is shutting down", code="shutting_down"))
+            generation.end_all(HostError("the server is shutting down", code="shutting_down"))
         with pytest.raises((HostError, OutputError)):
             await asyncio.wait_for(reading, 2)
-        assert not answers.running()
-        monkeypatch.setattr(answers, "generate", two)
+        assert not generation.running()
+        engine.generate = two
         following = asyncio.ensure_future(everything(job(engine)))
         await asyncio.sleep(0.02)
         assert not turn.lease.released  # type: ignore[attr-defined]
@@ -573,35 +579,32 @@ def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(
     asyncio.run(asyncio.wait_for(test(), 10))
 
 
-def test_who_waits_for_a_turn_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_a_turn_can_be_cancelled() -> None:
     async def test() -> None:
-        monkeypatch.setattr(answers, "generate", silent)
-        engine = Engine()
+        engine = Engine(silent)
         first = run(job(engine))
         await anext(first)
         turn = replace(job(engine), key="a")
         waiting = asyncio.ensure_future(everything(turn))
         await asyncio.sleep(0.02)
-        assert answers.cancel("a", turn.lease.tenant)
+        assert generation.cancel("a", turn.lease.tenant)
         with pytest.raises(OutputError):
             await asyncio.wait_for(waiting, 2)
         await first.aclose()
-        monkeypatch.setattr(answers, "generate", two)
+        engine.generate = two
         assert len(await everything(job(engine))) == 2
 
     asyncio.run(asyncio.wait_for(test(), 10))
 
 
-def test_a_turn_ends_with_what_was_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "generate", two)
-    deltas = asyncio.run(everything(job(Engine())))
+def test_a_turn_ends_with_what_was_cached() -> None:
+    deltas = asyncio.run(everything(job(Engine(two))))
     assert deltas == [Started(3), Finished("length", None, Usage(3, 2, cached_tokens=2))]
 
 
-def test_an_engine_that_batches_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_batches_has_no_queue() -> None:
     async def test() -> None:
-        monkeypatch.setattr(answers, "generate", two)
-        engine = SimpleNamespace()
+        engine = Engine(two, one_at_a_time=False)
         turns = [run(job(engine)) for _ in range(3)]
         for turn in turns:  # nobody waits for anybody
             await anext(turn)
@@ -630,9 +633,7 @@ async def receive() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sent", [0, 1, 2])
-def test_a_stream_whose_reader_fails_frees_the_engine(
-    sent: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_whose_reader_fails_frees_the_engine(sent: int) -> None:
     """Not when the garbage collector comes by, but at once."""
 
     async def test() -> None:
@@ -643,11 +644,12 @@ def test_a_stream_whose_reader_fails_frees_the_engine(
             if len(messages) > sent:
                 raise OSError("the client has gone")
 
-        monkeypatch.setattr(answers, "generate", endless)
-        turn = job(Engine())
+        turn = job(Engine(endless))
         deltas = run(turn)
         begun = await anext(deltas)
-        request = Request({"type": "http", "headers": []}, receive)
+        application = Starlette()
+        install(application, front.VllmMlx())
+        request = Request({"type": "http", "headers": [], "app": application}, receive)
         events = EventBuffer(written(begun, deltas, Silence()))
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
         with pytest.raises(ClientDisconnect):

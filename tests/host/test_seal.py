@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("vllm_mlx")
 
-from vllm_mlx_harmony.host import seal as sealing
-from vllm_mlx_harmony.host.seal import KEY_VARIABLE, ServerSeal, server_seal
+from vllm_mlx_harmony.server import encryption as sealing
+from vllm_mlx_harmony.server.encryption import KEY_VARIABLE, ServerSeal, server_seal
 
 KEY, OTHER = bytes(32), bytes([1]) * 32
 

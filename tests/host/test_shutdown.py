@@ -17,8 +17,10 @@ import uvicorn
 from vllm_mlx import server
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
-from vllm_mlx_harmony.host import answers, contract, shutdown, streams
-from vllm_mlx_harmony.host.waiting import WaitingLine, line_before
+from vllm_mlx_harmony.host import contract, front
+from vllm_mlx_harmony.server import generation as answers
+from vllm_mlx_harmony.server import shutdown, streams
+from vllm_mlx_harmony.server.queue import Queue, queue_before
 
 
 class Engine:
@@ -45,7 +47,7 @@ def end(seen: list[Any], uvicorns: Any, during: Any = None) -> None:
     async def test() -> None:
         beside = asyncio.ensure_future(during()) if during else None
         await asyncio.sleep(0.05)
-        await shutdown.gracefully(original)(uvicorns)
+        await front.gracefully(original)(uvicorns)
         assert answers.refused() is None
         if beside is not None:
             await beside
@@ -131,7 +133,7 @@ def test_who_waits_is_refused_at_once() -> None:
     refusals: list[HostError] = []
 
     async def waiting() -> None:
-        line = line_before(engine)
+        line = queue_before(engine)
 
         async def visit() -> None:
             async with line.turn(10):
@@ -153,7 +155,7 @@ def test_who_waits_is_refused_at_once() -> None:
 
 def test_refused_and_cancelled_at_once() -> None:
     async def test() -> None:
-        line = WaitingLine(2)
+        line = Queue(2)
         async with line.turn(1):
             waiting = asyncio.ensure_future(line.turn(1).__aenter__())
             await asyncio.sleep(0.01)

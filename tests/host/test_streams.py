@@ -28,11 +28,11 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults, Stamp
-from vllm_mlx_harmony.host import streams
-from vllm_mlx_harmony.host.seal import ServerSeal
-from vllm_mlx_harmony.host.streams import EventBuffer, unread, within, written
 from vllm_mlx_harmony.protocols import anthropic, chat, responses
 from vllm_mlx_harmony.protocols.events import DONE, Event
+from vllm_mlx_harmony.server import streams
+from vllm_mlx_harmony.server.encryption import ServerSeal
+from vllm_mlx_harmony.server.streams import EventBuffer, unread, within, written
 
 SEAL = ServerSeal(b"0" * 32, "tenant")
 STAMP = Stamp("0f1e2d3c4b5a69788796", 1_754_352_000, "m")

@@ -15,8 +15,8 @@ from vllm_mlx_harmony.cli.paint import painted, pieces
 from vllm_mlx_harmony.cli.refused import Refused, called, read_text
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
-from vllm_mlx_harmony.host.defaults import current_date
 from vllm_mlx_harmony.protocols import chat
+from vllm_mlx_harmony.server.defaults import current_date
 
 
 def run(name: str, *, as_json: bool) -> int:

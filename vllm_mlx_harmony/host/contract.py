@@ -1,7 +1,8 @@
 """Every fact relied on in vllm-mlx: the supported versions, the seams and what they must look like.
 
 The only place where the host's names stand in a table. What is put into the seams is written in
-`models`, `prompts`, `engine` and `routes`; how it is put there, in `seams` and `mount`.
+`models`, `prompts`, `engine`, `kv` and `server.routes`; how it is put there, in `seams` and
+`mount`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from ..core.errors import HostError
-from . import models, seams
-from .gate import FLAGS
-from .mount import Mounted, Route, pass_on
-from .parts import Parts, find, resolve
+from ..server import routes
+from . import models, parts, seams
+from .front import VllmMlx
+from .kv import status
+from .mount import Around, Installed, Mounted, Route, SocketRoute, pass_on
+from .parts import FLAGS, Parts, find, resolve
 from .seams import OTHERS, Entry, Fact, Patch, Seam, Undo
 
 __all__ = [
@@ -32,7 +35,6 @@ __all__ = [
     "active",
     "deactivate",
     "host_version",
-    "parts",
     "pass_on",
     "resolve",
     "table",
@@ -347,6 +349,28 @@ USED: tuple[Fact, ...] = (
 )
 
 
+FRONT_END: tuple[Seam, ...] = (
+    Patch(
+        "uvicorn.server:Server.shutdown",
+        "vllm_mlx_harmony.host.front:gracefully",
+        "it waits for answers without a limit, and hangs up on WebSockets without a word",
+        ("self", "sockets"),
+    ),
+    Patch(
+        "uvicorn.server:Server.handle_exit",
+        "vllm_mlx_harmony.server.shutdown:at_once",
+        "a second SIGTERM is not looked at",
+        ("self", "sig", "frame"),
+    ),
+    Installed(VllmMlx(), "requests find the host by it"),
+    *(Around(each, why) for each, why in reversed(routes.MIDDLEWARE)),
+    *map(Route.of, routes.ENDPOINTS),
+    *map(SocketRoute.of, routes.SOCKETS),
+    *status.ROUTES,
+)
+"""The endpoints of the front end among the host's, and what is around all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Installation:
     """What is changed in the host now: its version, the parts in use, the seams by name."""
@@ -392,8 +416,6 @@ def unsupported() -> str | None:
 
 def table(found: Parts) -> tuple[Seam, ...]:
     """All seams, in the order in which they are applied, with these parts put in."""
-    from .routes import ROUTES
-
     parser = models.harmony_parser(found.tool_parser)
     parsers = [
         Entry(
@@ -404,7 +426,7 @@ def table(found: Parts) -> tuple[Seam, ...]:
         )
         for name in FLAGS
     ]
-    return (COMMAND, *USED, *SEAMS, *parsers, *ROUTES)
+    return (COMMAND, *USED, *SEAMS, *parsers, *FRONT_END)
 
 
 def activate(name: str = FLAGS[0]) -> Installation:
@@ -421,6 +443,7 @@ def activate(name: str = FLAGS[0]) -> Installation:
         found = find(name)
         rows = table(found)
         undos = seams.apply_all(rows)
+        parts.use(found)
         applied = tuple(row.label for row in rows if not isinstance(row, Fact))
         _active = Installation(host_version() or "", found, applied, undos)
     return _active
@@ -431,14 +454,10 @@ def deactivate() -> None:
     global _active
     if _active is not None:
         seams.undo_all(_active.undos)
+        parts.use(None)
         _active = None
 
 
 def active() -> Installation | None:
     """The installation in force, or None."""
     return _active
-
-
-def parts() -> Parts:
-    """The parts in use; before an activation, the ones that would be."""
-    return _active.parts if _active else find(FLAGS[0])

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 from .. import _startup
-from . import gate
+from .versions import LIBRARIES, versions
 
 STARTUP_FILE = "vllm_mlx_harmony_startup.pth"
 PACKAGE = "vllm_mlx"
@@ -140,17 +140,17 @@ def _python() -> Group:
 
 
 def _packages() -> Group:
-    versions = gate.versions()
-    findings = [Finding(None, name, version) for name, version in versions.items()]
-    if "vllm-mlx" not in versions:
+    found = versions()
+    findings = [Finding(None, name, version) for name, version in found.items()]
+    if "vllm-mlx" not in found:
         fix = "pip install vllm-mlx"
         findings.append(Finding(False, "vllm-mlx", f"not installed: {fix}", fix))
-    if not any(name in versions for name in gate.LIBRARIES):
+    if not any(name in found for name in LIBRARIES):
         fix = "pip install openai-harmony"
         findings.append(Finding(False, "openai-harmony", f"not installed: {fix}", fix))
     findings.extend(_clashes())
     return Group(
-        "packages", tuple(findings), ", ".join(f"{name} {at}" for name, at in versions.items())
+        "packages", tuple(findings), ", ".join(f"{name} {at}" for name, at in found.items())
     )
 
 
@@ -216,7 +216,7 @@ def _vocabulary() -> Group:
 def _host() -> Iterator[Group]:
     supported = "pip install 'vllm-mlx>=0.6,<0.7'"
     try:
-        from . import contract
+        from . import contract, parts
         from .mount import Route
 
         reason = contract.unsupported()
@@ -228,7 +228,7 @@ def _host() -> Iterator[Group]:
     if reason is not None:
         return
     try:
-        found = contract.parts()
+        found = parts.in_use()
         rows = contract.table(found)
     except Exception as error:
         fix = "uninstall what replaces a part, or reinstall vllm-mlx-harmony"
@@ -281,7 +281,7 @@ def _cache(directory: Path) -> Group:
     """The prefix cache on disk: what is in it, or why there can be none."""
     from .kv.disk import DIRECTORY
     from .kv.index import looked_at
-    from .summary import size
+    from .units import size
 
     place = next(path for path in (directory, *directory.parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):

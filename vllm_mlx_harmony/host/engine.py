@@ -9,44 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, Literal, TypeAlias
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
+from vllm_mlx_harmony.core.held import Held
+from vllm_mlx_harmony.host.constraint import LogitsMask
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.disk import Fetched
 from vllm_mlx_harmony.host.kv.prefix import Known
 from vllm_mlx_harmony.host.kv.status import model_of
 from vllm_mlx_harmony.host.prompts import PromptText
-from vllm_mlx_harmony.host.sampler import LIKELIEST, NewConstraint, Sampler
-from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.host.sampler import LIKELIEST, Sampler
+from vllm_mlx_harmony.server.engine import Finish, Step, Steps
+from vllm_mlx_harmony.server.sampling import Settings
 
 logger = logging.getLogger(__name__)
 
-Finish: TypeAlias = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What an engine generated since the last step: one id as a rule, several at times.
-
-    ``finish`` is set on the last step of a turn. ``cached_tokens`` counts the ids of the prompt
-    that were not prefilled.
-    """
-
-    ids: tuple[int, ...]
-    finish: Finish | None = None
-    cached_tokens: int = 0
-
-
 _RETRY_SECONDS = 0.02
 _FAILED = "the engine failed while it was generating: the server's log says why"
-
-Steps: TypeAlias = AsyncGenerator[Step, None]
 
 
 async def generate(
@@ -54,7 +39,7 @@ async def generate(
     prompt: tuple[int, ...],
     settings: Settings,
     tenant: str = "",
-    constraint: NewConstraint | None = None,
+    held: Held | None = None,
 ) -> Steps:
     """The ids that follow ``prompt``, up to and with the first that ends the turn.
 
@@ -62,13 +47,14 @@ async def generate(
     remembered. Both engines compute a prompt's last id only to choose the next: one is chosen, and
     is nobody's.
     What is remembered of the prompt is ``tenant``'s alone (see ``kv``).
-    Of all ids only those come that ``constraint`` lets through.
+    Of all ids only those come that ``held`` lets through.
     Close the iterator (``aclosing``) to stop earlier: the engine is free again when that returns.
     Raises ``OutputError`` when the engine fails, ``HostError`` for one that takes no ids.
     """
     nothing = settings.max_tokens == 0
     settings = replace(settings, max_tokens=max(settings.max_tokens, 1))
     try:
+        constraint = None if held is None else partial(LogitsMask, held)
         sampler = Sampler(settings, prompt, constraint)
         source = _source(engine)
         fetched = await _fetched(engine, prompt, tenant)

@@ -20,7 +20,7 @@ from io import StringIO
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host.defaults import OPTIONS
+from vllm_mlx_harmony.server.defaults import OPTIONS
 
 BYTES_PER_MB = 1 << 20
 """As the host counts the megabytes of its flags."""

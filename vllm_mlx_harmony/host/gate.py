@@ -12,20 +12,15 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any, NoReturn
 
-from .. import __version__
 from ..core.errors import HostError
+from .parts import FLAGS
+from .versions import versions
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
 COMMAND_LINE = "vllm_mlx.cli"
-FLAGS = ("harmony", "gpt-oss")
-"""Values of `--tool-call-parser` that ask for this plugin."""
-
-LIBRARIES = ("openai-harmony", "oss-harmony")
-"""Distributions that provide `openai_harmony`; the second is a fork of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +121,6 @@ def status() -> Status:
     )
 
 
-def versions() -> dict[str, str]:
-    """Versions by distribution: ours, the host's, and that of the Harmony library, if installed."""
-    found = {"vllm-mlx-harmony": __version__}
-    for name in ("vllm-mlx", *LIBRARIES):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _open(args: Any) -> bool:
     """Changes the host. False when it runs on unchanged: no Harmony library, or a bug of ours."""
     try:
@@ -148,7 +132,8 @@ def _open(args: Any) -> bool:
         )
         return False
     try:
-        from . import contract, enforcement
+        from ..server import enforcement
+        from . import contract
 
         _check(args)
         contract.activate(args.tool_call_parser)
@@ -171,8 +156,8 @@ def _check(args: Any) -> None:
 
     Template options are not looked at with several models: there, they may be meant for another.
     """
-    from . import defaults, enforcement
-    from .responses import store
+    from ..server import defaults, enforcement
+    from ..server.responses import store
 
     store.server_store()
     enforcement.read()

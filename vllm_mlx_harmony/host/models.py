@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from ..core import vocab
 from ..core.errors import HostError
+from .server_globals import server
 
 SPECIAL = {
     "<|start|>": vocab.START,
@@ -98,9 +99,7 @@ def harmony_only(load_model: Callable[..., Any]) -> Callable[..., Any]:
         if is_harmony_directory(Path(given.get("model_path") or name)) is False:
             raise _not_harmony(name)
         result = load_model(*args, **kwargs)
-        from vllm_mlx import server
-
-        tokenizer = getattr(server._engine, "tokenizer", None)
+        tokenizer = getattr(server()._engine, "tokenizer", None)
         if tokenizer is not None and not is_harmony(tokenizer):
             raise _not_harmony(name)
         return result

@@ -7,22 +7,24 @@ decorator has captured the function. Knows FastAPI's routing; refuses to know an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
 
 from fastapi.routing import APIRoute, request_response
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.types import Message, Receive, Scope, Send
 
+from ..server.endpoint import Endpoint, SocketEndpoint
+from ..server.host import Host, install, uninstall
+from ..server.responses.websocket import UVICORN, without_traceback
 from .seams import Undo, locate
 
 APP = "vllm_mlx.server:app"
-
-Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
 
 
 class Mounted(APIRoute):
@@ -45,23 +47,19 @@ class Mounted(APIRoute):
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """A route that is put in front of the host's for the same path and methods.
+class Route(Endpoint):
+    """An endpoint that is put in front of the host's route for the same path and methods.
 
-    It gets the very `dependencies` of the host's route (API key, rate limit). For a path that the
-    host does not have, `like` names the `(path, method)` whose dependencies it gets instead.
-    The endpoint may give a request back to the host with `pass_on`. `around` is put around all of
-    it, the dependencies included. `other_methods` answers for methods that the path does not have.
+    It gets the very `dependencies` of the host's route, or of the one it is `like`. It may give a
+    request back to the host with `pass_on`.
     """
 
-    path: str
-    methods: Collection[str]
-    endpoint: Callable[..., Any]
-    why: str = ""
-    like: tuple[str, str] | None = None
     app: str = APP
-    around: Callable[[Handler], Handler] | None = None
-    other_methods: Callable[[Request], Response] | None = None
+
+    @classmethod
+    def of(cls, endpoint: Endpoint) -> Route:
+        """The same endpoint, in front of the host's."""
+        return cls(**{each.name: getattr(endpoint, each.name) for each in fields(endpoint)})
 
     @property
     def label(self) -> str:
@@ -96,7 +94,7 @@ class Route:
     def _mounted(self, original: APIRoute | None, model: APIRoute | None) -> Mounted:
         mounted = Mounted(
             self.path,
-            self.endpoint,
+            self.answer,
             methods=list(self.methods),
             dependencies=model.dependencies if model else None,
             dependency_overrides_provider=model.dependency_overrides_provider if model else None,
@@ -120,17 +118,17 @@ class Route:
 class Around:
     """An ASGI middleware around the host's whole application, outside of those it has.
 
-    ``middleware`` is a class that takes the application; as a string it is imported when applied.
+    ``middleware`` is a class that takes the application.
     """
 
-    middleware: str
+    middleware: Any
     why: str
     app: str = APP
 
     @property
     def label(self) -> str:
         """The middleware's name."""
-        return f"around {self.app.partition(':')[2]}: {self.middleware.rpartition(':')[2]}"
+        return f"around {self.app.partition(':')[2]}: {self.middleware.__name__}"
 
     def problem(self) -> str | None:
         """Why it cannot be put there in this host, or None."""
@@ -144,7 +142,7 @@ class Around:
     def apply(self) -> Undo:
         """Puts it around the others; undone, they are as before."""
         application = locate(self.app)
-        entry = Middleware(locate(self.middleware))
+        entry = Middleware(self.middleware)
         before = application.middleware_stack
         application.user_middleware.insert(0, entry)
         application.middleware_stack = None  # built anew by the next request
@@ -154,6 +152,73 @@ class Around:
             application.middleware_stack = before
 
         return undo
+
+
+@dataclass(frozen=True, slots=True)
+class SocketRoute(SocketEndpoint):
+    """A WebSocket that is added to the host's routes, which has none there."""
+
+    app: str = APP
+
+    @classmethod
+    def of(cls, endpoint: SocketEndpoint) -> SocketRoute:
+        """The same, among the host's."""
+        return cls(**{each.name: getattr(endpoint, each.name) for each in fields(endpoint)})
+
+    @property
+    def label(self) -> str:
+        """Its protocol and path."""
+        return f"WebSocket {self.path}"
+
+    def problem(self) -> str | None:
+        """Why it cannot be put there in this host, or None."""
+        try:
+            routes = locate(self.app).router.routes
+        except (ImportError, AttributeError) as error:
+            return f"{self.app} is missing ({error})"
+        return None if isinstance(routes, list) else f"{self.app}: its routes are not a list"
+
+    def apply(self) -> Undo:
+        """Adds it at the end; undone, the routes are as before."""
+        routes = locate(self.app).router.routes
+        mounted = WebSocketRoute(self.path, self.converse)
+        routes.append(mounted)
+        logging.getLogger(UVICORN).addFilter(without_traceback)
+
+        def undo() -> None:
+            logging.getLogger(UVICORN).removeFilter(without_traceback)
+            places = [place for place, route in enumerate(routes) if route is mounted]
+            del routes[places[0]]
+
+        return undo
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The host, as the front end sees it, left where the requests to its application find it."""
+
+    host: Host
+    why: str
+    app: str = APP
+
+    @property
+    def label(self) -> str:
+        """The application's state."""
+        return f"{self.app.partition(':')[2]}.state"
+
+    def problem(self) -> str | None:
+        """Why it cannot be left there, or None."""
+        try:
+            state = locate(self.app).state
+        except (ImportError, AttributeError) as error:
+            return f"{self.app} is missing ({error})"
+        return None if state is not None else f"{self.app} has no state"
+
+    def apply(self) -> Undo:
+        """Leaves it there; undone, it is gone."""
+        application = locate(self.app)
+        install(application, self.host)
+        return lambda: uninstall(application)
 
 
 def _find(routes: list[BaseRoute], path: str, methods: set[str]) -> APIRoute | None:

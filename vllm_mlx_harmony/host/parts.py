@@ -15,6 +15,9 @@ from ..core.errors import HostError
 from .seams import locate
 
 DISTRIBUTION = "vllm-mlx-harmony"
+
+FLAGS = ("harmony", "gpt-oss")
+"""Values of `--tool-call-parser` that ask for this plugin, and the names of its entry points."""
 TOOL_PARSERS = "vllm_mlx.tool_parsers"
 PROMPT_RENDERERS = "vllm_mlx.prompt_renderers"
 STREAMING_CONTEXTS = "vllm_mlx.streaming_contexts"
@@ -45,6 +48,20 @@ def find(name: str) -> Parts:
         context=resolve(STREAMING_CONTEXTS, name),
         sources={group: source(group, name) for group in OWN},
     )
+
+
+_in_use: Parts | None = None
+
+
+def use(parts: Parts | None) -> None:
+    """From now on ``in_use`` gives these; ``None``: the ones that would be found."""
+    global _in_use
+    _in_use = parts
+
+
+def in_use() -> Parts:
+    """The parts of the installation; without one, those that it would have."""
+    return _in_use or find(FLAGS[0])
 
 
 def resolve(group: str, name: str) -> Any:

@@ -17,9 +17,11 @@ from fastapi import HTTPException
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.host.defaults import defaults
+from vllm_mlx_harmony.host import parts
 from vllm_mlx_harmony.host.models import is_harmony
+from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.protocols import chat
+from vllm_mlx_harmony.server import defaults
 
 Messages: TypeAlias = Sequence[Any]
 
@@ -70,8 +72,6 @@ def prompt_text(
 def prompt_ids(
     messages: Messages, tools: list[dict[str, Any]] | None, options: dict[str, Any] | None
 ) -> tuple[int, ...]:
-    from vllm_mlx_harmony.host import contract
-
     known = ("reasoning_effort", "model_identity", "builtin_tools")
     body = {
         "model": "host",
@@ -79,7 +79,8 @@ def prompt_ids(
         "tools": tools or None,
         "chat_template_kwargs": {name: (options or {}).get(name) for name in known},
     }
-    ids: tuple[int, ...] = contract.parts().renderer(chat.read(body, defaults()).turn).ids
+    options_given = defaults.read(server()._default_chat_template_kwargs or {})
+    ids: tuple[int, ...] = parts.in_use().renderer(chat.read(body, options_given).turn).ids
     return ids
 
 

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.server.sampling import Settings
 
 
 class Constraint(Protocol):

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
-from vllm_mlx_harmony.host import gate
-from vllm_mlx_harmony.host.waiting import places
-from vllm_mlx_harmony.host.window import length_of
+from vllm_mlx_harmony.host.server_globals import server
+from vllm_mlx_harmony.host.units import size
+from vllm_mlx_harmony.host.versions import versions
+from vllm_mlx_harmony.server.model_files import length_of
+from vllm_mlx_harmony.server.queue import places
 
 WIDTH = 14
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 _idle: tuple[str, ...] = ()
 
@@ -52,19 +53,17 @@ def of_registry(load_model_registry: Callable[..., Any]) -> Callable[..., Any]:
 
 def show(facts: list[tuple[str, str]]) -> None:
     """Prints ``facts`` and those that are true of any model."""
-    versions = gate.versions()
-    ours = f"vllm-mlx-harmony {versions.pop('vllm-mlx-harmony')}"
-    others = ", ".join(f"{name} {version}" for name, version in versions.items())
+    found = versions()
+    ours = f"vllm-mlx-harmony {found.pop('vllm-mlx-harmony')}"
+    others = ", ".join(f"{name} {version}" for name, version in found.items())
     print(f"{ours} ({others})")
     for name, value in (*facts, *_common()):
         print(f"  {name:<{WIDTH}}{value}")
 
 
 def _model() -> str:
-    from vllm_mlx import server
-
-    name, path = server._model_name, server._model_path
-    return name if name == path else f"{name} ({path})"
+    name, path = server()._model_name, server()._model_path
+    return f"{name}" if name == path else f"{name} ({path})"
 
 
 def _engine(batched: bool) -> list[tuple[str, str]]:
@@ -79,24 +78,14 @@ def _context(directory: str) -> str:
 
 
 def _common() -> Iterator[tuple[str, str]]:
-    from vllm_mlx import server
-
     from vllm_mlx_harmony.host.kv import opening, prefix
 
     opening.show_metrics()
     budget = prefix.budget()
     yield "prefix cache", f"up to {size(budget)} in memory" if budget else "off"
-    yield from (("", line) for line in opening.found(server._model_path))
-    limited = server._rate_limiter.enabled
-    access = "API key required" if server._api_key else "open to whoever reaches it: no --api-key"
-    rate = f", {server._rate_limiter.requests_per_minute} requests a minute" if limited else ""
+    yield from (("", line) for line in opening.found(server()._model_path))
+    limiter = server()._rate_limiter
+    access = "API key required" if server()._api_key else "open to whoever reaches it: no --api-key"
+    rate = f", {limiter.requests_per_minute} requests a minute" if limiter.enabled else ""
     yield "access", access + rate
     yield from (("no effect", sentence) for sentence in _idle)
-
-
-def size(nbytes: int) -> str:
-    """Bytes as a person reads them."""
-    for unit, name in _UNITS:
-        if nbytes >= unit:
-            return f"{nbytes / unit:.1f} {name}".replace(".0 ", " ")
-    return f"{nbytes} bytes"

@@ -19,7 +19,7 @@ from vllm_mlx_harmony.host.engine import generate
 from vllm_mlx_harmony.host.kv.prefix import EVERYBODY
 from vllm_mlx_harmony.host.models import is_harmony
 from vllm_mlx_harmony.host.prompts import Messages, prompt_ids
-from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.server.sampling import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from vllm_mlx_harmony.host import contract, seams
 from vllm_mlx_harmony.host.engine import generate, reusable_tokens
 from vllm_mlx_harmony.host.kv import batched, prefix, simple
 from vllm_mlx_harmony.host.kv.tree import Counters, Tree
-from vllm_mlx_harmony.host.sampling import Settings
 from vllm_mlx_harmony.host.seams import Patch
+from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script
 
 ENGINES = ["simple", "batched"]

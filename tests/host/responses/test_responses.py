@@ -36,13 +36,16 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Answer, Defaults, Instructions, Stamp, ToolChoice, User
-from vllm_mlx_harmony.host import contract, streams
-from vllm_mlx_harmony.host.body import Document
-from vllm_mlx_harmony.host.leases import tenant_of
-from vllm_mlx_harmony.host.responses import background, routes, websocket
-from vllm_mlx_harmony.host.responses.background import Background, Running
-from vllm_mlx_harmony.host.responses.compact import COMPACT
-from vllm_mlx_harmony.host.responses.keeping import (
+from vllm_mlx_harmony.host import contract
+from vllm_mlx_harmony.host.mount import SocketRoute
+from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.server import streams
+from vllm_mlx_harmony.server.body import Document
+from vllm_mlx_harmony.server.host import tenant_of
+from vllm_mlx_harmony.server.responses import background, routes, websocket
+from vllm_mlx_harmony.server.responses.background import Background, Running
+from vllm_mlx_harmony.server.responses.compact import COMPACT
+from vllm_mlx_harmony.server.responses.keeping import (
     KeptAnswer,
     Recall,
     forget,
@@ -50,16 +53,14 @@ from vllm_mlx_harmony.host.responses.keeping import (
     read,
     told,
 )
-from vllm_mlx_harmony.host.responses.store import Kept, MemoryStore, StoreError
-from vllm_mlx_harmony.host.responses.websocket import (
+from vllm_mlx_harmony.server.responses.store import Kept, MemoryStore, StoreError
+from vllm_mlx_harmony.server.responses.websocket import (
     MOST_WAITING,
     Conversation,
-    SocketRoute,
     converse,
 )
-from vllm_mlx_harmony.protocols.events import Event
 
-RESPONSES = "vllm_mlx_harmony.host.responses"
+RESPONSES = "vllm_mlx_harmony.server.responses"
 KEY = "0f1e2d3c4b5a69788796"
 STAMP = Stamp(KEY, 1_754_352_000, "gpt-oss-20b")
 ID = f"resp_{KEY}"
@@ -480,10 +481,10 @@ def test_nothing_goes_on_with_what_has_not_ended(turns: Callable[[Any], None], s
         running = await while_it_is_kept()
         for api in (routes.RESPONSES, COMPACT, Conversation(SimpleNamespace())._api):
             with pytest.raises(RequestError) as caught:
-                await api.asked(Document(body), TENANT)
+                await api.asked(Document(body), Defaults(), TENANT)
             assert (caught.value.status, caught.value.code) == (400, "previous_response_not_ready")
         await collected(running)
-        asked = await routes.RESPONSES.asked(Document(body), TENANT)
+        asked = await routes.RESPONSES.asked(Document(body), Defaults(), TENANT)
         assert asked.turn.messages == (User("Hi"), Answer("Hello."), User("More"))
 
     asynchronous(test)
@@ -738,9 +739,15 @@ def test_what_is_stored_is_its_tenants(store: MemoryStore) -> None:
 class Socket:
     """Sends what it was told to send, and is silent then, or hangs up."""
 
-    scope: dict[str, Any] = {"type": "websocket", "path": "/v1/responses", "headers": []}  # noqa: RUF012
+    scope: dict[str, Any] = {  # noqa: RUF012
+        "type": "websocket",
+        "path": "/v1/responses",
+        "headers": [],
+        "app": server.app,
+    }
     headers: dict[str, str] = {}  # noqa: RUF012
     client = None
+    app = server.app
 
     def __init__(self, *texts: str, hangs_up: bool = False) -> None:
         self._texts = list(texts)
@@ -772,6 +779,7 @@ class Socket:
         self._closed.set()
 
 
+@pytest.mark.usefixtures("_active")
 @pytest.mark.parametrize(
     ("headers", "key", "status"),
     [
@@ -814,6 +822,7 @@ def test_a_flood_ends_the_connection() -> None:
     asynchronous(test)
 
 
+@pytest.mark.usefixtures("_active")
 def test_who_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not closed, which would wait until what was written has been read."""
     monkeypatch.setattr(websocket, "client_seconds", lambda: 0.05)
@@ -845,7 +854,7 @@ def test_who_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> Non
     asynchronous(test)
 
 
-@pytest.mark.usefixtures("_foreign")
+@pytest.mark.usefixtures("_foreign", "_active")
 def test_a_model_that_is_not_harmony_has_no_websocket() -> None:
     async def test() -> None:
         message = {"type": "response.create", "model": "foreign", "input": "Bonjour ?"}
@@ -860,7 +869,7 @@ def test_a_model_that_is_not_harmony_has_no_websocket() -> None:
 
 
 def test_the_route_is_added_and_taken_away() -> None:
-    route = SocketRoute("/v1/responses", "a test")
+    route = SocketRoute("/v1/responses", converse, "a test")
     before = list(server.app.router.routes)
     assert route.problem() is None
     undo = route.apply()
@@ -869,7 +878,7 @@ def test_the_route_is_added_and_taken_away() -> None:
     after = server.app.router.routes
     assert len(after) == len(before)
     assert all(one is other for one, other in zip(after, before, strict=True))
-    assert "missing" in (SocketRoute("/", "", "vllm_mlx.server:nothing").problem() or "")
+    assert "missing" in (SocketRoute("/", converse, "", "vllm_mlx.server:nothing").problem() or "")
 
 
 @pytest.mark.parametrize(

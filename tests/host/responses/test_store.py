@@ -39,8 +39,8 @@ from vllm_mlx_harmony.core.turn import (
     Tool,
     User,
 )
-from vllm_mlx_harmony.host.responses import store as stores
-from vllm_mlx_harmony.host.responses.store import (
+from vllm_mlx_harmony.server.responses import store as stores
+from vllm_mlx_harmony.server.responses.store import (
     STORE_VARIABLE,
     FileStore,
     Kept,
@@ -422,7 +422,7 @@ def test_a_file_of_another_layout_is_no_obstacle(tmp_path: Path) -> None:
 WRITER = dedent("""
     import sys
     from pathlib import Path
-    from vllm_mlx_harmony.host.responses.store import FileStore, Kept
+    from vllm_mlx_harmony.server.responses.store import FileStore, Kept
 
     store = FileStore(Path(sys.argv[1]))
     for number in range(100_000):

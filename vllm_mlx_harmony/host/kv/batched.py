@@ -24,7 +24,7 @@ from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.prefix import Known
 from vllm_mlx_harmony.host.models import is_harmony
 from vllm_mlx_harmony.host.sampler import LIKELIEST, Sampler, claimed, draw
-from vllm_mlx_harmony.host.sampling import Settings
+from vllm_mlx_harmony.server.sampling import Settings
 
 logger = logging.getLogger(__name__)
 

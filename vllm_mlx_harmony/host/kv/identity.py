@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_mlx_harmony.host.kv.disk import Root
 from vllm_mlx_harmony.host.kv.index import VERSION, key_of
-from vllm_mlx_harmony.host.window import CONFIG, path_of
+from vllm_mlx_harmony.server.model_files import CONFIG, path_of
 
 WEIGHTS = (".safetensors", ".npz", ".gguf")
 

@@ -15,6 +15,8 @@ from typing import Any
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.kv import identity, prefix
 from vllm_mlx_harmony.host.kv.disk import Counters, Disk, Failed
+from vllm_mlx_harmony.host.server_globals import server
+from vllm_mlx_harmony.host.units import size
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -49,8 +51,6 @@ def opened(directory: str, gigabytes: float) -> Disk | None:
 
 def found(model: str | None) -> Iterator[str]:
     """What to say at the start: what was found for ``model``, a path, or for all models."""
-    from vllm_mlx_harmony.host.summary import size
-
     disk = prefix.disk()
     if disk is None:
         yield from filter(None, [_problem])
@@ -83,10 +83,8 @@ METRICS: dict[str, tuple[str, Callable[[Counters], float]]] = {
 
 def show_metrics() -> None:
     """Our gauges among the host's metrics, if those are on and there is a disk; once."""
-    from vllm_mlx import server
-
     disk = prefix.disk()
-    kept: dict[str, Any] | None = server._metrics._prom
+    kept: dict[str, Any] | None = server()._metrics._prom
     if disk is None or kept is None or next(iter(METRICS)) in kept:
         return
     gauge = type(kept["http_requests_in_flight"])  # of the library that the host took

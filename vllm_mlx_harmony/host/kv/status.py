@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.models import is_harmony
 from vllm_mlx_harmony.host.mount import Route, pass_on
+from vllm_mlx_harmony.host.server_globals import server
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +122,7 @@ async def _empty_disk() -> None:
 
 def _harmony_alone() -> Any:
     """The server's engine, when it is Harmony's and nobody here uses mlx_vlm; else ``None``."""
-    from vllm_mlx import server
-
-    engine = server._engine
+    engine = server()._engine
     alone = VISION not in sys.modules and is_harmony(getattr(engine, "tokenizer", None))
     return engine if alone else None
 

@@ -18,15 +18,15 @@ from pydantic_core import from_json
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults
-from vllm_mlx_harmony.host.answers import Job, run, stopped
-from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, Recall, keeping, told
-from vllm_mlx_harmony.host.responses.keeping import read as read_request
-from vllm_mlx_harmony.host.responses.store import Kept
-from vllm_mlx_harmony.host.settings import number
-from vllm_mlx_harmony.host.waiting import RETRY_SECONDS
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
+from vllm_mlx_harmony.server.generation import Job, run, stopped
+from vllm_mlx_harmony.server.queue import RETRY_SECONDS
+from vllm_mlx_harmony.server.responses.keeping import KeptAnswer, Recall, keeping, told
+from vllm_mlx_harmony.server.responses.keeping import read as read_request
+from vllm_mlx_harmony.server.responses.store import Kept
+from vllm_mlx_harmony.server.settings import number
 
 MOST_EVENTS = 200_000
 """Events remembered of answers that have ended; the oldest answers go first."""

@@ -17,22 +17,21 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Stamp
-from vllm_mlx_harmony.host.answers import run
-from vllm_mlx_harmony.host.body import Document, in_thread
-from vllm_mlx_harmony.host.leases import Budget, Lease, tenant_of
-from vllm_mlx_harmony.host.mount import Route
-from vllm_mlx_harmony.host.refusals import refusing_in
-from vllm_mlx_harmony.host.responses.background import BACKGROUND, Running, read, written_input
-from vllm_mlx_harmony.host.responses.compact import COMPACT
-from vllm_mlx_harmony.host.responses.keeping import KeptAnswer, forget, keeping, new_key
-from vllm_mlx_harmony.host.responses.store import Kept, server_store
-from vllm_mlx_harmony.host.responses.websocket import SocketRoute
-from vllm_mlx_harmony.host.seams import Seam
-from vllm_mlx_harmony.host.serving import Api, begin, count, refusing, respond, serve
-from vllm_mlx_harmony.host.streams import EventStream
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
+from vllm_mlx_harmony.server.body import Document, in_thread
+from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
+from vllm_mlx_harmony.server.errors import refusing_in
+from vllm_mlx_harmony.server.generation import run
+from vllm_mlx_harmony.server.host import Lease, host_of, tenant_of
+from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, read, written_input
+from vllm_mlx_harmony.server.responses.compact import COMPACT
+from vllm_mlx_harmony.server.responses.keeping import KeptAnswer, forget, keeping, new_key
+from vllm_mlx_harmony.server.responses.store import Kept, server_store
+from vllm_mlx_harmony.server.responses.websocket import converse
+from vllm_mlx_harmony.server.serving import Api, begin, count, refusing, respond, serve
+from vllm_mlx_harmony.server.streams import EventStream
 
 
 def _writer(asked: ResponsesRequest, stamp: Stamp, context: Any, tenant: str) -> KeptAnswer:
@@ -52,10 +51,8 @@ async def create_response(request: Request) -> Response:
     return await serve(RESPONSES, request, answer=_answer)
 
 
-async def _answer(
-    api: Api, request: Request, document: Document, lease: Lease, budget: Budget
-) -> Response:
-    begun = await begin(api, document, lease, budget, new_key())
+async def _answer(api: Api, request: Request, document: Document, lease: Lease) -> Response:
+    begun = await begin(api, host_of(request), document, lease, new_key())
     if not begun.asked.background:
         deltas = keeping(run(begun.job), begun.emitter, known=False)
         return await respond(request, begun, deltas)
@@ -178,14 +175,14 @@ CREATE = ("/v1/responses", "POST")
 _ONE = "/v1/responses/{response_id}"
 
 
-def _route(path: str, method: str, endpoint: Callable[..., Any], why: str) -> Route:
+def _route(path: str, method: str, endpoint: Callable[..., Any], why: str) -> Endpoint:
     like = None if (path, method) == CREATE else CREATE
-    return refusing_in(responses.error_body, Route(path, (method,), endpoint, why, like))
+    return refusing_in(responses.error_body, Endpoint(path, (method,), endpoint, why, like))
 
 
 _KEEPS_NONE = "the host keeps answers, but does not tell of them"
 
-ROUTES: tuple[Seam, ...] = (
+ENDPOINTS: tuple[Endpoint, ...] = (
     _route(*CREATE, create_response, "items and events from token ids"),
     _route("/v1/responses/compact", "POST", compact_response, "the host cannot do it"),
     _route("/v1/responses/input_tokens", "POST", count_input_tokens, "the host cannot do it"),
@@ -193,5 +190,6 @@ ROUTES: tuple[Seam, ...] = (
     _route(_ONE, "DELETE", _refused(delete_response), _KEEPS_NONE),
     _route(f"{_ONE}/input_items", "GET", _refused(list_input_items), _KEEPS_NONE),
     _route(f"{_ONE}/cancel", "POST", _refused(cancel_response), "the host has no background"),
-    SocketRoute("/v1/responses", "the same events over a WebSocket"),
 )
+
+SOCKETS = (SocketEndpoint("/v1/responses", converse, "the same events over a WebSocket"),)

@@ -11,26 +11,24 @@ import re
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_mlx_harmony.host import answers
-from vllm_mlx_harmony.host.leases import tenant_of
-from vllm_mlx_harmony.host.mount import Route, pass_on
-from vllm_mlx_harmony.host.responses.background import BACKGROUND
+from vllm_mlx_harmony.server import generation
+from vllm_mlx_harmony.server.endpoint import Endpoint
+from vllm_mlx_harmony.server.host import host_of, tenant_of
+from vllm_mlx_harmony.server.responses.background import BACKGROUND
 
 _ID = re.compile(r"(?:chatcmpl-|resp_|msg_)(?P<key>[0-9a-f]+)")
 
 
 async def cancel_request(request: Request, request_id: str) -> Response:
     """Ends the answer with this id, as the host says that it has done so."""
-    from vllm_mlx import server
-
     if not await _cancelled(request_id, tenant_of(request)):
-        return await pass_on(request)
+        return await host_of(request).forward(request)
     return JSONResponse(
         {
             "object": "request.cancel",
             "id": request_id,
             "cancelled": True,
-            "model": server._model_name,
+            "model": host_of(request).model_name,
         }
     )
 
@@ -41,12 +39,12 @@ async def _cancelled(request_id: str, tenant: str) -> bool:
         await running.cancel()
         return True
     match = _ID.fullmatch(request_id)
-    return match is not None and answers.cancel(match["key"], tenant)
+    return match is not None and generation.cancel(match["key"], tenant)
 
 
 _WHY = "the ids of answers from token ids are not the engines'"
 
-ROUTES: tuple[Route, ...] = (
-    Route("/v1/requests/{request_id}/cancel", ("POST",), cancel_request, _WHY),
-    Route("/v1/requests/{request_id}", ("DELETE",), cancel_request, _WHY),
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Endpoint("/v1/requests/{request_id}/cancel", ("POST",), cancel_request, _WHY),
+    Endpoint("/v1/requests/{request_id}", ("DELETE",), cancel_request, _WHY),
 )

@@ -11,44 +11,34 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from functools import partial
 from json import dumps
 from typing import Any
 
-from fastapi import HTTPException
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import WebSocketRoute
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
-from vllm_mlx_harmony.host.answers import Deltas, refused, run, stopped
-from vllm_mlx_harmony.host.body import Document, in_thread, parsed
-from vllm_mlx_harmony.host.leases import Budget, Lease
-from vllm_mlx_harmony.host.mount import APP
-from vllm_mlx_harmony.host.refusals import admit, failure_of, refuse
-from vllm_mlx_harmony.host.responses.background import read
-from vllm_mlx_harmony.host.responses.keeping import (
+from vllm_mlx_harmony.protocols import responses
+from vllm_mlx_harmony.protocols.events import DONE
+from vllm_mlx_harmony.server.body import Document, in_thread, parsed
+from vllm_mlx_harmony.server.errors import admit, failure_of, refuse
+from vllm_mlx_harmony.server.generation import Deltas, refused, run, stopped
+from vllm_mlx_harmony.server.host import Lease, host_of
+from vllm_mlx_harmony.server.responses.background import read
+from vllm_mlx_harmony.server.responses.keeping import (
     KeptAnswer,
     keeping,
     new_key,
     told,
 )
-from vllm_mlx_harmony.host.responses.store import Kept
-from vllm_mlx_harmony.host.seams import Undo, locate
-from vllm_mlx_harmony.host.serving import Api, Begun, answered, begin
-from vllm_mlx_harmony.host.streams import (
-    EventBuffer,
-    client_seconds,
-    hang_up,
-    unread_until_left,
-    within,
-)
-from vllm_mlx_harmony.protocols import responses
-from vllm_mlx_harmony.protocols.events import DONE
+from vllm_mlx_harmony.server.responses.store import Kept
+from vllm_mlx_harmony.server.serving import Api, Begun, answered, begin
+from vllm_mlx_harmony.server.streams import EventBuffer, client_seconds, unread_until_left, within
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -94,7 +84,7 @@ class Conversation:
         listening = asyncio.ensure_future(self._listen())
 
         def give_up() -> None:
-            hang_up(self._socket)
+            host_of(self._socket).hang_up(self._socket)
             answering.cancel()
 
         self._say = within(client_seconds(), self._write, give_up)
@@ -154,9 +144,7 @@ class Conversation:
             await self._refuse(OutputError(INTERNAL, code="internal_error"))
 
     async def _run(self, document: dict[str, Any], large: bool) -> None:
-        from vllm_mlx import server
-
-        await server.check_rate_limit(self._socket)
+        await host_of(self._socket).check_rate_limit(self._socket)
         if failure := refused():
             raise failure
         asked = {key: value for key, value in document.items() if key not in _TRANSPORT}
@@ -174,11 +162,10 @@ class Conversation:
         request: Request,
         document: Document,
         lease: Lease,
-        budget: Budget,
         *,
         generate: bool,
     ) -> Response:
-        begun = await begin(api, document, lease, budget, new_key())
+        begun = await begin(api, host_of(request), document, lease, new_key())
         deltas = run(begun.job) if generate else _nothing(begun)
         kept = keeping(deltas, begun.emitter, known=True)
         async with aclosing(EventBuffer(told(kept, begun.emitter))) as events:
@@ -242,45 +229,9 @@ UVICORN = "uvicorn.error"
 """The logger of whatever uvicorn has to say."""
 
 
-def _without_traceback(record: logging.LogRecord) -> bool:
-    """uvicorn logs one for a message that is no UTF-8, though it is the client's mistake."""
+def without_traceback(record: logging.LogRecord) -> bool:
+    """A filter of ``UVICORN``: it logs one for a message that is no UTF-8, a client's mistake."""
     error = record.exc_info and record.exc_info[1]
     if isinstance(error, UnicodeDecodeError) and record.msg.startswith("Invalid UTF-8"):
         record.exc_info = None
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class SocketRoute:
-    """A WebSocket route that is added to the host's, which has none."""
-
-    path: str
-    why: str
-    app: str = APP
-
-    @property
-    def label(self) -> str:
-        """Its protocol and path."""
-        return f"WebSocket {self.path}"
-
-    def problem(self) -> str | None:
-        """Why it cannot be put there in this host, or None."""
-        try:
-            routes = locate(self.app).router.routes
-        except (ImportError, AttributeError) as error:
-            return f"{self.app} is missing ({error})"
-        return None if isinstance(routes, list) else f"{self.app}: its routes are not a list"
-
-    def apply(self) -> Undo:
-        """Adds it at the end; undone, the routes are as before."""
-        routes = locate(self.app).router.routes
-        mounted = WebSocketRoute(self.path, converse)
-        routes.append(mounted)
-        logging.getLogger(UVICORN).addFilter(_without_traceback)
-
-        def undo() -> None:
-            logging.getLogger(UVICORN).removeFilter(_without_traceback)
-            places = [place for place, route in enumerate(routes) if route is mounted]
-            del routes[places[0]]
-
-        return undo

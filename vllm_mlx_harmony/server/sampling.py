@@ -6,12 +6,13 @@ drawn (sampler).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fastapi import HTTPException
+from starlette.exceptions import HTTPException
 
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError
 from vllm_mlx_harmony.core.turn import RECOMMENDED, VOCAB_SIZE, Limits, Sampling
 
 SMALLEST = 1e-6
@@ -34,8 +35,13 @@ class Settings:
     seed: int | None = None
 
 
-def settle(sampling: Sampling, limits: Limits, defaults: Sampling = RECOMMENDED) -> Settings:
-    """The request's values where it gives any, the server's otherwise.
+def settle(
+    sampling: Sampling,
+    limits: Limits,
+    max_tokens: Callable[[int | None], int],
+    defaults: Sampling = RECOMMENDED,
+) -> Settings:
+    """The request's values where it gives any, the server's otherwise (``Host.max_tokens``).
 
     Raises ``RequestError`` for a ``max_tokens`` over the server's limit and a bias on no id.
     """
@@ -47,7 +53,7 @@ def settle(sampling: Sampling, limits: Limits, defaults: Sampling = RECOMMENDED)
 
     temperature, top_p, top_k = value("temperature", 1.0), value("top_p", 1.0), value("top_k", 0)
     return Settings(
-        max_tokens=_max_tokens(limits),
+        max_tokens=_allowed(limits, max_tokens),
         temperature=0.0 if min(temperature, top_p) < SMALLEST else temperature,
         top_p=max(top_p, SMALLEST),
         top_k=top_k if 0 < top_k < VOCAB_SIZE else 0,
@@ -60,15 +66,25 @@ def settle(sampling: Sampling, limits: Limits, defaults: Sampling = RECOMMENDED)
     )
 
 
-def _max_tokens(limits: Limits) -> int:
-    from vllm_mlx import server
+def fit(settings: Settings, prompt_tokens: int, context_length: int | None) -> Settings:
+    """``settings`` with no more ``max_tokens`` than the context holds after the prompt.
 
+    Raises ``PromptTooLong`` when not even one fits (semantics A11).
+    """
+    if context_length is None:
+        return settings
+    room = context_length - prompt_tokens
+    if room < 1:
+        raise PromptTooLong(prompt_tokens, context_length)
+    return replace(settings, max_tokens=min(settings.max_tokens, room))
+
+
+def _allowed(limits: Limits, max_tokens: Callable[[int | None], int]) -> int:
     try:
-        allowed: int = server._resolve_request_max_tokens(limits.max_tokens)
+        return max_tokens(limits.max_tokens)
     except HTTPException as error:
         said = str(error.detail).replace("max_tokens", limits.where)
         raise RequestError(said, param=limits.where, code="invalid_value") from error
-    return allowed
 
 
 def _checked(logit_bias: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:

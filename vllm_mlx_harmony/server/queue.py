@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
-from vllm_mlx_harmony.host.settings import number
+from vllm_mlx_harmony.server.settings import number
 
 PLACES_VARIABLE = "VLLM_MLX_HARMONY_QUEUE"
 """Environment variable: how many requests may wait for one engine; more are refused with 503."""
@@ -22,7 +22,7 @@ DEFAULT_PLACES = 32
 RETRY_SECONDS = 5
 
 
-class WaitingLine:
+class Queue:
     """Lets one at a time through, the others in the order they came, ``places`` of them at most.
 
     For one event loop. Nobody is let through twice, and nobody's turn is lost: whoever gives up,
@@ -99,23 +99,23 @@ class WaitingLine:
             self._taken = False
 
 
-_lines: WeakKeyDictionary[Any, WaitingLine] = WeakKeyDictionary()
+_queues: WeakKeyDictionary[Any, Queue] = WeakKeyDictionary()
 
 
-def line_before(engine: Any) -> WaitingLine:
-    """The line in front of ``engine``: always the same one for the same engine."""
-    line = _lines.get(engine)
-    if line is None:
-        line = _lines[engine] = WaitingLine(places())
-    return line
+def queue_before(engine: Any) -> Queue:
+    """The queue in front of ``engine``: always the same one for the same engine."""
+    queue = _queues.get(engine)
+    if queue is None:
+        queue = _queues[engine] = Queue(places())
+    return queue
 
 
 def refuse_all(failure: HarmonyFailure) -> None:
     """Sends all away who wait for any engine, with ``failure``."""
-    for line in list(_lines.values()):
-        line.refuse(failure)
+    for queue in list(_queues.values()):
+        queue.refuse(failure)
 
 
 def places() -> int:
-    """Places in a line, as the environment says; the default where it says no whole number."""
+    """Places in a queue, as the environment says; the default where it says no whole number."""
     return number(PLACES_VARIABLE, DEFAULT_PLACES)

@@ -17,11 +17,11 @@ from starlette.responses import Response
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.core.turn import Defaults, Stamp
-from vllm_mlx_harmony.host.mount import Route
-from vllm_mlx_harmony.host.refusals import admitted, refuse, refusing_with
-from vllm_mlx_harmony.host.seal import server_seal
-from vllm_mlx_harmony.host.serving import Api, count, serve
 from vllm_mlx_harmony.protocols import anthropic
+from vllm_mlx_harmony.server.encryption import server_seal
+from vllm_mlx_harmony.server.endpoint import Endpoint
+from vllm_mlx_harmony.server.errors import admitted, refuse, refusing_with
+from vllm_mlx_harmony.server.serving import Api, count, serve
 
 REQUEST_ID = "request-id"
 API_KEY, BEARER = b"x-api-key", b"authorization"
@@ -58,7 +58,7 @@ async def count_tokens(request: Request) -> Response:
     return _signed(await count(api, request, anthropic.counted), key)
 
 
-async def root() -> Response:
+async def root(_: Request) -> Response:
     """``HEAD /``: Claude Code asks whether anybody is there."""
     return Response()
 
@@ -95,12 +95,14 @@ async def bearer(request: Request) -> None:
     request.scope["headers"] = [*others, (BEARER, b"Bearer " + headers[API_KEY])]
 
 
-def _route(path: str, endpoint: Callable[[Request], Awaitable[Response]], why: str) -> Route:
-    return refusing_with(_refuse, Route(path, ("POST",), endpoint, why), before=bearer)
+def _route(path: str, endpoint: Callable[[Request], Awaitable[Response]], why: str) -> Endpoint:
+    return refusing_with(_refuse, Endpoint(path, ("POST",), endpoint, why), before=bearer)
 
 
-ROUTES: tuple[Route, ...] = (
+ENDPOINTS: tuple[Endpoint, ...] = (
     _route("/v1/messages", create_message, "content blocks from token ids"),
     _route("/v1/messages/count_tokens", count_tokens, "the host counts the text, not the prompt"),
-    Route("/", ("HEAD",), root, "Claude Code's first question", like=("/health", "GET")),
+    Endpoint(
+        "/", ("HEAD",), root, "Claude Code's first question", like=("/health", "GET"), open=True
+    ),
 )

@@ -30,12 +30,14 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.host.refusals import refuse
 from vllm_mlx_harmony.protocols import anthropic, chat
+from vllm_mlx_harmony.server.errors import refuse
+from vllm_mlx_harmony.server.host import host_of
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -77,11 +79,10 @@ class OriginCheck:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        from vllm_mlx import server
-
         headers = Headers(scope=scope)
         origin, host = headers.get("origin"), headers.get("host")
-        problem = None if server._api_key else self._problem(origin, host)
+        keyed = host_of(HTTPConnection(scope)).requires_key
+        problem = None if keyed else self._problem(origin, host)
         if problem is not None:
             await self._refuse(problem, scope, receive, send)
         elif origin is not None and self.may_read(origin, host):

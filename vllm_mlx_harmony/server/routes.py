@@ -1,4 +1,4 @@
-"""The routes of every API, and those of Chat Completions.
+"""The endpoints of every API, and those of Chat Completions.
 
 Knows paths and methods. Refuses to know how a request is run (serving), and what any API's bodies
 and events look like (protocols).
@@ -13,16 +13,16 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
-from vllm_mlx_harmony.host import cancel, messages, shutdown
-from vllm_mlx_harmony.host.kv import status
-from vllm_mlx_harmony.host.model_names import other_names, own_name
-from vllm_mlx_harmony.host.mount import Around, Route
-from vllm_mlx_harmony.host.refusals import refuse, refusing_in
-from vllm_mlx_harmony.host.responses import routes as responses
-from vllm_mlx_harmony.host.seams import Seam
-from vllm_mlx_harmony.host.serving import Api, serve
-from vllm_mlx_harmony.host.window import length_of
 from vllm_mlx_harmony.protocols import chat
+from vllm_mlx_harmony.server import cancel, messages
+from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
+from vllm_mlx_harmony.server.errors import refuse, refusing_in
+from vllm_mlx_harmony.server.host import host_of
+from vllm_mlx_harmony.server.model_names import other_names, own_name
+from vllm_mlx_harmony.server.origins import OriginCheck
+from vllm_mlx_harmony.server.responses import routes as responses
+from vllm_mlx_harmony.server.serving import Api, serve
+from vllm_mlx_harmony.server.shutdown import Refusing
 
 
 def _read(body: object, defaults: Defaults, _tenant: str) -> chat.ChatRequest:
@@ -39,14 +39,13 @@ async def create_chat_completion(request: Request) -> Response:
 
 async def retrieve_model(request: Request, model_id: str) -> Response:
     """``GET /v1/models/{model_id}``: the entry in the host's list; without an id, the list."""
-    from vllm_mlx import server
-
-    listed = (await server.list_models()).model_dump(mode="json")
-    entries = [_with_length(entry) for entry in listed["data"]]
+    host = host_of(request)
+    listed = await host.models()
+    entries = listed["data"]
     if not model_id:
-        others = [{**entries[0], "id": name} for name in other_names()]
+        others = [{**entries[0], "id": name} for name in other_names(host.model_name)]
         return JSONResponse({**listed, "data": entries + others})
-    own = own_name(model_id)
+    own = own_name(model_id, host.model_name)
     for entry in entries:
         if entry["id"] == own:
             return JSONResponse({**entry, "id": model_id})
@@ -61,19 +60,10 @@ async def list_models(request: Request) -> Response:
     return await retrieve_model(request, "")
 
 
-def _with_length(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry with ``max_model_len``, as vLLM calls it: clients are set up by it (``connect``)."""
-    from vllm_mlx import server
-
-    single = server._model_path is not None and entry["id"] == server._model_name
-    length = length_of(server._model_path) if single else None
-    return entry if length is None else {**entry, "max_model_len": length}
-
-
-_CHAT: tuple[Route, ...] = (
+_CHAT: tuple[Endpoint, ...] = (
     refusing_in(
         chat.error_body,
-        Route(
+        Endpoint(
             "/v1/chat/completions",
             ("POST",),
             create_chat_completion,
@@ -82,11 +72,11 @@ _CHAT: tuple[Route, ...] = (
     ),
     refusing_in(
         chat.error_body,
-        Route("/v1/models", ("GET",), list_models, "the host tells no context and no other names"),
+        Endpoint("/v1/models", ("GET",), list_models, "the host tells no other names"),
     ),
     refusing_in(
         chat.error_body,
-        Route(
+        Endpoint(
             "/v1/models/{model_id:path}",
             ("GET",),
             retrieve_model,
@@ -96,17 +86,19 @@ _CHAT: tuple[Route, ...] = (
     ),
 )
 
-ORIGINS = Around(
-    "vllm_mlx_harmony.host.origins:OriginCheck",
-    "without an API key, any page in a browser could use the server",
-)
-
-ROUTES: tuple[Seam, ...] = (
-    *shutdown.SEAMS,
-    ORIGINS,
+ENDPOINTS: tuple[Endpoint, ...] = (
     *_CHAT,
-    *messages.ROUTES,
-    *responses.ROUTES,
-    *cancel.ROUTES,
-    *status.ROUTES,
+    *messages.ENDPOINTS,
+    *responses.ENDPOINTS,
+    *cancel.ENDPOINTS,
 )
+"""What the front end answers over HTTP."""
+
+SOCKETS: tuple[SocketEndpoint, ...] = responses.SOCKETS
+"""What it answers over WebSockets."""
+
+MIDDLEWARE: tuple[tuple[Any, str], ...] = (
+    (OriginCheck, "without an API key, any page in a browser could use the server"),
+    (Refusing, "who comes while the server shuts down is told so"),
+)
+"""What is around all of a server's application, from the outside in, and why."""

@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from fastapi import HTTPException
+from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, RequestError
-from vllm_mlx_harmony.host.mount import Handler, Route
+from vllm_mlx_harmony.server.endpoint import Endpoint, Handler
+from vllm_mlx_harmony.server.host import host_of
 
 TOO_LARGE = 413
 
@@ -72,10 +73,8 @@ async def admit(connection: HTTPConnection) -> None:
 
     Its comparison raises ``TypeError`` for a key that is not ASCII, which is as wrong as any other.
     """
-    from vllm_mlx import server
-
     try:
-        await server.verify_api_key(await server.security(connection))
+        await host_of(connection).authenticate(connection)
     except TypeError as error:
         raise _wrong_key() from error
 
@@ -90,13 +89,13 @@ async def admitted(request: Request) -> bool:
     return True
 
 
-def refusing_in(body: ErrorBody, route: Route) -> Route:
-    """``route``, whose dependencies (API key, rate limit) refuse in the shape of ``body`` too."""
-    return refusing_with(partial(refuse, body), route)
+def refusing_in(body: ErrorBody, endpoint: Endpoint) -> Endpoint:
+    """``endpoint``, whose dependencies (API key, rate limit) refuse in the shape of ``body``."""
+    return refusing_with(partial(refuse, body), endpoint)
 
 
-def refusing_with(refusal: Refusal, route: Route, before: Before | None = None) -> Route:
-    """``route``, where ``refusal`` answers for its dependencies; ``before`` sees requests first.
+def refusing_with(refusal: Refusal, endpoint: Endpoint, before: Before | None = None) -> Endpoint:
+    """``endpoint``, where ``refusal`` answers for its dependencies; ``before`` sees requests first.
 
     Exception handlers would do it for the whole application: the host's other routes keep theirs.
     """
@@ -120,4 +119,4 @@ def refusing_with(refusal: Refusal, route: Route, before: Before | None = None) 
         problem = f"{request.method} is not a method of {request.url.path}"
         return refusal(RequestError(problem, status=405, code="method_not_allowed"))
 
-    return replace(route, around=around, other_methods=other_methods)
+    return replace(endpoint, around=around, other_methods=other_methods)

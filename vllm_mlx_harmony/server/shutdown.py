@@ -7,7 +7,7 @@ of the application ends after that, too late to end an answer in words. So all t
 1. New requests get 503 (``Refusing``), and so do those that wait for an engine.
 2. Answers that are being generated go on until shortly before the limit, counted from the signal,
    and then end with an error in their API's shape, over a WebSocket, too. None of them waits for
-   its engine to stop (``answers.run``).
+   its engine to stop (``generation.run``).
 3. When they have been written, uvicorn's own shutdown, with what is left of the limit for
    everything else the host answers.
 4. A step of an engine that computes a long prompt cannot be interrupted, and Python waits for the
@@ -33,11 +33,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
-from vllm_mlx_harmony.host import answers, streams
-from vllm_mlx_harmony.host.mount import Around
-from vllm_mlx_harmony.host.refusals import refuse
-from vllm_mlx_harmony.host.seams import Patch, Seam
 from vllm_mlx_harmony.protocols import anthropic, chat
+from vllm_mlx_harmony.server import generation, streams
+from vllm_mlx_harmony.server.errors import refuse
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -58,15 +56,8 @@ _SIGNALLED = "_vllm_mlx_harmony_signalled"
 Shutdown = Callable[..., Awaitable[None]]
 
 
-def limit() -> float:
-    """Seconds from the signal on that answers have."""
-    from vllm_mlx import server
-
-    return min(LONGEST, float(server._default_timeout))
-
-
-def gracefully(original: Shutdown) -> Shutdown:
-    """``original``, uvicorn's shutdown, when our answers have ended."""
+def gracefully(original: Shutdown, limit: Callable[[], float]) -> Shutdown:
+    """``original``, uvicorn's shutdown, when our answers have ended: ``limit`` seconds at most."""
 
     @functools.wraps(original)
     async def shutdown(self: Any, sockets: Any = None) -> None:
@@ -74,26 +65,26 @@ def gracefully(original: Shutdown) -> Shutdown:
         until = getattr(self, _SIGNALLED, now) + limit()
         if getattr(self, "_captured_signals", ()):  # of the process, not of a server within one
             _end_after(until + GRACE - now)
-        answers.refuse(_failure())
+        generation.refuse(_failure())
         try:
             await _answered(until - min(LAST_WORDS, limit() / 4))
-            if answers.running():
+            if generation.running():
                 logger.warning("shutting down: answers that have not ended are ended")
-                answers.end_all(_failure())
+                generation.end_all(_failure())
             await _answered(until + GRACE / 2)
             left = max(until - time.monotonic(), GRACE / 4)
             given = self.config.timeout_graceful_shutdown
             self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
             await original(self, sockets)
         finally:
-            answers.refuse(None)
+            generation.refuse(None)
 
     return shutdown
 
 
 async def _answered(until: float) -> None:
     """Waits for answers to be generated and read, but not for ever."""
-    while (answers.running() or streams.unread()) and time.monotonic() < until:
+    while (generation.running() or streams.unread()) and time.monotonic() < until:
         await asyncio.sleep(TICK)
 
 
@@ -136,7 +127,7 @@ class Refusing:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failure = answers.refused()
+        failure = generation.refused()
         if failure is None or scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -147,23 +138,3 @@ class Refusing:
             await WebSocket(scope, receive, send).send_denial_response(response)
         else:
             await response(scope, receive, send)
-
-
-SEAMS: tuple[Seam, ...] = (
-    Patch(
-        "uvicorn.server:Server.shutdown",
-        gracefully,
-        "it waits for answers without a limit, and hangs up on WebSockets without a word",
-        ("self", "sockets"),
-    ),
-    Patch(
-        "uvicorn.server:Server.handle_exit",
-        at_once,
-        "a second SIGTERM is not looked at",
-        ("self", "sig", "frame"),
-    ),
-    Around(
-        "vllm_mlx_harmony.host.shutdown:Refusing",
-        "who comes while the server shuts down is told so",
-    ),
-)

@@ -18,14 +18,14 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from vllm_mlx_harmony.core import recent
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.grammar import Compiled, Policy, compiled, grammar_of, prepare
+from vllm_mlx_harmony.core.held import Bounds, Held
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Turn
-from vllm_mlx_harmony.host.constraint import Bounds, Constraining
+from vllm_mlx_harmony.server.host import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +40,6 @@ REPETITIONS_VARIABLE = "VLLM_MLX_HARMONY_REPETITIONS"
 
 REPETITIONS = 8
 
-METRIC = "vllm_mlx_harmony_reasoning_ended"
-"""Counter, by reason: answers that the model was made to begin."""
-
 
 @dataclass(frozen=True, slots=True)
 class Enforcement:
@@ -51,14 +48,6 @@ class Enforcement:
     policy: Policy = Policy.AUTO
     reasoning_tokens: int | None = None
     repetitions: int = REPETITIONS
-
-
-def settings() -> Enforcement:
-    """What is in force now: the host's flag comes before the environment. Raises as ``read``."""
-    from vllm_mlx import server
-
-    wanted, by_flag = read(), server._default_thinking_token_budget
-    return wanted if by_flag is None else replace(wanted, reasoning_tokens=by_flag)
 
 
 def read() -> Enforcement:
@@ -104,12 +93,15 @@ def _prepare() -> None:
         prepare()
 
 
-async def constraining(turn: Turn, names: Names) -> Constraining | None:
-    """What holds the output of ``turn``, rendered with ``names``; ``None`` when nothing has to.
+async def holding(turn: Turn, names: Names, by_flag: int | None = None) -> Held | None:
+    """What the output of ``turn``, rendered with ``names``, is held to; ``None`` for nothing.
 
-    Raises ``RequestError`` for what is asked for and cannot be enforced.
+    ``by_flag`` is the budget of reasoning that a flag of the server sets: it comes before the
+    environment's. Raises ``RequestError`` for what is asked for and cannot be enforced.
     """
-    wanted = settings()
+    wanted = read()
+    if by_flag is not None:
+        wanted = replace(wanted, reasoning_tokens=by_flag)
     limits = turn.limits
     grammar = None
     if wanted.policy is Policy.OFF:
@@ -125,7 +117,7 @@ async def constraining(turn: Turn, names: Names) -> Constraining | None:
         answering=turn.prefill is not None,
         binding=_is_binding(turn, wanted.policy),
     )
-    return Constraining(bounds) if bounds else None
+    return Held(bounds) if bounds else None
 
 
 def _grammar(turn: Turn, names: Names, policy: Policy) -> Compiled | None:
@@ -167,30 +159,16 @@ def _is_binding(turn: Turn, policy: Policy) -> bool:
     return strict or choice.required or choice.names is not None or turn.answer_format is not None
 
 
-def check(held: Constraining | None) -> None:
+def check(held: Held | None) -> None:
     """Raises ``OutputError`` when the output is not what its caller was promised any more."""
     if held is not None and held.failure:
         raise OutputError("the answer could not be held to what was asked for: the log says why")
 
 
-def account(held: Constraining | None, key: str) -> None:
+def account(held: Held | None, key: str, tracker: Tracker) -> None:
     """Logs and counts what was decided for the model in the answer ``key``, which has ended."""
     reason = held.reasoning_ended_by if held is not None else ""
     if held is None or not reason:
         return
     logger.info("%s: reasoning ended by %s, %d tokens", key, reason, held.reasoning_tokens)
-    counter = _counter()
-    if counter is not None:
-        counter.labels(reason=reason).inc()
-
-
-def _counter() -> Any:
-    """The counter among the host's metrics; ``None`` while they are off."""
-    from vllm_mlx import server
-
-    kept: dict[str, Any] | None = server._metrics._prom
-    if kept is not None and METRIC not in kept:
-        counter = type(kept["http_requests_total"])  # of the library that the host took
-        about = "Answers that the model was made to begin, by what ended its reasoning."
-        kept[METRIC] = counter(METRIC, about, ["reason"], registry=kept["registry"])
-    return None if kept is None else kept[METRIC]
+    tracker.reasoning_ended(reason)

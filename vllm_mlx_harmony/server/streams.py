@@ -18,15 +18,16 @@ from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
 from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.host.answers import Deltas
-from vllm_mlx_harmony.host.settings import number
 from vllm_mlx_harmony.protocols.events import Event, frame
+from vllm_mlx_harmony.server.generation import Deltas
+from vllm_mlx_harmony.server.host import host_of
+from vllm_mlx_harmony.server.settings import number
 
 logger = logging.getLogger(__name__)
 
@@ -206,16 +207,14 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(self, request: Request, events: AsyncIterator[Event]) -> None:
-        from vllm_mlx import server
-
-        # The guard would end a silent stream without a word; the answer's own limit says something.
         self._frames = _Frames(events)
-        guarded = server._disconnect_guard(self._frames, request, timeout=float("inf"))
+        guarded = host_of(request).until_gone(self._frames, request)
         super().__init__(guarded, media_type="text/event-stream")
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = within(client_seconds(), send, partial(hang_up, self._request))
+        give_up = partial(host_of(self._request).hang_up, self._request)
+        sending = within(client_seconds(), send, give_up)
         try:
             await super().__call__(scope, receive, sending)
         finally:
@@ -253,15 +252,6 @@ class _Frames:
 def client_seconds() -> float:
     """For how long a client may take nothing of what it is sent."""
     return number(SECONDS_VARIABLE, DEFAULT_SECONDS)
-
-
-def hang_up(connection: HTTPConnection) -> None:
-    """Ends the connection now: closing would first wait for what was written to be read."""
-    from vllm_mlx import server
-
-    protocol = server._find_uvicorn_cycle(connection)  # a WebSocket's looks like a request's
-    if protocol is not None:
-        protocol.transport.abort()
 
 
 def within(

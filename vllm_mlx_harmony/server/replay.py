@@ -14,11 +14,9 @@ from inspect import signature
 from typing import Any
 
 from vllm_mlx_harmony.core.render import Rendered
-from vllm_mlx_harmony.core.replay import Replay, View
+from vllm_mlx_harmony.core.replay import Archive, Replay, View
 from vllm_mlx_harmony.core.turn import Message, Turn
-from vllm_mlx_harmony.host.kv import prefix
-from vllm_mlx_harmony.host.kv.turns import Turns
-from vllm_mlx_harmony.host.leases import Lease
+from vllm_mlx_harmony.server.host import Host, Lease
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +27,8 @@ DEFAULT = 64
 
 
 @lru_cache(maxsize=1)
-def replay() -> Replay | None:
-    """The turns of this process and, where there is a disk, of those before it.
+def replay(archive: Archive | None) -> Replay | None:
+    """The turns of this process and, where there is an ``archive``, of those before it.
 
     ``None`` when nothing is to be remembered.
     """
@@ -38,15 +36,13 @@ def replay() -> Replay | None:
     if not asked.isascii() or not asked.isdigit():
         logger.warning("%s=%s is not a number of MiB: %d it is", VARIABLE, asked, DEFAULT)
         asked = str(DEFAULT)
-    disk = prefix.disk()
-    archive = None if disk is None else Turns(disk)
     return Replay(int(asked) * 2**20, archive) if int(asked) else None
 
 
-def view(lease: Lease) -> View | None:
+def view(host: Host, lease: Lease) -> View | None:
     """What a request with this lease may be answered from."""
-    turns = replay()
-    return None if turns is None else turns.view(f"{lease.engine._model_path}\0{lease.tenant}")
+    turns = replay(host.archive)  # type: ignore[arg-type]  # by identity, as any object
+    return None if turns is None else turns.view(f"{lease.harmony.model}\0{lease.tenant}")
 
 
 def replaying(renderer: Callable[..., Rendered], turns: View | None) -> Callable[[Turn], Rendered]:

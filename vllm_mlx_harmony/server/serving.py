@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 from uuid import uuid4
 
-from fastapi import HTTPException
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
@@ -24,20 +24,16 @@ from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, 
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.replay import View
 from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
-from vllm_mlx_harmony.host import contract, remembering
-from vllm_mlx_harmony.host.answers import Deltas, Job, run
-from vllm_mlx_harmony.host.body import LARGE, Document, bounded, in_thread, parsed
-from vllm_mlx_harmony.host.defaults import defaults, sampling_defaults
-from vllm_mlx_harmony.host.enforcement import constraining
-from vllm_mlx_harmony.host.leases import Budget, Lease, acquire, needs_model, tenant_of
-from vllm_mlx_harmony.host.model_names import response_name
-from vllm_mlx_harmony.host.models import is_harmony
-from vllm_mlx_harmony.host.mount import pass_on
-from vllm_mlx_harmony.host.refusals import failure_of, refuse
-from vllm_mlx_harmony.host.sampling import settle
-from vllm_mlx_harmony.host.streams import Emitter, EventBuffer, EventStream, written
-from vllm_mlx_harmony.host.window import context_length, fit
 from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.server import replay
+from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parsed
+from vllm_mlx_harmony.server.enforcement import holding
+from vllm_mlx_harmony.server.errors import failure_of, refuse
+from vllm_mlx_harmony.server.generation import Deltas, Job, run
+from vllm_mlx_harmony.server.host import Host, Lease, host_of, tenant_of
+from vllm_mlx_harmony.server.model_names import own_name, response_name
+from vllm_mlx_harmony.server.sampling import fit, settle
+from vllm_mlx_harmony.server.streams import Emitter, EventBuffer, EventStream, written
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +85,13 @@ class Api:
     blocks: bool = False
     tells_cached: bool = False
 
-    async def asked(self, document: Document, tenant: str, engine: Any = None) -> Any:
-        """The request in ``document``, from ``tenant`` to ``engine``. Raises ``RequestError``."""
+    async def asked(self, document: Document, defaults: Defaults, tenant: str) -> Any:
+        """The request in ``document``, from ``tenant``. Raises ``RequestError``."""
         if document.large:
-            return await in_thread(self.read, document.value, defaults(engine), tenant)
+            return await in_thread(self.read, document.value, defaults, tenant)
         if self.blocks:
-            return await asyncio.to_thread(self.read, document.value, defaults(engine), tenant)
-        return self.read(document.value, defaults(engine), tenant)
+            return await asyncio.to_thread(self.read, document.value, defaults, tenant)
+        return self.read(document.value, defaults, tenant)
 
     def emitter(self, asked: Asked, stamp: Stamp, context: Any, tenant: str) -> Emitter:
         """The writer of the answer to ``asked``, which ``context`` is the conversation of."""
@@ -114,7 +110,7 @@ class Begun:
     emitter: Any
 
 
-Answer: TypeAlias = "Callable[[Api, Request, Document, Lease, Budget], Awaitable[Response]]"
+Answer: TypeAlias = "Callable[[Api, Request, Document, Lease], Awaitable[Response]]"
 
 
 async def serve(
@@ -133,14 +129,13 @@ async def serve(
 async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
     """How many tokens a request's prompt has, as ``body`` writes it; nothing is generated."""
 
-    async def counted(
-        api: Api, _: Request, document: Document, lease: Lease, __: Budget
-    ) -> Response:
-        asked = await api.asked(document, lease.tenant)
+    async def counted(api: Api, request: Request, document: Document, lease: Lease) -> Response:
+        host = host_of(request)
+        asked = await api.asked(document, host.defaults(None), lease.tenant)
         turn = replace(asked.turn, tenant=lease.tenant)
-        turns = remembering.view(lease)
+        turns = replay.view(host, lease)
         await lease.release()
-        context = await _context(turn, Stamp("", 0, ""), turns, document.large)
+        context = await _context(host, turn, Stamp("", 0, ""), turns, document.large)
         return JSONResponse(body(len(context.render_for_completion())))
 
     return await refusing(api, answered(api, request, counted))
@@ -175,17 +170,19 @@ async def answered(
     if document is None:
         request = bounded(request)
         document = await parsed(await request.body())
+    host = host_of(request)
     model, timeout = _routing(document.value)
-    if model is None and needs_model():
-        await api.asked(document, tenant_of(request))
+    if model is None and host.model_name is None:  # there are several
+        await api.asked(document, host.defaults(None), tenant_of(request))
         raise RequestError("model must be a string", param="model")
-    budget = Budget.start(timeout)
-    lease = await acquire(request, model, budget)
+    budget = host.budget(timeout)
+    own = None if model is None else own_name(model, host.model_name)
+    lease = await host.acquire(request, own, budget)
     if lease is None:
         return Response(status_code=CLIENT_CLOSED)
     try:
-        if is_harmony(lease.engine.tokenizer):
-            return await answer(api, request, document, lease, budget)
+        if lease.engine is not None:
+            return await answer(api, request, document, lease)
         await lease.release()
         return await (other or _hosts_own)(request)
     except BaseException:
@@ -195,7 +192,7 @@ async def answered(
 
 async def _hosts_own(request: Request) -> Response:
     try:
-        return await pass_on(request)
+        return await host_of(request).forward(request)
     except LookupError as error:
         problem = f"{request.url.path} is not served for this model"
         raise RequestError(problem, status=404, param="model") from error
@@ -221,30 +218,29 @@ def _routing(document: object) -> tuple[str | None, float | None]:
 
 
 async def _answer(
-    api: Api, request: Request, document: Document, lease: Lease, budget: Budget, *, key: str
+    api: Api, request: Request, document: Document, lease: Lease, *, key: str
 ) -> Response:
-    begun = await begin(api, document, lease, budget, key)
+    begun = await begin(api, host_of(request), document, lease, key)
     return await respond(request, begun, run(begun.job), api.ping)
 
 
-async def begin(api: Api, document: Document, lease: Lease, budget: Budget, key: str) -> Begun:
+async def begin(api: Api, host: Host, document: Document, lease: Lease, key: str) -> Begun:
     """The request, read and rendered; ``key`` signs it. Raises ``RequestError``."""
-    from vllm_mlx import server
-
-    asked = await api.asked(document, lease.tenant, lease.engine)
-    stamp = Stamp(key, int(time.time()), response_name(asked.model))
-    settings = settle(asked.turn.sampling, asked.turn.limits, sampling_defaults(lease.engine))
-    turns = remembering.view(lease)
+    defaults = host.defaults(lease.engine)
+    asked = await api.asked(document, defaults, lease.tenant)
+    stamp = Stamp(key, int(time.time()), response_name(asked.model, host.model_name))
+    settings = settle(asked.turn.sampling, asked.turn.limits, host.max_tokens, defaults.sampling)
+    turns = replay.view(host, lease)
     turn = replace(asked.turn, tenant=lease.tenant)
-    context = await _context(turn, stamp, turns, document.large)
-    held = await constraining(turn, getattr(context, "names", None) or Names.of(turn))
+    context = await _context(host, turn, stamp, turns, document.large)
+    names = getattr(context, "names", None) or Names.of(turn)
+    held = await holding(turn, names, host.reasoning_tokens)
     prompt_tokens = len(context.render_for_completion())
     job = Job(
         lease=lease,
         context=context,
-        settings=fit(settings, prompt_tokens, context_length(lease.engine)),
-        budget=budget,
-        tracker=server._metrics.track_inference(api.name, stream=asked.stream),
+        settings=fit(settings, prompt_tokens, lease.harmony.context_length),
+        tracker=host.tracker(api.name, stream=asked.stream),
         turns=turns,
         echoed=asked.echoed,
         tells_cached=api.tells_cached and asked.stream,
@@ -263,26 +259,22 @@ async def respond(
     return await _whole(request, begun, deltas)
 
 
-async def _context(turn: Turn, stamp: Stamp, turns: View | None, large: bool) -> Any:
+async def _context(host: Host, turn: Turn, stamp: Stamp, turns: View | None, large: bool) -> Any:
     """The turn, rendered; not on the event loop when that may take long.
 
     Of tools a small body may have large ones, by references.
     """
-    parts = contract.parts()
-    renderer = remembering.replaying(parts.renderer, turns)
+    renderer = replay.replaying(host.renderer, turns)
     if not (large or turn.tools or turn.characters >= LARGE):
-        return parts.context(turn, stamp, renderer)
-    return await in_thread(parts.context, turn, stamp, renderer)
+        return host.context(turn, stamp, renderer)
+    return await in_thread(host.context, turn, stamp, renderer)
 
 
 async def _whole(request: Request, begun: Begun, deltas: Deltas) -> Response:
-    from vllm_mlx import server
-
-    result = await server._wait_with_disconnect(
-        _collected(deltas, begun.emitter),
-        request,
-        timeout=begun.job.budget.remaining(),
-        timeout_detail_seconds=begun.job.budget.total,
+    budget = begun.job.lease.budget
+    collected = _collected(deltas, begun.emitter)
+    result = await host_of(request).unless_gone(
+        collected, request, budget.remaining(), budget.total
     )
     return Response(status_code=CLIENT_CLOSED) if result is None else JSONResponse(result)
 
@@ -297,15 +289,10 @@ async def _collected(deltas: Deltas, emitter: Emitter) -> dict[str, Any]:
 
 async def _streamed(request: Request, begun: Begun, deltas: Deltas, ping: Event | None) -> Response:
     """Headers go out at this request's turn: until then errors have a status of their own."""
-    from vllm_mlx import server
-
-    come = await server._wait_with_disconnect(
-        anext(deltas),
-        request,
-        # The line has its own limit, which says what the time was spent on.
-        timeout=begun.job.budget.remaining() + 1.0,
-        timeout_detail_seconds=begun.job.budget.total,
-    )
+    budget = begun.job.lease.budget
+    # The queue has its own limit, which says what the time was spent on.
+    patience = budget.remaining() + 1.0
+    come = await host_of(request).unless_gone(anext(deltas), request, patience, budget.total)
     if come is None:
         return Response(status_code=CLIENT_CLOSED)
     return EventStream(request, EventBuffer(written(come, deltas, begun.emitter), ping))

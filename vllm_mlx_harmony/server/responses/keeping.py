@@ -21,14 +21,14 @@ from weakref import WeakValueDictionary
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
 from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp
-from vllm_mlx_harmony.host.answers import Deltas
-from vllm_mlx_harmony.host.body import in_thread
-from vllm_mlx_harmony.host.responses.store import Kept, StoreError, server_store
-from vllm_mlx_harmony.host.seal import server_seal
-from vllm_mlx_harmony.host.streams import Events, ends
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
+from vllm_mlx_harmony.server.body import in_thread
+from vllm_mlx_harmony.server.encryption import server_seal
+from vllm_mlx_harmony.server.generation import Deltas
+from vllm_mlx_harmony.server.responses.store import Kept, StoreError, server_store
+from vllm_mlx_harmony.server.streams import Events, ends
 
 logger = logging.getLogger("vllm_mlx_harmony")
 

@@ -11,38 +11,23 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core.deltas import Delta, Finished
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
+from vllm_mlx_harmony.core.held import Held
 from vllm_mlx_harmony.core.replay import View
 from vllm_mlx_harmony.core.turn import Message
-from vllm_mlx_harmony.host import enforcement
-from vllm_mlx_harmony.host.constraint import Constraining
-from vllm_mlx_harmony.host.engine import (
-    Finish,
-    generate,
-    one_at_a_time,
-    reusable_tokens,
-)
-from vllm_mlx_harmony.host.leases import Budget, Lease
-from vllm_mlx_harmony.host.remembering import remember
-from vllm_mlx_harmony.host.sampling import Settings
-from vllm_mlx_harmony.host.waiting import line_before, refuse_all
+from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server.engine import Finish
+from vllm_mlx_harmony.server.host import TIMED_OUT, Lease, Tracker
+from vllm_mlx_harmony.server.queue import queue_before, refuse_all
+from vllm_mlx_harmony.server.replay import remember
+from vllm_mlx_harmony.server.sampling import Settings
 
 logger = logging.getLogger(__name__)
 
 Deltas: TypeAlias = AsyncGenerator[list[Delta], None]
-
-
-class Tracker(Protocol):
-    """The host's accounting of one request."""
-
-    def observe_ttft(self) -> None:
-        """The first token is there."""
-
-    def finish(self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
-        """The request has ended; only the first call counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +42,12 @@ class Job:
     lease: Lease
     context: Any
     settings: Settings
-    budget: Budget
     tracker: Tracker
     turns: View | None = None
     echoed: Callable[[Message], Message] = lambda message: message
     tells_cached: bool = False
     key: str = ""
-    held: Constraining | None = None
+    held: Held | None = None
 
 
 _running: dict[tuple[str, str], asyncio.Future[HarmonyFailure]] = {}
@@ -136,7 +120,7 @@ async def run(job: Job) -> Deltas:
             if group is None:
                 break
             yield group
-            seconds = job.budget.total
+            seconds = job.lease.budget.total
         result = "success"
     except Exception as error:
         status = getattr(error, "status", 0)
@@ -169,11 +153,10 @@ async def _stop(
     except Exception:
         logger.exception("an engine could not be stopped")
     finally:
-        enforcement.account(job.held, job.key)
+        enforcement.account(job.held, job.key, job.tracker)
         await job.lease.release()
 
 
-TIMED_OUT = 504
 CANCELLED = 499
 """nginx's number for a client that has gone: here it has asked for the end."""
 
@@ -182,16 +165,16 @@ async def _cached(job: Job) -> int | None:
     if not job.tells_cached:
         return None
     lease, prompt = job.lease, job.context.render_for_completion()
-    return await reusable_tokens(lease.engine, prompt, lease.tenant)
+    return await lease.harmony.reusable_tokens(prompt, lease.tenant)
 
 
 @asynccontextmanager
-async def _turn(engine: Any, budget: Budget) -> AsyncIterator[None]:
+async def _turn(lease: Lease) -> AsyncIterator[None]:
     """A batching engine takes everybody; the other one at a time."""
-    if not one_at_a_time(engine):
+    if not lease.harmony.one_at_a_time:
         yield
         return
-    async with line_before(engine).turn(budget.left):
+    async with queue_before(lease.harmony).turn(lease.budget.left):
         yield
 
 
@@ -200,9 +183,9 @@ async def _generated(job: Job) -> Deltas:
     context, prompt = job.context, job.context.render_for_completion()
     finish: Finish | None = None
     cached_tokens = 0
-    async with _turn(job.lease.engine, job.budget):
+    async with _turn(job.lease):
         yield context.start(await _cached(job))
-        generated = generate(job.lease.engine, prompt, job.settings, job.lease.tenant, job.held)
+        generated = job.lease.harmony.generate(prompt, job.settings, job.lease.tenant, job.held)
         async with aclosing(generated) as steps:
             async for step in steps:
                 finish, cached_tokens = step.finish, max(cached_tokens, step.cached_tokens)

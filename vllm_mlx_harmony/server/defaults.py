@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import HostError, RequestError
@@ -21,7 +20,6 @@ from vllm_mlx_harmony.core.turn import (
     Effort,
     Sampling,
 )
-from vllm_mlx_harmony.host.window import GENERATION, configuration
 
 OPTIONS = ("reasoning_effort", "enable_thinking", "model_identity", "builtin_tools")
 """What ``--default-chat-template-kwargs`` may say; the rest has no effect."""
@@ -33,39 +31,24 @@ NONE_VARIABLE = "VLLM_MLX_HARMONY_NONE_EFFORT"
 """Environment variable: the effort that ``none`` is taken for. Not set: no thinking."""
 
 
-def defaults(engine: Any = None) -> Defaults:
-    """The defaults in force now, for a request to ``engine``: the date changes at midnight.
-
-    Raises ``HostError`` as ``read``.
-    """
-    from vllm_mlx import server
-
-    return replace(
-        read(server._default_chat_template_kwargs or {}), sampling=sampling_defaults(engine)
-    )
-
-
-def sampling_defaults(engine: Any = None) -> Sampling:
+def sampling(flags: Sampling, model: Mapping[str, Any]) -> Sampling:
     """How ids are drawn where a request does not say.
 
-    A flag (``--default-temperature`` and the like) comes before what ``engine``'s model brings in
-    its ``generation_config.json``, and that before what OpenAI recommends for gpt-oss: the host's
-    own last resort (temperature 0.7, top_p 0.9) is meant for other models. A value in the file
-    that cannot be one counts as none.
+    A flag (``--default-temperature`` and the like) comes before what the model brings in its
+    ``generation_config.json``, and that before what OpenAI recommends for gpt-oss: a server's own
+    last resort (temperature 0.7, top_p 0.9) is meant for other models. A value in the file that
+    cannot be one counts as none.
     """
-    from vllm_mlx import server
-
-    model = configuration(engine, GENERATION) if engine is not None else {}
     return Sampling(
         temperature=_first(
-            server._default_temperature, _number(model, "temperature"), RECOMMENDED.temperature
+            flags.temperature, _number(model, "temperature"), RECOMMENDED.temperature
         ),
-        top_p=_first(server._default_top_p, _number(model, "top_p", 1.0), RECOMMENDED.top_p),
-        top_k=_first(server._default_top_k, _whole(model, "top_k")),
-        min_p=_first(server._default_min_p, _number(model, "min_p", 1.0)),
-        presence_penalty=server._default_presence_penalty,
+        top_p=_first(flags.top_p, _number(model, "top_p", 1.0), RECOMMENDED.top_p),
+        top_k=_first(flags.top_k, _whole(model, "top_k")),
+        min_p=_first(flags.min_p, _number(model, "min_p", 1.0)),
+        presence_penalty=flags.presence_penalty,
         repetition_penalty=_first(
-            server._default_repetition_penalty, _number(model, "repetition_penalty") or None
+            flags.repetition_penalty, _number(model, "repetition_penalty") or None
         ),
     )
 

@@ -12,12 +12,12 @@ from typing import Any
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Kind, Opened, Text, Usage
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.core.turn import Defaults, FormatUpdate, Stamp, ToolChoice, User
-from vllm_mlx_harmony.host.responses.background import read
-from vllm_mlx_harmony.host.seal import server_seal
-from vllm_mlx_harmony.host.serving import Api
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
+from vllm_mlx_harmony.server.encryption import server_seal
+from vllm_mlx_harmony.server.responses.background import read
+from vllm_mlx_harmony.server.serving import Api
 
 ORDER = (
     "This conversation is about to go on without what was said so far: only your next message will "

@@ -1,0 +1,172 @@
+"""An engine that replays ids and a host around it, without vllm-mlx: what the front end sees."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.context import StreamingHarmonyContext
+from vllm_mlx_harmony.core.held import Held
+from vllm_mlx_harmony.core.render import render
+from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.server.engine import Engine, Finish, Step, Steps
+from vllm_mlx_harmony.server.host import Budget, Lease, tenant_of
+from vllm_mlx_harmony.server.sampling import Settings
+
+T = TypeVar("T")
+
+KEY = "sesame"
+MODEL = "gpt-oss-20b"
+
+
+def ids(text: str) -> tuple[int, ...]:
+    """Text to ids, with control tokens written out."""
+    return tuple(vocab.encoding().encode(text, allowed_special="all"))
+
+
+@dataclass(eq=False)
+class Replay:
+    """Says the script of the last thing in the prompt that has one, ``at_once`` ids at a time."""
+
+    scripts: dict[str, str]
+    at_once: int = 1
+    one_at_a_time: bool = False
+    model: str = MODEL
+    context_length: int | None = 4096
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+
+    async def generate(
+        self, prompt: tuple[int, ...], settings: Settings, tenant: str, held: Held | None
+    ) -> Steps:
+        """The ids of the script, and a pause after each step."""
+        self.prompts.append(prompt)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            text = vocab.encoding().decode(list(prompt))
+            last = max(self.scripts, key=text.rfind)
+            said = ids(self.scripts[last])[: settings.max_tokens]
+            for at in range(0, len(said), self.at_once):
+                step = said[at : at + self.at_once]
+                ended = at + self.at_once >= len(said)
+                finish: Finish | None = None
+                if ended:
+                    finish = "stop" if step[-1] in vocab.TURN_ENDS else "length"
+                yield Step(step, finish)
+                await asyncio.sleep(0)
+        finally:
+            self.running -= 1
+
+    async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
+        """It remembers nothing."""
+        return 0
+
+
+@dataclass
+class Tracker:
+    """The accounting of one request."""
+
+    api: str
+    results: list[str] = field(default_factory=list)
+
+    def observe_ttft(self) -> None:
+        """Nothing to see."""
+
+    def reasoning_ended(self, reason: str) -> None:
+        """Nothing to see."""
+
+    def finish(self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+        """The first one counts."""
+        self.results.append(result)
+
+
+class Alone:
+    """A host with one engine and one API key."""
+
+    model_name: str | None = MODEL
+    requires_key = True
+    reasoning_tokens: int | None = None
+    archive = None
+    renderer: Callable[..., Any] = staticmethod(render)
+    context: Callable[..., Any] = StreamingHarmonyContext
+
+    def __init__(self, engine: Engine, seconds: float = 30.0) -> None:
+        self.engine = engine
+        self.seconds = seconds
+        self.lent = 0
+        self.trackers: list[Tracker] = []
+
+    async def models(self) -> dict[str, Any]:
+        """One."""
+        entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nobody"}
+        return {"object": "list", "data": [entry]}
+
+    async def acquire(self, request: Request, model: str | None, budget: Budget) -> Lease | None:
+        """Counts what is lent."""
+        if model not in (None, MODEL):
+            raise HTTPException(404, f"there is no {model}")
+        self.lent += 1
+
+        async def give_back() -> None:
+            self.lent -= 1
+
+        return Lease(self.engine, tenant_of(request), budget, give_back)
+
+    async def forward(self, request: Request) -> Response:
+        """Nobody is behind."""
+        raise LookupError(request.url.path)
+
+    def budget(self, timeout: float | None) -> Budget:
+        """What is asked for, or all there is."""
+        seconds = timeout or self.seconds
+        return Budget(seconds, time.monotonic() + seconds)
+
+    def defaults(self, engine: Engine | None) -> Defaults:
+        """No date: prompts are the same every day."""
+        return Defaults(date=None)
+
+    def max_tokens(self, asked: int | None) -> int:
+        """Up to a thousand."""
+        if asked is not None and asked > 1000:
+            raise HTTPException(400, "max_tokens exceeds server limit (1000)")
+        return 1000 if asked is None else asked
+
+    async def authenticate(self, connection: HTTPConnection) -> None:
+        """One key."""
+        if connection.headers.get("authorization") != f"Bearer {KEY}":
+            raise HTTPException(401, "Invalid API key")
+
+    async def check_rate_limit(self, connection: HTTPConnection) -> None:
+        """No limit."""
+
+    def tracker(self, api: str, *, stream: bool) -> Tracker:
+        """Kept, to be looked at."""
+        self.trackers.append(Tracker(api))
+        return self.trackers[-1]
+
+    async def unless_gone(
+        self, coming: Awaitable[T], request: Request, seconds: float, total: float
+    ) -> T | None:
+        """Nobody goes."""
+        try:
+            return await asyncio.wait_for(coming, seconds)
+        except asyncio.TimeoutError as error:
+            raise HTTPException(504, f"Request timed out after {total} seconds") from error
+
+    async def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
+        """Nobody goes."""
+        async for frame in frames:
+            yield frame
+
+    def hang_up(self, connection: HTTPConnection) -> None:
+        """There is no connection."""

@@ -1,0 +1,230 @@
+"""The three APIs over a fake engine, in process, through the official clients: no host at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("openai")
+pytest.importorskip("anthropic")
+
+import anthropic
+import openai
+from starlette.testclient import TestClient
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
+
+from fakes import KEY, MODEL, Alone, Replay
+
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest
+from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.responses import store
+
+CALL = (
+    "<|channel|>analysis<|message|>They ask for the weather.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    '{"city":"Paris"}<|call|>'
+)
+ANSWER = "<|channel|>analysis<|message|>Sunny.<|end|><|start|>assistant<|channel|>final<|message|>"
+SCRIPTS = {
+    "How is the weather?": CALL,
+    "18 degrees": f"{ANSWER}It is 18 °C: très doux ☀.<|return|>",
+    "Hello!": "<|channel|>final<|message|>Good day.<|return|>",
+}
+SAID = "It is 18 °C: très doux ☀."
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+    store._opened.cache_clear()
+    yield
+    store._opened.cache_clear()
+
+
+@pytest.fixture(params=[(1, False), (3, False), (1000, False), (1, True)], ids=str)
+def host(request: pytest.FixtureRequest) -> Alone:
+    """Ids one by one, a few and all at once; and one request at a time."""
+    at_once, one_at_a_time = request.param
+    return Alone(Replay(SCRIPTS, at_once, one_at_a_time))
+
+
+def clients(host: Alone, key: str = KEY) -> tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic]:
+    app = application(host)
+    return (
+        openai.AsyncOpenAI(
+            base_url="http://localhost/v1",
+            api_key=key,
+            max_retries=0,
+            http_client=in_process(openai.DefaultAsyncHttpxClient, app),
+        ),
+        anthropic.AsyncAnthropic(
+            base_url="http://localhost",
+            auth_token=key,
+            max_retries=0,
+            http_client=in_process(anthropic.DefaultAsyncHttpxClient, app),
+        ),
+    )
+
+
+def in_process(client: type[Any], app: Any) -> Any:
+    """An HTTP client of the library an SDK is built on (httpx, or httpx2), without a socket."""
+    library = sys.modules[client.__mro__[1].__module__.partition(".")[0]]
+    return client(transport=library.ASGITransport(app))
+
+
+async def by_chat(host: Alone, stream: bool) -> tuple[str, str, str]:
+    client, _ = clients(host)
+    tool = {"name": "weather", "description": "Tells the weather.", "parameters": CITY}
+    asked: dict[str, Any] = {"model": MODEL, "tools": [{"type": "function", "function": tool}]}
+    messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+
+    async def turn() -> Any:
+        if not stream:
+            return (
+                (await client.chat.completions.create(**asked, messages=messages))
+                .choices[0]
+                .message
+            )
+        async with client.chat.completions.stream(**asked, messages=messages) as events:
+            return (await events.get_final_completion()).choices[0].message
+
+    first = await turn()
+    (call,) = first.tool_calls
+    messages += [
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "18 degrees"},
+    ]
+    second = await turn()
+    return call.function.name, call.function.arguments, second.content
+
+
+async def by_responses(host: Alone, stream: bool) -> tuple[str, str, str]:
+    client, _ = clients(host)
+    tool = {"type": "function", "name": "weather", "parameters": CITY, "strict": False}
+
+    async def turn(**asked: Any) -> Any:
+        asked = {"model": MODEL, "tools": [tool], **asked}
+        if not stream:
+            return await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as events:
+            return await events.get_final_response()
+
+    first = await turn(input="How is the weather?")
+    call = first.output[-1]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees"}
+    second = await turn(input=[result], previous_response_id=first.id)
+    kept = await client.responses.retrieve(second.id)
+    assert kept.output_text == second.output_text
+    return call.name, call.arguments, second.output_text
+
+
+async def by_messages(host: Alone, stream: bool) -> tuple[str, str, str]:
+    _, client = clients(host)
+    tool = {"name": "weather", "input_schema": CITY}
+    messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 500, "tools": [tool]}
+
+    async def turn() -> Any:
+        if not stream:
+            return await client.messages.create(**asked, messages=messages)
+        async with client.messages.stream(**asked, messages=messages) as events:
+            return await events.get_final_message()
+
+    first = await turn()
+    call = first.content[-1]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "18 degrees"}
+    messages += [
+        {"role": "assistant", "content": [block.model_dump() for block in first.content]},
+        {"role": "user", "content": [result]},
+    ]
+    second = await turn()
+    return call.name, json.dumps(call.input, separators=(",", ":")), second.content[-1].text
+
+
+Loop = Callable[[Alone, bool], Awaitable[tuple[str, str, str]]]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages])
+def test_a_tool_loop(host: Alone, loop: Loop, stream: bool) -> None:
+    found = asyncio.run(asyncio.wait_for(loop(host, stream), 30))
+    assert found == ("weather", '{"city":"Paris"}', SAID)
+    assert host.lent == 0
+    assert [tracker.results[0] for tracker in host.trackers] == ["success"] * 2
+    # The second prompt goes on where the first turn ended, reasoning included.
+    first, second = host.engine.prompts  # type: ignore[attr-defined]
+    assert second[: len(first)] == first
+
+
+def test_the_same_events_over_a_websocket(host: Alone) -> None:
+    bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
+    create = {"type": "response.create", "model": MODEL, "input": "Hello!"}
+    with TestClient(application(host)).websocket_connect("/v1/responses", headers=bearer) as socket:
+        socket.send_json(create)
+        names = []
+        while not names or names[-1] != "response.completed":
+            event = socket.receive_json()
+            names.append(event["type"])
+    assert event["response"]["output"][-1]["content"][0]["text"] == "Good day."
+    assert names[:2] == ["response.created", "response.in_progress"]
+
+
+@pytest.mark.parametrize("path", ["chat", "responses", "messages"])
+def test_refusals_have_the_shape_of_their_api(host: Alone, path: str) -> None:
+    async def asking(key: str = KEY, **fields: Any) -> Any:
+        openai_client, anthropic_client = clients(host, key)
+        user: Any = [{"role": "user", "content": "Hello!"}]
+        asked: dict[str, Any] = {"model": MODEL, **fields}
+        if path == "chat":
+            return await openai_client.chat.completions.create(messages=user, **asked)
+        if path == "responses":
+            return await openai_client.responses.create(input="Hello!", **asked)
+        return await anthropic_client.messages.create(messages=user, **{"max_tokens": 9, **asked})
+
+    errors: Any = anthropic if path == "messages" else openai
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    for error, asked in [
+        (errors.AuthenticationError, asking("wrong")),
+        (errors.NotFoundError, asking(model="nobody")),
+        (errors.BadRequestError, asking(**{limit: 2000})),
+    ]:
+        with pytest.raises(error) as refused:
+            asyncio.run(asked)
+        assert refused.value.body is not None
+    assert host.lent == 0
+
+
+def test_one_at_a_time_means_it() -> None:
+    engine = Replay(SCRIPTS, one_at_a_time=True)
+    host = Alone(engine)
+
+    async def many() -> list[Any]:
+        client, _ = clients(host)
+        user: Any = [{"role": "user", "content": "Hello!"}]
+        asked = [client.chat.completions.create(model=MODEL, messages=user) for _ in range(8)]
+        return await asyncio.gather(*asked)
+
+    answers = asyncio.run(asyncio.wait_for(many(), 30))
+    assert [one.choices[0].message.content for one in answers] == ["Good day."] * 8
+    assert (engine.most_running, host.lent) == (1, 0)
+
+
+def test_the_front_end_brings_no_host_along() -> None:
+    """In an environment without vllm-mlx nothing of it can be imported; here nothing should be."""
+    import subprocess
+
+    code = "import sys, vllm_mlx_harmony.server.app; print(*sys.modules, sep='\\n')"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in ran.stdout.split()}
+    assert loaded & {"vllm_mlx", "mlx", "mlx_lm", "torch", "fastapi"} == set()
+    assert ResponsesRequest.__module__.startswith("vllm_mlx_harmony.protocols")

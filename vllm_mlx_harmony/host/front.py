@@ -1,0 +1,234 @@
+"""vllm-mlx as the front end sees it: its server as a ``Host``, its engines as ``Engine``s.
+
+Knows which of the host's functions do what a ``Host`` promises. Refuses to know what an answer
+says, and how an engine is made to take ids (`engine`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+
+from vllm_mlx_harmony.core.held import Held
+from vllm_mlx_harmony.core.replay import Archive
+from vllm_mlx_harmony.core.turn import Defaults, Sampling
+from vllm_mlx_harmony.host import engine as engines
+from vllm_mlx_harmony.host import parts
+from vllm_mlx_harmony.host.kv import prefix
+from vllm_mlx_harmony.host.kv.disk import Disk
+from vllm_mlx_harmony.host.kv.turns import Turns
+from vllm_mlx_harmony.host.models import is_harmony
+from vllm_mlx_harmony.host.mount import pass_on
+from vllm_mlx_harmony.host.server_globals import server
+from vllm_mlx_harmony.server import defaults, shutdown
+from vllm_mlx_harmony.server.engine import Engine, Steps
+from vllm_mlx_harmony.server.host import Budget, Lease, Tracker, tenant_of
+from vllm_mlx_harmony.server.model_files import GENERATION, configuration, length_of
+from vllm_mlx_harmony.server.sampling import Settings
+
+T = TypeVar("T")
+
+METRIC = "vllm_mlx_harmony_reasoning_ended"
+"""Counter, by reason: answers that the model was made to begin."""
+
+
+class MlxEngine:
+    """One of the host's engines, simple or batched, as the front end's ``Engine``."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.model = str(engine._model_path)
+        self.one_at_a_time = engines.one_at_a_time(engine)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that the model can see; ``None`` when its configuration is not at hand."""
+        return length_of(self.model)
+
+    def generate(
+        self, prompt: tuple[int, ...], settings: Settings, tenant: str, held: Held | None
+    ) -> Steps:
+        """See ``server.engine.Engine``."""
+        return engines.generate(self._engine, prompt, settings, tenant, held)
+
+    async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
+        """See ``server.engine.Engine``. A batching engine may run others before."""
+        return await engines.reusable_tokens(self._engine, prompt, tenant)
+
+
+_OURS = "_vllm_mlx_harmony_engine"
+
+
+def engine_of(engine: Any) -> MlxEngine | None:
+    """``engine`` of the host, always as the same object; ``None`` when it is not Harmony."""
+    if not is_harmony(engine.tokenizer):
+        return None
+    ours = getattr(engine, _OURS, None)
+    if ours is None or ours.model != str(engine._model_path):
+        ours = MlxEngine(engine)
+        setattr(engine, _OURS, ours)
+    return ours
+
+
+@functools.lru_cache(maxsize=1)
+def _archive(disk: Disk) -> Archive:
+    return Turns(disk)
+
+
+class VllmMlx:
+    """The host's server as the front end's ``Host``."""
+
+    @property
+    def model_name(self) -> str | None:
+        """What its only model is called; ``None`` when it has several."""
+        host = server()
+        return None if host._model_manager is not None else str(host._model_name or "")
+
+    async def models(self) -> dict[str, Any]:
+        """Its list, with ``max_model_len``, as vLLM calls it: clients are set up by it."""
+        host = server()
+        listed: dict[str, Any] = (await host.list_models()).model_dump(mode="json")
+        for entry in listed["data"]:
+            path = host._model_path if entry["id"] == host._model_name else None
+            length = length_of(path) if path is not None else None
+            if length is not None:
+                entry["max_model_len"] = length
+        return listed
+
+    async def acquire(self, request: Request, model: str | None, budget: Budget) -> Lease | None:
+        """Its own acquisition. It files what it lent under the request: the same goes back."""
+        host = server()
+        if model is not None:
+            host._validate_model_name(model)
+        engine = await host._acquire_default_engine_for_request(
+            request, total_timeout=budget.total, deadline=budget.deadline, model=model
+        )
+        if engine is None:
+            return None
+        give_back = functools.partial(host._release_engine_for_request, request)
+        return Lease(engine_of(engine), tenant_of(request), budget, give_back)
+
+    async def forward(self, request: Request) -> Response:
+        """The answer of the host's route that ours stands in front of."""
+        return await pass_on(request)
+
+    def budget(self, timeout: float | None) -> Budget:
+        """Its own; ``--timeout`` where a request names none."""
+        return Budget(*server()._start_request_budget(timeout))
+
+    def defaults(self, engine: Engine | None) -> Defaults:
+        """What its flags say, and the model's ``generation_config.json``."""
+        host = server()
+        flags = Sampling(
+            temperature=host._default_temperature,
+            top_p=host._default_top_p,
+            top_k=host._default_top_k,
+            min_p=host._default_min_p,
+            presence_penalty=host._default_presence_penalty,
+            repetition_penalty=host._default_repetition_penalty,
+        )
+        model = configuration(engine.model, GENERATION) if engine is not None else {}
+        read = defaults.read(host._default_chat_template_kwargs or {})
+        return replace(read, sampling=defaults.sampling(flags, model))
+
+    def max_tokens(self, asked: int | None) -> int:
+        """Its own limit and default."""
+        return int(server()._resolve_request_max_tokens(asked))
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """``--default-thinking-token-budget``."""
+        budget: int | None = server()._default_thinking_token_budget
+        return budget
+
+    @property
+    def archive(self) -> Archive | None:
+        """The directory that ``--ssd-cache-dir`` names."""
+        disk = prefix.disk()
+        return None if disk is None else _archive(disk)
+
+    @property
+    def requires_key(self) -> bool:
+        """Whether ``--api-key`` was given."""
+        return bool(server()._api_key)
+
+    async def authenticate(self, connection: HTTPConnection) -> None:
+        """Its own check. Its comparison raises ``TypeError`` for a key that is not ASCII."""
+        host = server()
+        await host.verify_api_key(await host.security(connection))
+
+    async def check_rate_limit(self, connection: HTTPConnection) -> None:
+        """Its own check."""
+        await server().check_rate_limit(connection)
+
+    def tracker(self, api: str, *, stream: bool) -> Tracker:
+        """Its own metrics, and a counter of ours among them."""
+        return _Tracker(server()._metrics.track_inference(api, stream=stream))
+
+    async def unless_gone(
+        self, coming: Awaitable[T], request: Request, seconds: float, total: float
+    ) -> T | None:
+        """Its own watch over the client."""
+        found: T | None = await server()._wait_with_disconnect(
+            coming, request, timeout=seconds, timeout_detail_seconds=total
+        )
+        return found
+
+    def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
+        """Its own guard, which would end a silent stream without a word: an answer has its own
+        limit, which says something."""
+        guarded: AsyncIterator[str] = server()._disconnect_guard(
+            frames, request, timeout=float("inf")
+        )
+        return guarded
+
+    def hang_up(self, connection: HTTPConnection) -> None:
+        """Drops uvicorn's connection, as far as the host can find it."""
+        protocol = server()._find_uvicorn_cycle(connection)  # a WebSocket's looks like a request's
+        if protocol is not None:
+            protocol.transport.abort()
+
+    @property
+    def renderer(self) -> Callable[..., Any]:
+        """By entry point."""
+        renderer: Callable[..., Any] = parts.in_use().renderer
+        return renderer
+
+    @property
+    def context(self) -> Callable[..., Any]:
+        """By entry point."""
+        return parts.in_use().context
+
+
+class _Tracker:
+    """The host's accounting of a request, and what it has no word for."""
+
+    def __init__(self, tracker: Any) -> None:
+        self.observe_ttft: Callable[[], None] = tracker.observe_ttft
+        self.finish: Callable[..., None] = tracker.finish
+
+    def reasoning_ended(self, reason: str) -> None:
+        """Counts it among the host's metrics, if they are on."""
+        metrics: dict[str, Any] | None = server()._metrics._prom
+        if metrics is None:
+            return
+        if METRIC not in metrics:
+            counter = type(metrics["http_requests_total"])  # of the library that the host took
+            about = "Answers that the model was made to begin, by what ended its reasoning."
+            metrics[METRIC] = counter(METRIC, about, ["reason"], registry=metrics["registry"])
+        metrics[METRIC].labels(reason=reason).inc()
+
+
+def seconds_to_end() -> float:
+    """For how long answers may go on when the server ends: no longer than ``--timeout``."""
+    return min(shutdown.LONGEST, float(server()._default_timeout))
+
+
+def gracefully(original: shutdown.Shutdown) -> shutdown.Shutdown:
+    """uvicorn's ``Server.shutdown``, when our answers have ended."""
+    return shutdown.gracefully(original, seconds_to_end)

@@ -1,0 +1,44 @@
+"""The front end as an application of its own, for a host that has none.
+
+Knows endpoints and middleware. A server that has an application puts them among its own routes
+instead (for vllm-mlx: `host.mount`).
+"""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, WebSocketRoute
+
+from vllm_mlx_harmony.server.endpoint import Endpoint, Handler
+from vllm_mlx_harmony.server.host import Host, host_of, install
+from vllm_mlx_harmony.server.routes import ENDPOINTS, MIDDLEWARE, SOCKETS
+
+
+def application(host: Host) -> Starlette:
+    """All that the front end answers, over ``host``; every endpoint asks for its key and limit."""
+    app = Starlette(
+        routes=[
+            *(Route(each.path, _guarded(each), methods=list(each.methods)) for each in ENDPOINTS),
+            *(WebSocketRoute(each.path, each.converse) for each in SOCKETS),
+        ],
+        middleware=[Middleware(each) for each, _ in MIDDLEWARE],
+    )
+    install(app, host)
+    return app
+
+
+def _guarded(endpoint: Endpoint) -> Handler:
+    """``endpoint``, behind the host's checks, unless it is open to all."""
+
+    async def answer(request: Request) -> Response:
+        host = host_of(request)
+        if not endpoint.open:
+            await host.authenticate(request)
+            await host.check_rate_limit(request)
+        response: Response = await endpoint.answer(request, **request.path_params)
+        return response
+
+    return answer if endpoint.around is None else endpoint.around(answer)

@@ -1,0 +1,47 @@
+"""An endpoint of the front end, as a value: a path, methods, and what answers there.
+
+Knows nothing of how a server puts it among its own (for vllm-mlx: `host.mount`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.websockets import WebSocket
+
+Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What answers to ``methods`` at ``path``, instead of whatever else the server has there.
+
+    ``answer`` takes the request, and the parameters of the path by name. It is behind the
+    dependencies (API key, rate limit) that the server has for the same path and methods; for a path
+    that a server does not have, behind those for ``like``, a path and a method. ``around`` is put
+    around all of it, the dependencies included. ``open``: nobody is asked for a key.
+    ``other_methods`` answers for methods that the path does not have. ``why`` says what it is there
+    for, in a few words.
+    """
+
+    path: str
+    methods: Collection[str]
+    answer: Callable[..., Any]
+    why: str = ""
+    like: tuple[str, str] | None = None
+    around: Callable[[Handler], Handler] | None = None
+    open: bool = False
+    other_methods: Callable[[Request], Response] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SocketEndpoint:
+    """What talks over a WebSocket at ``path``; it asks for the API key by itself."""
+
+    path: str
+    converse: Callable[[WebSocket], Awaitable[None]]
+    why: str = ""

@@ -1,0 +1,61 @@
+"""What an engine is to the front end: token ids in, groups of token ids out.
+
+Whoever brings an engine implements ``Engine``; nothing else of it is seen from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+from vllm_mlx_harmony.core.held import Held
+from vllm_mlx_harmony.server.sampling import Settings
+
+Finish: TypeAlias = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an engine generated since the last step: one id as a rule, several at times.
+
+    ``finish`` is set on the last step of a turn. ``cached_tokens`` counts the ids of the prompt
+    that were not prefilled.
+    """
+
+    ids: tuple[int, ...]
+    finish: Finish | None = None
+    cached_tokens: int = 0
+
+
+Steps: TypeAlias = AsyncGenerator[Step, None]
+
+
+class Engine(Protocol):
+    """A model that is loaded, and whatever runs it: always the same object for the same one."""
+
+    @property
+    def model(self) -> str:
+        """Which weights: what is remembered of generated turns is theirs."""
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and answer together; ``None`` when it is not known."""
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether it refuses a second request while one runs: then they wait in front of it."""
+
+    def generate(
+        self, prompt: tuple[int, ...], settings: Settings, tenant: str, held: Held | None
+    ) -> Steps:
+        """The ids that follow ``prompt``, up to and with the first that ends the turn.
+
+        With ``max_tokens`` 0 there are none: the prompt is computed, and what can be reused of it
+        is kept, for ``tenant`` alone. Only ids come that ``held`` lets through. Closing the
+        iterator (``aclosing``) stops it: the engine is free again when that returns.
+        Raises ``OutputError`` when the engine fails, ``HostError`` for one that takes no ids.
+        """
+
+    async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
+        """How many ids of ``prompt`` would not be computed if it were generated from now."""

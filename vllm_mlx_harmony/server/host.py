@@ -1,0 +1,198 @@
+"""What surrounds the engines: who lends them, who may ask, what applies where a request is silent.
+
+Whoever puts the front end on a server implements ``Host``, and leaves it where every request finds
+it (``install``); nothing else of that server is seen from here.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, Protocol, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.replay import Archive
+from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.server.engine import Engine
+
+T = TypeVar("T")
+
+TIMED_OUT = 504
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """``total`` seconds for a request, until ``deadline`` on the monotonic clock."""
+
+    total: float
+    deadline: float
+
+    @property
+    def left(self) -> float:
+        """Seconds left, never less than none."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def remaining(self) -> float:
+        """Seconds left. Raises ``HostError`` 504 when there are none."""
+        seconds = self.deadline - time.monotonic()
+        if seconds <= 0:
+            problem = f"Request timed out after {self.total:.1f} seconds"
+            raise HostError(problem, status=TIMED_OUT, code="timeout")
+        return seconds
+
+
+@dataclass(slots=True)
+class Lease:
+    """An engine lent to ``tenant``, not unloaded until it is released, and the time it is lent for.
+
+    Releasing it again does nothing. ``engine`` is ``None`` where the model is not a Harmony model:
+    the host answers by itself.
+    """
+
+    engine: Engine | None
+    tenant: str
+    budget: Budget
+    _give_back: Callable[[], Awaitable[None]]
+    _released: bool = field(default=False, init=False)
+
+    @property
+    def harmony(self) -> Engine:
+        """The engine, where it is known that there is one."""
+        assert self.engine is not None
+        return self.engine
+
+    async def release(self) -> None:
+        """Gives the engine back."""
+        if not self._released:
+            self._released = True
+            await self._give_back()
+
+
+class Tracker(Protocol):
+    """The host's accounting of one request."""
+
+    def observe_ttft(self) -> None:
+        """The first token is there."""
+
+    def reasoning_ended(self, reason: str) -> None:
+        """The model was made to answer: its ``budget`` of reasoning is used up, for instance."""
+
+    def finish(self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+        """The request has ended; only the first call counts."""
+
+
+class Host(Protocol):
+    """A server that the front end stands in. Its refusals are Starlette's ``HTTPException``."""
+
+    # --- Models and engines
+
+    @property
+    def model_name(self) -> str | None:
+        """What the server's only model is called; ``None`` when it has several."""
+
+    async def models(self) -> dict[str, Any]:
+        """The list of ``GET /v1/models``, with ``max_model_len`` where it is known."""
+
+    async def acquire(self, request: Request, model: str | None, budget: Budget) -> Lease | None:
+        """The engine that serves ``model``, loaded if it was not; ``None`` for a client that went.
+
+        Raises ``HTTPException``: 404 for a model it does not have, 503 and 504.
+        """
+
+    async def forward(self, request: Request) -> Response:
+        """The server's own answer to a request that is not ours. Raises ``LookupError``."""
+
+    # --- What applies where a request is silent
+
+    def budget(self, timeout: float | None) -> Budget:
+        """The time a request has from now on, which asks for ``timeout`` seconds or for nothing."""
+
+    def defaults(self, engine: Engine | None) -> Defaults:
+        """What a request to ``engine`` may override, from now on until midnight."""
+
+    def max_tokens(self, asked: int | None) -> int:
+        """How long an answer may be. Raises ``HTTPException`` 400 for more than is allowed."""
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """The budget of reasoning that a flag sets."""
+
+    @property
+    def archive(self) -> Archive | None:
+        """Where generated turns outlive the process, if anywhere: always the same object."""
+
+    # --- Who may ask
+
+    @property
+    def requires_key(self) -> bool:
+        """Whether there is an API key."""
+
+    async def authenticate(self, connection: HTTPConnection) -> None:
+        """Raises ``HTTPException`` 401 for a wrong API key, and anything for a strange one."""
+
+    async def check_rate_limit(self, connection: HTTPConnection) -> None:
+        """Counts one request. Raises ``HTTPException`` 429 when there were too many."""
+
+    # --- Around an answer
+
+    def tracker(self, api: str, *, stream: bool) -> Tracker:
+        """The accounting of a request that begins now."""
+
+    async def unless_gone(
+        self, coming: Awaitable[T], request: Request, seconds: float, total: float
+    ) -> T | None:
+        """What is ``coming``; ``None`` when the client has gone, and then it is cancelled.
+
+        Raises ``HTTPException`` 504 after ``seconds``; ``total`` is the number it says.
+        """
+
+    def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
+        """``frames``, ended when the client has gone, with a comment now and then to find out."""
+
+    def hang_up(self, connection: HTTPConnection) -> None:
+        """Drops the connection at once, whatever of the answer was not read."""
+
+    # --- Replaceable parts (entry points)
+
+    @property
+    def renderer(self) -> Callable[..., Any]:
+        """Makes the prompt of a turn (`core.render.render`)."""
+
+    @property
+    def context(self) -> Callable[..., Any]:
+        """Follows one answer (`core.context.StreamingHarmonyContext`)."""
+
+
+_STATE = "vllm_mlx_harmony_host"
+
+
+def install(app: Starlette, host: Host) -> None:
+    """Leaves ``host`` where the requests to ``app`` find it."""
+    setattr(app.state, _STATE, host)
+
+
+def uninstall(app: Starlette) -> None:
+    """Takes it away again."""
+    delattr(app.state, _STATE)
+
+
+def host_of(connection: HTTPConnection) -> Host:
+    """The host that ``connection`` came to."""
+    host: Host = getattr(connection.app.state, _STATE)
+    return host
+
+
+def tenant_of(connection: HTTPConnection) -> str:
+    """A digest of the API key that ``connection`` came with: the same key, the same tenant.
+
+    What one tenant stored, and what is remembered of its prompts, no other gets to see.
+    """
+    key = connection.headers.get("authorization") or connection.headers.get("x-api-key") or ""
+    return sha256(re.sub(r"(?i)^bearer\s+", "", key).encode()).hexdigest()
