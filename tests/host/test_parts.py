@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
+from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.turn import Turn, User
 from vllm_mlx_harmony.host import parts
 
 
@@ -63,3 +67,41 @@ def test_a_checkout_on_the_path_uses_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(parts.OWN, parts.PROMPT_RENDERERS, "os:getcwd")
     assert parts.resolve(parts.PROMPT_RENDERERS, "harmony").__name__ == "getcwd"
     assert parts.source(parts.PROMPT_RENDERERS, "harmony") == "os:getcwd"
+
+
+ARCHITECTURE = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text("utf-8")
+
+
+def test_the_example_of_the_documentation_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its module and its entry point, as another package would bring them."""
+    (code,) = re.findall(r"```python\n(.*?)```", ARCHITECTURE, re.DOTALL)
+    (group, value) = re.findall(
+        r'entry-points\."(.+?)"\]\nharmony = "(.+?)"', ARCHITECTURE, re.DOTALL
+    )[0]
+    (tmp_path / "dated_prompts.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    theirs = metadata.EntryPoint("harmony", value, group)
+    vars(theirs).update(dist=FakeDistribution("dated-prompts"))
+    monkeypatch.setattr(
+        parts.metadata,
+        "entry_points",
+        lambda group, name="": [theirs] if group == theirs.group else [],
+    )
+    renderer = parts.find("harmony").renderer
+    prompt = vocab.encoding().decode(list(renderer(Turn((User("Hi"),), date="2031-07-09")).ids))
+    assert "Current date: 2026-01-01" in prompt
+    assert "2031" not in prompt
+
+
+def test_the_files_that_the_documentation_names_are_there() -> None:
+    package = Path(parts.__file__).resolve().parents[1]
+    named = set(
+        re.findall(
+            r"`((?:core|protocols|server|host|cli|standin|tests|ci)/[\w./-]*)`", ARCHITECTURE
+        )
+    )
+    assert len(named) > 30
+    for name in named:
+        assert (package / name).exists() or (package.parent / name).exists(), name
