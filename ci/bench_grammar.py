@@ -131,7 +131,8 @@ def off() -> Row:
         os.environ.pop(enforcement.GRAMMAR_VARIABLE)
         if before is not None:
             os.environ[enforcement.GRAMMAR_VARIABLE] = before
-    steps = int(Sampler(settings, (), held and partial(LogitsMask, held)).adjusts)
+    constraint = None if held is None else partial(LogitsMask, held)
+    steps = int(Sampler(settings, (), constraint).adjusts)
     return row("what is done to the logits of a plain request, off", "steps", steps, 0)
 
 
