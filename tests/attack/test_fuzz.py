@@ -99,7 +99,7 @@ class Attacker:
                 connection.sendall(b"\r\n".join([*head, b"Connection: close", b"", sent.body]))
                 if sent.length is not None or b"chunked" in b"".join(head):
                     connection.shutdown(socket.SHUT_WR)
-            except (BrokenPipeError, ConnectionResetError):
+            except OSError:
                 pass  # it was refused before all was sent, and the refusal is there
             response = http.client.HTTPResponse(connection, method=sent.method)
             try:
