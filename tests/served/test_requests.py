@@ -35,7 +35,7 @@ SCRIPTS = [
 def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
     standin.rescript(standin_dir, SCRIPTS)
     server = start(
-        *("--tool-call-parser", "harmony", "--ssd-cache-dir", "nowhere", "--cache-memory-mb", "64"),
+        *("--tool-call-parser", "harmony", "--prefix-cache-size", "9", "--cache-memory-mb", "64"),
         engine=engine,
         command=HARMONY,
     )
@@ -149,6 +149,6 @@ def test_the_start_says_what_a_user_needs(server: Server, engine: str) -> None:
         "  context       131,072 tokens",
         "  prefix cache  up to 64 MiB in memory",
         "  access        open to whoever reaches it: no --api-key",
-        "  no effect     --ssd-cache-dir: prefixes are kept in memory only",
+        "  no effect     --prefix-cache-size: the prefix cache is bounded in bytes, not in entries",
     ):
         assert expected in log
