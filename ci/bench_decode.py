@@ -107,11 +107,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Raw:
-    """The host's completions: text in, text out."""
+    """The host's completions: text in, text out.
+
+    It draws a whole batch by the settings of one request. With mixed ones that may be a greedy one,
+    which costs next to nothing and is not what the others asked for: so all of them ask for the
+    first settings of a load.
+    """
 
     base_url: str
     path: str = "/v1/completions"
     waits: bool = False
+    mixes: bool = False
 
     def body(self) -> dict[str, Any]:
         """The prompt of the chat, as text."""
@@ -126,6 +132,7 @@ class Chat:
     base_url: str
     path: str = "/v1/chat/completions"
     waits: bool = True
+    mixes: bool = True
 
     def body(self) -> dict[str, Any]:
         """A message."""
@@ -154,7 +161,7 @@ async def once(client: httpx.AsyncClient, side: Raw | Chat, load: Load, together
     while True:
         asked = [
             answer(client, side, load.settings[at % len(load.settings)], load.tokens)
-            for at in range(load.streams)
+            for at in (range(load.streams) if side.mixes else [0] * load.streams)
         ]
         began = time.perf_counter()
         whole = await asyncio.gather(*asked) if together else [await each for each in asked]
