@@ -1,6 +1,34 @@
 """gpt-oss (Harmony) done right on vllm-mlx.
 
-Imported at every interpreter start (through `_startup`), so it imports nothing.
+Imported at every interpreter start (through `_startup`), so it imports nothing: the public names
+below are imported when they are used. What each of them does is said where it is written.
 """
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` itself would cost more than everything else here
+    from .core.context import StreamingHarmonyContext as StreamingHarmonyContext
+    from .core.parse import Parser as Parser
+    from .core.render import render as render
+    from .host.gate import install as install
+
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    "Parser": "core.parse",
+    "StreamingHarmonyContext": "core.context",
+    "install": "host.gate",
+    "render": "core.render",
+}
+
+
+def __getattr__(name: str) -> object:
+    """A public name, from the module it is written in."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -88,6 +89,18 @@ def test_no_imports_in_a_circle() -> None:
         walk(name, ())
 
 
+def test_public_names_are_imported_when_they_are_used() -> None:
+    code = (
+        "import sys, vllm_mlx_harmony as package; before = len(sys.modules)\n"
+        "public = [name for name in dir(package) if name[0] != '_' and name != 'TYPE_CHECKING']\n"
+        "assert before == len(sys.modules)\n"
+        "print(*public, *(getattr(package, name).__name__ for name in public))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = ["Parser", "StreamingHarmonyContext", "install", "render"]
+    assert ran.stdout.split() == names * 2
+
+
 def _dotted(path: Path) -> str:
     parts = path.relative_to(REPOSITORY).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -108,4 +121,5 @@ def _within(path: Path) -> set[str]:
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
                 found.add(inner if inner in known else base)
-    return (found & known) - {own}
+    # The package's own name is there before any of its modules, and imports nothing by itself.
+    return (found & known) - {own, PACKAGE.name}
