@@ -264,7 +264,7 @@ TURNS = {
     "top_k of all": ({"top_k": -1}, Turn((User("Hello"),), sampling=Sampling(top_k=0))),
     "limits": (
         {"max_tokens": 5, "timeout": 2.5, "stop": ["a", "b", "c", "d", "e"]},
-        Turn((User("Hello"),), limits=Limits(5, 2.5, ("a", "b", "c", "d", "e"))),
+        Turn((User("Hello"),), limits=Limits(5, ("a", "b", "c", "d", "e"))),
     ),
     "max_completion_tokens wins": (
         {"max_tokens": 5, "max_completion_tokens": 7},

@@ -482,7 +482,7 @@ FIELDS: list[tuple[dict[str, Any], str, Any]] = [
     ({"reasoning": {"effort": "minimal"}}, "thinking", True),
     ({"thinking_token_budget": 100}, "limits", LIMITS(reasoning_tokens=100)),
     ({"min_tokens": 5}, "limits", LIMITS(min_tokens=5)),
-    ({"max_output_tokens": 5, "timeout": 2.5}, "limits", LIMITS(5, 2.5)),
+    ({"max_output_tokens": 5, "timeout": 2.5}, "limits", LIMITS(5)),
     ({"parallel_tool_calls": False}, "limits", LIMITS(one_call=True)),
     (
         {"temperature": 0, "top_p": 0.5, "top_k": -1, "presence_penalty": 1},

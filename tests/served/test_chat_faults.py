@@ -144,7 +144,7 @@ def test_a_bad_request_names_the_field_and_generates_nothing(
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"nonsense", b"[1]", b'"x"', b"\xff\xfe", b"[" * 50_000, b"{}"]
+    "content", [b"", b"{", b"nonsense", b"[1]", b'"x"', b"\xff\xfe", b"[" * 40_000, b"{}"]
 )
 def test_what_is_no_request_is_a_400(client: httpx.Client, content: bytes) -> None:
     response = client.post(PATH, content=content, headers={"content-type": "application/json"})

@@ -219,6 +219,32 @@ def test_one_at_a_time_means_it() -> None:
     assert (engine.most_running, host.lent) == (1, 0)
 
 
+def test_what_nobody_has_and_nobody_may() -> None:
+    host = Alone(Replay(SCRIPTS))
+    client = TestClient(application(host), base_url="http://localhost")
+    client.headers["Authorization"] = f"Bearer {KEY}"
+    unknown = client.post("/v1/requests/chatcmpl-0/cancel")
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "request_id")
+    wrong = client.put("/v1/chat/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["error"]["code"] == "method_not_allowed"
+    assert client.head("/").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_time_that_is_over_before_it_began(stream: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """As when a prompt took longer to render than there was time: it is accounted for."""
+    host = Alone(Replay(SCRIPTS))
+    client = TestClient(application(host), base_url="http://localhost")
+    client.headers["Authorization"] = f"Bearer {KEY}"
+    user = [{"role": "user", "content": "Hello!"}]
+    asked = {"model": MODEL, "messages": user, "timeout": 1e-9, "stream": stream}
+    late = client.post("/v1/chat/completions", json=asked)
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+    assert (host.lent, [tracker.results for tracker in host.trackers]) == (0, [["timeout"]])
+    assert not [each for each in recwarn if "never awaited" in str(each.message)]
+
+
 def test_the_front_end_brings_no_host_along() -> None:
     """In an environment without vllm-mlx nothing of it can be imported; here nothing should be."""
     import subprocess

@@ -233,7 +233,7 @@ RECOMMENDED = Sampling(temperature=1.0, top_p=1.0)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When to stop: after ``max_tokens`` ids, ``timeout`` seconds, or at a string in the content.
+    """When to stop: after ``max_tokens`` ids, or at a string in the content.
 
     ``None`` means: the server's default. ``one_call`` ends the turn with its first call. ``where``
     is the path of ``max_tokens`` in the request, for the error when a server allows fewer. After
@@ -242,7 +242,6 @@ class Limits:
     """
 
     max_tokens: int | None = None
-    timeout: float | None = None
     stop: tuple[str, ...] = ()
     one_call: bool = False
     where: str = "max_tokens"

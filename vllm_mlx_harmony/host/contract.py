@@ -19,7 +19,7 @@ from .front import VllmMlx
 from .kv import status
 from .mount import Around, Installed, Mounted, Route, SocketRoute, pass_on
 from .parts import FLAGS, Parts, find, resolve
-from .seams import OTHERS, Entry, Fact, Patch, Seam, Undo
+from .seams import OTHERS, Attribute, Entry, Fact, Patch, Seam, Undo
 
 __all__ = [
     "FLAGS",
@@ -217,7 +217,7 @@ SEAMS: tuple[Seam, ...] = (
 
 _SERVER = "vllm_mlx.server"
 
-USED: tuple[Fact, ...] = (
+USED: tuple[Fact | Attribute, ...] = (
     Fact("vllm_mlx.cli:create_parser", "tells the flags that were given from defaults", ()),
     Fact(
         "vllm_mlx.memory_cache:MemoryCacheConfig",
@@ -313,7 +313,6 @@ USED: tuple[Fact, ...] = (
             ),
             "_release_engine_for_request": ("raw_request", OTHERS),
             "_start_request_budget": ("timeout",),
-            "_remaining_request_timeout": ("total_timeout", "deadline"),
             "_wait_with_disconnect": ("coro", "raw_request", "timeout", OTHERS),
             "_disconnect_guard": ("generator", "raw_request", "timeout", OTHERS),
             "_find_uvicorn_cycle": ("obj", OTHERS),
@@ -339,13 +338,53 @@ USED: tuple[Fact, ...] = (
     Fact(f"{_SERVER}:_default_thinking_token_budget", "how long reasoning may be by default"),
     Fact(f"{_SERVER}:_metrics.track_inference", "its metrics", ("endpoint", "stream")),
     Fact(f"{_SERVER}:_metrics._prom", "its metrics by name, for one of ours among them"),
-    Fact(f"{_SERVER}:_response_model_name", "the name an answer carries", ("request_model",)),
     Fact(f"{_SERVER}:_default_timeout", "how long answers may take when the server ends"),
     Fact(f"{_SERVER}:list_models", "its models", ()),
     Fact(f"{_SERVER}:_api_key", "whether there is an API key"),
     Fact(f"{_SERVER}:security", "reads the API key from a header"),
     Fact(f"{_SERVER}:verify_api_key", "checks it, also for a WebSocket", ("credentials",)),
     Fact(f"{_SERVER}:check_rate_limit", "also for each message on a WebSocket", ("request",)),
+    *(
+        Attribute(f"{owner}.{name}", why)
+        for owner, names in {
+            "vllm_mlx.engine.simple:SimpleEngine": {
+                "_generation_lock": "one request at a time; nobody else holds the engine",
+                "_prefill_step_size": "what --prefill-step-size says",
+                "_model_path": "where the files of its model are",
+                "_model": "the model, once it is loaded",
+                "_loaded": "whether it is",
+                "is_mllm": "a multimodal model takes no ids",
+                "tokenizer": "says whether a model is Harmony",
+            },
+            "vllm_mlx.engine.batched:BatchedEngine": {
+                "_engine": "the engine within, asynchronous",
+                "_model_path": "where the files of its model are",
+                "_loaded": "whether it is loaded",
+                "is_mllm": "a multimodal model takes no ids",
+                "tokenizer": "says whether a model is Harmony",
+            },
+            "vllm_mlx.engine_core:AsyncEngineCore": {"engine": "the engine within that one"},
+            "vllm_mlx.engine_core:EngineCore": {"scheduler": "has the model"},
+            "vllm_mlx.scheduler:Scheduler": {
+                "model": "what prefixes are remembered of",
+                "waiting": "a request that is aborted while it waits stays there",
+                "_detokenizer_pool": "a request of ids needs no text",
+            },
+            "mlx_lm.generate:BatchGenerator": {
+                "_unprocessed_sequences": "what has not begun: it is where a prefix is put in",
+                "_prompt_batch": "rows that are prefilled",
+                "_generation_batch": "rows that are generated",
+                "_make_new_cache": "an empty cache in the model's layout",
+            },
+            "mlx_lm.generate:GenerationBatch": {
+                "_current_tokens": "the ids that were drawn last",
+                "_next_tokens": "the ids that are being drawn",
+                "_next_logprobs": "what they are drawn from",
+                "_token_context": "the ids of each row so far",
+            },
+        }.items()
+        for name, why in names.items()
+    ),
 )
 
 
@@ -444,7 +483,7 @@ def activate(name: str = FLAGS[0]) -> Installation:
         rows = table(found)
         undos = seams.apply_all(rows)
         parts.use(found)
-        applied = tuple(row.label for row in rows if not isinstance(row, Fact))
+        applied = tuple(row.label for row in rows if not isinstance(row, (Fact, Attribute)))
         _active = Installation(host_version() or "", found, applied, undos)
     return _active
 

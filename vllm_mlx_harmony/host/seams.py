@@ -6,11 +6,14 @@ they are in `contract`; how a route is put in front of another is in `mount`.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 from ..core.errors import HostError
@@ -63,6 +66,57 @@ class Fact:
     def apply(self) -> Undo:
         """Nothing to change, nothing to take back."""
         return lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """An attribute of objects of a class, used as it is: somewhere the class has to set it.
+
+    `target` is `package.module:Class.attribute`. Its methods do not have to run for that: what they
+    assign to `self` is read from their source.
+    """
+
+    target: str
+    why: str
+
+    @property
+    def label(self) -> str:
+        """The name without its module."""
+        return self.target.partition(":")[2]
+
+    def problem(self) -> str | None:
+        """Why it cannot be relied on in this host, or None."""
+        path, _, name = self.target.rpartition(".")
+        try:
+            found = locate(path)
+        except (ImportError, AttributeError) as error:
+            return f"{path} is missing ({error})"
+        there = hasattr(found, name) or any(name in _assigned(each) for each in found.__mro__)
+        return None if there else f"{path} has no {name}"
+
+    def apply(self) -> Undo:
+        """Nothing to change, nothing to take back."""
+        return lambda: None
+
+
+@cache
+def _assigned(owner: type[Any]) -> frozenset[str]:
+    """What the methods of a class assign to `self`, and what its body annotates."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+    except (OSError, TypeError):  # built in
+        return frozenset()
+    targets = [node for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.AnnAssign))]
+    found = {
+        each.attr
+        for each in targets
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
+    annotated = [each.target for each in targets if isinstance(each, ast.AnnAssign)]
+    return frozenset(found | {each.id for each in annotated if isinstance(each, ast.Name)})
 
 
 @dataclass(frozen=True, slots=True)

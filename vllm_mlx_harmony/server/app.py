@@ -11,6 +11,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
+from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony.server.endpoint import Endpoint, Handler
 from vllm_mlx_harmony.server.host import Host, host_of, install
@@ -21,13 +22,30 @@ def application(host: Host) -> Starlette:
     """All that the front end answers, over ``host``; every endpoint asks for its key and limit."""
     app = Starlette(
         routes=[
-            *(Route(each.path, _guarded(each), methods=list(each.methods)) for each in ENDPOINTS),
+            *map(_OneOf, ENDPOINTS),
             *(WebSocketRoute(each.path, each.converse) for each in SOCKETS),
         ],
         middleware=[Middleware(each) for each, _ in MIDDLEWARE],
     )
     install(app, host)
     return app
+
+
+class _OneOf(Route):
+    """An endpoint as a route, which answers for the methods that its path does not have, too."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__(endpoint.path, _guarded(endpoint), methods=list(endpoint.methods))
+        self._other_methods = endpoint.other_methods
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        methods = self.methods or set()
+        if self._other_methods is None or scope["method"] in methods:
+            await super().handle(scope, receive, send)
+            return
+        response = self._other_methods(Request(scope))
+        response.headers["Allow"] = ", ".join(sorted(methods))
+        await response(scope, receive, send)
 
 
 def _guarded(endpoint: Endpoint) -> Handler:

@@ -11,8 +11,11 @@ import re
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import generation
 from vllm_mlx_harmony.server.endpoint import Endpoint
+from vllm_mlx_harmony.server.errors import refuse
 from vllm_mlx_harmony.server.host import host_of, tenant_of
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
 
@@ -22,7 +25,11 @@ _ID = re.compile(r"(?:chatcmpl-|resp_|msg_)(?P<key>[0-9a-f]+)")
 async def cancel_request(request: Request, request_id: str) -> Response:
     """Ends the answer with this id, as the host says that it has done so."""
     if not await _cancelled(request_id, tenant_of(request)):
-        return await host_of(request).forward(request)
+        try:
+            return await host_of(request).forward(request)
+        except LookupError:
+            problem = f"no request {request_id!r} is being answered"
+            return refuse(chat.error_body, RequestError(problem, status=404, param="request_id"))
     return JSONResponse(
         {
             "object": "request.cancel",

@@ -32,7 +32,11 @@ Steps: TypeAlias = AsyncGenerator[Step, None]
 
 
 class Engine(Protocol):
-    """A model that is loaded, and whatever runs it: always the same object for the same one."""
+    """A model that is loaded, and whatever runs it.
+
+    Always the same object for the same model, hashable and weakly referable: requests that wait
+    for it are found by it.
+    """
 
     @property
     def model(self) -> str:
@@ -52,8 +56,15 @@ class Engine(Protocol):
         """The ids that follow ``prompt``, up to and with the first that ends the turn.
 
         With ``max_tokens`` 0 there are none: the prompt is computed, and what can be reused of it
-        is kept, for ``tenant`` alone. Only ids come that ``held`` lets through. Closing the
-        iterator (``aclosing``) stops it: the engine is free again when that returns.
+        is kept, for ``tenant`` alone. Closing the iterator (``aclosing``) stops it: the engine is
+        free again when that returns.
+
+        Only ids come that ``held`` lets through: call ``held.begin()`` when the output begins, and
+        ask the follower for the mask of each id. An engine with grammars of its own finds the text
+        of this one in ``held.bounds.grammar``; forced ids and ``min_tokens`` are not in it.
+
+        The last step has a ``finish``. An iterator that ends without one counts as one that ended
+        by itself: an engine whose connection breaks must raise.
         Raises ``OutputError`` when the engine fails, ``HostError`` for one that takes no ids.
         """
 

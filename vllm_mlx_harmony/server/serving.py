@@ -254,9 +254,14 @@ async def respond(
     request: Request, begun: Begun, deltas: Deltas, ping: Event | None = None
 ) -> Response:
     """``deltas``, those of ``begun``, as its request wants them: streamed or whole."""
+    try:
+        seconds = begun.job.lease.budget.remaining()
+    except HarmonyFailure:
+        begun.job.tracker.finish(result="timeout")  # nothing has run that would say so
+        raise
     if begun.asked.stream:
-        return await _streamed(request, begun, deltas, ping)
-    return await _whole(request, begun, deltas)
+        return await _streamed(request, begun, deltas, seconds, ping)
+    return await _whole(request, begun, deltas, seconds)
 
 
 async def _context(host: Host, turn: Turn, stamp: Stamp, turns: View | None, large: bool) -> Any:
@@ -270,12 +275,10 @@ async def _context(host: Host, turn: Turn, stamp: Stamp, turns: View | None, lar
     return await in_thread(host.context, turn, stamp, renderer)
 
 
-async def _whole(request: Request, begun: Begun, deltas: Deltas) -> Response:
-    budget = begun.job.lease.budget
+async def _whole(request: Request, begun: Begun, deltas: Deltas, seconds: float) -> Response:
     collected = _collected(deltas, begun.emitter)
-    result = await host_of(request).unless_gone(
-        collected, request, budget.remaining(), budget.total
-    )
+    total = begun.job.lease.budget.total
+    result = await host_of(request).unless_gone(collected, request, seconds, total)
     return Response(status_code=CLIENT_CLOSED) if result is None else JSONResponse(result)
 
 
@@ -287,12 +290,14 @@ async def _collected(deltas: Deltas, emitter: Emitter) -> dict[str, Any]:
     return emitter.result()
 
 
-async def _streamed(request: Request, begun: Begun, deltas: Deltas, ping: Event | None) -> Response:
+async def _streamed(
+    request: Request, begun: Begun, deltas: Deltas, seconds: float, ping: Event | None
+) -> Response:
     """Headers go out at this request's turn: until then errors have a status of their own."""
-    budget = begun.job.lease.budget
+    total = begun.job.lease.budget.total
     # The queue has its own limit, which says what the time was spent on.
-    patience = budget.remaining() + 1.0
-    come = await host_of(request).unless_gone(anext(deltas), request, patience, budget.total)
+    patience = seconds + 1.0
+    come = await host_of(request).unless_gone(anext(deltas), request, patience, total)
     if come is None:
         return Response(status_code=CLIENT_CLOSED)
     return EventStream(request, EventBuffer(written(come, deltas, begun.emitter), ping))

@@ -350,7 +350,6 @@ def _limits(body: ChatBody) -> Limits:
     older = body.max_completion_tokens is None
     return Limits(
         max_tokens=body.max_tokens if older else body.max_completion_tokens,
-        timeout=body.timeout,
         stop=tuple(text for text in body.stop or () if text),
         one_call=body.parallel_tool_calls is False,
         where="max_tokens" if older else "max_completion_tokens",

@@ -53,7 +53,6 @@ def read_turn(
         sampling=_sampling(body),
         limits=Limits(
             max_tokens=body.max_output_tokens,
-            timeout=body.timeout,
             one_call=body.parallel_tool_calls is False,
             where="max_output_tokens",
             reasoning_tokens=body.thinking_token_budget,
