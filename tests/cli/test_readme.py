@@ -97,4 +97,8 @@ def test_ci_runs_the_command_of_the_readme() -> None:
 def test_links_lead_somewhere() -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
     assert links
-    assert [link for link in links if not (REPOSITORY / link).exists()] == []
+    for link in links:
+        path, _, anchor = link.partition("#")
+        text = (REPOSITORY / path).read_text("utf-8")
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        assert not anchor or anchor in {each.lower().replace(" ", "-") for each in headings}, link
