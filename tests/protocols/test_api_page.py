@@ -408,8 +408,14 @@ def test_what_is_honoured_makes_another_request(name: str, row: str) -> None:
     api = APIS[name]
     path, value = values(api.honoured)[row]
     before, asked = api.read(without(api, path)), api.read(placed(api, path, value))
+    if row in AROUND:
+        assert asked.turn == before.turn
+        return
     assert (asked if row in SENT else asked.turn) != (before if row in SENT else before.turn)
 
+
+AROUND = frozenset({"timeout"})
+"""Read by the server before the request is, and not part of it (`tests/host/test_routes.py`)."""
 
 SENT = frozenset(
     {
