@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
@@ -256,5 +257,31 @@ def test_a_client_that_takes_nothing_is_given_up() -> None:
         assert not given_up
         await sending(0.2)
         assert given_up == [True]
+
+    run(test)
+
+
+@pytest.mark.parametrize("error", [None, OSError("a bug")])
+def test_an_end_that_nobody_waits_for_any_more_is_no_error(error: Exception | None) -> None:
+    """The client goes just when the answer ends: whoever asked for the next event has gone, too."""
+
+    async def test() -> None:
+        said: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+
+        async def events() -> AsyncGenerator[Event, None]:
+            if error is not None:
+                raise error
+            for event in ():
+                yield event
+
+        frames = streams._Frames(events())
+        asked = asyncio.ensure_future(anext(frames))
+        await asyncio.wait({asked})
+        del asked
+        gc.collect()
+        await asyncio.sleep(0)
+        assert said == []
+        await frames.aclose()
 
     run(test)

@@ -241,7 +241,14 @@ class _Frames:
     def __aiter__(self) -> _Frames:
         return self
 
-    async def __anext__(self) -> str:
+    def __anext__(self) -> asyncio.Future[str]:
+        # A client may go just when an answer ends: then nobody takes the end from the task in which
+        # it was awaited, and asyncio would log that. So it is taken here.
+        coming = asyncio.ensure_future(self._next())
+        coming.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return coming
+
+    async def _next(self) -> str:
         return frame(await anext(self._events))
 
     async def aclose(self) -> None:
