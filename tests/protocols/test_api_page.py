@@ -535,20 +535,6 @@ def test_each_query_parameter_of_the_official_client_has_a_row() -> None:
         }
 
 
-def test_every_endpoint_has_a_row() -> None:
-    pytest.importorskip("starlette")
-    pytest.importorskip("cryptography")
-    routes = import_module("vllm_mlx_harmony.server.routes")
-    served = {f"{method} {each.path}" for each in routes.ENDPOINTS for method in each.methods}
-    served |= {f"WebSocket {each.path}" for each in routes.SOCKETS}
-    listed = [re.sub(r":\w+}", "}", endpoint.strip("`")) for endpoint, _ in table("Endpoints")]
-    caches = {each for each in listed if "/v1/cache" in each}
-    assert sorted(listed) == sorted({re.sub(r":\w+}", "}", each) for each in served} | caches)
-    status = (REPOSITORY / "vllm_mlx_harmony/host/kv/status.py").read_text("utf-8")
-    routed = re.findall(r'Route\(\s*"([^"]+)", \("(\w+)",\)', status)
-    assert {f"{method} {path}" for path, method in routed} == caches
-
-
 def test_every_code_has_a_row() -> None:
     package = REPOSITORY / "vllm_mlx_harmony"
     sources = [
