@@ -117,7 +117,7 @@ class View:
         segments = _segments(output)
         content, calls = visible(output.messages)
         if segments and (content or calls):
-            key = self._key(content, calls, story(output.before))
+            key = self._key(content, calls, 0 if calls else story(output.before))
             kinds = tuple(map(type, output.messages))
             turn = Remembered(kinds, segments, content, tuple(calls))
             self._turns.put(key, turn, _size(turn, key))
@@ -129,15 +129,18 @@ class View:
     ) -> Iterator[tuple[bool, list[Message], Remembered | None]]:
         """``messages`` in groups as `turns` has them, each with the turn that was generated."""
         groups = turns(messages)
-        before = told = 0
+        before, told = _Story(), 0
         for at, (said, group) in enumerate(groups):
             if not said:
                 yield said, group, None
                 continue
             content, calls = visible(group)
-            if not calls:  # only such a turn is known by the story before it
-                before, told = _further(before, groups[told:at]), at
-            yield said, group, self._generated(content, calls, before)
+            if calls:  # which it is known by, and not by the story before it
+                yield said, group, self._generated(content, calls, 0)
+                continue
+            before.go_on(groups[told:at])
+            told = at
+            yield said, group, self._generated(content, calls, before.number)
 
     def find(self, turn: Sequence[Message], before: int) -> Remembered | None:
         """``turn`` as it was generated; ``None`` when it was not here, or a client edited it.
@@ -202,39 +205,51 @@ def turns(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
 
 
 def story(messages: Iterable[Message]) -> int:
-    """A number for what a client sees of ``messages``; 0 when that is nothing.
+    """A number for what a client sees of ``messages``.
 
     The same however the client's API joins content, and whatever it does to reasoning,
     instructions, call ids and arguments; the same in every process.
     """
-    return _further(0, turns(messages))
+    said = _Story()
+    said.go_on(turns(messages))
+    return said.number
 
 
-def _further(before: int, groups: Iterable[tuple[bool, Sequence[Message]]]) -> int:
-    """The story ``before``, with groups of `turns` behind it."""
-    for said, group in groups:
-        before = _told(before, group) if said else _heard(before, group)
-    return before
+class _Story:
+    """A `story` that grows. One digest takes all of it in: a history has hundreds of messages."""
 
+    __slots__ = ("_digest",)
 
-def _told(before: int, turn: Sequence[Message]) -> int:
-    content, calls = visible(turn)
-    return _number_of(before, content, *[call.name for call in calls])
+    def __init__(self) -> None:
+        self._digest = blake2b(digest_size=8)  # Python's own hash is another in every process
 
+    @property
+    def number(self) -> int:
+        """For all so far."""
+        return int.from_bytes(self._digest.digest(), "little")
 
-def _heard(before: int, messages: Sequence[Message]) -> int:
-    for message in messages:
-        if isinstance(message, (User, Result)):
-            before = _number_of(before, type(message).__name__, message.text)
-    return before
+    def go_on(self, groups: Iterable[tuple[bool, Sequence[Message]]]) -> None:
+        """Takes in groups of `turns`."""
+        for said, group in groups:
+            if said:
+                content, calls = visible(group)
+                self._take_in(b"said", content)
+                for call in calls:
+                    self._take_in(b"call", call.name)
+                continue
+            for message in group:
+                if isinstance(message, User):
+                    self._take_in(b"user", message.text)
+                elif isinstance(message, Result):
+                    self._take_in(b"tool", message.text)
 
-
-def _number_of(*parts: str | int) -> int:
-    return int.from_bytes(_digest(*parts)[:8], "little")
+    def _take_in(self, kind: bytes, text: str) -> None:
+        content = text.encode("utf-8", "surrogatepass")
+        self._digest.update(kind + len(content).to_bytes(8, "little") + content)
 
 
 def _digest(*parts: str | int) -> bytes:
-    """16 bytes for ``parts``: the same in every process, as Python's own hash is not."""
+    """16 bytes for ``parts``, the same in every process."""
     digest = blake2b(digest_size=16)
     for part in parts:
         text = str(part).encode("utf-8", "surrogatepass")
