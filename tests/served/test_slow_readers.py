@@ -201,6 +201,21 @@ def test_who_reads_nothing_holds_nobody_up(server: Server, model: str) -> None:
             read_messages(websocket)
 
 
+LATE = {**WITHOUT_END, "/v1/responses": body("/v1/responses", "Without end.")}
+"""The same without what a response repeats: only what is generated fills the buffers."""
+
+
+@pytest.mark.parametrize("path", LATE)
+def test_who_reads_too_late_is_told_why_it_ended(server: Server, model: str, path: str) -> None:
+    """The engine is free long before; the end of what can still be read says so, in words."""
+    with ask(server, path, {"model": model, **LATE[path]}) as connection:
+        wait_until(lambda: not is_free(server), 10)
+        wait_until(lambda: is_free(server), 30)  # and nothing has been read
+        read = read_to_the_end(connection)
+    assert b"the answer was not read as fast as it was generated" in read
+    assert len(read) < UNREAD
+
+
 def test_who_watches_an_answer_in_the_background_and_reads_nothing(
     server: Server, model: str
 ) -> None:
