@@ -31,6 +31,7 @@ from bench_table import Row, printed
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import grammar as grammars
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.constraint import Bounds, Held
 from vllm_mlx_harmony.core.grammar import (
     Compiled,
     Grammar,
@@ -41,14 +42,13 @@ from vllm_mlx_harmony.core.grammar import (
     grammar_of,
     matching,
 )
-from vllm_mlx_harmony.core.held import Bounds, Held
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, ToolChoice, Turn, User
-from vllm_mlx_harmony.host import contract, seams
-from vllm_mlx_harmony.host.constraint import LogitsMask
+from vllm_mlx_harmony.host import contract, patching
 from vllm_mlx_harmony.host.engine import generate
+from vllm_mlx_harmony.host.logit_mask import LogitsMask
+from vllm_mlx_harmony.host.patching import Patch
 from vllm_mlx_harmony.host.sampler import Sampler
-from vllm_mlx_harmony.host.seams import Patch
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -311,7 +311,7 @@ def loaded() -> Iterator[None]:
 
     rooms = ("engine:", "kv.batched:", "kv.simple:")
     own = "vllm_mlx_harmony.host."
-    undos = seams.apply_all(
+    undos = patching.apply_all(
         [
             seam
             for seam in contract.SEAMS
@@ -323,7 +323,7 @@ def loaded() -> Iterator[None]:
         yield
     finally:
         Model.__call__ = call
-        seams.undo_all(undos)
+        patching.undo_all(undos)
 
 
 def measured_burden(mx: Any) -> tuple[Any, int]:

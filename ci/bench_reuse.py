@@ -28,7 +28,7 @@ from bench_table import Row, printed
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.host import contract, seams
+from vllm_mlx_harmony.host import contract, patching
 from vllm_mlx_harmony.host.engine import generate
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.tree import Counters, Tree
@@ -106,15 +106,15 @@ def plugged(on: bool, budget: int | None = None) -> Iterator[Tree[Any] | None]:
         return
     tree: Tree[Any] = Tree(budget or prefix.budget())
     before, prefix.memory = prefix.memory, lambda: tree  # type: ignore[assignment]
-    undos = seams.apply_all([seam for seam in contract.SEAMS if _is_about_ids(seam)])
+    undos = patching.apply_all([seam for seam in contract.SEAMS if _is_about_ids(seam)])
     try:
         yield tree
     finally:
-        seams.undo_all(undos)
+        patching.undo_all(undos)
         prefix.memory = before
 
 
-def _is_about_ids(seam: seams.Seam) -> bool:
+def _is_about_ids(seam: patching.Seam) -> bool:
     replacement = str(getattr(seam, "replacement", ""))
     return ".kv." in replacement or "hand_on_ids" in replacement
 

@@ -6,17 +6,17 @@ below are imported when they are used. What each of them does is said where it i
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` itself would cost more than everything else here
-    from .core.context import StreamingHarmonyContext as StreamingHarmonyContext
-    from .core.parse import Parser as Parser
-    from .core.render import render as render
-    from .host.gate import install as install
+    from vllm_mlx_harmony.core.context import StreamingHarmonyContext as StreamingHarmonyContext
+    from vllm_mlx_harmony.core.parse import Parser as Parser
+    from vllm_mlx_harmony.core.render import render as render
+    from vllm_mlx_harmony.host.activation import install as install
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "Parser": "core.parse",
     "StreamingHarmonyContext": "core.context",
-    "install": "host.gate",
+    "install": "host.activation",
     "render": "core.render",
 }
 

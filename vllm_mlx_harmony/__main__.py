@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 
 from vllm_mlx_harmony import __version__
-from vllm_mlx_harmony.cli.refused import Refused
+from vllm_mlx_harmony.cli.errors import Refused
 from vllm_mlx_harmony.core.errors import HarmonyFailure
 
 DISTRIBUTION = "vllm-mlx-harmony"

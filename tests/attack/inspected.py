@@ -75,7 +75,7 @@ def _figures(number: int) -> dict[str, object]:
     from vllm_mlx_harmony.server import streams
     from vllm_mlx_harmony.server.generation import Job
     from vllm_mlx_harmony.server.responses.background import Running
-    from vllm_mlx_harmony.server.responses.keeping import KeptAnswer
+    from vllm_mlx_harmony.server.responses.persistence import KeptAnswer
     from vllm_mlx_harmony.server.responses.websocket import Conversation
     from vllm_mlx_harmony.server.streams import EventBuffer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_mlx_harmony.cli.client import Answer, events, take_in
-from vllm_mlx_harmony.cli.refused import Refused
+from vllm_mlx_harmony.cli.errors import Refused
 
 
 def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from fastapi.testclient import TestClient
 
 from vllm_mlx_harmony import host
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import contract, models, mount, parts, seams
+from vllm_mlx_harmony.host import contract, entry_points, models, mount, patching
 from vllm_mlx_harmony.host.mount import Route
-from vllm_mlx_harmony.host.seams import Attribute, Entry, Fact, Patch
+from vllm_mlx_harmony.host.patching import Attribute, Entry, Fact, Patch
 from vllm_mlx_harmony.server.responses import store
 
 APP = vllm_mlx.server.app
@@ -127,9 +127,9 @@ def shout(original: Callable[..., str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> tuple[seams.Seam, ...]:
+def table(monkeypatch: pytest.MonkeyPatch) -> tuple[patching.Seam, ...]:
     """A small table on the real host, so that these tests say nothing about what we put in."""
-    rows: tuple[seams.Seam, ...] = (
+    rows: tuple[patching.Seam, ...] = (
         Fact("vllm_mlx.cli:main", "is there", ()),
         Patch("vllm_mlx.server:_sanitize_log_text", shout, "a function"),
         Patch(
@@ -148,7 +148,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> tuple[seams.Seam, ...]:
         ),
     )
     monkeypatch.setattr(contract, "table", lambda _: rows)
-    monkeypatch.setattr(contract, "find", lambda _: parts.Parts(object, print, object))
+    monkeypatch.setattr(contract, "find", lambda _: entry_points.Parts(object, print, object))
     return rows
 
 
@@ -223,7 +223,7 @@ def test_installing_twice_is_once(served: Served, table: object) -> None:
     assert first.__wrapped__ is served  # type: ignore[attr-defined]
 
 
-def test_activating_twice_is_once(table: tuple[seams.Seam, ...]) -> None:
+def test_activating_twice_is_once(table: tuple[patching.Seam, ...]) -> None:
     first = contract.activate()
     once = snapshot()
     assert contract.activate("gpt-oss") is first
@@ -325,7 +325,7 @@ def test_a_changed_seam_is_refused_and_nothing_is_patched(
         Patch("vllm_mlx.server:_sanitize_log_text", shout, "second", ("value", "limit")),
     )
     monkeypatch.setattr(contract, "table", lambda _: rows)
-    monkeypatch.setattr(contract, "find", lambda _: parts.Parts(object, print, object))
+    monkeypatch.setattr(contract, "find", lambda _: entry_points.Parts(object, print, object))
     with monkeypatch.context() as patch:
         change(patch)
         assert "vllm_mlx.server:_sanitize_log_text" in refused(capsys)
@@ -335,14 +335,14 @@ def test_a_changed_seam_is_refused_and_nothing_is_patched(
 def test_a_part_that_cannot_be_loaded_is_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = metadata.EntryPoint("harmony", "no_such_module:Thing", parts.TOOL_PARSERS)
-    monkeypatch.setattr(parts.metadata, "entry_points", lambda **_: [broken])
+    broken = metadata.EntryPoint("harmony", "no_such_module:Thing", entry_points.TOOL_PARSERS)
+    monkeypatch.setattr(entry_points.metadata, "entry_points", lambda **_: [broken])
     assert "no_such_module:Thing" in refused(capsys)
 
 
 def test_a_bug_of_ours_leaves_the_host_running_unpatched(
     served: Served,
-    table: tuple[seams.Seam, ...],
+    table: tuple[patching.Seam, ...],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -439,14 +439,14 @@ def test_importing_the_gate_imports_nothing_of_the_host() -> None:
 # --- seams ------------------------------------------------------------------------------------
 
 
-def test_what_is_applied_is_in_force_and_taken_back(table: tuple[seams.Seam, ...]) -> None:
+def test_what_is_applied_is_in_force_and_taken_back(table: tuple[patching.Seam, ...]) -> None:
     before = snapshot()
-    undos = seams.apply_all(table)
+    undos = patching.apply_all(table)
     assert vllm_mlx.server._sanitize_log_text("a") == "A"
     changed = differences(before)
     assert ("vllm_mlx.engine.simple", "SimpleEngine", "is_healthy") in changed
     assert ("parser", "new") in changed
-    seams.undo_all(undos)
+    patching.undo_all(undos)
     assert differences(before) == []
     assert undos == []
 
@@ -454,18 +454,18 @@ def test_what_is_applied_is_in_force_and_taken_back(table: tuple[seams.Seam, ...
 def test_two_patches_of_the_same_thing_are_undone_backwards() -> None:
     before = snapshot()
     rows = [Patch("vllm_mlx.server:_sanitize_log_text", shout, "once")] * 2
-    seams.undo_all(seams.apply_all(rows))
+    patching.undo_all(patching.apply_all(rows))
     assert differences(before) == []
 
 
 def test_undoing_what_somebody_else_took_away_still_undoes_the_rest(
-    table: tuple[seams.Seam, ...],
+    table: tuple[patching.Seam, ...],
 ) -> None:
     before = snapshot()
-    undos = seams.apply_all(table)
+    undos = patching.apply_all(table)
     routes = APP.router.routes
     routes.remove(next(route for route in routes if isinstance(route, mount.Mounted)))
-    seams.undo_all(undos)
+    patching.undo_all(undos)
     assert differences(before) == []
 
 
@@ -490,7 +490,7 @@ def test_parameters(
     monkeypatch: pytest.MonkeyPatch, parameters: tuple[str, ...] | None, fits: bool
 ) -> None:
     monkeypatch.setattr(vllm_mlx.server, "get_usage", takes)
-    assert (seams.find_problem("vllm_mlx.server:get_usage", parameters) is None) is fits
+    assert (patching.find_problem("vllm_mlx.server:get_usage", parameters) is None) is fits
 
 
 @pytest.mark.parametrize(
@@ -508,18 +508,18 @@ def test_parameters(
         (Route("/x", ["GET"], print, app="vllm_mlx.server:_metrics"), "_metrics"),
     ],
 )
-def test_problems_are_found_before_anything_is_changed(seam: seams.Seam, said: str) -> None:
+def test_problems_are_found_before_anything_is_changed(seam: patching.Seam, said: str) -> None:
     before = snapshot()
     first = Patch("vllm_mlx.server:_sanitize_log_text", shout, "fine")
     with pytest.raises(HostError, match=re.escape(said)):
-        seams.apply_all([first, seam])
+        patching.apply_all([first, seam])
     assert differences(before) == []
 
 
 def test_a_replacement_may_be_named() -> None:
-    undos = seams.apply_all([Patch("vllm_mlx.server:get_usage", "builtins:repr", "by name")])
+    undos = patching.apply_all([Patch("vllm_mlx.server:get_usage", "builtins:repr", "by name")])
     assert vllm_mlx.server.get_usage.startswith("<function get_usage")
-    seams.undo_all(undos)
+    patching.undo_all(undos)
     assert callable(vllm_mlx.server.get_usage)
 
 
@@ -532,14 +532,14 @@ def test_the_real_table_fits_the_real_host(name: str) -> None:
     installation = contract.activate(name)
     assert installation.version.startswith("0.6.")
     assert "POST /v1/chat/completions" in installation.seams
-    assert host.status().parts[parts.PROMPT_RENDERERS]
+    assert host.status().parts[entry_points.PROMPT_RENDERERS]
     assert differences(before) != []
     host.uninstall()
     assert differences(before) == []
 
 
 def test_every_row_of_the_table_says_why() -> None:
-    assert all(row.why for row in contract.table(parts.in_use()))
+    assert all(row.why for row in contract.table(entry_points.in_use()))
 
 
 @pytest.mark.parametrize(

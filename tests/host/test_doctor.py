@@ -211,10 +211,10 @@ def test_ten_lines_when_all_is_well(armed: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_every_seam_of_the_real_host_is_listed(armed: Path) -> None:
     pytest.importorskip("vllm_mlx")
-    from vllm_mlx_harmony.host import contract, parts
+    from vllm_mlx_harmony.host import contract, entry_points
 
     report = doctor.doctor()
-    for row in contract.table(parts.in_use()):
+    for row in contract.table(entry_points.in_use()):
         assert found(report, f"seam {row.label}").ok, report.text()
     assert found(report, "supported").ok
 

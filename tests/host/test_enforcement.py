@@ -25,15 +25,15 @@ pytest.importorskip("mlx_lm")
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.constraint import Bounds, Held
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Text
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
-from vllm_mlx_harmony.core.held import Bounds, Held
 from vllm_mlx_harmony.core.turn import Defaults, Stamp, Turn, User
-from vllm_mlx_harmony.host import contract, seams
+from vllm_mlx_harmony.host import contract, patching
+from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import generate
-from vllm_mlx_harmony.host.front import VllmMlx
-from vllm_mlx_harmony.host.seams import Patch
+from vllm_mlx_harmony.host.patching import Patch
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.messages import MESSAGES
@@ -239,7 +239,7 @@ def run() -> Iterator[Run]:
 @pytest.fixture(scope="module", autouse=True)
 def _seams() -> Iterator[None]:
     rooms = ("engine:", "kv.batched:", "kv.simple:")
-    undos = seams.apply_all(
+    undos = patching.apply_all(
         [
             seam
             for seam in contract.SEAMS
@@ -248,7 +248,7 @@ def _seams() -> Iterator[None]:
         ]
     )
     yield
-    seams.undo_all(undos)
+    patching.undo_all(undos)
 
 
 def started(kind: str, directory: Path, run: Run) -> Iterator[Any]:

@@ -18,11 +18,11 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Limits, Sampling
-from vllm_mlx_harmony.host import contract, seams
+from vllm_mlx_harmony.host import contract, patching
+from vllm_mlx_harmony.host.adapter import MlxEngine, VllmMlx
 from vllm_mlx_harmony.host.engine import IdPrompt, generate, hand_on_ids
-from vllm_mlx_harmony.host.front import MlxEngine, VllmMlx
+from vllm_mlx_harmony.host.patching import Patch
 from vllm_mlx_harmony.host.prompts import PromptText
-from vllm_mlx_harmony.host.seams import Patch
 from vllm_mlx_harmony.server import sampling
 from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.model_files import length_of
@@ -92,7 +92,7 @@ ROOMS = ("engine:", "kv.batched:", "kv.simple:")
 
 @pytest.fixture(scope="module", autouse=True)
 def _seams() -> Iterator[None]:
-    undos = seams.apply_all(
+    undos = patching.apply_all(
         [
             seam
             for seam in contract.SEAMS
@@ -101,7 +101,7 @@ def _seams() -> Iterator[None]:
         ]
     )
     yield
-    seams.undo_all(undos)
+    patching.undo_all(undos)
 
 
 @pytest.fixture(scope="module", params=ENGINES)

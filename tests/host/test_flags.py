@@ -12,7 +12,7 @@ pytest.importorskip("vllm_mlx")
 import vllm_mlx.cli
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import flags, gate
+from vllm_mlx_harmony.host import activation, flags
 
 MB = 1 << 20
 
@@ -176,4 +176,4 @@ def test_every_flag_of_the_host_was_looked_at() -> None:
 
 def test_a_text_only_model_has_no_mllm(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HostError, match="--mllm: gpt-oss takes text only"):
-        gate._check(parsed("--mllm"))
+        activation._check(parsed("--mllm"))

@@ -20,7 +20,7 @@ from vllm_mlx import server
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.host import contract
-from vllm_mlx_harmony.protocols.anthropic import error_body
+from vllm_mlx_harmony.protocols.messages import error_body
 from vllm_mlx_harmony.server import messages
 from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.sampling import Settings, fit

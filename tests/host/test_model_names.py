@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from vllm_mlx import server
 
 from vllm_mlx_harmony.host import contract
-from vllm_mlx_harmony.host.front import VllmMlx
+from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.server.model_names import (
     NAMES_VARIABLE,
     is_other_name,

@@ -15,7 +15,7 @@ import vllm_mlx.server
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import contract, models, seams
+from vllm_mlx_harmony.host import contract, models, patching
 
 
 class Wrapped:
@@ -88,11 +88,11 @@ def test_native_tool_format_is_on_for_harmony_engines_only(value: bool) -> None:
         seam for seam in contract.SEAMS if seam.label.endswith("preserve_native_tool_format")
     )
     harmony, other = engine(Harmony()), engine(Harmony(shift=1))
-    undos = seams.apply_all([row])
+    undos = patching.apply_all([row])
     for each in (harmony, other):
         each.preserve_native_tool_format = value
     assert (harmony.preserve_native_tool_format, other.preserve_native_tool_format) == (True, value)
-    seams.undo_all(undos)
+    patching.undo_all(undos)
     assert harmony.preserve_native_tool_format is value
 
 

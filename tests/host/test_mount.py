@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_mlx_harmony.host import mount, seams
+from vllm_mlx_harmony.host import mount, patching
 from vllm_mlx_harmony.host.mount import Route, pass_on
 
 APP = vllm_mlx.server.app
@@ -66,9 +66,9 @@ async def behind(request: Request) -> Response:
 
 @pytest.fixture
 def mount_routes() -> Iterator[Callable[..., None]]:
-    undos: list[seams.Undo] = []
-    yield lambda *routes: undos.extend(seams.apply_all(routes))
-    seams.undo_all(undos)
+    undos: list[patching.Undo] = []
+    yield lambda *routes: undos.extend(patching.apply_all(routes))
+    patching.undo_all(undos)
 
 
 CHAT = "/v1/chat/completions"

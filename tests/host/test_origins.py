@@ -20,7 +20,7 @@ from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocket
 from vllm_mlx import server
 
-from vllm_mlx_harmony.host.front import VllmMlx
+from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.mount import Around
 from vllm_mlx_harmony.server.host import install, uninstall
 from vllm_mlx_harmony.server.origins import HOSTS_VARIABLE, ORIGINS_VARIABLE, OriginCheck

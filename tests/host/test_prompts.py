@@ -24,8 +24,8 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults, Effort
 from vllm_mlx_harmony.host import contract, prompts, warmup
+from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import generate, reusable_tokens
-from vllm_mlx_harmony.host.front import VllmMlx
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.prompts import PromptText, prompt_text
 from vllm_mlx_harmony.protocols import chat

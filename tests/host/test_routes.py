@@ -26,7 +26,7 @@ from vllm_mlx.engine.base import GenerationOutput
 
 from vllm_mlx_harmony.core.deltas import Delta, Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
-from vllm_mlx_harmony.host import contract, front
+from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import generation, serving
@@ -207,7 +207,7 @@ def test_half_a_surrogate_pair_is_named_without_harm(
     path: str, body: bytes, status: int, half: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer that repeated it could not be encoded: it is U+FFFD from the start."""
-    monkeypatch.setattr(front, "is_harmony", lambda _: True)
+    monkeypatch.setattr(adapter, "is_harmony", lambda _: True)
     monkeypatch.setattr(Foreign, "_model_path", None, raising=False)
     response = send(body.replace(b"HALF", half), path)
     assert response.status_code == status, response.text
@@ -327,7 +327,7 @@ def test_whatever_goes_wrong_in_us_is_an_answer(monkeypatch: pytest.MonkeyPatch)
     async def broken(*_: Any) -> None:
         raise LookupError("a bug")
 
-    monkeypatch.setattr(front.VllmMlx, "acquire", broken)
+    monkeypatch.setattr(adapter.VllmMlx, "acquire", broken)
     response = send(asked())
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
@@ -648,7 +648,7 @@ def test_a_stream_whose_reader_fails_frees_the_engine(sent: int) -> None:
         deltas = run(turn)
         begun = await anext(deltas)
         application = Starlette()
-        install(application, front.VllmMlx())
+        install(application, adapter.VllmMlx())
         request = Request({"type": "http", "headers": [], "app": application}, receive)
         events = EventBuffer(written(begun, deltas, Silence()))
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}

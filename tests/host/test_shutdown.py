@@ -17,7 +17,7 @@ import uvicorn
 from vllm_mlx import server
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
-from vllm_mlx_harmony.host import contract, front
+from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.server import generation as answers
 from vllm_mlx_harmony.server import shutdown, streams
 from vllm_mlx_harmony.server.queue import Queue, queue_before
@@ -47,7 +47,7 @@ def end(seen: list[Any], uvicorns: Any, during: Any = None) -> None:
     async def test() -> None:
         beside = asyncio.ensure_future(during()) if during else None
         await asyncio.sleep(0.05)
-        await front.gracefully(original)(uvicorns)
+        await adapter.gracefully(original)(uvicorns)
         assert answers.refused() is None
         if beside is not None:
             await beside

@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults, Stamp
-from vllm_mlx_harmony.protocols import anthropic, chat, responses
+from vllm_mlx_harmony.protocols import chat, messages, responses
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import streams
 from vllm_mlx_harmony.server.encryption import ServerSeal
@@ -48,7 +48,7 @@ APIS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
         {"model": "m", "input": "Hi", "stream": True},
     ),
     "messages": (
-        lambda body: anthropic.read(body, Defaults(), SEAL),
+        lambda body: messages.read(body, Defaults(), SEAL),
         {"model": "m", "messages": USER, "max_tokens": 9, "stream": True},
     ),
 }

@@ -19,11 +19,11 @@ import pytest
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
-from vllm_mlx_harmony.protocols import anthropic, chat, responses
-from vllm_mlx_harmony.protocols.anthropic.body import MessagesBody
-from vllm_mlx_harmony.protocols.body import Wire
-from vllm_mlx_harmony.protocols.chat.body import ChatBody
-from vllm_mlx_harmony.protocols.responses.body import ResponsesBody
+from vllm_mlx_harmony.protocols import chat, messages, responses
+from vllm_mlx_harmony.protocols.chat.schema import ChatBody
+from vllm_mlx_harmony.protocols.messages.schema import MessagesBody
+from vllm_mlx_harmony.protocols.responses.schema import ResponsesBody
+from vllm_mlx_harmony.protocols.validation import Wire
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "api.md").read_text("utf-8")
@@ -280,7 +280,7 @@ APIS = {
         },
     ),
     "Messages": Api(
-        lambda body: anthropic.read(body, Defaults(), SEAL),
+        lambda body: messages.read(body, Defaults(), SEAL),
         {
             "model": "m",
             "max_tokens": 9,

@@ -32,7 +32,7 @@ from vllm_mlx_harmony.core.turn import (
     User,
 )
 from vllm_mlx_harmony.protocols.chat import ChatRequest, read
-from vllm_mlx_harmony.protocols.chat.body import ChatBody
+from vllm_mlx_harmony.protocols.chat.schema import ChatBody
 
 DATA = Path(__file__).parent / "data"
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -33,7 +33,7 @@ from vllm_mlx_harmony.core.turn import (
     Turn,
     User,
 )
-from vllm_mlx_harmony.protocols import anthropic, chat, responses
+from vllm_mlx_harmony.protocols import chat, messages, responses
 
 MIB = 2**20
 DEFAULTS = Defaults(date="2026-01-01")
@@ -146,7 +146,7 @@ class MessagesClient(Client):
     def asked(self) -> Any:
         tool = {"name": "x", "input_schema": {"type": "object"}}
         body = {"model": "m", "max_tokens": 999, "messages": self.said, "tools": [tool]}
-        return anthropic.read(body, DEFAULTS, Plain())
+        return messages.read(body, DEFAULTS, Plain())
 
     def hears(self, document: dict[str, Any]) -> None:
         content = document["content"]

@@ -30,7 +30,12 @@ from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import Defaults, Sampling, Stamp
 from vllm_mlx_harmony.protocols.events import DONE, Event, frame
-from vllm_mlx_harmony.protocols.responses import Emitter, ResponsesRequest, api, error_body, read
+from vllm_mlx_harmony.protocols.responses import (
+    Emitter,
+    ResponsesRequest,
+    error_body,
+    read,
+)
 
 STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 KEY = STAMP.key[:20]
@@ -606,7 +611,7 @@ def test_a_text_is_one_event_made_without_encoding_anything_else(
         emitter.feed(Opened(0, kind, name))
         emitter.feed(Text("0999"))
         with monkeypatch.context() as patch:
-            patch.setattr(api, "encode", encode)
+            patch.setattr(emitter, "encode", encode)
             sizes = {len(emitter.feed(Text(f"{n:04}"))[0].data) for n in range(1000, 2000)}
         assert max(sizes) - min(sizes) <= len("1000") - len("2")  # the number of the event grows
 

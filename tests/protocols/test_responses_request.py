@@ -42,15 +42,15 @@ from vllm_mlx_harmony.protocols.responses import (
     previous_response_id,
     read,
 )
-from vllm_mlx_harmony.protocols.responses.body import ITEMS as ITEMS_READ
-from vllm_mlx_harmony.protocols.responses.body import (
+from vllm_mlx_harmony.protocols.responses.resource import page
+from vllm_mlx_harmony.protocols.responses.schema import ITEMS as ITEMS_READ
+from vllm_mlx_harmony.protocols.responses.schema import (
     TOOLS,
     Item,
     ResponsesBody,
     ResponsesTool,
     ToolChoice,
 )
-from vllm_mlx_harmony.protocols.responses.resource import page
 
 DATA = Path(__file__).parent / "data"
 STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")

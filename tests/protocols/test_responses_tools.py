@@ -10,7 +10,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Defaults, Tool, ToolChoice, Turn, User
 from vllm_mlx_harmony.protocols.responses import read
-from vllm_mlx_harmony.protocols.responses.body import read_body
+from vllm_mlx_harmony.protocols.responses.schema import read_body
 from vllm_mlx_harmony.protocols.responses.tools import Declared, ToolReader, Tools
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}

@@ -13,8 +13,8 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.constraint import Held
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
-from vllm_mlx_harmony.core.held import Held
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.server.engine import Engine, Finish, Step, Steps

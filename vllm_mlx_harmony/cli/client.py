@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
-from vllm_mlx_harmony.cli.refused import Refused
+from vllm_mlx_harmony.cli.errors import Refused
 
 ADDRESS = "127.0.0.1"
 PATIENCE = 60.0

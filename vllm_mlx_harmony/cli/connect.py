@@ -22,7 +22,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from vllm_mlx_harmony.cli.refused import Refused
+from vllm_mlx_harmony.cli.errors import Refused
 
 NAME = "vllm-mlx"
 """Of the provider and of files that are ours alone."""

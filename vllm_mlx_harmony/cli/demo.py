@@ -16,9 +16,9 @@ from typing import Any
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli.client import Answer, ask
+from vllm_mlx_harmony.cli.errors import Refused
 from vllm_mlx_harmony.cli.parse import parse
 from vllm_mlx_harmony.cli.process import serving
-from vllm_mlx_harmony.cli.refused import Refused
 from vllm_mlx_harmony.cli.render import prompt
 from vllm_mlx_harmony.cli.screen import Screen, Turn
 from vllm_mlx_harmony.core import vocab

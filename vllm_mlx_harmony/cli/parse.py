@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text as Painted
 
+from vllm_mlx_harmony.cli.errors import Refused, called, read_text
 from vllm_mlx_harmony.cli.paint import KIND_STYLES
-from vllm_mlx_harmony.cli.refused import Refused, called, read_text
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Text
 from vllm_mlx_harmony.core.parse import Parser

@@ -19,7 +19,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from vllm_mlx_harmony import _startup
-from vllm_mlx_harmony.cli.refused import Refused
+from vllm_mlx_harmony.cli.errors import Refused
 from vllm_mlx_harmony.core import vocab
 
 POLITE = (signal.SIGTERM, signal.SIGHUP)

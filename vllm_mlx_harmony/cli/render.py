@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from vllm_mlx_harmony.cli.errors import Refused, called, read_text
 from vllm_mlx_harmony.cli.paint import painted, pieces
-from vllm_mlx_harmony.cli.refused import Refused, called, read_text
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import chat

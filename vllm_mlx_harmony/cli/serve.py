@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm_mlx_harmony import _startup, host
-from vllm_mlx_harmony.cli.refused import Refused
+from vllm_mlx_harmony.cli.errors import Refused
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -16,11 +16,11 @@ from itertools import accumulate, compress, takewhile
 from sys import getsizeof
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from vllm_mlx_harmony.core import recent, schema, typescript, vocab
-from vllm_mlx_harmony.core.bounds import MOST_CHARACTERS, MOST_TOKENS, characters
+from vllm_mlx_harmony.core import lru, schema, typescript, vocab
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError, quoted
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.replay import Segment, View, shared, stands_alone
+from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, MOST_TOKENS, characters
 from vllm_mlx_harmony.core.turn import (
     BUILTIN_TOOLS,
     AdditionalTools,
@@ -143,7 +143,7 @@ def _answered(result: Result, calls: Mapping[str, str]) -> str:
 REMEMBERED = 64 * 2**20
 """Bytes of messages that are remembered with their ids, over all conversations."""
 
-_messages: recent.Recent[tuple[str, type, str, str], tuple[int, ...]] = recent.Recent(REMEMBERED)
+_messages: lru.Recent[tuple[str, type, str, str], tuple[int, ...]] = lru.Recent(REMEMBERED)
 
 
 def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, ...]:
@@ -421,7 +421,7 @@ class _Section:
     schemas: int
 
 
-_sections: recent.Recent[tuple[str, bytes], _Section] = recent.Recent(REMEMBERED // 8)
+_sections: lru.Recent[tuple[str, bytes], _Section] = lru.Recent(REMEMBERED // 8)
 
 
 def _tools(tools: Sequence[Tool], names: Names, tenant: str, room: schema.Room) -> str:

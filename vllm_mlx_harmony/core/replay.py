@@ -15,8 +15,8 @@ from itertools import islice
 from sys import getsizeof
 from typing import Protocol, TypeAlias
 
-from vllm_mlx_harmony.core import recent, vocab
-from vllm_mlx_harmony.core.bounds import is_parsed_soon
+from vllm_mlx_harmony.core import lru, vocab
+from vllm_mlx_harmony.core.text_limits import is_parsed_soon
 from vllm_mlx_harmony.core.turn import Answer, Call, Message, Preamble, Reasoning, Result, User
 
 _SPOKEN = frozenset({Reasoning, Preamble, Answer, Call})
@@ -87,7 +87,7 @@ class Replay:
     """
 
     def __init__(self, limit: int, archive: Archive | None = None) -> None:
-        self._turns: recent.Recent[_Key, Remembered] = recent.Recent(limit)
+        self._turns: lru.Recent[_Key, Remembered] = lru.Recent(limit)
         self._archive = archive
 
     @property
@@ -108,7 +108,7 @@ class Replay:
 class View:
     """What one tenant's conversations with one model may be answered from."""
 
-    _turns: recent.Recent[_Key, Remembered]
+    _turns: lru.Recent[_Key, Remembered]
     _scope: str
     _archive: Archive | None = None
 

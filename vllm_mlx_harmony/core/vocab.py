@@ -19,9 +19,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .bounds import MOST_TOKENS
-from .errors import HostError, PromptTooLong
-from .pretokens import encodable, pieces
+from vllm_mlx_harmony.core.errors import HostError, PromptTooLong
+from vllm_mlx_harmony.core.pretokens import encodable, pieces
+from vllm_mlx_harmony.core.text_limits import MOST_TOKENS
 
 if TYPE_CHECKING:
     from openai_harmony import HarmonyEncoding

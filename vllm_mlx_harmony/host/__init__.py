@@ -5,6 +5,6 @@ Importing it imports nothing of the host and changes nothing in it; `install()` 
 
 from __future__ import annotations
 
-from .gate import Status, install, status, uninstall
+from vllm_mlx_harmony.host.activation import Status, install, status, uninstall
 
 __all__ = ["Status", "install", "status", "uninstall"]

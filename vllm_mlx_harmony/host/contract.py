@@ -1,7 +1,7 @@
 """Every fact relied on in vllm-mlx: the supported versions, the seams and what they must look like.
 
 The only place where the host's names stand in a table. What is put into the seams is written in
-`models`, `prompts`, `engine`, `kv` and `server.routes`; how it is put there, in `seams` and
+`models`, `prompts`, `engine`, `kv` and `server.routes`; how it is put there, in `patching` and
 `mount`.
 """
 
@@ -12,14 +12,14 @@ import re
 from dataclasses import dataclass
 from importlib import metadata
 
-from ..core.errors import HostError
-from ..server import routes
-from . import models, parts, seams
-from .front import VllmMlx
-from .kv import status
-from .mount import Around, Installed, Mounted, Route, SocketRoute, pass_on
-from .parts import FLAGS, Parts, find, resolve
-from .seams import OTHERS, Attribute, Entry, Fact, Patch, Seam, Undo
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.host import entry_points, models, patching
+from vllm_mlx_harmony.host.adapter import VllmMlx
+from vllm_mlx_harmony.host.entry_points import FLAGS, Parts, find, resolve
+from vllm_mlx_harmony.host.kv import status
+from vllm_mlx_harmony.host.mount import Around, Installed, Mounted, Route, SocketRoute, pass_on
+from vllm_mlx_harmony.host.patching import OTHERS, Attribute, Entry, Fact, Patch, Seam, Undo
+from vllm_mlx_harmony.server import routes
 
 __all__ = [
     "FLAGS",
@@ -391,7 +391,7 @@ USED: tuple[Fact | Attribute, ...] = (
 FRONT_END: tuple[Seam, ...] = (
     Patch(
         "uvicorn.server:Server.shutdown",
-        "vllm_mlx_harmony.host.front:gracefully",
+        "vllm_mlx_harmony.host.adapter:gracefully",
         "it waits for answers without a limit, and hangs up on WebSockets without a word",
         ("self", "sockets"),
     ),
@@ -478,11 +478,11 @@ def activate(name: str = FLAGS[0]) -> Installation:
     if _active is None:
         if reason := unsupported():
             raise HostError(reason, code="host_unsupported")
-        seams.check((COMMAND, *USED, *SEAMS))  # first of all: our own parts import the host, too
+        patching.check((COMMAND, *USED, *SEAMS))  # first of all: our own parts import the host, too
         found = find(name)
         rows = table(found)
-        undos = seams.apply_all(rows)
-        parts.use(found)
+        undos = patching.apply_all(rows)
+        entry_points.use(found)
         applied = tuple(row.label for row in rows if not isinstance(row, (Fact, Attribute)))
         _active = Installation(host_version() or "", found, applied, undos)
     return _active
@@ -492,8 +492,8 @@ def deactivate() -> None:
     """Takes every change back, last first, by identity. Nothing happens when there is none."""
     global _active
     if _active is not None:
-        seams.undo_all(_active.undos)
-        parts.use(None)
+        patching.undo_all(_active.undos)
+        entry_points.use(None)
         _active = None
 
 

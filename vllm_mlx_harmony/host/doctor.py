@@ -22,8 +22,8 @@ from http.client import HTTPConnection, HTTPException
 from importlib import metadata
 from pathlib import Path
 
-from .. import _startup
-from .versions import LIBRARIES, versions
+from vllm_mlx_harmony import _startup
+from vllm_mlx_harmony.host.versions import LIBRARIES, versions
 
 STARTUP_FILE = "vllm_mlx_harmony_startup.pth"
 PACKAGE = "vllm_mlx"
@@ -203,7 +203,7 @@ def _hidden(path: Path) -> bool:
 
 def _vocabulary() -> Group:
     try:
-        from ..core import vocab
+        from vllm_mlx_harmony.core import vocab
 
         vocab.encoding()
     except Exception as error:
@@ -216,8 +216,8 @@ def _vocabulary() -> Group:
 def _host() -> Iterator[Group]:
     supported = "pip install 'vllm-mlx>=0.6,<0.7'"
     try:
-        from . import contract, parts
-        from .mount import Route
+        from vllm_mlx_harmony.host import contract, entry_points
+        from vllm_mlx_harmony.host.mount import Route
 
         reason = contract.unsupported()
     except Exception as error:
@@ -228,7 +228,7 @@ def _host() -> Iterator[Group]:
     if reason is not None:
         return
     try:
-        found = parts.in_use()
+        found = entry_points.in_use()
         rows = contract.table(found)
     except Exception as error:
         fix = "uninstall what replaces a part, or reinstall vllm-mlx-harmony"
@@ -279,9 +279,9 @@ def _is_host(port: int) -> bool:
 
 def _cache(directory: Path) -> Group:
     """The prefix cache on disk: what is in it, or why there can be none."""
-    from .kv.disk import DIRECTORY
-    from .kv.index import looked_at
-    from .units import size
+    from vllm_mlx_harmony.host.kv.disk import DIRECTORY
+    from vllm_mlx_harmony.host.kv.index import looked_at
+    from vllm_mlx_harmony.host.units import size
 
     place = next(path for path in (directory, *directory.parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
@@ -303,7 +303,7 @@ def _cache(directory: Path) -> Group:
 
 def _model(name: str) -> Group:
     try:
-        from .models import is_harmony_directory
+        from vllm_mlx_harmony.host.models import is_harmony_directory
 
         directory = _directory(name)
         harmony = None if directory is None else is_harmony_directory(directory)

@@ -16,13 +16,13 @@ from functools import partial, wraps
 from typing import Any
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.constraint import Held
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.core.held import Held
-from vllm_mlx_harmony.host.constraint import LogitsMask
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.disk import Fetched
 from vllm_mlx_harmony.host.kv.prefix import Known
 from vllm_mlx_harmony.host.kv.status import model_of
+from vllm_mlx_harmony.host.logit_mask import LogitsMask
 from vllm_mlx_harmony.host.prompts import PromptText
 from vllm_mlx_harmony.host.sampler import LIKELIEST, Sampler
 from vllm_mlx_harmony.server.engine import Finish, Step, Steps

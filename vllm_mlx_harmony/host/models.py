@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..core import vocab
-from ..core.errors import HostError
-from .server_globals import server
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.host.server_globals import server
 
 SPECIAL = {
     "<|start|>": vocab.START,

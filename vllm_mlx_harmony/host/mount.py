@@ -19,10 +19,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.types import Message, Receive, Scope, Send
 
-from ..server.endpoint import Endpoint, SocketEndpoint
-from ..server.host import Host, install, uninstall
-from ..server.responses.websocket import UVICORN, without_traceback
-from .seams import Undo, locate
+from vllm_mlx_harmony.host.patching import Undo, locate
+from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
+from vllm_mlx_harmony.server.host import Host, install, uninstall
+from vllm_mlx_harmony.server.responses.websocket import UVICORN, without_traceback
 
 APP = "vllm_mlx.server:app"
 

@@ -17,7 +17,7 @@ from fastapi import HTTPException
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.host import parts
+from vllm_mlx_harmony.host import entry_points
 from vllm_mlx_harmony.host.models import is_harmony
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.protocols import chat
@@ -80,7 +80,7 @@ def prompt_ids(
         "chat_template_kwargs": {name: (options or {}).get(name) for name in known},
     }
     options_given = defaults.read(server()._default_chat_template_kwargs or {})
-    ids: tuple[int, ...] = parts.in_use().renderer(chat.read(body, options_given).turn).ids
+    ids: tuple[int, ...] = entry_points.in_use().renderer(chat.read(body, options_given).turn).ids
     return ids
 
 

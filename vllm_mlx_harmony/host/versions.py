@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from .. import __version__
+from vllm_mlx_harmony import __version__
 
 LIBRARIES = ("openai-harmony", "oss-harmony")
 """Distributions that provide `openai_harmony`; the second is a fork of the first."""

@@ -11,7 +11,7 @@ from json import dumps
 from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
-from vllm_mlx_harmony.core.bounds import MOST_CHARACTERS, characters
+from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, characters
 
 quote: Callable[[str], str] = encode_basestring_ascii
 """A Python string as a JSON string, in ASCII."""

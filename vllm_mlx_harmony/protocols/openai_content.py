@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import left_out
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Wire, required
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Wire, required
 
 
 class Part(Wire):

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols.body import mended
+from vllm_mlx_harmony.protocols.validation import mended
 from vllm_mlx_harmony.server.garbage import without_collections
 
 logger = logging.getLogger("vllm_mlx_harmony")

@@ -1,7 +1,7 @@
 """What of a request is enforced while its answer is generated, and what the server is set to.
 
 Knows the settings, and how a turn becomes the bounds of its output: its grammar, compiled where
-nobody waits for it, and its limits. Refuses to know masks and logits (`constraint`), and what a
+nobody waits for it, and its limits. Refuses to know masks and logits (`logit_mask`), and what a
 grammar says (`core.grammar`).
 
 A turn is held to what it asks for under any setting but ``off``. There, what only a grammar can
@@ -19,10 +19,10 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from vllm_mlx_harmony.core import recent
+from vllm_mlx_harmony.core import lru
+from vllm_mlx_harmony.core.constraint import Bounds, Held
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.grammar import Compiled, Policy, compiled, grammar_of, prepare
-from vllm_mlx_harmony.core.held import Bounds, Held
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Turn
 from vllm_mlx_harmony.server.host import Tracker
@@ -131,7 +131,7 @@ def _grammar(turn: Turn, names: Names, policy: Policy) -> Compiled | None:
     return compiled(grammar, turn.tenant)
 
 
-_noted: recent.Recent[str, bool] = recent.Recent(1 << 18)
+_noted: lru.Recent[str, bool] = lru.Recent(1 << 18)
 """What was logged already: once for each schema."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from vllm_mlx_harmony.core.held import Held
+from vllm_mlx_harmony.core.constraint import Held
 from vllm_mlx_harmony.server.sampling import Settings
 
 Finish: TypeAlias = Literal["stop", "length"]

@@ -13,9 +13,9 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from vllm_mlx_harmony.core.constraint import Held
 from vllm_mlx_harmony.core.deltas import Delta, Finished
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.core.held import Held
 from vllm_mlx_harmony.core.replay import View
 from vllm_mlx_harmony.core.turn import Message
 from vllm_mlx_harmony.server import enforcement

@@ -1,7 +1,7 @@
 """The routes of the Anthropic Messages API.
 
 Knows its header names and how its tokens are counted. Refuses to know its bodies and events
-(protocols.anthropic) and how a request is run (serving).
+(protocols.messages) and how a request is run (serving).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.core.turn import Defaults, Stamp
-from vllm_mlx_harmony.protocols import anthropic
+from vllm_mlx_harmony.protocols import messages
 from vllm_mlx_harmony.server.encryption import server_seal
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.errors import admitted, refuse, refusing_with
@@ -29,19 +29,19 @@ API_KEY, BEARER = b"x-api-key", b"authorization"
 logger = logging.getLogger("vllm_mlx_harmony")
 
 
-def _read(body: object, defaults: Defaults, tenant: str) -> anthropic.MessagesRequest:
-    asked = anthropic.read(body, defaults, server_seal(tenant))
+def _read(body: object, defaults: Defaults, tenant: str) -> messages.MessagesRequest:
+    asked = messages.read(body, defaults, server_seal(tenant))
     for note in asked.notes:
         logger.info("messages: %s", note)
     return asked
 
 
-def _read_to_count(body: object, defaults: Defaults, tenant: str) -> anthropic.MessagesRequest:
-    return anthropic.read(body, defaults, server_seal(tenant), counting=True)
+def _read_to_count(body: object, defaults: Defaults, tenant: str) -> messages.MessagesRequest:
+    return messages.read(body, defaults, server_seal(tenant), counting=True)
 
 
 MESSAGES = Api(
-    "anthropic_messages", _read, anthropic.error_body, ping=anthropic.PING, tells_cached=True
+    "anthropic_messages", _read, messages.error_body, ping=messages.PING, tells_cached=True
 )
 
 
@@ -55,7 +55,7 @@ async def count_tokens(request: Request) -> Response:
     """``POST /v1/messages/count_tokens``: what the same request would put into the prompt."""
     key = uuid4().hex
     api = _of(replace(MESSAGES, read=_read_to_count), key)
-    return _signed(await count(api, request, anthropic.counted), key)
+    return _signed(await count(api, request, messages.counted), key)
 
 
 async def root(_: Request) -> Response:
@@ -69,11 +69,11 @@ def _of(api: Api, key: str) -> Api:
 
 
 def _error_body(failure: HarmonyFailure, key: str) -> dict[str, object]:
-    return anthropic.error_body(failure, anthropic.request_id(Stamp(key, 0, "")))
+    return messages.error_body(failure, messages.request_id(Stamp(key, 0, "")))
 
 
 def _signed(response: Response, key: str) -> Response:
-    response.headers[REQUEST_ID] = anthropic.request_id(Stamp(key, 0, ""))
+    response.headers[REQUEST_ID] = messages.request_id(Stamp(key, 0, ""))
     return response
 
 

@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
-from vllm_mlx_harmony.protocols import anthropic, chat
+from vllm_mlx_harmony.protocols import chat, messages
 from vllm_mlx_harmony.server import generation, streams
 from vllm_mlx_harmony.server.errors import refuse
 
@@ -131,8 +131,8 @@ class Refusing:
         if failure is None or scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        messages = scope["path"].startswith("/v1/messages")
-        response = refuse(anthropic.error_body if messages else chat.error_body, failure)
+        of_messages = scope["path"].startswith("/v1/messages")
+        response = refuse(messages.error_body if of_messages else chat.error_body, failure)
         response.headers["Connection"] = "close"
         if scope["type"] == "websocket":
             await WebSocket(scope, receive, send).send_denial_response(response)

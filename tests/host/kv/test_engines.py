@@ -21,11 +21,11 @@ pytest.importorskip("mlx_lm")
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import OutputError
-from vllm_mlx_harmony.host import contract, seams
+from vllm_mlx_harmony.host import contract, patching
 from vllm_mlx_harmony.host.engine import generate, reusable_tokens
 from vllm_mlx_harmony.host.kv import batched, prefix, simple
 from vllm_mlx_harmony.host.kv.tree import Counters, Tree
-from vllm_mlx_harmony.host.seams import Patch
+from vllm_mlx_harmony.host.patching import Patch
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script
 
@@ -110,9 +110,9 @@ def room(seam: Patch) -> str:
 def _seams() -> Iterator[None]:
     rows = [seam for seam in contract.SEAMS if isinstance(seam, Patch) and room(seam) in ROOMS]
     assert {room(seam) for seam in rows} == ROOMS
-    undos = seams.apply_all(rows)
+    undos = patching.apply_all(rows)
     yield
-    seams.undo_all(undos)
+    patching.undo_all(undos)
 
 
 @dataclass

@@ -45,7 +45,7 @@ from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.responses import background, routes, websocket
 from vllm_mlx_harmony.server.responses.background import Background, Running
 from vllm_mlx_harmony.server.responses.compact import COMPACT
-from vllm_mlx_harmony.server.responses.keeping import (
+from vllm_mlx_harmony.server.responses.persistence import (
     KeptAnswer,
     Recall,
     forget,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from vllm_mlx_harmony.core import recent
+from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.grammar import property_names
 from vllm_mlx_harmony.core.schema import pointed
 from vllm_mlx_harmony.core.vocab import clean
@@ -59,7 +59,7 @@ def express(value: Mapping[str, Any], *, of_object: bool = False, tenant: str = 
     return known
 
 
-_remembered: recent.Recent[str, Expressed] = recent.Recent(REMEMBERED)
+_remembered: lru.Recent[str, Expressed] = lru.Recent(REMEMBERED)
 
 
 def _expressed(value: Mapping[str, Any], of_object: bool) -> Expressed:

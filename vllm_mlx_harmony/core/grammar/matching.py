@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_mlx_harmony.core import recent, vocab
+from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar.language import Grammar
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
@@ -70,7 +70,7 @@ def _prepared() -> LLTokenizer:
 
 # --- compiled grammars ---
 
-_compiled: recent.Recent[tuple[str, Grammar], Compiled] = recent.Recent(REMEMBERED)
+_compiled: lru.Recent[tuple[str, Grammar], Compiled] = lru.Recent(REMEMBERED)
 
 
 def compiled(grammar: Grammar, tenant: str = "") -> Compiled:

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_mlx_harmony.core.bounds import is_parsed_soon
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.text_limits import is_parsed_soon
 from vllm_mlx_harmony.core.turn import ResponseFormat, Syntax
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, mended, required
-from vllm_mlx_harmony.protocols.chat.body import ChatBody, ChatFormat, StructuredOutputs
+from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatFormat, StructuredOutputs
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, mended, required
 
 
 def response_format(body: ChatBody) -> ResponseFormat | None:

@@ -1,7 +1,7 @@
 """Chat Completions, inwards, second half: a checked body into a Turn.
 
 Knows what every field and message means (semantics A2 to A11). Refuses to know how a Turn is
-rendered, and how the answer is written (chat/api.py).
+rendered, and how the answer is written (chat/emitter.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from vllm_mlx_harmony.core.turn import (
     Turn,
     User,
 )
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
-from vllm_mlx_harmony.protocols.chat.body import (
+from vllm_mlx_harmony.protocols.chat.formats import response_format
+from vllm_mlx_harmony.protocols.chat.schema import (
     ChatBody,
     ChatCall,
     ChatMessage,
@@ -41,7 +41,6 @@ from vllm_mlx_harmony.protocols.chat.body import (
     ReasoningOptions,
     TemplateOptions,
 )
-from vllm_mlx_harmony.protocols.chat.formats import response_format
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, wrap
 from vllm_mlx_harmony.protocols.openai_content import (
     call_arguments,
@@ -49,6 +48,7 @@ from vllm_mlx_harmony.protocols.openai_content import (
     result_text,
     user_text,
 )
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 
 def read_turn(body: ChatBody, defaults: Defaults) -> Turn:

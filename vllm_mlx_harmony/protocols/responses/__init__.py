@@ -1,6 +1,6 @@
 """The Responses API: a request body into a Turn, deltas into events or a response."""
 
-from vllm_mlx_harmony.protocols.responses.api import (
+from vllm_mlx_harmony.protocols.responses.emitter import (
     Emitter,
     ResponsesRequest,
     error_body,

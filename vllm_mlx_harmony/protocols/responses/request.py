@@ -1,7 +1,7 @@
 """Responses, inwards, third part: a checked body into a Turn, and into what the answer repeats.
 
 Knows what every field means (semantics A2, A8) and what the public schema says of it again.
-Refuses to know items (responses_items), tools (responses_tools) and the answer (responses/api.py).
+Refuses to know items (input_items), tools (tools) and the answer (responses/emitter.py).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vllm_mlx_harmony.core.bounds import MOST_CHARACTERS, characters
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, characters
 from vllm_mlx_harmony.core.turn import (
     NO_THINKING,
     AdditionalTools,
@@ -21,7 +21,7 @@ from vllm_mlx_harmony.core.turn import (
     Sampling,
     Turn,
 )
-from vllm_mlx_harmony.protocols.responses.body import (
+from vllm_mlx_harmony.protocols.responses.schema import (
     NamespacedTool,
     ResponsesBody,
     ResponsesTool,

@@ -1,7 +1,7 @@
 """Responses' other endpoints: what was said to the model, what was deleted, counted, compacted.
 
 Knows the documents of ``/v1/responses/…`` that are no response. Refuses to know where responses
-are kept and how they are made (responses/api.py).
+are kept and how they are made (responses/emitter.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import Stamp
+from vllm_mlx_harmony.protocols.encryption import Seal
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
-from vllm_mlx_harmony.protocols.responses.body import Item
-from vllm_mlx_harmony.protocols.responses.items import CALLS, OUTPUTS
-from vllm_mlx_harmony.protocols.seal import Seal
+from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
+from vllm_mlx_harmony.protocols.responses.schema import Item
 
 
 def not_found(key: str, *, param: str | None = None) -> RequestError:

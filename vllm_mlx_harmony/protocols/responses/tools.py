@@ -10,7 +10,7 @@ description until an output declares it. Where the server would have to search, 
 once instead: https://developers.openai.com/api/docs/guides/tools-tool-search.
 
 Knows functions, freeform tools, namespaces, searches and which of them a request allows.
-Refuses to know what a header can carry (core.names) and how a call is written (responses_output).
+Refuses to know what a header can carry (core.names) and how a call is written (output_items).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import NamedTuple
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool
 from vllm_mlx_harmony.core.turn import ToolChoice as Choice
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
-from vllm_mlx_harmony.protocols.responses.body import (
+from vllm_mlx_harmony.protocols.responses.schema import (
     AllowedTool,
     Format,
     NamespacedTool,
     ResponsesTool,
     ToolChoice,
 )
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 SEARCH = "tool_search"
 """The name that the model is shown the client's search under, where nobody else has it."""

@@ -1,7 +1,7 @@
 """Answers that are generated while nobody waits: started, watched, cancelled.
 
 Knows what each has said so far, and for how long that is remembered. Refuses to know paths and
-sockets (routes, websocket), and where an answer is kept when it has ended (keeping).
+sockets (routes, websocket), and where an answer is kept when it has ended (persistence).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.generation import Job, run, stopped
 from vllm_mlx_harmony.server.queue import RETRY_SECONDS
-from vllm_mlx_harmony.server.responses.keeping import KeptAnswer, Recall, keeping, told
-from vllm_mlx_harmony.server.responses.keeping import read as read_request
+from vllm_mlx_harmony.server.responses.persistence import KeptAnswer, Recall, keeping, told
+from vllm_mlx_harmony.server.responses.persistence import read as read_request
 from vllm_mlx_harmony.server.responses.store import Kept
 from vllm_mlx_harmony.server.settings import number
 

@@ -2,7 +2,7 @@
 
 Knows paths, methods and queries. Refuses to know bodies and events (protocols.responses), how a
 request is run (serving), and how answers are kept, watched in the background and made shorter
-(keeping, background, compact).
+(persistence, background, compact).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_mlx_harmony.server.generation import run
 from vllm_mlx_harmony.server.host import Lease, host_of, tenant_of
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, read, written_input
 from vllm_mlx_harmony.server.responses.compact import COMPACT
-from vllm_mlx_harmony.server.responses.keeping import KeptAnswer, forget, keeping, new_key
+from vllm_mlx_harmony.server.responses.persistence import KeptAnswer, forget, keeping, new_key
 from vllm_mlx_harmony.server.responses.store import Kept, server_store
 from vllm_mlx_harmony.server.responses.websocket import converse
 from vllm_mlx_harmony.server.serving import Api, begin, count, refusing, respond, serve

@@ -30,7 +30,7 @@ from vllm_mlx_harmony.server.errors import admit, failure_of, refuse
 from vllm_mlx_harmony.server.generation import Deltas, refused, run, stopped
 from vllm_mlx_harmony.server.host import Lease, host_of
 from vllm_mlx_harmony.server.responses.background import read
-from vllm_mlx_harmony.server.responses.keeping import (
+from vllm_mlx_harmony.server.responses.persistence import (
     KeptAnswer,
     keeping,
     new_key,

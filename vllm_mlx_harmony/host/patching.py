@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
-from ..core.errors import HostError
+from vllm_mlx_harmony.core.errors import HostError
 
 Undo = Callable[[], None]
 Replacement = Callable[[Any], Any]

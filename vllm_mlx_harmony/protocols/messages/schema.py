@@ -1,7 +1,7 @@
 """The Messages API, inwards, first half: the shape of a request body, field by field.
 
 Knows which fields and blocks there are, their types and ranges.
-Refuses to know what they mean for a Turn (anthropic/request.py).
+Refuses to know what they mean for a Turn (messages/request.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, StopStrings, Wire, checked, required
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, StopStrings, Wire, checked, required
 
 # --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
 

@@ -1,7 +1,7 @@
 """Chat Completions, both directions: what a route reads from a request and writes as the answer.
 
 Knows how OpenAI's chunks, completions and errors are shaped. Refuses to know the fields of a
-request (chat/body.py, chat/request.py), tokens, channels and sockets.
+request (chat/schema.py, chat/request.py), tokens, channels and sockets.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.core.turn import Call, Defaults, Message, Stamp, Turn
-from vllm_mlx_harmony.protocols.chat.body import read_body
 from vllm_mlx_harmony.protocols.chat.request import is_freeform, read_turn
+from vllm_mlx_harmony.protocols.chat.schema import read_body
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput, unwrapped, wrap
 from vllm_mlx_harmony.protocols.openai_error import error_body

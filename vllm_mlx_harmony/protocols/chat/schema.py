@@ -13,9 +13,9 @@ from pydantic import BeforeValidator, Field
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import BuiltinTool
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Seed, StopStrings, Wire, checked
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Parts
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Seed, StopStrings, Wire, checked
 
 # --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
 

@@ -33,12 +33,11 @@ from vllm_mlx_harmony.core.turn import (
     Stamp,
     Turn,
 )
-from vllm_mlx_harmony.protocols.body import required
+from vllm_mlx_harmony.protocols.encryption import Seal
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
 from vllm_mlx_harmony.protocols.openai_error import error_body
-from vllm_mlx_harmony.protocols.responses.body import Item, ResponsesBody, read_body
-from vllm_mlx_harmony.protocols.responses.items import ItemReader, Stored, nothing_stored
-from vllm_mlx_harmony.protocols.responses.output import (
+from vllm_mlx_harmony.protocols.responses.input_items import ItemReader, Stored, nothing_stored
+from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
     IN_PROGRESS,
     INCOMPLETE,
@@ -48,8 +47,9 @@ from vllm_mlx_harmony.protocols.responses.output import (
 )
 from vllm_mlx_harmony.protocols.responses.request import read_turn, repeated, summary
 from vllm_mlx_harmony.protocols.responses.resource import compaction, input_items, usage_of
+from vllm_mlx_harmony.protocols.responses.schema import Item, ResponsesBody, read_body
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader
-from vllm_mlx_harmony.protocols.seal import Seal
+from vllm_mlx_harmony.protocols.validation import required
 
 __all__ = [
     "Emitter",

@@ -1,7 +1,7 @@
 """Responses, inwards, second part: the items of the input into messages.
 
 Knows what each item says (semantics A4 to A6, A11) and whose reasoning to believe.
-Refuses to know tools' declarations (responses_tools) and the rest of a request.
+Refuses to know tools' declarations (tools) and the rest of a request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_mlx_harmony.core.turn import (
     Result,
     User,
 )
-from vllm_mlx_harmony.protocols.body import required
+from vllm_mlx_harmony.protocols.encryption import Seal
 from vllm_mlx_harmony.protocols.freeform import wrap
 from vllm_mlx_harmony.protocols.openai_content import (
     call_arguments,
@@ -34,9 +34,9 @@ from vllm_mlx_harmony.protocols.openai_content import (
     result_text,
     user_text,
 )
-from vllm_mlx_harmony.protocols.responses.body import Item, read_item, response_format
+from vllm_mlx_harmony.protocols.responses.schema import Item, read_item, response_format
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader
-from vllm_mlx_harmony.protocols.seal import Seal
+from vllm_mlx_harmony.protocols.validation import required
 
 Stored: TypeAlias = Callable[[str], Mapping[str, Any] | None]
 """Looks up an item of an earlier response by its id; ``None`` when there is none."""

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
-from vllm_mlx_harmony.core.held import Held
+from vllm_mlx_harmony.core.constraint import Held
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.host import engine as engines
-from vllm_mlx_harmony.host import parts
+from vllm_mlx_harmony.host import entry_points
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.disk import Disk
 from vllm_mlx_harmony.host.kv.turns import Turns
@@ -196,13 +196,13 @@ class VllmMlx:
     @property
     def renderer(self) -> Callable[..., Any]:
         """By entry point."""
-        renderer: Callable[..., Any] = parts.in_use().renderer
+        renderer: Callable[..., Any] = entry_points.in_use().renderer
         return renderer
 
     @property
     def context(self) -> Callable[..., Any]:
         """By entry point."""
-        return parts.in_use().context
+        return entry_points.in_use().context
 
 
 class _Tracker:

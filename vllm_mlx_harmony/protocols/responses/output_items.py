@@ -1,7 +1,7 @@
 """Responses, outwards: one item of the output while it is written, and the events that tell of it.
 
 Knows which events each kind of item has, in which order, with which fields (the public schema).
-Refuses to know the response around it, sequence numbers and deltas (responses/api.py).
+Refuses to know the response around it, sequence numbers and deltas (responses/emitter.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeAlias
 from vllm_mlx_harmony.core.deltas import Kind, Opened
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Stamp
-from vllm_mlx_harmony.protocols.body import mended
+from vllm_mlx_harmony.protocols.encryption import Seal
 from vllm_mlx_harmony.protocols.events import encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
 from vllm_mlx_harmony.protocols.responses.tools import SEARCH, Declared, Tools
-from vllm_mlx_harmony.protocols.seal import Seal
+from vllm_mlx_harmony.protocols.validation import mended
 
 Document: TypeAlias = dict[str, Any]
 

@@ -37,8 +37,8 @@ from vllm_mlx_harmony.core.turn import (
     Turn,
     User,
 )
-from vllm_mlx_harmony.protocols.anthropic import MessagesRequest, read
-from vllm_mlx_harmony.protocols.anthropic.request import UPDATE
+from vllm_mlx_harmony.protocols.messages import MessagesRequest, read
+from vllm_mlx_harmony.protocols.messages.request import UPDATE
 
 DATA = Path(__file__).parent / "data"
 STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")

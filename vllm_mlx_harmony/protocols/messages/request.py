@@ -1,7 +1,7 @@
 """The Messages API, inwards, second half: a checked body into a Turn.
 
 Knows what every field, message and block means (semantics A2 to A11). Refuses to know how a Turn
-is rendered, and how the answer is written (anthropic/api.py).
+is rendered, and how the answer is written (messages/emitter.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from vllm_mlx_harmony.core.turn import (
     User,
     left_out,
 )
-from vllm_mlx_harmony.protocols.anthropic.body import (
+from vllm_mlx_harmony.protocols.encryption import Seal
+from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
+from vllm_mlx_harmony.protocols.messages.schema import (
     CUSTOM,
     AnthropicMessage,
     AnthropicTool,
@@ -45,9 +47,7 @@ from vllm_mlx_harmony.protocols.anthropic.body import (
     Readable,
     ResultBlock,
 )
-from vllm_mlx_harmony.protocols.anthropic.input import INVALID_JSON
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, required
-from vllm_mlx_harmony.protocols.seal import Seal
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 
 def read_turn(body: MessagesBody, defaults: Defaults, seal: Seal) -> Turn:

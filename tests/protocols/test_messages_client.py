@@ -17,9 +17,9 @@ from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, 
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import Stamp, Tool, Turn
-from vllm_mlx_harmony.protocols.anthropic import Display, Emitter
-from vllm_mlx_harmony.protocols.anthropic.input import INVALID_JSON
 from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.protocols.messages import Display, Emitter
+from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
 
 pytest.importorskip("anthropic")
 

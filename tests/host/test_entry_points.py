@@ -11,7 +11,7 @@ import pytest
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Turn, User
-from vllm_mlx_harmony.host import parts
+from vllm_mlx_harmony.host import entry_points
 
 
 class FakeDistribution:
@@ -23,7 +23,7 @@ class FakeDistribution:
 
 
 def entry(name: str, value: str, distribution: str) -> metadata.EntryPoint:
-    found = metadata.EntryPoint(name, value, parts.PROMPT_RENDERERS)
+    found = metadata.EntryPoint(name, value, entry_points.PROMPT_RENDERERS)
     vars(found).update(dist=FakeDistribution(distribution))
     return found
 
@@ -45,28 +45,28 @@ AFTER = entry("harmony", "os:getppid", "z-renderer")
 def test_somebody_elses_part_wins(
     monkeypatch: pytest.MonkeyPatch, entries: list[metadata.EntryPoint], expected: str
 ) -> None:
-    monkeypatch.setattr(parts.metadata, "entry_points", lambda **_: entries)
-    assert parts.resolve(parts.PROMPT_RENDERERS, "harmony").__name__ == expected
-    assert expected in parts.source(parts.PROMPT_RENDERERS, "harmony")
+    monkeypatch.setattr(entry_points.metadata, "entry_points", lambda **_: entries)
+    assert entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony").__name__ == expected
+    assert expected in entry_points.source(entry_points.PROMPT_RENDERERS, "harmony")
 
 
 def test_an_unknown_group_is_an_error() -> None:
     with pytest.raises(HostError, match=r"no\.such\.group"):
-        parts.resolve("no.such.group", "harmony")
+        entry_points.resolve("no.such.group", "harmony")
 
 
 def test_a_part_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = entry("harmony", "no_such_module:Thing", "other-renderer")
-    monkeypatch.setattr(parts.metadata, "entry_points", lambda **_: [broken])
+    monkeypatch.setattr(entry_points.metadata, "entry_points", lambda **_: [broken])
     with pytest.raises(HostError, match="no_such_module:Thing"):
-        parts.resolve(parts.PROMPT_RENDERERS, "harmony")
+        entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony")
 
 
 def test_a_checkout_on_the_path_uses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts.metadata, "entry_points", lambda **_: [])
-    monkeypatch.setitem(parts.OWN, parts.PROMPT_RENDERERS, "os:getcwd")
-    assert parts.resolve(parts.PROMPT_RENDERERS, "harmony").__name__ == "getcwd"
-    assert parts.source(parts.PROMPT_RENDERERS, "harmony") == "os:getcwd"
+    monkeypatch.setattr(entry_points.metadata, "entry_points", lambda **_: [])
+    monkeypatch.setitem(entry_points.OWN, entry_points.PROMPT_RENDERERS, "os:getcwd")
+    assert entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony").__name__ == "getcwd"
+    assert entry_points.source(entry_points.PROMPT_RENDERERS, "harmony") == "os:getcwd"
 
 
 ARCHITECTURE = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text("utf-8")
@@ -85,18 +85,18 @@ def test_the_example_of_the_documentation_works(
     theirs = metadata.EntryPoint("harmony", value, group)
     vars(theirs).update(dist=FakeDistribution("dated-prompts"))
     monkeypatch.setattr(
-        parts.metadata,
+        entry_points.metadata,
         "entry_points",
         lambda group, name="": [theirs] if group == theirs.group else [],
     )
-    renderer = parts.find("harmony").renderer
+    renderer = entry_points.find("harmony").renderer
     prompt = vocab.encoding().decode(list(renderer(Turn((User("Hi"),), date="2031-07-09")).ids))
     assert "Current date: 2026-01-01" in prompt
     assert "2031" not in prompt
 
 
 def test_the_files_that_the_documentation_names_are_there() -> None:
-    package = Path(parts.__file__).resolve().parents[1]
+    package = Path(entry_points.__file__).resolve().parents[1]
     named = set(
         re.findall(
             r"`((?:core|protocols|server|host|cli|standin|tests|ci)/[\w./-]*)`", ARCHITECTURE

@@ -28,7 +28,8 @@ from vllm_mlx_harmony.core.errors import (
     RequestError,
 )
 from vllm_mlx_harmony.core.turn import Defaults, Stamp
-from vllm_mlx_harmony.protocols.anthropic import (
+from vllm_mlx_harmony.protocols.events import Event, frame
+from vllm_mlx_harmony.protocols.messages import (
     PING,
     Display,
     Emitter,
@@ -37,8 +38,7 @@ from vllm_mlx_harmony.protocols.anthropic import (
     read,
     request_id,
 )
-from vllm_mlx_harmony.protocols.anthropic.request import UPDATE
-from vllm_mlx_harmony.protocols.events import Event, frame
+from vllm_mlx_harmony.protocols.messages.request import UPDATE
 
 STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 USAGE = Usage(prompt_tokens=80, completion_tokens=20, reasoning_tokens=7, cached_tokens=64)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import vocab
-from .grammar import Compiled, Mask, Matcher
-from .reasoning import Reason, Reasoning
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.grammar import Compiled, Mask, Matcher
+from vllm_mlx_harmony.core.reasoning import Reason, Reasoning
 
 
 @dataclass(frozen=True, slots=True)

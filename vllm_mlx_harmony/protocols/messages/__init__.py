@@ -1,6 +1,6 @@
 """The Anthropic Messages API: a request body into a Turn, deltas into events or a message."""
 
-from vllm_mlx_harmony.protocols.anthropic.api import (
+from vllm_mlx_harmony.protocols.messages.emitter import (
     PING,
     Display,
     Emitter,

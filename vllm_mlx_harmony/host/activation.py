@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from ..core.errors import HostError
-from .parts import FLAGS
-from .versions import versions
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.host.entry_points import FLAGS
+from vllm_mlx_harmony.host.versions import versions
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -132,8 +132,8 @@ def _open(args: Any) -> bool:
         )
         return False
     try:
-        from ..server import enforcement
-        from . import contract
+        from vllm_mlx_harmony.host import contract
+        from vllm_mlx_harmony.server import enforcement
 
         _check(args)
         contract.activate(args.tool_call_parser)
@@ -156,8 +156,8 @@ def _check(args: Any) -> None:
 
     Template options are not looked at with several models: there, they may be meant for another.
     """
-    from ..server import defaults, enforcement
-    from ..server.responses import store
+    from vllm_mlx_harmony.server import defaults, enforcement
+    from vllm_mlx_harmony.server.responses import store
 
     store.server_store()
     enforcement.read()
@@ -169,8 +169,8 @@ def _check(args: Any) -> None:
 
 def _apply(args: Any) -> None:
     """The flags that mean something else here, or nothing. Raises HostError."""
-    from . import flags, summary
-    from .kv import opening, prefix
+    from vllm_mlx_harmony.host import flags, summary
+    from vllm_mlx_harmony.host.kv import opening, prefix
 
     given = flags.given(args)
     prefix.limit(flags.budget(given))

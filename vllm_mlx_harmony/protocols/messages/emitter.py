@@ -1,7 +1,7 @@
 """The Messages API, both directions: what a route reads from a request and writes as the answer.
 
 Knows how Anthropic's events, messages and errors are shaped. Refuses to know the fields of a
-request (anthropic/body.py, anthropic/request.py), tokens, channels and sockets.
+request (messages/schema.py, messages/request.py), tokens, channels and sockets.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, PromptTooLong
 from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
-from vllm_mlx_harmony.protocols.anthropic.body import THREAD_UNSUPPORTED, MessagesBody, read_body
-from vllm_mlx_harmony.protocols.anthropic.input import ObjectText
-from vllm_mlx_harmony.protocols.anthropic.request import UPDATE, notes, read_turn
+from vllm_mlx_harmony.protocols.encryption import Seal
 from vllm_mlx_harmony.protocols.events import Event, encode, quote
-from vllm_mlx_harmony.protocols.seal import Seal
+from vllm_mlx_harmony.protocols.messages.partial_json import ObjectText
+from vllm_mlx_harmony.protocols.messages.request import UPDATE, notes, read_turn
+from vllm_mlx_harmony.protocols.messages.schema import THREAD_UNSUPPORTED, MessagesBody, read_body
 
 PING = Event('{"type":"ping"}', "ping")
 """What keeps a connection alive while a long prompt is prefilled; allowed at any place."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from vllm_mlx_harmony.core import bounds, render, vocab
-from vllm_mlx_harmony.core.bounds import MOST_CHARACTERS, MOST_VALUES
+from vllm_mlx_harmony.core import render, text_limits, vocab
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError, quoted
+from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, MOST_VALUES
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
 
 
@@ -35,7 +35,7 @@ def test_an_error_is_not_as_long_as_what_it_is_about() -> None:
     ],
 )
 def test_what_is_parsed_soon(text: str, soon: bool) -> None:
-    assert bounds.is_parsed_soon(text) is soon
+    assert text_limits.is_parsed_soon(text) is soon
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_what_is_parsed_soon(text: str, soon: bool) -> None:
 )
 def test_characters_are_about_those_of_the_json(value: Any) -> None:
     written = json.dumps(value, separators=(",", ":"))
-    assert len(written) / 2 - 10 <= bounds.characters(value) <= len(written) * 2 + 10
+    assert len(written) / 2 - 10 <= text_limits.characters(value) <= len(written) * 2 + 10
 
 
 LONG = "a" * (MOST_CHARACTERS + 1)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from ..core.errors import HostError
-from .seams import locate
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.host.patching import locate
 
 DISTRIBUTION = "vllm-mlx-harmony"
 

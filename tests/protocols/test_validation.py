@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols.body import mended
+from vllm_mlx_harmony.protocols.validation import mended
 
 A = "a" * 65_535
 HIGH, LOW, BOTH, HALF = "\ud83d", "\ude00", "\U0001f600", "\ufffd"

@@ -1,6 +1,6 @@
 """Puts the mask of what may come next on the logits an id is drawn from.
 
-Knows the seat that ``sampler`` has for it, and logits; what may come is known to `core.held`.
+Knows the seat that ``sampler`` has for it, and logits; what may come is known to `core.constraint`.
 Everything runs on the engine's thread.
 
 Per step, one row: the id that was drawn is taken in, the grammar writes a mask of 201,088 bits, and
@@ -20,8 +20,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from vllm_mlx_harmony.core.constraint import Held
 from vllm_mlx_harmony.core.grammar import Mask
-from vllm_mlx_harmony.core.held import Held
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 
 logger = logging.getLogger(__name__)

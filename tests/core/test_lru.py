@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from vllm_mlx_harmony.core.recent import Recent
+from vllm_mlx_harmony.core.lru import Recent
 
 
 def held(recent: Recent[str, int]) -> set[str]:

@@ -14,9 +14,9 @@ from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import BuiltinTool, ResponseFormat
-from vllm_mlx_harmony.protocols.body import UNSUPPORTED, Seed, Wire, checked, required
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Seed, Wire, checked, required
 
 ITEMS = frozenset(
     {
