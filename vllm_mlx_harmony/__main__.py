@@ -1,4 +1,4 @@
-"""The command line: vllm-mlx-harmony serve | connect | demo | doctor | render | parse.
+"""The command line: vllm-mlx-harmony serve | gateway | connect | demo | doctor | render | parse.
 
 Knows which commands there are, what they take and how a failure ends: one line on standard error
 and exit code 2. Refuses to know what they do: `cli` has one file per command.
@@ -18,8 +18,8 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure
 
 DISTRIBUTION = "vllm-mlx-harmony"
 INTERRUPTED = 130
-PASSED_ON = ("serve", "doctor")
-"""Commands whose arguments belong to somebody else's parser, `--help` included."""
+PASSED_ON = ("serve", "gateway", "doctor")
+"""Commands whose arguments belong to a parser of their own, `--help` included."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version()}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("serve", help="vllm-mlx serve with this plugin, explicitly: same arguments")
+    commands.add_parser("gateway", help="the APIs in front of vLLM, SGLang, llama.cpp or vllm-mlx")
     _add_connect(commands)
     _add_demo(commands)
     commands.add_parser("doctor", help="what is installed, armed and supported here, and why not")
@@ -140,6 +141,10 @@ def _pass_on(command: str, *arguments: str) -> int:
         from vllm_mlx_harmony.cli import serve
 
         return serve.run(arguments)
+    if command == "gateway":
+        from vllm_mlx_harmony.cli import gateway
+
+        return gateway.main(arguments)
     from vllm_mlx_harmony.host import doctor
 
     return doctor.main(list(arguments))

@@ -29,9 +29,11 @@ THROUGH_THE_HOST = {
 """What `vllm-mlx` itself depends on: whichever version it wants is the right one."""
 
 DISTRIBUTIONS = {
-    "vllm_mlx": "vllm-mlx",
+    "httpx_sse": "httpx-sse",
     "openai_harmony": "openai-harmony",
+    "prometheus_client": "prometheus-client",
     "pydantic_core": "pydantic",
+    "vllm_mlx": "vllm-mlx",
 }
 """By import name, where it is not the distribution's."""
 
@@ -56,7 +58,7 @@ def test_what_is_imported_is_declared() -> None:
     project = (REPOSITORY / "pyproject.toml").read_text("utf-8")
     (listed,) = re.findall(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
     declared = set(re.findall(r'"([a-z0-9-]+)', listed))
-    own = set(sys.stdlib_module_names) | {PACKAGE.name} | THROUGH_THE_HOST
+    own = {*sys.stdlib_module_names, "tomllib", PACKAGE.name} | THROUGH_THE_HOST
     imported = {name for path in MODULES for name in _imports(path)} - own
     needed = {DISTRIBUTIONS.get(name, name) for name in imported} | LOADED_BY_OTHERS
     assert needed == declared

@@ -14,7 +14,7 @@ Which ids may come, in this order:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.grammar import Compiled, Mask, Matcher
@@ -50,9 +50,12 @@ class Held:
         self.bounds = bounds
         self._follower: Follower | None = None
 
-    def begin(self) -> Follower:
-        """A new follower, at the beginning of the output: on the engine's thread."""
-        self._follower = Follower(self.bounds)
+    def begin(self, *, grammar: bool = True) -> Follower:
+        """A new follower, at the beginning of the output: on the engine's thread.
+
+        Without ``grammar`` it follows the limits alone.
+        """
+        self._follower = Follower(self.bounds if grammar else replace(self.bounds, grammar=None))
         return self._follower
 
     @property

@@ -1,0 +1,316 @@
+"""The gateway as a server: its ``Host``, its own endpoints, and its life from start to drain.
+
+Knows the process. Refuses to know APIs (``server``), engines (`engines`) and routing (`router`).
+
+``/health`` says that the process lives, ``/ready`` whether an engine would take a request (503
+while none is up, and from SIGTERM on: a load balancer sends nothing any more), ``/metrics`` is for
+Prometheus. None of the three asks for a key, and none names one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm_mlx_harmony.core.context import StreamingHarmonyContext
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.render import render
+from vllm_mlx_harmony.core.replay import Archive
+from vllm_mlx_harmony.core.turn import Defaults, Sampling
+from vllm_mlx_harmony.gateway.engines import http as engine_http
+from vllm_mlx_harmony.gateway.engines.finding import find, start_line
+from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable
+from vllm_mlx_harmony.gateway.limits import Keys, RateLimit
+from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
+from vllm_mlx_harmony.gateway.router import Backend, Fleet, Router
+from vllm_mlx_harmony.gateway.settings import GatewaySettings
+from vllm_mlx_harmony.server import defaults, enforcement, generation
+from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.engine import Engine
+from vllm_mlx_harmony.server.host import Budget, Lease, Tracker, tenant_of
+from vllm_mlx_harmony.server.shutdown import at_once, gracefully
+
+logger = logging.getLogger("vllm_mlx_harmony")
+
+T = TypeVar("T")
+
+PROBE_SECONDS = 2.0
+"""Between two questions to an engine that is not up."""
+
+_TRANSPORT = "vllm_mlx_harmony.transport"
+
+
+class Gateway:
+    """A server of its own as the front end's ``Host``."""
+
+    archive: Archive | None = None
+    renderer: Callable[..., Any] = staticmethod(render)
+    context: Callable[..., Any] = StreamingHarmonyContext
+
+    def __init__(self, settings: GatewaySettings, router: Router | None = None) -> None:
+        self.settings = settings
+        self.fleet = Fleet(settings.model, [Backend(spec) for spec in settings.engines], router)
+        self.metrics = Metrics(self.fleet.backends)
+        self._keys = Keys(settings.keys)
+        self._limit = RateLimit(settings.rate_limit)
+        self._created = int(time.time())
+
+    @property
+    def model_name(self) -> str | None:
+        """See ``Host``."""
+        return self.settings.model
+
+    async def models(self) -> dict[str, Any]:
+        """See ``Host``."""
+        entry: dict[str, Any] = {
+            "id": self.settings.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "vllm-mlx-harmony",
+        }
+        if self.fleet.context_length is not None:
+            entry["max_model_len"] = self.fleet.context_length
+        return {"object": "list", "data": [entry]}
+
+    async def acquire(self, request: Request, model: str | None, budget: Budget) -> Lease | None:
+        """See ``Host``. Nothing is loaded, and an engine is chosen when the prompt is there."""
+        if model not in (None, self.settings.model):
+            raise HTTPException(404, f"The model `{model}` does not exist.")
+        return Lease(self.fleet, tenant_of(request), budget, _nothing)
+
+    async def forward(self, request: Request) -> Response:
+        """Nobody is behind."""
+        raise LookupError(request.url.path)
+
+    def budget(self, timeout: float | None) -> Budget:
+        """See ``Host``."""
+        seconds = self.settings.timeout if timeout is None else min(timeout, self.settings.timeout)
+        return Budget(seconds, time.monotonic() + seconds)
+
+    def defaults(self, engine: Engine | None) -> Defaults:
+        """See ``Host``."""
+        settings = self.settings
+        flags = Sampling(temperature=settings.temperature, top_p=settings.top_p)
+        read = defaults.read(settings.template_options)
+        return replace(read, sampling=defaults.sampling(flags, {}))
+
+    def max_tokens(self, asked: int | None) -> int:
+        """See ``Host``."""
+        if asked is None:
+            return self.settings.max_tokens
+        if asked > self.settings.most_tokens:
+            raise HTTPException(
+                400, f"max_tokens exceeds server limit ({self.settings.most_tokens})"
+            )
+        return asked
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """See ``Host``."""
+        return self.settings.reasoning_tokens
+
+    @property
+    def requires_key(self) -> bool:
+        """See ``Host``."""
+        return bool(self._keys)
+
+    async def authenticate(self, connection: HTTPConnection) -> None:
+        """See ``Host``."""
+        if not self._keys:
+            return
+        scheme, _, key = connection.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or self._keys.name_of(key.strip()) is None:
+            self.metrics.refused.labels("key").inc()
+            raise HTTPException(401, "Invalid API key")
+
+    async def check_rate_limit(self, connection: HTTPConnection) -> None:
+        """See ``Host``."""
+        seconds = self._limit.count(tenant_of(connection), time.monotonic())
+        if seconds:
+            self.metrics.refused.labels("rate limit").inc()
+            problem = f"Rate limit exceeded ({self.settings.rate_limit} requests per minute)"
+            raise HTTPException(429, problem, {"Retry-After": str(seconds)})
+
+    def tracker(self, api: str, *, stream: bool) -> Tracker:
+        """See ``Host``."""
+        return RequestTracker(self.metrics, api, stream=stream)
+
+    async def unless_gone(
+        self, coming: Awaitable[T], request: Request, seconds: float, total: float
+    ) -> T | None:
+        """See ``Host``."""
+        task = asyncio.ensure_future(coming)
+        gone = asyncio.ensure_future(_gone(request))
+        ends: set[asyncio.Future[Any]] = {task, gone}
+        try:
+            await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if gone.done():
+                return None
+            raise HTTPException(504, f"Request timed out after {total:.1f} seconds")
+        finally:
+            gone.cancel()
+            if not task.done():
+                await generation.stopped(task)
+
+    async def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
+        """See ``Host``. Starlette's own task hears of a client that has gone."""
+        async for frame in frames:
+            yield frame
+
+    def hang_up(self, connection: HTTPConnection) -> None:
+        """See ``Host``."""
+        transport = connection.scope.get(_TRANSPORT)
+        if transport is not None:
+            transport.abort()
+
+
+async def _nothing() -> None:
+    """An engine that nobody unloads needs no giving back."""
+
+
+async def _gone(request: Request) -> None:
+    """Ends when the client has gone; for a request whose body was read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# --- The application
+
+
+def gateway(settings: GatewaySettings, router: Router | None = None) -> ASGIApp:
+    """The whole of it as one ASGI application, engines included: found while it runs."""
+    host = Gateway(settings, router)
+    return _Outer(host, application(host))
+
+
+class _Outer:
+    """What is around the front end: the process's own endpoints, its life, and connections."""
+
+    def __init__(self, host: Gateway, app: Starlette) -> None:
+        self.host = host
+        self._app = app
+        app.router.lifespan_context = self._life
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            answer = _OWN.get(scope["path"])
+            if answer is not None and scope["method"] in ("GET", "HEAD"):
+                await answer(self.host)(scope, receive, send)
+                return
+        if scope["type"] in ("http", "websocket"):
+            scope[_TRANSPORT] = getattr(getattr(receive, "__self__", None), "transport", None)
+        await self._app(scope, receive, send)
+
+    @contextlib.asynccontextmanager
+    async def _life(self, _: Starlette) -> AsyncIterator[None]:
+        enforcement.get_ready()
+        async with engine_http.client() as http:
+            fleet = self.host.fleet
+            watching = [asyncio.ensure_future(watch(http, each, fleet)) for each in fleet.backends]
+            # Who is ready when it listens needs no retries of its clients.
+            await asyncio.wait(
+                [asyncio.ensure_future(_found(each)) for each in fleet.backends], timeout=10.0
+            )
+            try:
+                yield
+            finally:
+                for task in watching:
+                    task.cancel()
+                await asyncio.gather(*watching, return_exceptions=True)
+
+
+async def _found(backend: Backend) -> None:
+    """Ends when it is known whether the engine is there."""
+    while backend.engine is None and not backend.failures:
+        await asyncio.sleep(0.02)
+
+
+async def watch(http: httpx.AsyncClient, backend: Backend, fleet: Fleet) -> None:
+    """Finds an engine, and finds it again whenever it was down: it may be another one then."""
+    while True:
+        if not backend.up or backend.engine is None:
+            try:
+                engine = await find(http, backend.spec, fleet.model)
+            except EngineUnavailable as error:
+                if error.message != backend.problem:
+                    backend.failed(error.message, 0.0)
+                backend.retry_at = time.monotonic() + 2 * PROBE_SECONDS
+            except HostError as error:
+                backend.failed(error.message, 10 * PROBE_SECONDS)
+                await asyncio.sleep(9 * PROBE_SECONDS)
+            else:
+                backend.engine = engine
+                backend.succeeded()
+                logger.info("engine %s", start_line(engine))
+        await asyncio.sleep(PROBE_SECONDS)
+
+
+def _health(host: Gateway) -> Response:
+    return JSONResponse({"status": "ok", "model": host.settings.model})
+
+
+def _ready(host: Gateway) -> Response:
+    engines = [
+        {"url": each.spec.url, "up": each.up, "problem": each.problem}
+        for each in host.fleet.backends
+    ]
+    ending = generation.refused() is not None
+    ready = not ending and any(each["up"] for each in engines)
+    status = "draining" if ending else "ready" if ready else "no engine is up"
+    return JSONResponse({"status": status, "engines": engines}, 200 if ready else 503)
+
+
+def _metrics(host: Gateway) -> Response:
+    return Response(host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+_OWN: dict[str, Callable[[Gateway], Response]] = {
+    "/health": _health,
+    "/ready": _ready,
+    "/metrics": _metrics,
+}
+
+
+# --- The process
+
+
+def run(settings: GatewaySettings, router: Router | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; returns the process's exit code."""
+    config = uvicorn.Config(
+        gateway(settings, router),
+        host=settings.host,
+        port=settings.port,
+        log_level=settings.log_level,
+        access_log=False,
+        timeout_keep_alive=75,
+        backlog=4096,
+    )
+    logging.getLogger("vllm_mlx_harmony").setLevel(settings.log_level.upper())
+    server = _server(settings.drain)(config)
+    server.run()
+    return 0 if server.started else 1
+
+
+def _server(drain: float) -> type[uvicorn.Server]:
+    """uvicorn's server, which lets answers end: ``drain`` seconds at most."""
+
+    class Draining(uvicorn.Server):  # type: ignore[misc]  # no stubs are read for uvicorn
+        shutdown = gracefully(uvicorn.Server.shutdown, lambda: drain)
+        handle_exit = at_once(uvicorn.Server.handle_exit)
+
+    return Draining

@@ -1,0 +1,177 @@
+"""Which kind of server a URL is, what it serves, and what it can do: asked once, when it is there.
+
+Each kind answers a question that no other does: the id endpoint of this plugin, llama.cpp's
+``/props``, SGLang's ``/get_model_info``, vLLM's ``/version``. Whether vLLM keeps to a grammar of
+ids depends on its backend and its reasoning parser, so it is tried: one token, which only a
+grammar would make it write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import httpx
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
+from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, Generation
+from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
+from vllm_mlx_harmony.gateway.engines.llamacpp import LlamaCpp
+from vllm_mlx_harmony.gateway.engines.plugin import Plugin
+from vllm_mlx_harmony.gateway.engines.sglang import SGLang
+from vllm_mlx_harmony.gateway.engines.vllm import Vllm
+from vllm_mlx_harmony.server.sampling import Settings
+
+LLGUIDANCE = LlamaCpp(Capabilities(grammar=True, cached_tokens=True, min_tokens=False))
+
+KINDS: dict[str, Dialect] = {
+    "vllm": Vllm(),
+    "sglang": SGLang(),
+    "llamacpp": LlamaCpp(),
+    "llamacpp-llguidance": LLGUIDANCE,
+    "vllm-mlx": Plugin(),
+}
+"""What ``--engine KIND=URL`` takes."""
+
+ASK_SECONDS = 5.0
+TRY_SECONDS = 60.0
+"""For the first grammar, which an engine prepares its tokenizer for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """An engine as it is configured. ``kind`` is empty where it is to be found out."""
+
+    url: str
+    kind: str = ""
+    key: str = ""
+
+
+_Json: TypeAlias = "dict[str, Any]"
+
+
+async def find(http: httpx.AsyncClient, spec: Spec, model: str) -> HttpEngine:
+    """The engine at a URL, for the ``model`` of the gateway.
+
+    Raises ``EngineUnavailable`` as long as nobody answers there, ``HostError`` for what is no
+    engine, or serves other models only.
+    """
+    ask = _Asking(http, spec)
+    dialect, about = await _kind(ask, spec)
+    served_name, context_length = _served(await ask("/v1/models") or {}, about, model)
+    engine = HttpEngine(
+        http,
+        spec.url,
+        await _able(dialect, ask),
+        model=model,
+        served_name=served_name,
+        context_length=context_length,
+        key=spec.key,
+    )
+    if isinstance(dialect, Vllm) and await keeps_to_grammars(engine, served_name):
+        engine.dialect = replace(dialect, capabilities=replace(dialect.capabilities, grammar=True))
+    return engine
+
+
+def start_line(engine: HttpEngine) -> str:
+    """What a log says of an engine that was found."""
+    missing = ", ".join(engine.capabilities.missing)
+    length = engine.context_length
+    return (
+        f"{engine.url}: {engine.dialect.name} serves {engine.served_name!r}, "
+        f"{f'{length} tokens of context' if length else 'context length not known'}; "
+        f"missing: {missing or 'nothing'}"
+    )
+
+
+class _Asking:
+    """GETs JSON from an engine."""
+
+    def __init__(self, http: httpx.AsyncClient, spec: Spec) -> None:
+        self._http = http
+        self._url = spec.url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {spec.key}"} if spec.key else {}
+
+    async def __call__(self, path: str) -> _Json | None:
+        """The object at ``path``; ``None`` where there is none. Raises ``EngineUnavailable``."""
+        try:
+            response = await self._http.get(
+                self._url + path, headers=self._headers, timeout=ASK_SECONDS
+            )
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"{self._url} cannot be reached ({error!r})") from error
+        if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+            raise EngineUnavailable(f"{self._url}{path} answered {response.status_code}")
+        if response.status_code != httpx.codes.OK:
+            return None
+        try:
+            found = response.json()
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
+
+
+_SIGNS: tuple[tuple[str, str, str], ...] = (
+    ("vllm-mlx", "/harmony/v1/generate", "harmony"),
+    ("llamacpp", "/props", "default_generation_settings"),
+    ("sglang", "/get_model_info", "is_generation"),
+    ("vllm", "/version", "version"),
+)
+"""Kind, question, and a field that no other kind's answer has."""
+
+
+async def _kind(ask: Callable[[str], Any], spec: Spec) -> tuple[Dialect, _Json]:
+    if spec.kind:
+        if spec.kind not in KINDS:
+            raise HostError(f"{spec.kind!r} is no kind of engine: {', '.join(KINDS)}", status=500)
+        path = next((path for kind, path, _ in _SIGNS if spec.kind.startswith(kind)), "")
+        return KINDS[spec.kind], (await ask(path) if path else None) or {}
+    for kind, path, field in _SIGNS:
+        about = await ask(path)
+        if about is not None and field in about:
+            return KINDS[kind], about
+    raise HostError(f"{spec.url} is none of {', '.join(KINDS)}; name its kind: KIND=URL")
+
+
+def _served(listed: _Json, about: _Json, model: str) -> tuple[str, int | None]:
+    """The engine's name for the model, and its context length if it says one."""
+    entries = [each for each in listed.get("data") or () if isinstance(each, dict)]
+    names = [str(each.get("id")) for each in entries]
+    if entries and model not in names and len(entries) > 1:
+        raise HostError(f"the engine serves {', '.join(names)}, and none of them is {model}")
+    entry = next((each for each in entries if each.get("id") == model), (entries or [{}])[0])
+    settings = about.get("default_generation_settings")
+    lengths = (
+        entry.get("max_model_len"),
+        about.get("context_length"),
+        settings.get("n_ctx") if isinstance(settings, dict) else None,
+    )
+    length = next((each for each in lengths if type(each) is int and each > 0), None)
+    return str(entry.get("id") or model), length
+
+
+async def _able(dialect: Dialect, ask: Callable[[str], Any]) -> Dialect:
+    """``dialect`` with what this server of its kind can do."""
+    if isinstance(dialect, SGLang):
+        about = await ask("/get_server_info") or {}
+        grammar = about.get("grammar_backend") == "llguidance"
+        return replace(dialect, capabilities=replace(dialect.capabilities, grammar=grammar))
+    return dialect
+
+
+async def keeps_to_grammars(engine: HttpEngine, served_name: str) -> bool:
+    """Whether the engine writes the one control token that a grammar allows."""
+    settings = Settings(max_tokens=1, temperature=1.0, top_p=1.0)
+    prompt = (vocab.START, *vocab.encode("assistant"))
+    trial = Generation(served_name, prompt, settings, grammar=f"start: <[{vocab.RETURN}]>")
+    ids: tuple[int, ...] = ()
+    try:
+        async with aclosing(engine.chunks(trial, seconds=TRY_SECONDS)) as chunks:
+            async for chunk in chunks:
+                ids += chunk.ids
+    except HarmonyFailure:
+        return False
+    return ids == (vocab.RETURN,)

@@ -1,0 +1,325 @@
+"""An engine behind HTTP as the front end's ``Engine``: one request, one stream of ids.
+
+Knows connections, statuses and how a turn ends. Refuses to know what fields and events are called
+(`dialect`), and where a request goes that this engine does not take (`router`).
+
+**Back-pressure.** Nothing is read from the engine's socket before the last ids were taken: whoever
+reads slowly fills the kernel's buffers, and the engine's server waits for room in them. **Abort.**
+Closing the iterator closes the connection, which every engine here takes as the end of the request.
+
+**Ids that are forced.** No engine lets ids be put into a running request. Where reasoning has to
+end (`core.reasoning`), the request is closed and another one begun behind the forced ids: the
+engine's prefix cache has everything before them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from hashlib import blake2b
+
+import httpx
+from httpx_sse._decoders import SSEDecoder, SSELineDecoder  # see `_events`
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.constraint import Bounds, Follower, Held
+from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
+from vllm_mlx_harmony.gateway.engines.dialect import (
+    Capabilities,
+    Chunk,
+    Dialect,
+    Generation,
+    message_of,
+)
+from vllm_mlx_harmony.server.engine import Step, Steps
+from vllm_mlx_harmony.server.sampling import Settings
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+LONGEST_ERROR = 65_536
+"""Bytes of an error's body that are read."""
+
+MOST_CONTINUATIONS = 4
+"""Requests that one turn is made of, at most: each after the first follows ids that were forced."""
+
+
+class EngineUnavailable(HostError):
+    """The engine did not take the request, or lost it: another one may do it."""
+
+    code = "engine_unavailable"
+
+
+def client() -> httpx.AsyncClient:
+    """The one client of a process: connections are kept alive, and there is no limit to them.
+
+    Silence has no limit here: that of a request is the front end's (``Host.budget``).
+    """
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=1024),
+        follow_redirects=False,
+        trust_env=False,
+    )
+
+
+class HttpEngine:
+    """The engine at ``url``, which speaks ``dialect`` and calls its model ``served_name``.
+
+    ``model`` is what the weights are called here: turns are remembered for it, whichever engine
+    generated them. ``key`` is the engine's own API key.
+    """
+
+    one_at_a_time = False
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        url: str,
+        dialect: Dialect,
+        *,
+        model: str,
+        served_name: str = "",
+        context_length: int | None = None,
+        key: str = "",
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.dialect = dialect
+        self.model = model
+        self.context_length = context_length
+        self.served_name = served_name or model
+        self._http = http
+        self._headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        return self.dialect.capabilities
+
+    async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
+        """See ``server.engine.Engine``. No engine says it before it has computed."""
+        return 0
+
+    async def generate(
+        self, prompt: tuple[int, ...], settings: Settings, tenant: str, held: Held | None
+    ) -> Steps:
+        """See ``server.engine.Engine``. Raises ``EngineUnavailable`` before anything came."""
+        grammar = self._grammar(held.bounds) if held is not None else None
+        generation = Generation(
+            model=self.served_name,
+            prompt=prompt,
+            settings=replace(settings, max_tokens=max(settings.max_tokens, 1)),
+            salt=_salt(tenant) if self.capabilities.tenant_salt else "",
+            grammar=grammar,
+            min_tokens=held.bounds.min_tokens if held is not None else 0,
+        )
+        turn = _Turn(None if held is None else held.begin(grammar=grammar is not None))
+        cached = 0
+        for _ in range(MOST_CONTINUATIONS):
+            async with aclosing(self.chunks(generation)) as chunks:
+                async for chunk in chunks:
+                    cached = max(cached, chunk.cached_tokens)
+                    if settings.max_tokens == 0:
+                        if chunk.finish is not None:
+                            yield Step((), "length", cached)
+                            return
+                        continue
+                    ids = turn.take(chunk.ids)
+                    if turn.ended:
+                        yield Step(ids, "stop", cached)
+                        return
+                    if turn.forced:
+                        break
+                    yield Step(ids, chunk.finish, cached)
+                    if chunk.finish is not None:
+                        return
+            if not turn.forced:
+                raise OutputError("the engine ended before the answer did")
+            said = ids + turn.force()
+            yield Step(said, None, cached)
+            generation = _behind(generation, prompt, settings, turn.ids)
+            if generation.settings.max_tokens < 1:
+                yield Step((), "length", cached)
+                return
+        raise OutputError("the model would not stop to reason")
+
+    def _grammar(self, bounds: Bounds) -> str | None:
+        """The text of the grammar, where it can be kept to. Raises ``RequestError`` otherwise."""
+        grammar = bounds.grammar
+        if grammar is None:
+            return None
+        if self.capabilities.grammar and not grammar.grammar.begun:
+            return grammar.grammar.text
+        if bounds.binding:
+            raise RequestError(
+                f"this server's engine ({self.dialect.name}) cannot be held to a grammar: required "
+                "calls, strict tools and response formats are not possible",
+                code="unsupported_value",
+            )
+        return None
+
+    async def chunks(
+        self, generation: Generation, seconds: float | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """What the engine streams; with ``seconds`` it must not be silent for longer.
+
+        Raises ``EngineUnavailable`` before anything came, and ``OutputError`` behind that.
+        """
+        body = json.dumps(self.dialect.body(generation), separators=(",", ":")).encode()
+        request = self._http.build_request(
+            "POST",
+            self.url + self.dialect.path,
+            content=body,
+            headers=self._headers,
+            timeout=httpx.Timeout(seconds, connect=CONNECT_SECONDS),
+        )
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"the engine cannot be reached ({_named(error)})") from error
+        try:
+            await _check(response)
+            read = self.dialect.reader().read
+            async with aclosing(_events(response)) as groups:
+                async for group in groups:
+                    chunk = _joined([read(data) for data in group])
+                    if chunk is not None:
+                        yield chunk
+        except httpx.HTTPError as error:
+            problem = f"the connection to the engine broke ({_named(error)})"
+            raise OutputError(problem) from error
+        finally:
+            await response.aclose()
+
+
+class _Turn:
+    """One turn, id by id: where it ends, and where ids are forced."""
+
+    def __init__(self, follower: Follower | None) -> None:
+        self._follower = follower
+        self.ids: list[int] = []
+        """All so far."""
+        self.ended = False
+        self.forced: tuple[int, ...] = ()
+        """What has to follow now, whatever the engine says."""
+
+    def take(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of ``ids`` that are the turn's: up to its end, or to where others are forced."""
+        follower = self._follower
+        if follower is None:
+            for at, token in enumerate(ids, start=1):
+                if token in vocab.TURN_ENDS:
+                    self.ended = True
+                    ids = ids[:at]
+                    break
+            self.ids += ids
+            return ids
+        reasoning = follower.reasoning
+        for at, token in enumerate(ids, start=1):
+            if reasoning is not None and token in reasoning.banned:
+                self.forced = tuple(vocab.encode("final"))
+                return self._taken(ids[: at - 1])
+            follower.consume(token)
+            if token in vocab.TURN_ENDS:
+                self.ended = True
+                return self._taken(ids[:at])
+            if reasoning is not None and reasoning.forced:
+                self.forced = reasoning.forced
+                return self._taken(ids[:at])
+        return self._taken(ids)
+
+    def force(self) -> tuple[int, ...]:
+        """What is forced: said from now on."""
+        forced, self.forced = self.forced, ()
+        if self._follower is not None:
+            for token in forced:
+                self._follower.consume(token)
+        self.ids += forced
+        return forced
+
+    def _taken(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        self.ids += ids
+        return ids
+
+
+def _behind(
+    generation: Generation, prompt: tuple[int, ...], settings: Settings, said: Sequence[int]
+) -> Generation:
+    """``generation`` of what follows ``said``."""
+    left = replace(settings, max_tokens=settings.max_tokens - len(said))
+    missing = max(0, generation.min_tokens - len(said))
+    return replace(generation, prompt=(*prompt, *said), settings=left, min_tokens=missing)
+
+
+def _salt(tenant: str) -> str:
+    """What keeps one tenant's prefixes apart: not what its key can be guessed by elsewhere."""
+    return blake2b(tenant.encode(), digest_size=16, person=b"cache salt").hexdigest()
+
+
+def _joined(chunks: list[Chunk]) -> Chunk | None:
+    """Chunks that came at once, as one; ``None`` where none said anything."""
+    chunks = [each for each in chunks if each.ids or each.finish or each.cached_tokens]
+    if len(chunks) < 2:  # noqa: PLR2004
+        return chunks[0] if chunks else None
+    finish = next((each.finish for each in chunks if each.finish is not None), None)
+    ids = tuple(token for each in chunks for token in each.ids)
+    return Chunk(ids, finish, max(each.cached_tokens for each in chunks))
+
+
+async def _events(response: httpx.Response) -> AsyncGenerator[list[str], None]:
+    """The data of the events, in the groups that they came in.
+
+    httpx-sse's own iterator gives one event at a time: what a socket brought at once would be
+    parsed, written and sent event by event.
+    """
+    lines, events = SSELineDecoder(), SSEDecoder()
+    async for text in response.aiter_text():
+        found = [events.decode(line) for line in lines.decode(text)]
+        group = [event.data for event in found if event is not None]
+        if group:
+            yield group
+
+
+async def _check(response: httpx.Response) -> None:
+    """Raises what a status, or another kind of answer than a stream, means."""
+    status = response.status_code
+    if status == httpx.codes.OK:
+        kind = response.headers.get("content-type", "")
+        if not kind.startswith("text/event-stream"):
+            raise EngineUnavailable(f"the engine answered with {kind or 'nothing'}, not a stream")
+        return
+    said = await _said(response)
+    if status in (400, 413, 422):
+        raise RequestError(f"the engine refused the request: {said}", code="engine_refused")
+    if status in (401, 403):
+        logger.error("%s refuses this gateway's key (%d): %s", response.url, status, said)
+        raise EngineUnavailable("the engine refuses this gateway's key")
+    retry_after = response.headers.get("retry-after", "")
+    raise EngineUnavailable(
+        f"the engine answered {status}: {said}",
+        status=429 if status == httpx.codes.TOO_MANY_REQUESTS else 503,
+        retry_after=int(retry_after) if retry_after.isdigit() else None,
+    )
+
+
+async def _said(response: httpx.Response) -> str:
+    """What an error says, or how it begins."""
+    content = b""
+    async for piece in response.aiter_bytes():
+        content += piece
+        if len(content) > LONGEST_ERROR:
+            break
+    text = content.decode("utf-8", "replace")
+    try:
+        return message_of(json.loads(text)) or text[:200]
+    except ValueError:
+        return text[:200]
+
+
+def _named(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,61 @@
+"""Another vllm-mlx with this plugin: its own id endpoint, ``POST /harmony/v1/generate``.
+
+What it takes and gives is this project's (`server.ids`): the request's fields are those of
+``Settings``, an event has ``ids``, ``finish`` and ``cached_tokens``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.gateway.engines.dialect import (
+    Capabilities,
+    Chunk,
+    Generation,
+    count_of,
+    ids_of,
+    message_of,
+    parsed,
+)
+
+CAPABILITIES = Capabilities(grammar=True, cached_tokens=True, tenant_salt=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """This project's id endpoint."""
+
+    capabilities: Capabilities = CAPABILITIES
+    name: str = "vllm-mlx"
+    path: str = "/harmony/v1/generate"
+
+    def body(self, generation: Generation) -> dict[str, Any]:
+        """See ``Dialect``."""
+        return {
+            "model": generation.model,
+            "prompt": generation.prompt,
+            "settings": asdict(generation.settings),
+            "tenant": generation.salt,
+            "grammar": generation.grammar,
+            "min_tokens": generation.min_tokens,
+        }
+
+    def reader(self) -> PluginReader:
+        """See ``Dialect``."""
+        return PluginReader()
+
+
+class PluginReader:
+    """Events with new ids."""
+
+    def read(self, data: str) -> Chunk:
+        """See ``Reader``."""
+        event = parsed(data)
+        if "error" in event:
+            raise OutputError(f"the engine failed: {message_of(event)}")
+        finish = event.get("finish")
+        if finish not in (None, "stop", "length"):
+            raise OutputError(f"the engine gave the answer up ({finish})")
+        return Chunk(ids_of(event.get("ids")), finish, count_of(event.get("cached_tokens")))

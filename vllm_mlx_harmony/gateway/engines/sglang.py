@@ -1,0 +1,118 @@
+"""SGLang: ``POST /generate`` with ``input_ids``.
+
+What is relied on stands in SGLang 0.5, ``sglang/srt/managers/io_struct.py`` (``GenerateReqInput``),
+``sglang/srt/sampling/sampling_params.py`` and ``tokenizer_manager.py``: an event is
+``{"text", "output_ids", "meta_info": {"finish_reason", "completion_tokens", "cached_tokens", …}}``.
+``output_ids`` are all ids so far or, with ``--incremental-streaming-output``, the new ones;
+``completion_tokens`` counts all of them either way, which tells one from the other. A stream ends
+with ``data: [DONE]``, an error within it is ``data: {"error": {"message": …}}``, and closing the
+connection aborts the request (``create_abort_task``). ``extra_key`` keeps prefixes apart.
+
+``ebnf`` goes to llguidance as it is with ``--grammar-backend llguidance``, and takes Lark there
+(``constrained/llguidance_backend.py``); other backends do not read ids of control tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.gateway.engines.dialect import (
+    DONE,
+    NOTHING,
+    TURN_ENDS,
+    Capabilities,
+    Chunk,
+    Generation,
+    count_of,
+    garbled,
+    ids_of,
+    message_of,
+    parsed,
+)
+from vllm_mlx_harmony.server.engine import Finish
+
+CAPABILITIES = Capabilities(cached_tokens=True, tenant_salt=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SGLang:
+    """SGLang's own endpoint."""
+
+    capabilities: Capabilities = CAPABILITIES
+    name: str = "sglang"
+    path: str = "/generate"
+
+    def body(self, generation: Generation) -> dict[str, Any]:
+        """See ``Dialect``."""
+        settings = generation.settings
+        sampling: dict[str, Any] = {
+            "max_new_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k or -1,
+            "min_p": settings.min_p,
+            "presence_penalty": settings.presence_penalty,
+            "frequency_penalty": settings.frequency_penalty,
+            "repetition_penalty": settings.repetition_penalty,
+            "stop_token_ids": TURN_ENDS,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        if settings.seed is not None:
+            sampling["sampling_seed"] = settings.seed
+        if settings.logit_bias:
+            sampling["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias}
+        if generation.min_tokens:
+            sampling["min_new_tokens"] = min(generation.min_tokens, settings.max_tokens)
+        if generation.grammar is not None:
+            sampling["ebnf"] = generation.grammar
+        body = {"input_ids": generation.prompt, "sampling_params": sampling, "stream": True}
+        if generation.salt:
+            body["extra_key"] = generation.salt
+        return body
+
+    def reader(self) -> SGLangReader:
+        """See ``Dialect``."""
+        return SGLangReader()
+
+
+class SGLangReader:
+    """Events with all ids so far, or with new ones."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def read(self, data: str) -> Chunk:
+        """See ``Reader``."""
+        if data == DONE:
+            return NOTHING
+        event = parsed(data)
+        if "error" in event:
+            raise OutputError(f"the engine failed: {message_of(event)}")
+        about = event.get("meta_info")
+        if not isinstance(about, dict):
+            raise garbled(data)
+        ids, total = ids_of(event.get("output_ids")), count_of(about.get("completion_tokens"))
+        if len(ids) >= total:  # all of them; perhaps more than were counted a moment before
+            new = ids[self._seen :]
+        elif len(ids) == total - self._seen:
+            new = ids
+        else:
+            raise OutputError("the engine did not hand on every id")
+        self._seen += len(new)
+        return Chunk(new, _finish(about.get("finish_reason")), count_of(about.get("cached_tokens")))
+
+
+def _finish(reason: object) -> Finish | None:
+    """``{"type": "stop", "matched": 200002}`` and the like."""
+    if reason is None:
+        return None
+    kind = reason.get("type") if isinstance(reason, dict) else reason
+    if kind == "stop":
+        return "stop"
+    if kind == "length":
+        return "length"
+    said = reason.get("message") if isinstance(reason, dict) else None
+    raise OutputError(f"the engine gave the answer up ({kind}{f': {said}' if said else ''})")

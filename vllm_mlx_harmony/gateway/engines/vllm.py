@@ -1,0 +1,115 @@
+"""vLLM: ``POST /v1/completions`` with ids in and out.
+
+What is relied on stands in vLLM 0.32, ``vllm/entrypoints/openai/completion/protocol.py``
+(``CompletionRequest``, ``CompletionResponseStreamChoice``): ``prompt`` as a list of ids,
+``return_token_ids`` (choices have ``token_ids``, the first one ``prompt_token_ids`` as well),
+``stop_token_ids``, ``skip_special_tokens``, ``cache_salt``, ``structured_outputs.grammar`` and
+``stream_options.include_usage``. A stream ends with ``data: [DONE]``; an error within it is
+``data: {"error": {"message": …}}``. Closing the connection aborts the request
+(``with_cancellation``). Ray Serve's ingress offers this endpoint, too.
+
+Grammars go to llguidance (``--structured-outputs-config.backend guidance``; ``auto`` falls back to
+it), as Lark with ids: https://github.com/guidance-ai/llguidance, docs/syntax.md. How many
+tokens were cached it says with ``--enable-prompt-tokens-details`` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.gateway.engines.dialect import (
+    DONE,
+    NOTHING,
+    TURN_ENDS,
+    Capabilities,
+    Chunk,
+    Generation,
+    count_of,
+    garbled,
+    ids_of,
+    message_of,
+    parsed,
+)
+from vllm_mlx_harmony.server.engine import Finish
+
+FINISHES: dict[object, Finish] = {"stop": "stop", "length": "length"}
+
+CAPABILITIES = Capabilities(cached_tokens=True, tenant_salt=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Vllm:
+    """vLLM's completions."""
+
+    capabilities: Capabilities = CAPABILITIES
+    name: str = "vllm"
+    path: str = "/v1/completions"
+
+    def body(self, generation: Generation) -> dict[str, Any]:
+        """See ``Dialect``."""
+        settings = generation.settings
+        body: dict[str, Any] = {
+            "model": generation.model,
+            "prompt": generation.prompt,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "add_special_tokens": False,
+            "skip_special_tokens": False,
+            "stop_token_ids": TURN_ENDS,
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k,
+            "min_p": settings.min_p,
+            "presence_penalty": settings.presence_penalty,
+            "frequency_penalty": settings.frequency_penalty,
+            "repetition_penalty": settings.repetition_penalty,
+        }
+        if settings.seed is not None:
+            body["seed"] = settings.seed
+        if settings.logit_bias:
+            body["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias}
+        if generation.min_tokens:
+            body["min_tokens"] = min(generation.min_tokens, settings.max_tokens)
+        if generation.salt:
+            body["cache_salt"] = generation.salt
+        if generation.grammar is not None:
+            body["structured_outputs"] = {"grammar": generation.grammar}
+        return body
+
+    def reader(self) -> VllmReader:
+        """See ``Dialect``."""
+        return VllmReader()
+
+
+class VllmReader:
+    """Events of ``/v1/completions``: each has the ids that are new; the last has the usage."""
+
+    def read(self, data: str) -> Chunk:
+        """See ``Reader``."""
+        if data == DONE:
+            return NOTHING
+        event = parsed(data)
+        if "error" in event:
+            raise OutputError(f"the engine failed: {message_of(event)}")
+        choices = event.get("choices")
+        if not isinstance(choices, list):
+            raise garbled(data)
+        cached = 0
+        usage = event.get("usage")
+        if isinstance(usage, dict):
+            details = usage.get("prompt_tokens_details")
+            cached = count_of(details.get("cached_tokens")) if isinstance(details, dict) else 0
+        if not choices:
+            return Chunk(cached_tokens=cached)
+        choice = choices[0]
+        if not isinstance(choice, dict):
+            raise garbled(data)
+        reason = choice.get("finish_reason")
+        if reason is not None and reason not in FINISHES:
+            raise OutputError(f"the engine gave the answer up ({reason})")
+        finish = None if reason is None else FINISHES[reason]
+        return Chunk(ids_of(choice.get("token_ids")), finish, cached)

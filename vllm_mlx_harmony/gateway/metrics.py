@@ -1,0 +1,121 @@
+"""What ``/metrics`` says: requests, times and tokens, and how the engines are.
+
+Names are Prometheus' (https://prometheus.io/docs/practices/naming/). Keys appear by the names that
+the configuration gives them, never by themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from vllm_mlx_harmony.gateway.router import Backend
+
+_NAME = "vllm_mlx_harmony"
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """The metrics of one gateway."""
+
+    def __init__(self, backends: Iterable[Backend]) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            f"{_NAME}_requests",
+            "Requests that were run, by API and how they ended.",
+            ["api", "stream", "result"],
+            registry=self.registry,
+        )
+        self.running = Gauge(
+            f"{_NAME}_requests_running", "Requests that are being answered.", registry=self.registry
+        )
+        self.seconds = Histogram(
+            f"{_NAME}_request_seconds",
+            "From the reading of a request to its last token.",
+            ["api"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.first = Histogram(
+            f"{_NAME}_first_token_seconds",
+            "From the reading of a request to its first token.",
+            ["api"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.tokens = Counter(
+            f"{_NAME}_tokens", "Tokens of prompts and of answers.", ["kind"], registry=self.registry
+        )
+        self.reasoning_ended = Counter(
+            f"{_NAME}_reasoning_ended",
+            "Answers that the model was made to begin, by what ended its reasoning.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.refused = Counter(
+            f"{_NAME}_refused",
+            "Requests without a right key, or over the rate limit.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.registry.register(_Engines(tuple(backends)))
+
+    def text(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+
+class _Engines(Collector):
+    """The engines, as they are when they are asked for."""
+
+    def __init__(self, backends: tuple[Backend, ...]) -> None:
+        self._backends = backends
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        rows: tuple[tuple[str, str, Callable[[Backend], float]], ...] = (
+            ("up", "Whether requests go to the engine.", lambda each: float(each.up)),
+            ("requests", "Requests that the engine runs.", lambda each: float(each.in_flight)),
+        )
+        for name, about, value in rows:
+            family = GaugeMetricFamily(f"{_NAME}_engine_{name}", about, labels=["engine"])
+            for each in self._backends:
+                family.add_metric([each.spec.url], value(each))
+            yield family
+
+
+class RequestTracker:
+    """The accounting of one request; a ``server.host.Tracker``."""
+
+    def __init__(self, metrics: Metrics, api: str, *, stream: bool) -> None:
+        self._metrics = metrics
+        self._api = api
+        self._stream = "true" if stream else "false"
+        self._begun = time.monotonic()
+        self._has_first = self._finished = False
+        metrics.running.inc()
+
+    def observe_ttft(self) -> None:
+        """See ``Tracker``."""
+        if not self._has_first:
+            self._has_first = True
+            self._metrics.first.labels(self._api).observe(time.monotonic() - self._begun)
+
+    def reasoning_ended(self, reason: str) -> None:
+        """See ``Tracker``."""
+        self._metrics.reasoning_ended.labels(reason).inc()
+
+    def finish(self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+        """See ``Tracker``."""
+        if self._finished:
+            return
+        self._finished = True
+        metrics = self._metrics
+        metrics.running.dec()
+        metrics.requests.labels(self._api, self._stream, result).inc()
+        metrics.seconds.labels(self._api).observe(time.monotonic() - self._begun)
+        metrics.tokens.labels("prompt").inc(prompt_tokens)
+        metrics.tokens.labels("answer").inc(completion_tokens)
