@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core.header import Header
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import EndReason, Parser
 from vllm_mlx_harmony.core.render import Rendered, opening, render, render_messages
-from vllm_mlx_harmony.core.replay import Output
+from vllm_mlx_harmony.core.replay import SPOKEN, Output
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -23,6 +23,8 @@ from vllm_mlx_harmony.core.turn import (
     Preamble,
     Reasoning,
     Result,
+    ServerCall,
+    ServerResult,
     Stamp,
     Turn,
 )
@@ -31,6 +33,11 @@ _SPOKEN: dict[Kind, Callable[[str], Message]] = {
     Kind.REASONING: Reasoning,
     Kind.PREAMBLE: Preamble,
     Kind.ANSWER: Answer,
+}
+
+_CALLS: dict[Kind, type[Call] | type[ServerCall]] = {
+    Kind.CALL: Call,
+    Kind.SERVER_CALL: ServerCall,
 }
 
 
@@ -58,6 +65,8 @@ class StreamingHarmonyContext:
         self._parts: list[str] = []
         self._prompt_tokens = len(rendered.ids)
         self._answered = False  # a tool has, and the assistant's next message is not begun
+        self._goes_on = False  # what it answered is within the output, which is not kept yet
+        self._tool_tokens = 0
         self._outputs: list[Output] = []
         self._begin_output()
 
@@ -78,6 +87,12 @@ class StreamingHarmonyContext:
         return (*self._messages, *tail)
 
     @property
+    def server_call(self) -> ServerCall | None:
+        """The call that the server has to answer before the model goes on, if there is one."""
+        last = self._messages[-1] if self._messages and self._open is None else None
+        return last if isinstance(last, ServerCall) and not self._cut else None
+
+    @property
     def outputs(self) -> tuple[Output, ...]:
         """What the model generated and has ended, as it can be placed again: for a `Replay`.
 
@@ -93,7 +108,10 @@ class StreamingHarmonyContext:
         """What the model generated next: any number of ids, none and ids after the end included."""
         if self._answered:
             self._ids, self._answered = [*self.render_for_completion()], False
-            self._begin_output()
+            if self._goes_on:
+                self._go_on()
+            else:
+                self._begin_output()
         goes_on = not self.done
         deltas = self._parser.feed(ids)
         if goes_on:
@@ -104,18 +122,28 @@ class StreamingHarmonyContext:
             del self._ids[self._output_at + self._parser.done_at - self._read_before :]
         return self._take_in(deltas)
 
-    def append_tool_output(self, messages: Iterable[Result]) -> list[Delta]:
+    def append_tool_output(self, messages: Iterable[Result | ServerResult]) -> list[Delta]:
         """What tools answered to calls of this conversation: the model goes on behind it.
 
+        What the server ran stays within the model's output, which is kept as a whole.
         Returns the deltas of what closes by that. Raises ``RequestError`` when a result answers
         no call of the conversation; nothing has changed then.
         """
         results = list(messages)
-        rendered = render_messages(results, self._names, self._calls(), self._tenant)
+        calls = self._calls()
+        rendered = [render_messages([each], self._names, calls, self._tenant) for each in results]
+        goes_on = all(isinstance(each, ServerResult) for each in results)
         deltas = [] if self._answered else self._end_output()
-        self._ids.extend(rendered)
-        self._messages.extend(results)
-        self._answered = True
+        if not goes_on:
+            self._keep_output()
+        for result, ids in zip(results, rendered, strict=True):
+            if goes_on:
+                self._begins.append(len(self._ids) - self._started_at)
+                self._tool_tokens += len(ids)
+            self._ids.extend(ids)
+            self._messages.append(result)
+        self._ended_at = len(self._ids) - self._started_at
+        self._answered, self._goes_on = True, goes_on
         return deltas
 
     def render_for_completion(self) -> tuple[int, ...]:
@@ -127,13 +155,17 @@ class StreamingHarmonyContext:
 
         ``cached_tokens`` of the prompt needed no prefill.
         """
-        ended = self._parser.ended_at
+        self._note_end()
         deltas = self._take_in(self._parser.close(reason))
-        if not (self._answered or any(isinstance(d, Finished) and d.stop_sequence for d in deltas)):
-            self._keep_output(ended)
-        prompt = {"prompt_tokens": self._prompt_tokens, "cached_tokens": cached_tokens}
+        if not any(isinstance(each, Finished) and each.stop_sequence for each in deltas):
+            self._keep_output()
+        counted = {
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": cached_tokens,
+            "tool_tokens": self._tool_tokens,
+        }
         return [
-            replace(delta, usage=replace(delta.usage, **prompt))
+            replace(delta, usage=replace(delta.usage, **counted))
             if isinstance(delta, Finished)
             else delta
             for delta in deltas
@@ -141,34 +173,59 @@ class StreamingHarmonyContext:
 
     def _end_output(self) -> list[Delta]:
         """Closes the output on both sides: as deltas, and with a terminator that a history has."""
-        called = self._open is not None and self._open.kind is Kind.CALL
-        if self._ids[-1] in vocab.LAST:
+        called = self.server_call is not None
+        called |= self._open is not None and self._open.kind in _CALLS
+        if len(self._ids) == self._output_at and self._ids[-len(opening()) :] == opening():
+            # Nothing was generated: the call stands in the history, and so does what follows it.
+            del self._ids[-len(opening()) :]
+            self._started_at = len(self._ids)
+        elif self._ids[-1] in vocab.LAST:
             self._ids[-1] = vocab.END
         elif self._ids[-1] not in (vocab.END, vocab.CALL):
             self._ids.append(vocab.CALL if called else vocab.END)
-        ended = self._parser.ended_at
-        deltas = self._take_in(self._parser.resume())
-        self._keep_output(ended)
-        return deltas
+        self._note_end()
+        return self._take_in(self._parser.resume())
 
     def _begin_output(self) -> None:
         """Notes what stands before it."""
         self._output_at = len(self._ids)
+        self._started_at = max(self._output_at - len(opening()), 0)
+        self._ended_at = self._output_at - self._started_at
         self._messages_before = len(self._messages)
         self._read_before = self._parser.tokens
         self._begins: list[int] = []
+        self._cut = self._kept = False
+
+    def _go_on(self) -> None:
+        """The model goes on behind what the server ran: in the same output."""
+        self._output_at = len(self._ids)
+        self._read_before = self._parser.tokens
 
     def _place(self, generated: int) -> int:
-        """Where in the output an id is that so many ids were generated before."""
-        return len(opening()) + generated - self._read_before
+        """Where in the output an id is that so many ids were generated before.
 
-    def _keep_output(self, ended: int) -> None:
-        ids = self._ids[max(self._output_at - len(opening()), 0) :]
-        if ids[: len(opening())] == opening():
-            before = self._messages_before
-            said = tuple(self._messages[:before]), tuple(self._messages[before:])
-            places = tuple(self._begins), self._place(ended)
-            self._outputs.append(Output(*said, tuple(ids), *places))
+        What the model says first behind a result begins with the opening that follows that.
+        """
+        place = self._output_at - self._started_at + generated - self._read_before
+        return place - len(opening()) if self._begins and generated == self._read_before else place
+
+    def _note_end(self) -> None:
+        """Notes up to where messages have ended, as long as what is open has not been closed."""
+        if not self._answered:
+            self._ended_at = self._place(self._parser.ended_at)
+
+    def _keep_output(self) -> None:
+        """The output as it can be placed again, once."""
+        if self._kept:
+            return
+        self._kept = True
+        ids = self._ids[self._started_at :]
+        before = self._messages_before
+        said = tuple(self._messages[:before]), tuple(self._messages[before:])
+        # What continues a turn of the history cannot be placed without the rest of it.
+        continues = bool(said[0]) and type(said[0][-1]) in SPOKEN
+        if ids[: len(opening())] == opening() and said[1] and not continues:
+            self._outputs.append(Output(*said, tuple(ids), tuple(self._begins), self._ended_at))
 
     def _take_in(self, deltas: list[Delta]) -> list[Delta]:
         for delta in deltas:
@@ -179,15 +236,16 @@ class StreamingHarmonyContext:
                 self._begins.append(self._place(delta.at))
             elif isinstance(delta, Closed):
                 self._messages.append(self._spoken())
-                self._open = None
+                self._open, self._cut = None, not delta.complete
         return deltas
 
     def _spoken(self) -> Message:
         """The message that is open, as far as it goes."""
         assert self._open is not None
         text = "".join(self._parts)
-        if self._open.kind is Kind.CALL:
-            return Call(self._stamp.call_id(self._open.index), self._open.name, text)
+        if self._open.kind in _CALLS:
+            key = self._stamp.call_id(self._open.index)
+            return _CALLS[self._open.kind](key, self._open.name, text)
         return _SPOKEN[self._open.kind](text)
 
     def _calls(self) -> dict[str, str]:

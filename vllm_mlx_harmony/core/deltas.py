@@ -2,6 +2,7 @@
 
 Knows the meaning of a message (semantics B, "Meaning"). Refuses to know channels, tokens and APIs.
 One turn is: Started, then per shown message Opened, Text…, Closed, then Finished or Failed.
+Behind the message that calls a tool of the server's stand ToolStarted and ToolFinished.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from enum import Enum
 from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure
+from vllm_mlx_harmony.core.turn import ServerCall
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length"]
 
@@ -22,16 +24,22 @@ class Kind(Enum):
     PREAMBLE = "preamble"
     ANSWER = "answer"
     CALL = "call"
+    SERVER_CALL = "server_call"  # of a tool that the server runs, within the same turn
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one turn; ``cached_tokens`` of the prompt needed no prefill."""
+    """Token counts of one turn; ``cached_tokens`` of the prompt needed no prefill.
+
+    ``tool_tokens`` are those of what tools of the server's answered within the turn: neither in the
+    prompt, which counts once, nor in what was generated.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     cached_tokens: int = 0
+    tool_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,8 @@ class Started:
 class Opened:
     """A message begins. ``index`` counts the shown messages of the turn from 0.
 
-    ``name`` is the tool's name as the request declared it; empty unless ``kind`` is ``CALL``.
+    ``name`` is the tool's name as the request declared it, of a tool that the server runs the whole
+    recipient; empty unless ``kind`` is ``CALL`` or ``SERVER_CALL``.
     Never sent for a message that turns out empty, except for a call. ``at`` is how many ids the
     model had generated where the message's header begins: for whoever keeps the ids.
     """
@@ -75,6 +84,36 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolStarted:
+    """The tool that message ``index`` calls runs now, on the server.
+
+    Without it the call was not run: its caller wants to approve it first, or it was cut. A call
+    that an earlier turn ended with, approved since, has no message in this one: then ``call`` is
+    it, and ``index`` counts on.
+    """
+
+    index: int
+    call: ServerCall | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFailure:
+    """Why a call failed. ``by_tool``: the tool itself says so, and ``text`` is its own."""
+
+    text: str
+    by_tool: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFinished:
+    """The tool has answered: ``text`` is what the model gets to read, of a failure, too."""
+
+    index: int
+    text: str
+    failure: ToolFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The turn ends. ``stop_sequence`` is the caller's string that ended it, if one did."""
 
@@ -90,4 +129,6 @@ class Failed:
     error: HarmonyFailure
 
 
-Delta: TypeAlias = "Started | Opened | Text | Closed | Finished | Failed"
+Delta: TypeAlias = (
+    "Started | Opened | Text | Closed | ToolStarted | ToolFinished | Finished | Failed"
+)

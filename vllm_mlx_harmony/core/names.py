@@ -25,27 +25,42 @@ _UNCARRYABLE = re.compile(r"[^A-Za-z0-9_-]+")
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of one turn: ``aliases`` maps each declared name to what the model is shown."""
+    """The names of one turn: ``aliases`` maps each declared name to what the model is shown.
+
+    ``builtin`` are the built-in namespaces that the client runs, ``server`` the recipients of the
+    tools that the server runs. Nobody else's tool is in their namespaces.
+    """
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     builtin: tuple[str, ...] = ()
+    server: tuple[str, ...] = ()
     _declared: Mapping[str, str] = field(init=False)
     _recipients: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    _served: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         inverse = {alias: name for name, alias in self.aliases.items()}
         recipients = {name: _PREFIX + alias for name, alias in self.aliases.items()}
         object.__setattr__(self, "_declared", inverse)
         object.__setattr__(self, "_recipients", recipients)
+        object.__setattr__(self, "_served", frozenset(map(_namespace, self.server)))
 
     @classmethod
     def of(cls, turn: Turn) -> Names:
         """The names of a turn's tools, and of the tools and calls in its history, in that order.
 
-        Raises ``RequestError`` for a tool without a name and for two tools of the same name.
+        Raises ``RequestError`` for a tool without a name, for two tools of the same name, and for
+        one that a tool of the server's could be taken for.
         """
-        later = dict.fromkeys(_met(turn.messages, turn.builtin_tools))
-        return cls(_aliases(_declared(turn.tools), later), turn.builtin_tools)
+        server = tuple(name for each in turn.namespaces for name in each.recipients)
+        served = frozenset(each.name for each in turn.namespaces)
+        builtin = tuple(name for name in turn.builtin_tools if name not in served)
+        later = dict.fromkeys(_met(turn.messages, builtin))
+        for tool in turn.callable_tools if served else ():
+            if _namespace(tool.name) in served:
+                problem = f"a tool cannot be named {quoted(tool.name)}: the server runs tools there"
+                raise RequestError(problem, param=tool.where)
+        return cls(_aliases(_declared(turn.tools), later), builtin, server)
 
     def alias(self, name: str) -> str:
         """``name`` as the model is shown it in ``namespace functions``."""
@@ -71,14 +86,22 @@ class Names:
         """Whether ``recipient`` addresses a declared tool, or a built-in one that is enabled."""
         return bool(self._known(recipient))
 
+    def is_served(self, name: str) -> bool:
+        """Whether a call of ``name``, as `addressee` gives it, is the server's to run."""
+        return _namespace(name) in self._served
+
     def _known(self, recipient: str) -> str:
         """The declared name. One in other capitals, or with ``_`` or ``-`` around it that the
-        declared one does not have, is meant when no other name is like it."""
+        declared one does not have, is meant when no other name is like it. So is a tool of the
+        server's whose namespace was left out."""
         bare = recipient.removeprefix(_PREFIX) or recipient
         known = self._declared.get(bare) or self._declared.get(recipient)
         if known or _namespace(recipient) in self.builtin:
             return known or recipient
+        if self.is_served(bare):
+            return bare
         like = [name for alias, name in self._declared.items() if _like(alias) == _like(recipient)]
+        like = like or [name for name in self.server if bare and name.partition(".")[2] == bare]
         return like[0] if len(like) == 1 else ""
 
 

@@ -187,6 +187,7 @@ class Parser:
         self._one_call = one_call
         self._index = 0
         self._calls = 0
+        self._server_calls = 0
         self._waiting: _Loose | None = None  # for the turn to say something else
         self._answered = False  # content or a call has been shown
         self._reasoning_tokens = 0
@@ -262,7 +263,7 @@ class Parser:
     # Control tokens
 
     def _control(self, sign: Sign) -> None:
-        calls = self._calls
+        calls, server_calls = self._calls, self._server_calls
         if self.state is State.HEADER:
             self._header.gap()
             if self._header.author != "assistant":
@@ -270,8 +271,8 @@ class Parser:
         actions, self.state = TRANSITIONS[self.state][sign]
         for action in actions:
             self._act(action)
-        if self._one_call and self._calls > calls:
-            self.state = State.ENDED
+        if (self._one_call and self._calls > calls) or self._server_calls > server_calls:
+            self.state = State.ENDED  # the server runs it before the model says any more
         if self.state in (State.CALLED, State.ENDED):
             self._done(self.ended_at)
 
@@ -355,7 +356,8 @@ class Parser:
         if self._stop and self._is(Kind.PREAMBLE, Kind.ANSWER):
             self._stops = StopStrings(self._stop)
         if self._kind is Kind.CALL:
-            self._open(Kind.CALL, tool)
+            self._kind = Kind.SERVER_CALL if self._names.is_served(tool) else Kind.CALL
+            self._open(self._kind, tool)
 
     def _is(self, *kinds: Kind) -> bool:
         return self._kind in kinds
@@ -403,8 +405,9 @@ class Parser:
             self._show(self._decoder.decode(b"", final=True))
         if self._stops is not None:
             self._emit(self._stops.flush())
-        if self._is(Kind.CALL) and complete:
-            self._calls += 1
+        if self._is(Kind.CALL, Kind.SERVER_CALL) and complete:
+            self._calls += self._kind is Kind.CALL
+            self._server_calls += self._kind is Kind.SERVER_CALL
             self._emit("{}" if self._empty else "")
         self._shut(complete=complete)
 

@@ -35,6 +35,8 @@ from vllm_mlx_harmony.core.turn import (
     Reasoning,
     ResponseFormat,
     Result,
+    ServerCall,
+    ServerResult,
     Tool,
     Turn,
     User,
@@ -114,19 +116,26 @@ def render_message(message: Message, names: Names, calls: Mapping[str, str]) -> 
 def _ids_of(
     message: Message, names: Names, calls: Mapping[str, str], room: schema.Room, tenant: str = ""
 ) -> tuple[int, ...]:
+    kind: type[Message] = type(message)
+    tool = ""
     if isinstance(message, Call):
-        return _message(tenant, Call, message.arguments, names.recipient(message.name))
-    if isinstance(message, Result):
-        return _message(tenant, Result, message.text, names.recipient(_answered(message, calls)))
-    if isinstance(message, AdditionalTools):
-        return _message(tenant, AdditionalTools, _tools(message.tools, names, tenant, room))
-    if isinstance(message, EffortUpdate):
-        return _message(tenant, EffortUpdate, f"Reasoning: {message.effort.value}")
-    if isinstance(message, FormatUpdate):
+        text, tool = message.arguments, names.recipient(message.name)
+    elif isinstance(message, Result):
+        text, tool = message.text, names.recipient(_answered(message, calls))
+    elif isinstance(message, ServerCall):
+        kind, text, tool = Call, message.arguments, message.name
+    elif isinstance(message, ServerResult):
+        kind, text, tool = Result, message.text, message.name
+    elif isinstance(message, AdditionalTools):
+        text = _HEADING + _tools(message.tools, names, tenant, room)
+    elif isinstance(message, EffortUpdate):
+        text = f"Reasoning: {message.effort.value}"
+    elif isinstance(message, FormatUpdate):
         asked = message.response_format
         text = _PLAIN if asked is None else _response_format(asked)
-        return _message(tenant, FormatUpdate, text)
-    return _message(tenant, type(message), message.text)
+    else:
+        text = message.text
+    return _message(tenant, kind, text, tool)
 
 
 def _answered(result: Result, calls: Mapping[str, str]) -> str:
@@ -222,19 +231,19 @@ def _call_header(recipient: str) -> tuple[int, ...]:
     A built-in is called as the model was trained to: in its analysis, the content type ``code``
     (for the browser's JSON too) a bare word.
     """
-    if _is_function(recipient):
-        return _header("assistant", f"commentary to={recipient} ", "json")
-    return _header("assistant", f"analysis to={recipient} code")
+    if _is_trained(recipient):
+        return _header("assistant", f"analysis to={recipient} code")
+    return _header("assistant", f"commentary to={recipient} ", "json")
 
 
 def _result_header(recipient: str) -> tuple[int, ...]:
     """A5. What a tool says comes back on the channel it was called on."""
-    channel = "commentary" if _is_function(recipient) else "analysis"
+    channel = "analysis" if _is_trained(recipient) else "commentary"
     return _header(f"{recipient} to=assistant", channel)
 
 
-def _is_function(recipient: str) -> bool:
-    return recipient.startswith(f"{FUNCTIONS}.")
+def _is_trained(recipient: str) -> bool:
+    return recipient.partition(".")[0] in BUILTIN_TOOLS
 
 
 def opening(prefill: str | None = None) -> list[int]:
@@ -352,7 +361,8 @@ def _written(
 def _system(turn: Turn, tools: bool) -> tuple[int, ...]:
     """The system message: openai-harmony's, with the caller's words put into it afterwards."""
     given = {_IDENTITY: turn.identity or "", _DATE: turn.date or ""}
-    form = _system_form(*map(bool, given.values()), turn.effort, turn.builtin_tools, tools)
+    builtin = turn.trained_namespaces
+    form = _system_form(*map(bool, given.values()), turn.effort, builtin, tools)
     text = "".join(vocab.clean(given.get(part, part)) for part in _BLANKS.split(form))
     return _message(turn.tenant, _System, text)
 
@@ -405,16 +415,32 @@ def _developer(
     sections = []
     if instructions:
         sections.append(_FORMS[Instructions].heading + instructions)
-    if tools:
-        sections.append(_tools(tools, names, turn.tenant, room))
+    declared = [_tools(tools, names, turn.tenant, room)] if tools else []
+    declared += [
+        _tools(
+            each.tools,
+            Names(),
+            turn.tenant,
+            room,
+            namespace=each.name,
+            description=each.description,
+        )
+        for each in turn.namespaces
+        if not each.trained
+    ]
+    if declared:
+        sections.append(_HEADING + "\n\n".join(declared))
     if turn.response_format is not None:
         sections.append(_response_format(turn.response_format))
     return _message(turn.tenant, Turn, "\n\n".join(sections)) if sections else ()
 
 
+_HEADING = "# Tools\n\n"
+
+
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """A ``# Tools`` section: its text, and what it took of the room for tools."""
+    """A namespace of a ``# Tools`` section: its text, and what it took of the room for tools."""
 
     text: str
     characters: int
@@ -424,9 +450,17 @@ class _Section:
 _sections: lru.Recent[tuple[str, bytes], _Section] = lru.Recent(REMEMBERED // 8)
 
 
-def _tools(tools: Sequence[Tool], names: Names, tenant: str, room: schema.Room) -> str:
-    """The ``# Tools`` section, remembered."""
-    key = _declared(tools, names)
+def _tools(
+    tools: Sequence[Tool],
+    names: Names,
+    tenant: str,
+    room: schema.Room,
+    *,
+    namespace: str = FUNCTIONS,
+    description: str = "",
+) -> str:
+    """A namespace of the ``# Tools`` section, remembered."""
+    key = _declared(tools, names, namespace, description)
     if key is not None and len(key) > MOST_CHARACTERS:
         raise schema.too_large(tools[-1])
     section = None if key is None else _sections.get((tenant, key))
@@ -435,7 +469,7 @@ def _tools(tools: Sequence[Tool], names: Names, tenant: str, room: schema.Room) 
         room.take_for(tools[-1], section.characters, section.schemas)
         return section.text
     characters, schemas = room.left
-    text = _declaration(tools, names, room)
+    text = _declaration(tools, names, room, namespace, description)
     if key is not None:
         left = room.left
         section = _Section(text, characters - left[0], schemas - left[1])
@@ -443,22 +477,25 @@ def _tools(tools: Sequence[Tool], names: Names, tenant: str, room: schema.Room) 
     return text
 
 
-def _declared(tools: Sequence[Tool], names: Names) -> bytes | None:
+def _declared(
+    tools: Sequence[Tool], names: Names, namespace: str, description: str
+) -> bytes | None:
     """All that the section depends on, order included; ``None`` when it is no plain JSON.
 
     ``marshal`` takes a quarter of the time of ``json``, and version 2 writes equal values equally.
     """
     values = [(names.alias(tool.name), tool.description, tool.parameters) for tool in tools]
     try:
-        return marshal.dumps(values, 2)
+        return marshal.dumps((namespace, description, values), 2)
     except ValueError:
         return None
 
 
-def _declaration(tools: Sequence[Tool], names: Names, room: schema.Room) -> str:
-    return typescript.section(
-        FUNCTIONS, [_declared_tool(tool, names.alias(tool.name), room) for tool in tools]
-    )
+def _declaration(
+    tools: Sequence[Tool], names: Names, room: schema.Room, namespace: str, description: str
+) -> str:
+    declared = [_declared_tool(tool, names.alias(tool.name), room) for tool in tools]
+    return typescript.section(namespace, declared, vocab.clean(description))
 
 
 def _declared_tool(tool: Tool, name: str, room: schema.Room) -> str:

@@ -17,10 +17,21 @@ from typing import Protocol, TypeAlias
 
 from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.text_limits import is_parsed_soon
-from vllm_mlx_harmony.core.turn import Answer, Call, Message, Preamble, Reasoning, Result, User
+from vllm_mlx_harmony.core.turn import (
+    Answer,
+    Call,
+    Message,
+    Preamble,
+    Reasoning,
+    Result,
+    ServerCall,
+    ServerResult,
+    User,
+)
 
-_SPOKEN = frozenset({Reasoning, Preamble, Answer, Call})
-"""What an assistant says. A turn is as much of that as stands in a row in a history."""
+SPOKEN = frozenset({Reasoning, Preamble, Answer, Call, ServerCall, ServerResult})
+"""What an assistant says, and what it had run on the server in between. A turn is as much of that
+as stands in a row in a history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +64,14 @@ class Remembered:
     """A turn as it was generated; its segments in a row are its ids, ended as in a history.
 
     ``kinds`` are what the segments are, ``content`` and ``calls`` what a client saw of it, whatever
-    API it used.
+    API it used; ``served`` is the digest of what ran on the server within it (`served`).
     """
 
     kinds: tuple[type[Message], ...]
     segments: tuple[Segment, ...]
     content: str
     calls: tuple[Call, ...]
+    served: str = ""
 
 
 _Key: TypeAlias = "tuple[str, str] | tuple[str, int, str]"
@@ -119,7 +131,7 @@ class View:
         if segments and (content or calls):
             key = self._key(content, calls, 0 if calls else story(output.before))
             kinds = tuple(map(type, output.messages))
-            turn = Remembered(kinds, segments, content, tuple(calls))
+            turn = Remembered(kinds, segments, content, tuple(calls), served(output.messages))
             self._turns.put(key, turn, _size(turn, key))
             if self._archive is not None:
                 self._archive.put(_digest(*key), turn)
@@ -136,11 +148,11 @@ class View:
                 continue
             content, calls = visible(group)
             if calls:  # which it is known by, and not by the story before it
-                yield said, group, self._generated(content, calls, 0)
+                yield said, group, self._generated(content, calls, 0, served(group))
                 continue
             before.go_on(groups[told:at])
             told = at
-            yield said, group, self._generated(content, calls, before.number)
+            yield said, group, self._generated(content, calls, before.number, served(group))
 
     def find(self, turn: Sequence[Message], before: int) -> Remembered | None:
         """``turn`` as it was generated; ``None`` when it was not here, or a client edited it.
@@ -149,13 +161,16 @@ class View:
         does not count: clients leave it out, shorten and reword it. Nor do white space and order
         within the JSON of a call's arguments: clients parse it and write it anew.
         """
-        return self._generated(*visible(turn), before)
+        return self._generated(*visible(turn), before, served(turn))
 
-    def _generated(self, content: str, calls: Sequence[Call], before: int) -> Remembered | None:
+    def _generated(
+        self, content: str, calls: Sequence[Call], before: int, ran: str
+    ) -> Remembered | None:
         found = self._found(self._key(content, calls, before))
         if found is None or found.content != content or not _same(found.calls, calls):
             return None
-        return found
+        # A client of an API that has no place for what ran here gives nothing of it back.
+        return found if ran in ("", found.served) else None
 
     def _found(self, key: _Key) -> Remembered | None:
         found = self._turns.get(key)
@@ -191,12 +206,36 @@ def visible(turn: Iterable[Message]) -> tuple[str, list[Call]]:
     return "\n".join(texts), calls
 
 
+def served(turn: Iterable[Message]) -> str:
+    """A digest of what ran on the server in ``turn``: calls and results; empty when nothing did.
+
+    The same however a client wrote the arguments anew, and whatever it did to ids.
+    """
+    ran = [each for each in turn if isinstance(each, (ServerCall, ServerResult))]
+    if not ran:
+        return ""
+    parts: list[str] = []
+    for each in ran:
+        said = each.text if isinstance(each, ServerResult) else _as_json(each.arguments)
+        parts += (type(each).__name__, each.name, said)
+    return _digest(*parts).hex()
+
+
+def _as_json(text: str) -> str:
+    if not is_parsed_soon(text):
+        return text
+    try:
+        return _canonical(text)
+    except (ValueError, RecursionError):
+        return text
+
+
 def turns(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
     """``messages`` in groups: what the assistant says in a row (true), and what stands between."""
     groups: list[tuple[bool, list[Message]]] = []
     said, group = None, list[Message]()
     for message in messages:
-        speaks = type(message) in _SPOKEN
+        speaks = type(message) in SPOKEN
         if speaks is not said:
             said, group = speaks, []
             groups.append((said, group))

@@ -110,6 +110,28 @@ class Result:
     where: str = "messages"
 
 
+@dataclass(frozen=True, slots=True)
+class ServerCall:
+    """A call by the assistant of a tool that the server runs itself, within the same turn.
+
+    ``name`` is the whole recipient: ``python``, ``browser.open``, ``weather.now``. Whatever the
+    request at hand declares, it is rendered under that name.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerResult:
+    """What the tool that the server ran for the call ``call_id`` answered. ``name``: the call's."""
+
+    call_id: str
+    name: str
+    text: str
+
+
 BuiltinTool: TypeAlias = Literal["browser", "python"]
 """The namespaces of the tools that gpt-oss was trained with."""
 
@@ -144,8 +166,42 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
+class Namespace:
+    """Tools that the server runs; the model calls one as ``NAMESPACE.TOOL``.
+
+    One with the name of a built-in is shown as gpt-oss was trained to see it, whatever its
+    ``tools`` say; ``python`` is called by that name alone, and what is written to it is code.
+    ``label`` is what clients and the operator call it. ``approval`` are the names of tools that
+    the caller wants to be asked about before one of their calls is run.
+    """
+
+    name: str
+    tools: tuple[Tool, ...]
+    description: str = ""
+    label: str = ""
+    approval: frozenset[str] = frozenset()
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is one of the namespaces that gpt-oss was trained with."""
+        return self.name in BUILTIN_TOOLS
+
+    @property
+    def recipients(self) -> tuple[str, ...]:
+        """What calls of its tools are addressed to."""
+        if self.name == PYTHON:
+            return (PYTHON,)
+        return tuple(f"{self.name}.{tool.name}" for tool in self.tools)
+
+
+PYTHON = "python"
+"""The built-in namespace that is its own and only tool."""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools the turn may call: ``names`` as declared (``None``: all of them).
+    """Which tools the turn may call: ``names`` as declared (``None``: all of them), the recipients
+    of tools that the server runs among them.
 
     ``required``: it has to end in a call of one of them. That no tool may be called is said by a
     turn without tools (A9).
@@ -202,6 +258,8 @@ Message: TypeAlias = (
     | Answer
     | Call
     | Result
+    | ServerCall
+    | ServerResult
     | AdditionalTools
     | EffortUpdate
     | FormatUpdate
@@ -262,7 +320,8 @@ class Turn:
     ``tools``, ``effort`` and ``response_format`` are what the beginning of the prompt shows;
     messages can change them later on: ``callable_tools`` and ``answer_format`` are what holds for
     the answer, and so does ``thinking``. ``tenant`` is whose turn it is: what is remembered of its
-    texts serves nobody else.
+    texts serves nobody else. ``namespaces`` are the tools that the server runs for it, and
+    ``max_tool_calls`` how many of their calls it runs (``None``: the server's default).
     """
 
     messages: tuple[Message, ...]
@@ -278,6 +337,14 @@ class Turn:
     tool_choice: ToolChoice = ToolChoice()
     thinking: bool = True
     tenant: str = ""
+    namespaces: tuple[Namespace, ...] = ()
+    max_tool_calls: int | None = None
+
+    @property
+    def trained_namespaces(self) -> tuple[str, ...]:
+        """The built-in namespaces that the prompt shows, whoever runs their tools."""
+        served = (each.name for each in self.namespaces if each.trained)
+        return tuple(dict.fromkeys((*self.builtin_tools, *served)))
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
@@ -303,7 +370,7 @@ class Turn:
 
 
 def _characters(message: Message) -> int:
-    if isinstance(message, Call):
+    if isinstance(message, (Call, ServerCall)):
         return len(message.arguments)
     if isinstance(message, AdditionalTools):
         return sum(len(tool.description) for tool in message.tools)
@@ -315,7 +382,8 @@ class Defaults:
     """What the server was started with and a request may override (A1, A8).
 
     ``none_effort`` is what the word ``none`` is taken for, thinking; ``None``: that it must not.
-    What is ``None`` in ``sampling`` changes nothing.
+    What is ``None`` in ``sampling`` changes nothing. ``namespaces`` are the tools that the server
+    can run, for requests that ask for them, and with ``tools_for_all`` for every other as well.
     """
 
     effort: Effort = Effort.MEDIUM
@@ -325,6 +393,8 @@ class Defaults:
     thinking: bool = True
     none_effort: Effort | None = None
     sampling: Sampling = RECOMMENDED
+    namespaces: tuple[Namespace, ...] = ()
+    tools_for_all: bool = False
 
     def enabled(self, asked: Sequence[str] | None) -> tuple[str, ...]:
         """The built-in namespaces of a turn: those ``asked`` for, each once, or the server's."""

@@ -20,9 +20,10 @@ _NUMBERS = {"integer": "number"}
 _PLAIN = {"number": "number", "integer": "number", "boolean": "boolean"}
 
 
-def section(namespace: str, tools: Iterable[str]) -> str:
-    """``# Tools`` with one namespace of `tool` declarations."""
-    opening = f"# Tools\n\n## {namespace}\n", f"namespace {namespace} {{\n"
+def section(namespace: str, tools: Iterable[str], description: str = "") -> str:
+    """One namespace of `tool` declarations, its description above it; ``# Tools`` has several."""
+    comments = "".join(f"// {line}\n" for line in _lines(description))
+    opening = f"## {namespace}\n", f"{comments}namespace {namespace} {{\n"
     return "\n".join([*opening, *tools, f"}} // namespace {namespace}"])
 
 

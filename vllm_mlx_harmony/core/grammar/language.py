@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from typing import Any
@@ -19,7 +19,7 @@ from vllm_mlx_harmony.core.grammar import escaped
 from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT, express, is_refused
 from vllm_mlx_harmony.core.header import CHANNELS, NOBODY
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
-from vllm_mlx_harmony.core.turn import ResponseFormat, Syntax, Tool, Turn
+from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ResponseFormat, Syntax, Tool, Turn
 
 
 class Policy(str, Enum):
@@ -195,14 +195,26 @@ class _Writer:
         for tool in self._turn.callable_tools:
             if names is None or tool.name in names:
                 yield self._recipient(tool), self._arguments(tool)
+        served = {each.name for each in self._turn.namespaces}
         if names is None:
-            for namespace in self._turn.builtin_tools:
-                yield from _BUILTIN.get(namespace, ())
+            for builtin in self._turn.builtin_tools:
+                if builtin not in served:
+                    yield from _BUILTIN.get(builtin, ())
+        for namespace in self._turn.namespaces:
+            for recipient, tool in zip(namespace.recipients, namespace.tools, strict=False):
+                if names is None or recipient in names:
+                    yield _quoted(recipient), self._served(namespace, tool)
+
+    def _served(self, namespace: Namespace, tool: Tool) -> str:
+        """The arguments of a tool that the server runs; of a built-in, as the prompt shows it."""
+        if namespace.name == PYTHON:
+            return "text"
+        return self._arguments(trained(tool) if namespace.trained else tool)
 
     def _recipient(self, tool: Tool) -> str:
         """``functions.x``, or ``x`` alone where that addresses nobody else."""
         alias = self._names.alias(tool.name)
-        taken = alias in NOBODY or alias.partition(".")[0] in self._turn.builtin_tools
+        taken = alias in NOBODY or alias.partition(".")[0] in self._turn.trained_namespaces
         prefix = f"{FUNCTIONS}."
         return _quoted(prefix + alias) if taken else f'"{prefix}"? {_quoted(alias)}'
 
@@ -245,6 +257,14 @@ _BUILTIN: Mapping[str, Sequence[tuple[str, str]]] = {
     "python": [('"python"', "text")],
 }
 """The tools that gpt-oss was trained with, and what it writes to them: JSON, and code."""
+
+
+def trained(tool: Tool) -> Tool:
+    """``tool`` of the browser with the parameters that gpt-oss knows it by."""
+    from openai_harmony import ToolNamespaceConfig
+
+    known = {each.name: each.parameters for each in ToolNamespaceConfig.browser().tools}
+    return replace(tool, parameters=known.get(tool.name, tool.parameters))
 
 
 # --- freeform tools, and answers with a syntax ---

@@ -11,10 +11,19 @@ from itertools import accumulate, pairwise
 from zlib import crc32
 
 from vllm_mlx_harmony.core.replay import Remembered, shared
-from vllm_mlx_harmony.core.turn import Answer, Call, Preamble, Reasoning
+from vllm_mlx_harmony.core.turn import (
+    Answer,
+    Call,
+    Preamble,
+    Reasoning,
+    ServerCall,
+    ServerResult,
+)
 from vllm_mlx_harmony.host.kv.disk import Disk
 
-_KINDS = {kind.__name__: kind for kind in (Reasoning, Preamble, Answer, Call)}
+_KINDS = {
+    kind.__name__: kind for kind in (Reasoning, Preamble, Answer, Call, ServerCall, ServerResult)
+}
 
 _CRC = 4
 """Bytes of the checksum, in front of all else."""
@@ -52,6 +61,7 @@ def written(turn: Remembered) -> bytes:
         "lengths": [len(segment) for segment in turn.segments],
         "content": turn.content,
         "calls": [[call.id, call.name, call.arguments] for call in turn.calls],
+        **({"served": turn.served} if turn.served else {}),
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     ids = b"".join(array("I", segment).tobytes() for segment in turn.segments)
@@ -74,6 +84,7 @@ def read(content: bytes) -> Remembered | None:
             tuple(shared(ids[start:end]) for start, end in pairwise(places)),
             header["content"],
             tuple(Call(*call) for call in header["calls"]),
+            header.get("served", ""),
         )
     except (ValueError, KeyError, TypeError):  # from a version that wrote it in another way
         return None
