@@ -1,0 +1,234 @@
+"""Where conversations go, and which engines are up: tables, no sockets and no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_mlx_harmony.core.render import render
+from vllm_mlx_harmony.core.turn import Answer, Instructions, Message, Turn, User
+from vllm_mlx_harmony.gateway.routing import (
+    _NEXT,
+    ASSISTANT,
+    Choice,
+    Event,
+    Health,
+    Routing,
+    Rule,
+    conversation,
+)
+
+ENGINES = ("a", "b", "c", "d")
+RULE = Rule(spread=4, ratio=1.5, failures=3, pause=1.0, longest_pause=8.0, probe_every=10.0)
+
+
+def routing() -> Routing:
+    return Routing(ENGINES, RULE)
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+# --- What a conversation is
+
+
+def prompt(*messages: Message, instructions: str = "Be brief.") -> tuple[int, ...]:
+    return tuple(render(Turn(messages=(Instructions(instructions), *messages))).ids)
+
+
+def test_all_turns_of_a_conversation_are_one() -> None:
+    first = prompt(User("2+2?"))
+    later = prompt(User("2+2?"), Answer("4"), User("And 3+3?"))
+    assert conversation(first, "me") == conversation(later, "me")
+
+
+@pytest.mark.parametrize(
+    ("other", "tenant"),
+    [
+        (prompt(User("2+3?")), "me"),
+        (prompt(User("2+2?"), instructions="Be long."), "me"),
+        (prompt(User("2+2?")), "you"),
+    ],
+    ids=["another question", "other instructions", "another tenant"],
+)
+def test_other_conversations(other: tuple[int, ...], tenant: str) -> None:
+    assert conversation(prompt(User("2+2?")), "me") != conversation(other, tenant)
+
+
+def test_the_word_assistant_in_a_text_ends_nothing() -> None:
+    one = prompt(User("assistant one"))
+    assert ASSISTANT in one
+    assert conversation(one, "") != conversation(prompt(User("assistant two")), "")
+
+
+def test_a_prompt_without_the_model() -> None:
+    assert conversation((1, 2, 3), "") != conversation((1, 2), "") != conversation((), "")
+
+
+# --- Where it goes
+
+
+@pytest.mark.parametrize(
+    ("loads", "excluded", "expected"),
+    [
+        ({}, (), ("LAST", "prefix")),
+        ({"LAST": 4}, (), ("LAST", "prefix")),  # not more than the spread above the least
+        ({"LAST": 5}, (), ("OTHER", "moved")),
+        ({"LAST": 20, "OTHERS": 14}, (), ("LAST", "prefix")),  # 6 more, but no 1.5 times as many
+        ({"LAST": 22, "OTHERS": 14}, (), ("OTHER", "moved")),
+        ({}, ("LAST",), ("OTHER", "moved")),
+        ({}, ENGINES, None),
+    ],
+)
+def test_a_known_conversation(
+    loads: dict[str, int], excluded: tuple[str, ...], expected: tuple[str, str] | None
+) -> None:
+    """Whichever engine it is on; `OTHER` is any but that one."""
+    for last in ENGINES:
+        value = routing()
+        value.went(digest(1), last)
+        names = {name: loads.get("LAST" if name == last else "OTHERS", 0) for name in ENGINES}
+        left = tuple(last if name == "LAST" else name for name in excluded)
+        choice = value.choose(digest(1), names, left)
+        if expected is None:
+            assert choice is None
+            continue
+        assert choice is not None and choice.why == expected[1]
+        assert (choice.engine == last) is (expected[0] == "LAST")
+
+
+def test_gateways_that_share_nothing_agree_on_a_home_and_homes_are_spread() -> None:
+    one, other = Routing(ENGINES, RULE), Routing(tuple(reversed(ENGINES)), RULE)
+    homes = [one.choose(digest(number), {}) for number in range(400)]
+    assert homes == [other.choose(digest(number), {}) for number in range(400)]
+    counts = [homes.count(Choice(name, "new")) for name in ENGINES]
+    assert sum(counts) == 400 and min(counts) > 70
+
+
+def test_when_an_engine_goes_only_its_conversations_move() -> None:
+    value = routing()
+    homes = {number: value.choose(digest(number), {}) for number in range(400)}
+    value.remove("b")
+    for number, home in homes.items():
+        assert home is not None
+        now = value.choose(digest(number), {})
+        assert (now == home) is (home.engine != "b")
+
+
+def test_a_home_that_is_much_fuller_is_passed_by() -> None:
+    value = routing()
+    home = value.choose(digest(1), {})
+    assert home is not None
+    elsewhere = value.choose(digest(1), {home.engine: 5})
+    assert elsewhere is not None and elsewhere.engine != home.engine and elsewhere.why == "new"
+
+
+def test_a_conversation_that_moved_stays_where_it_moved_to() -> None:
+    value = routing()
+    value.went(digest(1), "a")
+    moved = value.choose(digest(1), {"a": 9})
+    assert moved is not None and moved.engine != "a"
+    value.went(digest(1), moved.engine)
+    assert value.choose(digest(1), {}) == Choice(moved.engine, "prefix")
+
+
+def test_a_new_engine_takes_new_conversations_and_no_old_ones() -> None:
+    value = routing()
+    for number in range(100):
+        value.went(digest(number), "a")
+    value.add("e")
+    assert all(value.choose(digest(n), {}) == Choice("a", "prefix") for n in range(100))
+    new = [value.choose(digest(n), {}) for n in range(100, 200)]
+    assert 5 < new.count(Choice("e", "new")) < 45
+
+
+def test_conversations_are_remembered_within_a_bound() -> None:
+    value = Routing(ENGINES, Rule(remembered=10))
+    homes = [value.choose(digest(number), {}) for number in range(11)]
+    others = [next(name for name in ENGINES if home and name != home.engine) for home in homes]
+    for number, other in enumerate(others):
+        value.went(digest(number), other)
+    assert value.choose(digest(0), {}) == homes[0]  # forgotten: it goes home again
+    assert value.choose(digest(10), {}) == Choice(others[10], "prefix")
+
+
+# --- Which engines are up
+
+
+def test_the_table_says_what_follows_every_event() -> None:
+    assert set(_NEXT) == set(Health)
+    assert all(set(events) == set(Event) for events in _NEXT.values())
+
+
+FAIL, FINE, DRAIN, RESTORE = "fail", "fine", "drain", "restore"
+WELL, ILL = "well", "ill"
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], Health.UP),
+        ([FAIL, FAIL], Health.UP),
+        ([FAIL, FAIL, FINE, FAIL, FAIL], Health.UP),  # not in a row
+        ([FAIL, FAIL, FAIL], Health.DOWN),
+        ([FAIL, FAIL, ILL], Health.DOWN),  # a probe is as good as a request
+        ([FAIL, WELL, FAIL, FAIL], Health.UP),
+        ([FAIL, FAIL, FAIL, FINE], Health.DOWN),  # a request from before says nothing
+        ([FAIL, FAIL, FAIL, ILL], Health.DOWN),
+        ([FAIL, FAIL, FAIL, WELL], Health.UP),
+        ([FAIL, FAIL, FAIL, WELL, FAIL, FAIL], Health.UP),  # counted from the beginning
+        ([DRAIN], Health.DRAINING),
+        ([DRAIN, FINE, WELL, FAIL], Health.DRAINING),
+        ([DRAIN, RESTORE], Health.UP),
+        ([DRAIN, FAIL, FAIL, FAIL], Health.DRAINING_DOWN),
+        ([DRAIN, FAIL, FAIL, FAIL, WELL], Health.DRAINING),
+        ([FAIL, FAIL, FAIL, DRAIN], Health.DRAINING_DOWN),
+        ([FAIL, FAIL, FAIL, DRAIN, RESTORE], Health.DOWN),
+        ([FAIL, FAIL, FAIL, DRAIN, WELL, RESTORE], Health.UP),
+    ],
+)
+def test_health(events: list[str], expected: Health) -> None:
+    value = routing()
+    does = {
+        FAIL: lambda: value.failed("a", 0.0),
+        FINE: lambda: value.answered("a"),
+        WELL: lambda: value.probed("a", True, 0.0),
+        ILL: lambda: value.probed("a", False, 0.0),
+        DRAIN: lambda: value.drain("a"),
+        RESTORE: lambda: value.restore("a"),
+    }
+    for event in events:
+        does[event]()
+    assert value.health("a") is expected
+    for number in range(50):  # only one that is up is sent anything
+        value.went(digest(number), "a")
+        choice = value.choose(digest(number), {})
+        assert choice is not None and (choice.engine == "a") is (expected is Health.UP)
+
+
+def test_probes_of_an_engine_that_is_down_come_ever_more_rarely() -> None:
+    value = Routing(("a",), RULE)
+    assert value.due(0.0) == ["a"]
+    assert value.due(9.9) == [] and value.due(10.0) == ["a"]
+    for _ in range(3):
+        value.failed("a", 100.0)
+    assert value.choose(digest(1), {}) is None
+    now, pauses = 100.0, []
+    for _ in range(6):
+        pauses.append(value.retry_after(now))
+        now += pauses[-1]
+        assert value.due(now - 0.01) == [] and value.due(now) == ["a"]
+        value.probed("a", False, now)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+    value.probed("a", True, now)
+    assert value.health("a") is Health.UP and value.retry_after(now) == 0.0
+    assert value.due(now + 9.9) == [] and value.due(now + 10.0) == ["a"]
+
+
+def test_what_is_said_of_an_engine_that_was_taken_away_is_not_heard() -> None:
+    value = routing()
+    value.remove("a")
+    value.failed("a", 0.0)
+    value.answered("a")
+    value.probed("a", False, 0.0)
+    assert value.engines == ("b", "c", "d")

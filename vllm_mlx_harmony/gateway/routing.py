@@ -1,0 +1,305 @@
+"""Which engine a conversation goes to, and which engines are well: a pure value, without I/O.
+
+Knows engines by name, conversations by digest, loads and times as they are passed in. Refuses to
+know HTTP, clocks and tokens (router).
+
+Where a conversation goes
+-------------------------
+An engine computes a prompt from where its prefix cache ends. An agent's conversation begins with
+10,000 to 25,000 tokens and grows by some hundred at a time, so that the engine which computed the
+last turn has all but the end of the next prompt, and another one has at best the instructions.
+
+1. A conversation stays with the engine that had it last, as long as that engine is up and not much
+   fuller than the least loaded one.
+2. A new one, and one that has to move, goes to its home: engines are ordered by a digest of engine
+   and conversation (rendezvous hashing, Thaler and Ravishankar 1998,
+   https://www.eecs.umich.edu/techreports/cse/96/CSE-TR-316-96.pdf), and the first one is taken that
+   is not much fuller than the least loaded (consistent hashing with bounded loads, Mirrokni, Thorup
+   and Zadimoghaddam 2016, https://arxiv.org/abs/1608.01350). Gateways that share nothing but the
+   list of engines agree on it, and when an engine goes, only its conversations move.
+
+"Much fuller" is what SGLang's router calls imbalanced: more requests than the least loaded engine
+by an absolute number *and* by a ratio (its ``--balance-abs-threshold`` 64 and
+``--balance-rel-threshold`` 1.5, https://docs.sglang.io/advanced_features/router.html). The numbers
+here are from ``ci/simulate_routing.py``; docs/scale.md has its results.
+
+What a conversation is
+----------------------
+All that was said before the model first spoke: instructions, tools, the first question. It is the
+same in every prompt of a conversation, since a generated turn is placed again as it was generated
+(``core.replay``) and nothing before it changes. The tenant is part of the digest.
+
+When an engine is down
+----------------------
+``_NEXT`` below is the only place that says so. Requests are the first to notice (passive checks):
+``failures`` of them in a row, and nothing more is sent to that engine for ``pause`` seconds. Then
+it is probed, and each probe that fails doubles the pause. An engine that is up is probed, too, now
+and then: one that hangs fails no request until the time of that is over. An engine that refuses for
+want of room (429, 503) is full, not broken: nothing is counted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from hashlib import blake2b
+from typing import Literal, TypeAlias
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.recent import Recent
+
+ASSISTANT = 173_781
+"""The id of ``assistant``, which a header has behind ``<|start|>``."""
+
+
+def conversation(prompt: tuple[int, ...], tenant: str) -> bytes:
+    """16 bytes for the conversation of ``tenant`` that ``prompt`` is a turn of."""
+    end = -1
+    while True:
+        try:
+            end = prompt.index(vocab.START, end + 1)
+        except ValueError:
+            end = len(prompt)
+            break
+        if prompt[end + 1 : end + 2] == (ASSISTANT,):
+            break
+    digest = blake2b(tenant.encode(), digest_size=16)
+    digest.update(b"\0" + array("I", prompt[:end]).tobytes())
+    return digest.digest()
+
+
+# --- Engines that are up, and those that are not
+
+
+class Health(Enum):
+    """What is known of an engine."""
+
+    UP = auto()
+    DOWN = auto()
+    """Nothing is sent to it until a probe finds it well."""
+    DRAINING = auto()
+    """It is to be taken away: what runs on it goes on, nothing new comes."""
+    DRAINING_DOWN = auto()
+    """The same, and it was down when last seen."""
+
+
+class Event(Enum):
+    """What is found out about an engine."""
+
+    ANSWERED = auto()
+    """A request got its first ids, or a probe its answer."""
+    FAILED = auto()
+    """A request or a probe failed."""
+    FAILED_OFTEN = auto()
+    """The same, as the last of ``Rule.failures`` in a row."""
+    PROBED_UP = auto()
+    """A probe of an engine that was down found it well."""
+    DRAIN = auto()
+    """Somebody wants it taken away."""
+    RESTORE = auto()
+    """Somebody wants it back."""
+
+
+_UP, _DOWN = Health.UP, Health.DOWN
+_DRAINING, _DRAINING_DOWN = Health.DRAINING, Health.DRAINING_DOWN
+
+_NEXT: dict[Health, dict[Event, Health]] = {
+    _UP: {
+        Event.ANSWERED: _UP,
+        Event.FAILED: _UP,
+        Event.FAILED_OFTEN: _DOWN,
+        Event.PROBED_UP: _UP,
+        Event.DRAIN: _DRAINING,
+        Event.RESTORE: _UP,
+    },
+    # A request that began before says nothing of now: only a probe brings an engine back.
+    _DOWN: {
+        Event.ANSWERED: _DOWN,
+        Event.FAILED: _DOWN,
+        Event.FAILED_OFTEN: _DOWN,
+        Event.PROBED_UP: _UP,
+        Event.DRAIN: _DRAINING_DOWN,
+        Event.RESTORE: _DOWN,
+    },
+    _DRAINING: {
+        Event.ANSWERED: _DRAINING,
+        Event.FAILED: _DRAINING,
+        Event.FAILED_OFTEN: _DRAINING_DOWN,
+        Event.PROBED_UP: _DRAINING,
+        Event.DRAIN: _DRAINING,
+        Event.RESTORE: _UP,
+    },
+    _DRAINING_DOWN: {
+        Event.ANSWERED: _DRAINING_DOWN,
+        Event.FAILED: _DRAINING_DOWN,
+        Event.FAILED_OFTEN: _DRAINING_DOWN,
+        Event.PROBED_UP: _DRAINING,
+        Event.DRAIN: _DRAINING_DOWN,
+        Event.RESTORE: _DOWN,
+    },
+}
+"""All there is: what an engine is after an event, by what it was before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The numbers of the rules above.
+
+    ``spread`` requests and ``ratio`` times as many as the least loaded engine make one much fuller.
+    ``failures`` in a row take an engine down, for ``pause`` seconds at first and ``longest_pause``
+    at most; one that is up is probed every ``probe_every`` seconds. ``remembered`` conversations
+    are known by where they went, about 250 bytes each.
+    """
+
+    spread: int = 16
+    ratio: float = 1.5
+    failures: int = 3
+    pause: float = 1.0
+    longest_pause: float = 30.0
+    probe_every: float = 10.0
+    remembered: int = 100_000
+
+
+Why: TypeAlias = Literal["prefix", "moved", "new"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The engine for a request, and why: it has the prefix, had to be left for it, or is home."""
+
+    engine: str
+    why: Why
+
+
+@dataclass(slots=True)
+class _Engine:
+    health: Health = Health.UP
+    failures: int = 0
+    pause: float = 0.0
+    probe_at: float = 0.0
+
+
+class Routing:
+    """Engines by name, and where conversations went. For one thread; times in seconds."""
+
+    def __init__(self, engines: Iterable[str], rule: Rule | None = None) -> None:
+        self._rule = rule or Rule()
+        self._engines = {name: _Engine() for name in engines}
+        self._went: Recent[bytes, str] = Recent(self._rule.remembered)
+
+    def choose(
+        self, conversation: bytes, loads: Mapping[str, int], excluded: Collection[str] = ()
+    ) -> Choice | None:
+        """Where a turn of ``conversation`` goes; ``None`` when no engine is there for it.
+
+        ``loads`` are requests under way, 0 for an engine that is not in it; ``excluded`` are
+        engines that this request has tried. Nothing is remembered before it ``went`` there.
+        """
+        usable = [
+            name
+            for name, engine in self._engines.items()
+            if engine.health is Health.UP and name not in excluded
+        ]
+        if not usable:
+            return None
+        least = min(loads.get(name, 0) for name in usable)
+        last = self._went.get(conversation)
+        if last in usable and not self._much_fuller(loads.get(last, 0), least):
+            return Choice(last, "prefix")
+        why: Why = "new" if last is None else "moved"
+        roomy = (name for name in usable if not self._much_fuller(loads.get(name, 0), least))
+        return Choice(max(roomy, key=lambda name: _weight(name, conversation)), why)
+
+    def went(self, conversation: bytes, engine: str) -> None:
+        """Remembers that ``engine`` computes a turn of ``conversation``."""
+        self._went.put(conversation, engine, 1)
+
+    def _much_fuller(self, load: int, least: int) -> bool:
+        return load - least > self._rule.spread and load > self._rule.ratio * least
+
+    # --- Health
+
+    def health(self, engine: str) -> Health:
+        """What is known of it. Raises ``KeyError`` for one that is not there."""
+        return self._engines[engine].health
+
+    def answered(self, engine: str) -> None:
+        """A request to it got its first ids."""
+        self._happened(engine, Event.ANSWERED, 0.0)
+
+    def failed(self, engine: str, now: float) -> None:
+        """A request to it failed by its fault."""
+        self._happened(engine, Event.FAILED, now)
+
+    def due(self, now: float) -> list[str]:
+        """The engines that are to be probed now; none of them is due again before it is."""
+        due = [name for name, engine in self._engines.items() if engine.probe_at <= now]
+        for name in due:
+            engine = self._engines[name]
+            engine.probe_at = now + (engine.pause or self._rule.probe_every)
+        return due
+
+    def probed(self, engine: str, well: bool, now: float) -> None:
+        """A probe of it has ended. Each that fails doubles the time to the next."""
+        probed = self._engines.get(engine)
+        if probed is not None and probed.pause and not well:
+            probed.pause = min(2 * probed.pause, self._rule.longest_pause)
+            probed.probe_at = now + probed.pause
+            return
+        self._happened(engine, Event.PROBED_UP if well else Event.FAILED, now)
+
+    def retry_after(self, now: float) -> float:
+        """Seconds until the next probe of an engine that is down."""
+        down = [each.probe_at for each in self._engines.values() if each.health is Health.DOWN]
+        return max(0.0, min(down, default=now) - now)
+
+    def _happened(self, name: str, event: Event, now: float) -> None:
+        engine = self._engines.get(name)
+        if engine is None:  # taken away while a request ran on it
+            return
+        if event is Event.FAILED:
+            engine.failures += 1
+            if engine.failures >= self._rule.failures:
+                event = Event.FAILED_OFTEN
+        was_down, engine.health = _is_down(engine), _NEXT[engine.health][event]
+        if _is_down(engine):
+            if not was_down:
+                engine.pause = self._rule.pause
+                engine.probe_at = now + engine.pause
+        elif event in (Event.ANSWERED, Event.PROBED_UP):
+            engine.failures, engine.pause = 0, 0.0
+            if was_down:
+                engine.probe_at = now + self._rule.probe_every
+
+    # --- Engines come and go
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self._engines)
+
+    def add(self, engine: str) -> None:
+        """There is another engine, which is up until it fails."""
+        self._engines.setdefault(engine, _Engine())
+
+    def drain(self, engine: str) -> None:
+        """It is to be taken away: nothing new is sent to it. Raises ``KeyError``."""
+        self._engines[engine].health = _NEXT[self._engines[engine].health][Event.DRAIN]
+
+    def restore(self, engine: str) -> None:
+        """It is not to be taken away after all. Raises ``KeyError``."""
+        self._engines[engine].health = _NEXT[self._engines[engine].health][Event.RESTORE]
+
+    def remove(self, engine: str) -> None:
+        """It is not there any more. Its conversations go elsewhere."""
+        self._engines.pop(engine, None)
+
+
+def _is_down(engine: _Engine) -> bool:
+    return engine.health in (Health.DOWN, Health.DRAINING_DOWN)
+
+
+def _weight(engine: str, conversation: bytes) -> bytes:
+    return blake2b(conversation + engine.encode(), digest_size=8).digest()
