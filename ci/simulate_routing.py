@@ -52,6 +52,9 @@ CACHE = 1_000_000
 
 AGENTS = 8
 
+TYPED = 0.1
+"""The part of the turns that a person has to answer, not a tool."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -90,7 +93,7 @@ def _conversation(
     for place in range(length):
         added = first if not place else min(20_000, int(chance.lognormvariate(6.4, 1.2)))
         generated = min(4_000, 1 + int(chance.lognormvariate(5.4, 0.8)))
-        typed = chance.random() < 0.1
+        typed = chance.random() < TYPED
         pause = chance.expovariate(1 / 60) if typed else chance.lognormvariate(1.2, 1.0)
         turns.append(Turn(added, generated, pause))
     begins = chance.uniform(0.0, seconds)

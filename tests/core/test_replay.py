@@ -513,8 +513,13 @@ class Kept(dict[bytes, Remembered]):
         super().__init__()
         self.used: list[bytes] = []
 
+    blocks = False
+
     def put(self, key: bytes, turn: Remembered) -> None:
         self[key] = turn
+
+    def find(self, keys: Sequence[bytes]) -> list[Remembered | None]:
+        return [self.get(key) for key in keys]
 
     def use(self, key: bytes) -> None:
         self.used.append(key)

@@ -80,11 +80,15 @@ _Key: TypeAlias = "tuple[str, str] | tuple[str, int, str]"
 class Archive(Protocol):
     """Turns outside of memory. Keys are digests; no call waits for long, none raises."""
 
+    @property
+    def blocks(self) -> bool:
+        """Whether a call may wait for a network: then it is for a thread, not for an event loop."""
+
     def put(self, key: bytes, turn: Remembered) -> None:
         """Takes in a turn, in place of one with the same key."""
 
-    def get(self, key: bytes) -> Remembered | None:
-        """The turn with this key, as it was taken in; ``None`` when it is not there any more."""
+    def find(self, keys: Sequence[bytes]) -> Sequence[Remembered | None]:
+        """The turns with these keys, as they were taken in; ``None`` for what is not there."""
 
     def use(self, key: bytes) -> None:
         """Notes that the turn with this key was used."""
@@ -124,6 +128,11 @@ class View:
     _scope: str
     _archive: Archive | None = None
 
+    @property
+    def blocks(self) -> bool:
+        """Whether ``remember`` and ``history`` may wait for a network."""
+        return self._archive is not None and self._archive.blocks
+
     def remember(self, output: Output) -> None:
         """Takes in what was generated. An output that shows nothing is never asked for."""
         segments = _segments(output)
@@ -141,18 +150,31 @@ class View:
     ) -> Iterator[tuple[bool, list[Message], Remembered | None]]:
         """``messages`` in groups as `turns` has them, each with the turn that was generated."""
         groups = turns(messages)
+        seen = self._seen(groups)
+        found = iter(self._found([shown[0] for shown in seen if shown is not None]))
+        for (said, group), shown in zip(groups, seen, strict=True):
+            if shown is None:
+                yield said, group, None
+                continue
+            yield said, group, _unedited(next(found), *shown[1:])
+
+    def _seen(
+        self, groups: Sequence[tuple[bool, list[Message]]]
+    ) -> list[tuple[_Key, str, list[Call], str] | None]:
+        """Per group the key of what the assistant said, what was seen of it, and what ran here."""
+        seen: list[tuple[_Key, str, list[Call], str] | None] = []
         before, told = _Story(), 0
         for at, (said, group) in enumerate(groups):
             if not said:
-                yield said, group, None
+                seen.append(None)
                 continue
             content, calls = visible(group)
-            if calls:  # which it is known by, and not by the story before it
-                yield said, group, self._generated(content, calls, 0, served(group))
-                continue
-            before.go_on(groups[told:at])
-            told = at
-            yield said, group, self._generated(content, calls, before.number, served(group))
+            if not calls:  # a call is what a turn is known by, and not the story before it
+                before.go_on(groups[told:at])
+                told = at
+            key = self._key(content, calls, 0 if calls else before.number)
+            seen.append((key, content, calls, served(group)))
+        return seen
 
     def find(self, turn: Sequence[Message], before: int) -> Remembered | None:
         """``turn`` as it was generated; ``None`` when it was not here, or a client edited it.
@@ -166,26 +188,35 @@ class View:
     def _generated(
         self, content: str, calls: Sequence[Call], before: int, ran: str
     ) -> Remembered | None:
-        found = self._found(self._key(content, calls, before))
-        if found is None or found.content != content or not _same(found.calls, calls):
-            return None
-        # A client of an API that has no place for what ran here gives nothing of it back.
-        return found if ran in ("", found.served) else None
+        (found,) = self._found([self._key(content, calls, before)])
+        return _unedited(found, content, calls, ran)
 
-    def _found(self, key: _Key) -> Remembered | None:
-        found = self._turns.get(key)
+    def _found(self, keys: Sequence[_Key]) -> list[Remembered | None]:
+        """The turns with these keys: what memory has not, the archive is asked for in one go."""
+        found = [self._turns.get(key) for key in keys]
         if self._archive is None:
             return found
-        if found is not None:
-            self._archive.use(_digest(*key))
-            return found
-        found = self._archive.get(_digest(*key))
-        if found is not None:
-            self._turns.put(key, found, _size(found, key))
+        missing = [at for at, turn in enumerate(found) if turn is None]
+        for key, turn in zip(keys, found, strict=True):
+            if turn is not None:
+                self._archive.use(_digest(*key))
+        if missing:
+            archived = self._archive.find([_digest(*keys[at]) for at in missing])
+            for at, turn in zip(missing, archived, strict=True):
+                if turn is not None:
+                    found[at] = turn
+                    self._turns.put(keys[at], turn, _size(turn, keys[at]))
         return found
 
     def _key(self, content: str, calls: Sequence[Call], before: int) -> _Key:
         return (self._scope, calls[0].id) if calls else (self._scope, before, content)
+
+
+def _unedited(found: Remembered | None, content: str, calls: Sequence[Call]) -> Remembered | None:
+    """``found``, if it is what a client sends back as ``content`` and ``calls``."""
+    if found is None or found.content != content or not _same(found.calls, calls):
+        return None
+    return found
 
 
 # --- What a client sees

@@ -48,7 +48,7 @@ from hashlib import blake2b
 from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.recent import Recent
+from vllm_mlx_harmony.core.lru import Recent
 
 ASSISTANT = 173_781
 """The id of ``assistant``, which a header has behind ``<|start|>``."""

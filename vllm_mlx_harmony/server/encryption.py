@@ -19,6 +19,8 @@ from pathlib import Path
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from vllm_mlx_harmony.server.shared import server_shared
+
 logger = logging.getLogger("vllm_mlx_harmony")
 
 KEY_VARIABLE = "VLLM_MLX_HARMONY_SEAL_KEY"
@@ -61,12 +63,15 @@ def server_seal(tenant: str) -> ServerSeal:
 
 @lru_cache(maxsize=1)
 def _server_key() -> bytes:
-    """The environment's key, or the user's own, made at first use.
+    """The environment's key, that of all who share a Redis, or the user's own, made at first use.
 
     Where no key can be kept, one that lasts as long as the process, and one line in the log.
     """
     given = os.environ.get(KEY_VARIABLE)
-    return sha256(given.encode()).digest() if given else _kept_key(state_dir() / FILE_NAME)
+    if given:
+        return sha256(given.encode()).digest()
+    shared = server_shared()
+    return _kept_key(state_dir() / FILE_NAME) if shared is None else shared.encryption_key
 
 
 def state_dir() -> Path:

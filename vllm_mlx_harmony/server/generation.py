@@ -195,7 +195,10 @@ async def _generated(job: Job) -> Deltas:
                 if finish is not None or context.done:
                     break
         last = context.finish(finish or "stop", cached_tokens)
-        remember(job.turns, context, job.echoed)
+        if job.turns is not None and job.turns.blocks:  # before the client can ask another server
+            await asyncio.to_thread(remember, job.turns, context, job.echoed)
+        else:
+            remember(job.turns, context, job.echoed)
         _account(job.tracker, last)
         yield last
 

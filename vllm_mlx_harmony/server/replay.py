@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from inspect import signature
 from typing import Any
 
 from vllm_mlx_harmony.core.render import Rendered
-from vllm_mlx_harmony.core.replay import Archive, Replay, View
+from vllm_mlx_harmony.core.replay import Archive, Remembered, Replay, View
+from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.core.turn import Message, Turn
 from vllm_mlx_harmony.server.host import Host, Lease
+from vllm_mlx_harmony.server.shared import Shared, SharedError, server_shared, shared_key
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +42,43 @@ def replay(archive: Archive | None) -> Replay | None:
     return Replay(int(asked) * 2**20, archive) if int(asked) else None
 
 
+class SharedTurns:
+    """The archive of turns in Redis, where all servers that use it find them; see ``Archive``."""
+
+    blocks = True
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+
+    def put(self, key: bytes, turn: Remembered) -> None:
+        """Has it written, unless Redis has gone: then no other server places it again."""
+        name, content = shared_key("turn", key.hex()), written(turn)
+        with suppress(SharedError):
+            self._shared.call(lambda redis: redis.set(name, content, ex=self._shared.seconds))
+
+    def find(self, keys: Sequence[bytes]) -> list[Remembered | None]:
+        """The turns; none while Redis is gone: they are written anew, as messages are."""
+        names = [shared_key("turn", key.hex()) for key in keys]
+        try:
+            found = self._shared.call(lambda redis: redis.mget(names))
+        except SharedError:
+            return [None] * len(keys)
+        return [None if content is None else read(content) for content in found]
+
+    def use(self, key: bytes) -> None:
+        """It expires all the same, by the time that it was generated."""
+
+
+@lru_cache(maxsize=1)
+def _shared_turns(shared: Shared) -> SharedTurns:
+    return SharedTurns(shared)
+
+
 def view(host: Host, lease: Lease) -> View | None:
     """What a request with this lease may be answered from."""
-    turns = replay(host.archive)  # type: ignore[arg-type]  # by identity, as any object
+    shared = server_shared()
+    archive = host.archive if shared is None else _shared_turns(shared)
+    turns = replay(archive)  # type: ignore[arg-type]  # by identity, as any object
     return None if turns is None else turns.view(f"{lease.harmony.model}\0{lease.tenant}")
 
 

@@ -270,7 +270,8 @@ async def _context(host: Host, turn: Turn, stamp: Stamp, turns: View | None, lar
     Of tools a small body may have large ones, by references.
     """
     renderer = replay.replaying(host.renderer, turns)
-    if not (large or turn.tools or turn.characters >= LARGE):
+    waits = turns is not None and turns.blocks
+    if not (large or turn.tools or turn.characters >= LARGE or waits):
         return host.context(turn, stamp, renderer)
     return await in_thread(host.context, turn, stamp, renderer)
 

@@ -25,6 +25,7 @@ from mlx_lm.utils import load_model
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.replay import Remembered
+from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.core.turn import Answer, Call, Reasoning
 from vllm_mlx_harmony.host import doctor
 from vllm_mlx_harmony.host.kv import disk as disks
@@ -34,7 +35,7 @@ from vllm_mlx_harmony.host.kv.files import Damaged, decoded
 from vllm_mlx_harmony.host.kv.layers import Segment, cut, exported, fits, imported, join
 from vllm_mlx_harmony.host.kv.prefix import Known
 from vllm_mlx_harmony.host.kv.tree import Tree, pack
-from vllm_mlx_harmony.host.kv.turns import Turns, read, written
+from vllm_mlx_harmony.host.kv.turns import Turns
 
 PLENTY = 1 << 30
 ROOT = Root(b"a root", b"weights")

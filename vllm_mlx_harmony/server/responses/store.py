@@ -1,4 +1,4 @@
-"""Stored responses, for ``previous_response_id`` and for asking after them: in memory or a file.
+"""Stored responses, for ``previous_response_id`` and for asking after them: memory, file or Redis.
 
 Knows how many to keep, which to drop first, and whose they are. Refuses to know what a response's
 document says.
@@ -14,6 +14,8 @@ else can happen to a file must not be felt by requests that have nothing to do w
   moved into the database often, so that it is written from its beginning again.
 - A file that was removed or replaced is noticed, and a new one is begun.
 - Reading writes nothing: what was used is noted, and written with the next response.
+
+In Redis each response is one value, which expires; `server.shared` says what happens without it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import os
 import sqlite3
 import threading
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,9 +40,14 @@ from pydantic_core import from_json
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Message
 from vllm_mlx_harmony.protocols.events import encode, encode_slowly
-
-STORE_VARIABLE = "VLLM_MLX_HARMONY_STORE"
-"""Environment variable: the SQLite file to keep answers in. Without it they are kept in memory."""
+from vllm_mlx_harmony.server.shared import (
+    STORE_VARIABLE,
+    Shared,
+    SharedError,
+    is_url,
+    server_shared,
+    shared_key,
+)
 
 MAX_COUNT = 1000
 MAX_BYTES = 256 * 1024 * 1024
@@ -323,6 +331,45 @@ class FileStore:
                 self._reserve.unlink()
 
 
+class SharedStore:
+    """Keeps answers in Redis, for all servers that use the same one, until they expire."""
+
+    def __init__(self, shared: Shared, max_bytes: int = MAX_BYTES) -> None:
+        self._shared, self._max_bytes = shared, max_bytes
+
+    def put(self, kept: Kept) -> bool:
+        """See ``Store``. What goes first when Redis is full is a setting of it (maxmemory)."""
+        text = zlib.compress(_written(kept).encode(), 1)
+        if len(text) > self._max_bytes:
+            return False
+        name = shared_key("response", kept.tenant, kept.id)
+        with _as_store_error():
+            self._shared.call(lambda redis: redis.set(name, text, ex=self._shared.seconds))
+        return True
+
+    def get(self, id: str, tenant: str) -> Kept | None:  # noqa: A002
+        """See ``Store``."""
+        name = shared_key("response", tenant, id)
+        with _as_store_error():
+            text = self._shared.call(lambda redis: redis.get(name))
+        return None if text is None else _read(zlib.decompress(text).decode())
+
+    def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
+        """See ``Store``."""
+        name = shared_key("response", tenant, id)
+        with _as_store_error():
+            deleted = self._shared.call(lambda redis: redis.delete(name))
+        return bool(deleted)
+
+
+@contextmanager
+def _as_store_error() -> Iterator[None]:
+    try:
+        yield
+    except SharedError as error:
+        raise StoreError(error.message, retry_after=error.retry_after) from error
+
+
 _UNUSABLE = f"{STORE_VARIABLE}={{}} cannot be used"
 _REMEDY = f"Name another file, move this one away, or unset {STORE_VARIABLE}"
 
@@ -330,9 +377,9 @@ _opening = threading.Lock()
 
 
 def server_store() -> Store:
-    """The store of this server: in the file the environment names, or in memory.
+    """The store of this server: the file or Redis that the environment names, or in memory.
 
-    Raises ``StoreError`` for a file that cannot be used.
+    Raises ``StoreError`` for one that cannot be used.
     """
     with _opening:
         return _opened()
@@ -340,7 +387,12 @@ def server_store() -> Store:
 
 @lru_cache(maxsize=1)
 def _opened() -> Store:
-    path = os.environ.get(STORE_VARIABLE)
+    path = os.environ.get(STORE_VARIABLE, "")
+    if is_url(path):
+        with _as_store_error():
+            shared = server_shared()
+        assert shared is not None
+        return SharedStore(shared)
     return FileStore(Path(path).expanduser()) if path else MemoryStore()
 
 

@@ -1,0 +1,64 @@
+"""A generated turn as bytes with a checksum, for whatever has turns outside of memory.
+
+Knows how a turn is written. Refuses to know which turn it is (replay), and where the bytes go.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from itertools import accumulate, pairwise
+from zlib import crc32
+
+from vllm_mlx_harmony.core.replay import Remembered, shared
+from vllm_mlx_harmony.core.turn import (
+    Answer,
+    Call,
+    Preamble,
+    Reasoning,
+    ServerCall,
+    ServerResult,
+)
+
+_KINDS = {
+    kind.__name__: kind for kind in (Reasoning, Preamble, Answer, Call, ServerCall, ServerResult)
+}
+
+_CRC = 4
+"""Bytes of the checksum, in front of all else."""
+
+
+def written(turn: Remembered) -> bytes:
+    """Checksum, length of what follows, JSON, and the ids of all segments in four bytes each."""
+    header = {
+        "kinds": [kind.__name__ for kind in turn.kinds],
+        "lengths": [len(segment) for segment in turn.segments],
+        "content": turn.content,
+        "calls": [[call.id, call.name, call.arguments] for call in turn.calls],
+        **({"served": turn.served} if turn.served else {}),
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    ids = b"".join(array("I", segment).tobytes() for segment in turn.segments)
+    body = len(text).to_bytes(4, "little") + text + ids
+    return crc32(body).to_bytes(_CRC, "little") + body
+
+
+def read(content: bytes) -> Remembered | None:
+    """The turn that was written; ``None`` when these are not the bytes of one."""
+    body = content[_CRC:]
+    if crc32(body) != int.from_bytes(content[:_CRC], "little"):
+        return None
+    try:
+        length = int.from_bytes(body[:4], "little")
+        header = json.loads(body[4 : 4 + length])
+        ids = array("I", body[4 + length :])
+        places = accumulate(header["lengths"], initial=0)
+        return Remembered(
+            tuple(_KINDS[name] for name in header["kinds"]),
+            tuple(shared(ids[start:end]) for start, end in pairwise(places)),
+            header["content"],
+            tuple(Call(*call) for call in header["calls"]),
+            header.get("served", ""),
+        )
+    except (ValueError, KeyError, TypeError):  # from a version that wrote it in another way
+        return None

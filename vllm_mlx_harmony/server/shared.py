@@ -1,0 +1,169 @@
+"""What servers that serve the same clients share, in Redis: the connection, and what its keys are.
+
+Knows time limits and what is done while Redis is away. Refuses to know what is stored (responses
+in ``responses.store``, background runs in ``responses.elsewhere``, generated turns in ``replay``).
+
+A request must not suffer from a Redis that has gone. Every call is for a thread, not for the event
+loop, and takes no longer than ``CONNECT`` and ``ANSWER`` say. After one that failed nobody waits
+for ``PAUSE`` seconds: all calls fail at once. Then one tries again, while the others still fail.
+
+Keys are ``vllm-mlx-harmony:`` and what it is, ``:`` and a digest: no key says whose it is, and
+whoever knows a response's id cannot look it up without the tenant. All but the key of encrypted
+reasoning expire.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.server.settings import number
+
+logger = logging.getLogger("vllm_mlx_harmony")
+
+T = TypeVar("T")
+
+STORE_VARIABLE = "VLLM_MLX_HARMONY_STORE"
+"""Environment variable: the SQLite file, or the URL of the Redis, that responses are stored in.
+
+Without it they are in memory. With a Redis, generated turns and the key of encrypted reasoning are
+there, too.
+"""
+
+SECONDS_VARIABLE = "VLLM_MLX_HARMONY_STORE_SECONDS"
+"""Environment variable: how long something stays in Redis after it was written."""
+
+DEFAULT_SECONDS = 7 * 24 * 3600
+
+SCHEMES = ("redis://", "rediss://", "unix://")
+
+CONNECT, ANSWER, PAUSE = 0.5, 1.0, 2.0
+"""Seconds: to connect, for one answer, and in which nothing is tried after a failure."""
+
+_KEY_BYTES = 32
+
+
+class SharedError(HostError):
+    """Redis is not there, or does not do what it is asked for. 503."""
+
+    code = "store_unavailable"
+
+
+class Shared:
+    """One Redis. Any thread may use it; every call may block, and raise ``SharedError``."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ``SharedError``, which says what to do, for one that does not answer."""
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as error:
+            problem = (
+                f"{STORE_VARIABLE}={_without_password(url)} needs the package redis: "
+                "pip install 'vllm-mlx-harmony[redis]'"
+            )
+            raise SharedError(problem) from error
+        self._unreachable = (redis.ConnectionError, redis.TimeoutError, OSError)
+        self._refused = redis.RedisError
+        self._name = _without_password(url)
+        self._lock = threading.Lock()
+        self._paused_until = 0.0
+        self.seconds = max(1, number(SECONDS_VARIABLE, DEFAULT_SECONDS))
+        try:
+            # A connection that Redis closed while it was idle is not its fault: tried once more.
+            self._client = redis.Redis.from_url(
+                url,
+                socket_connect_timeout=CONNECT,
+                socket_timeout=ANSWER,
+                retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
+            )
+            self.encryption_key = self.call(_encryption_key)
+        except (SharedError, ValueError) as error:
+            problem = f"{STORE_VARIABLE}={self._name} cannot be used: {error}"
+            raise SharedError(problem) from error
+
+    def call(self, command: Callable[[Any], T]) -> T:
+        """What ``command`` makes of the client (`redis.Redis`)."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._paused_until:
+                raise SharedError(f"{self._name} does not answer", retry_after=int(PAUSE))
+            was_paused = self._paused_until > 0
+            if was_paused:  # the others go on failing until it is known
+                self._paused_until = now + CONNECT + ANSWER + PAUSE
+        try:
+            result = command(self._client)
+        except self._unreachable as error:
+            with self._lock:
+                first, self._paused_until = not self._paused_until, time.monotonic() + PAUSE
+            if first:
+                logger.warning("%s does not answer: going on without it (%s)", self._name, error)
+            problem = f"{self._name}: {error}"
+            raise SharedError(problem, retry_after=int(PAUSE)) from error
+        except self._refused as error:  # out of memory, or no right to do so: it is there
+            self._answers(was_paused)
+            raise SharedError(f"{self._name}: {error}", retry_after=int(PAUSE)) from error
+        self._answers(was_paused)
+        return result
+
+    def _answers(self, was_paused: bool) -> None:
+        if was_paused:
+            with self._lock:
+                self._paused_until = 0.0
+            logger.warning("%s answers again", self._name)
+
+
+def shared_key(kind: str, *parts: str) -> str:
+    """The key of what ``kind`` is, for ``parts``: a tenant and an id, say."""
+    digest = blake2b(digest_size=20)
+    for part in parts:
+        content = part.encode("utf-8", "surrogatepass")
+        digest.update(b"%d:" % len(content) + content)
+    return f"vllm-mlx-harmony:{kind}:{digest.hexdigest()}"
+
+
+def _encryption_key(client: Any) -> bytes:
+    """The key of encrypted reasoning, made by whoever needs it first."""
+    name = "vllm-mlx-harmony:encryption-key"
+    client.set(name, secrets.token_bytes(_KEY_BYTES), nx=True)
+    found: bytes | None = client.get(name)
+    if found is None or len(found) != _KEY_BYTES:
+        raise SharedError(f"{name} is no key")
+    return found
+
+
+def _without_password(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+def is_url(path: str) -> bool:
+    """Whether ``path``, a value of ``STORE_VARIABLE``, is a Redis."""
+    return path.startswith(SCHEMES)
+
+
+_opening = threading.Lock()
+
+
+def server_shared() -> Shared | None:
+    """The Redis of this server; ``None`` when it shares nothing.
+
+    Raises ``SharedError`` for one that does not answer when it is first needed.
+    """
+    with _opening:
+        return _opened()
+
+
+@lru_cache(maxsize=1)
+def _opened() -> Shared | None:
+    path = os.environ.get(STORE_VARIABLE, "")
+    return Shared(path) if is_url(path) else None
