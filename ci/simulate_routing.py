@@ -459,10 +459,13 @@ def main() -> None:
         print(f"{name:32} | {' | '.join(cells)}")
     if given.rules:
         print(f"\n{COLUMNS}")
-        for spread in (0, 2, 4, 8, 16, 32, 64):
-            for ratio in (1.0, 1.25, 1.5, 2.0):
-                rule = Rule(spread=spread, ratio=ratio)
-                print(row(f"spread {spread}, ratio {ratio}", simulate("prefix", 1, rule)))
+        for spread in (0, 2, 4, 8, 16, 32):
+            rule = Rule(spread=spread)
+            print(row(f"spread {spread}, 1 gateway", simulate("prefix", 1, rule)))
+        for spread in (0, 2, 4, 8, 16):
+            for gateways in (1, 4):
+                name = f"home spread {spread}, {gateways}"
+                print(row(name, simulate("prefix", gateways, Rule(home_spread=spread))))
 
 
 if __name__ == "__main__":

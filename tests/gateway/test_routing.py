@@ -18,7 +18,7 @@ from vllm_mlx_harmony.gateway.routing import (
 )
 
 ENGINES = ("a", "b", "c", "d")
-RULE = Rule(spread=4, ratio=1.5, failures=3, pause=1.0, longest_pause=8.0, probe_every=10.0)
+RULE = Rule(spread=4, home_spread=2, ratio=1.5, failures=3, pause=1.0, longest_pause=8.0, probe_every=10.0)
 
 
 def routing() -> Routing:
@@ -115,11 +115,12 @@ def test_when_an_engine_goes_only_its_conversations_move() -> None:
         assert (now == home) is (home.engine != "b")
 
 
-def test_a_home_that_is_much_fuller_is_passed_by() -> None:
+def test_a_home_that_is_fuller_is_passed_by() -> None:
     value = routing()
     home = value.choose(digest(1), {})
     assert home is not None
-    elsewhere = value.choose(digest(1), {home.engine: 5})
+    assert value.choose(digest(1), {home.engine: 2}) == home
+    elsewhere = value.choose(digest(1), {home.engine: 3})
     assert elsewhere is not None and elsewhere.engine != home.engine and elsewhere.why == "new"
 
 

@@ -14,9 +14,11 @@ last turn has all but the end of the next prompt, and another one has at best th
 2. A new one, and one that has to move, goes to its home: engines are ordered by a digest of engine
    and conversation (rendezvous hashing, Thaler and Ravishankar 1998,
    https://www.eecs.umich.edu/techreports/cse/96/CSE-TR-316-96.pdf), and the first one is taken that
-   is not much fuller than the least loaded (consistent hashing with bounded loads, Mirrokni, Thorup
-   and Zadimoghaddam 2016, https://arxiv.org/abs/1608.01350). Gateways that share nothing but the
-   list of engines agree on it, and when an engine goes, only its conversations move.
+   is not fuller than the least loaded by more than a few requests (consistent hashing with bounded
+   loads, Mirrokni, Thorup and Zadimoghaddam 2016, https://arxiv.org/abs/1608.01350). Gateways that
+   share nothing but the list of engines agree on it, and when an engine goes, only its
+   conversations move. To send new ones to the least loaded engine would be as good with one
+   gateway, and with four of them would compute ten times as much: each has its own opinion.
 
 "Much fuller" is what SGLang's router calls imbalanced: more requests than the least loaded engine
 by an absolute number *and* by a ratio (its ``--balance-abs-threshold`` 64 and
@@ -147,13 +149,15 @@ _NEXT: dict[Health, dict[Event, Health]] = {
 class Rule:
     """The numbers of the rules above.
 
-    ``spread`` requests and ``ratio`` times as many as the least loaded engine make one much fuller.
+    ``spread`` requests more than the least loaded engine has, and ``ratio`` times as many, make one
+    much fuller; with ``home_spread`` more it is no conversation's home.
     ``failures`` in a row take an engine down, for ``pause`` seconds at first and ``longest_pause``
     at most; one that is up is probed every ``probe_every`` seconds. ``remembered`` conversations
     are known by where they went, about 250 bytes each.
     """
 
     spread: int = 16
+    home_spread: int = 8
     ratio: float = 1.5
     failures: int = 3
     pause: float = 1.0
@@ -209,7 +213,8 @@ class Routing:
         if last in usable and not self._much_fuller(loads.get(last, 0), least):
             return Choice(last, "prefix")
         why: Why = "new" if last is None else "moved"
-        roomy = (name for name in usable if not self._much_fuller(loads.get(name, 0), least))
+        room = least + self._rule.home_spread
+        roomy = (name for name in usable if loads.get(name, 0) <= room)
         return Choice(max(roomy, key=lambda name: _weight(name, conversation)), why)
 
     def went(self, conversation: bytes, engine: str) -> None:
