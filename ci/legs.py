@@ -160,7 +160,17 @@ LEGS: tuple[Leg, ...] = (
         without=("vllm-mlx", "fastapi"),
         present=("starlette", "openai", "anthropic"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "tests/server"),),
+        commands=((*PYTEST, "tests/server", "tests/gateway"),),
+    ),
+    Leg(
+        name="several",
+        what="several servers behind one address, over a real Redis",
+        install=("-e", ".[redis]", *TEST_TOOLS),
+        without=("vllm-mlx", "fastapi"),
+        present=("redis", "starlette", "openai"),
+        absent=(*HOST, "fastapi"),
+        commands=((*PYTEST, "tests/several"),),
+        programs=("redis-server",),
     ),
     Leg(
         name="frameworks",

@@ -18,7 +18,15 @@ from vllm_mlx_harmony.gateway.routing import (
 )
 
 ENGINES = ("a", "b", "c", "d")
-RULE = Rule(spread=4, home_spread=2, ratio=1.5, failures=3, pause=1.0, longest_pause=8.0, probe_every=10.0)
+RULE = Rule(
+    spread=4,
+    home_spread=2,
+    ratio=1.5,
+    failures=3,
+    pause=1.0,
+    longest_pause=8.0,
+    probe_every=10.0,
+)
 
 
 def routing() -> Routing:

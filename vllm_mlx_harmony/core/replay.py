@@ -212,11 +212,14 @@ class View:
         return (self._scope, calls[0].id) if calls else (self._scope, before, content)
 
 
-def _unedited(found: Remembered | None, content: str, calls: Sequence[Call]) -> Remembered | None:
+def _unedited(
+    found: Remembered | None, content: str, calls: Sequence[Call], ran: str
+) -> Remembered | None:
     """``found``, if it is what a client sends back as ``content`` and ``calls``."""
     if found is None or found.content != content or not _same(found.calls, calls):
         return None
-    return found
+    # A client of an API that has no place for what ran here gives nothing of it back.
+    return found if ran in ("", found.served) else None
 
 
 # --- What a client sees

@@ -16,10 +16,10 @@ from vllm_mlx_harmony.host.kv.disk import Disk
 class Turns:
     """The archive of turns on ``disk``; see `core.replay.Archive`."""
 
+    blocks = False
+
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-
-    blocks = False
 
     def put(self, key: bytes, turn: Remembered) -> None:
         """Has ``turn`` written."""

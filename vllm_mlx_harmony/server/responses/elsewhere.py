@@ -1,4 +1,4 @@
-"""Answers in the background of other servers: that they run, what they said, what is wanted of them.
+"""Answers in the background of other servers: that they run, what they said, who wants what.
 
 Knows what servers that share a Redis tell each other of their background. Refuses to know how an
 answer is generated (background) and stored (store).
@@ -52,7 +52,7 @@ class Elsewhere:
     def beat(
         self, running: Sequence[tuple[str, str]], told: Sequence[Sequence[Event]]
     ) -> list[Wish | None]:
-        """These run here, and have told these events since the last time: what is wanted of each."""
+        """These run here, and told these events since the last time: what is wanted of each."""
 
         def beat(redis: Any) -> list[bytes | None]:
             pipe = redis.pipeline(transaction=False)

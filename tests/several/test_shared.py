@@ -1,0 +1,243 @@
+"""What servers share in a real Redis: responses, generated turns, a key; and Redis away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from several.real_redis import RedisServer
+
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.replay import Output, Replay
+from vllm_mlx_harmony.core.turn import Answer, Call, User
+from vllm_mlx_harmony.protocols.events import DONE, Event
+from vllm_mlx_harmony.server import encryption, shared
+from vllm_mlx_harmony.server.replay import SharedTurns
+from vllm_mlx_harmony.server.responses import store
+from vllm_mlx_harmony.server.responses.elsewhere import Elsewhere, Wish
+from vllm_mlx_harmony.server.responses.store import Kept, SharedStore, StoreError
+from vllm_mlx_harmony.server.shared import Shared, SharedError
+
+KEPT = Kept(
+    "resp_1",
+    {"id": "resp_1", "output": [{"id": "msg_1", "text": "Täg"}]},
+    [{"id": "msg_2", "role": "user"}],
+    (User("Hi"), Call("call_1", "f", '{"a":1}'), Answer("Täg")),
+    "alice",
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as started:
+        yield started
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[RedisServer]:
+    """One that a test may stop."""
+    with RedisServer(tmp_path) as started:
+        yield started
+
+
+# --- Responses
+
+
+def test_what_one_server_stores_the_other_has(server: RedisServer) -> None:
+    one, other = SharedStore(Shared(server.url)), SharedStore(Shared(server.url))
+    kept = replace(KEPT, document={"text": "x" * 100_000})
+    assert one.put(kept)
+    assert other.get("resp_1", "alice") == kept
+    assert other.get("resp_1", "bob") is None
+    assert not other.delete("resp_1", "bob")
+    assert other.delete("resp_1", "alice")
+    assert one.get("resp_1", "alice") is None
+
+
+def test_what_is_larger_than_the_store_is_not_stored(server: RedisServer) -> None:
+    assert not SharedStore(Shared(server.url), max_bytes=100).put(KEPT)
+
+
+def test_keys_say_nothing_and_expire(own: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(shared.SECONDS_VARIABLE, "3600")
+    connection = Shared(own.url)
+    SharedStore(connection).put(KEPT)
+    Replay(2**20, SharedTurns(connection)).view("model\0alice").remember(OUTPUT)
+    Elsewhere(connection).beat([("resp_1", "alice")], [[DONE]])
+    Elsewhere(connection).want("resp_1", "alice", Wish.CANCEL)
+    names = [name.decode() for name in own.client.scan_iter()]
+    kinds = {name.split(":")[1] for name in names}
+    assert kinds == {"encryption-key", "response", "turn", "run", "events", "wish"}
+    for name in names:
+        assert "alice" not in name and "resp_1" not in name
+        if not name.endswith("encryption-key"):
+            assert 0 < own.client.ttl(name) <= 3600
+
+
+# --- Generated turns
+
+IDS = tuple(range(1000, 1010))
+OUTPUT = Output((User("Hi"),), (Answer("Hello."),), (200_006, *IDS, 200_002), (0,), 12)
+
+
+def test_a_turn_of_another_server_is_placed_again(server: RedisServer) -> None:
+    views = [
+        Replay(2**20, SharedTurns(Shared(server.url))).view(scope)
+        for scope in ("model\0alice", "model\0alice", "model\0bob")
+    ]
+    views[0].remember(OUTPUT)
+    history = (User("Hi"), Answer("Hello."), User("And?"))
+    found = [[turn for _, _, turn in view.history(history)] for view in views]
+    assert found[0] == found[1] and found[1][1] is not None
+    assert found[1][1].segments[0][1:-1] == IDS
+    assert found[2] == [None, None, None]
+    assert all(view.blocks for view in views)
+
+
+def test_a_history_asks_redis_once(server: RedisServer) -> None:
+    connection = Shared(server.url)
+    asked = 0
+
+    class Counting(SharedTurns):
+        def find(self, keys):  # type: ignore[no-untyped-def]
+            nonlocal asked
+            asked += 1
+            return super().find(keys)
+
+    view = Replay(2**20, Counting(connection)).view("m")
+    said = [User("a"), Answer("b")] * 100
+    assert len(list(view.history(said))) == 200
+    assert asked == 1
+
+
+# --- The key of encrypted reasoning
+
+
+def test_servers_that_share_a_redis_open_what_the_other_encrypted(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(shared.STORE_VARIABLE, server.url)
+    monkeypatch.delenv(encryption.KEY_VARIABLE, raising=False)
+    opened = []
+    for _ in range(2):
+        _forget()
+        opened.append(encryption.server_seal("alice"))
+    _forget()
+    assert opened[1].unseal(opened[0].seal("because")) == "because"
+    assert opened[0].unseal(opened[0].seal("because")) == "because"
+
+
+def _forget() -> None:
+    for cached in (shared._opened, store._opened, encryption._server_key):
+        cached.cache_clear()
+
+
+def test_the_environments_key_comes_first(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(shared.STORE_VARIABLE, server.url)
+    monkeypatch.setenv(encryption.KEY_VARIABLE, "secret")
+    _forget()
+    sealed = encryption.server_seal("alice").seal("because")
+    monkeypatch.delenv(shared.STORE_VARIABLE)
+    _forget()
+    assert encryption.server_seal("alice").unseal(sealed) == "because"
+    _forget()
+
+
+# --- The background of other servers
+
+
+def test_wishes_and_events_reach_the_other_server(server: RedisServer) -> None:
+    here, there = Elsewhere(Shared(server.url)), Elsewhere(Shared(server.url))
+    run, second = ("resp_1", "alice"), ("resp_2", "alice")
+    first = [Event('{"n":0}', "response.created"), Event('{"n":1}', "response.queued")]
+    assert not there.runs(*run)
+    assert here.beat([run, second], [first, []]) == [None, None]
+    assert there.runs(*run) and not there.runs("resp_1", "bob")
+    assert there.events(*run, 0) == first
+    there.want(*second, Wish.DELETE)
+    assert here.beat([run, second], [[DONE], []]) == [None, Wish.DELETE]
+    assert there.events(*run, 1) == [first[1], DONE]
+    here.ended(*run)
+    here.forget(*second)
+    assert not there.runs(*run) and there.events(*run, 2) == [DONE]
+    assert here.beat([second], [[]]) == [None]
+    assert there.events(*second, 0) == []
+    here.forget(*second)
+    here.forget(*run)
+
+
+# --- Redis away
+
+
+@pytest.mark.parametrize("fault", ["stopped", "frozen"])
+def test_nobody_waits_for_a_redis_that_has_gone_and_it_is_found_again(
+    own: RedisServer, fault: str
+) -> None:
+    connection = Shared(own.url)
+    responses, turns = SharedStore(connection), SharedTurns(connection)
+    view = Replay(2**20, turns).view("m")
+    assert responses.put(KEPT)
+    own.stop() if fault == "stopped" else own.freeze()
+    started = time.monotonic()
+    with pytest.raises(StoreError) as raised:
+        responses.get("resp_1", "alice")
+    assert raised.value.status == 503 and raised.value.retry_after == 2
+    took = time.monotonic() - started
+    assert took < 2 * (shared.CONNECT + shared.ANSWER)
+    started = time.monotonic()
+    for _ in range(100):  # nobody else waits at all
+        with pytest.raises(StoreError):
+            responses.put(KEPT)
+        view.remember(OUTPUT)  # raises nothing
+        assert [turn for _, _, turn in view.history((User("?"), Answer("!")))] == [None, None]
+    assert time.monotonic() - started < 0.5
+    own.start() if fault == "stopped" else own.thaw()
+    until = time.monotonic() + 10.0
+    while True:
+        try:
+            stored = responses.get("resp_1", "alice")
+            break
+        except StoreError:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    assert stored == (None if fault == "stopped" else KEPT)
+    assert responses.put(KEPT) and responses.get("resp_1", "alice") == KEPT
+
+
+def test_a_redis_that_is_full_refuses_and_still_answers(own: RedisServer) -> None:
+    responses = SharedStore(Shared(own.url))
+    assert responses.put(KEPT)
+    own.client.config_set("maxmemory", "1")
+    with pytest.raises(StoreError, match="maxmemory"):
+        responses.put(KEPT)
+    assert responses.get("resp_1", "alice") == KEPT  # nothing is paused
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis://127.0.0.1:1/0", "VLLM_MLX_HARMONY_STORE=redis://127.0.0.1:1/0 cannot be used"),
+        ("redis://:secret@127.0.0.1:1/0", "=redis://127.0.0.1:1/0 cannot be used"),
+        ("redis://127.0.0.1:no/0", "cannot be used"),
+    ],
+)
+def test_a_redis_that_is_not_there_at_the_start_is_said(
+    url: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(shared.STORE_VARIABLE, url)
+    _forget()
+    with pytest.raises(HostError, match=said) as raised:
+        store.server_store()
+    assert "secret" not in raised.value.message
+    _forget()
+
+
+def test_another_programs_key_is_not_taken(own: RedisServer) -> None:
+    own.client.set("vllm-mlx-harmony:encryption-key", b"short")
+    with pytest.raises(SharedError, match="is no key"):
+        Shared(own.url)
