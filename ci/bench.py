@@ -30,7 +30,7 @@ from vllm_mlx_harmony import __file__ as package_file
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import render, vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
-from vllm_mlx_harmony.core.turn import Defaults, Stamp
+from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import frame
 
@@ -145,8 +145,8 @@ def our_stream(ids: Sequence[int], runs: int) -> Callable[[], int]:
     The prompts of the ``runs`` turns are rendered now: the host's are not, either.
     """
     request = chat.read(BODY, Defaults())
-    stamp = Stamp("0" * 32, 0, NAME)
-    turns = [StreamingHarmonyContext(request.turn, stamp) for _ in range(runs)]
+    info = ResponseInfo("0" * 32, 0, NAME)
+    turns = [StreamingHarmonyContext(request.turn, info) for _ in range(runs)]
 
     async def groups(turn: StreamingHarmonyContext) -> AsyncIterator[list[Any]]:
         yield turn.start()
@@ -155,7 +155,7 @@ def our_stream(ids: Sequence[int], runs: int) -> Callable[[], int]:
         yield turn.finish("stop")
 
     async def frames() -> AsyncIterator[str]:
-        emitter = request.emitter(stamp)
+        emitter = request.emitter(info)
         async for group in groups(turns.pop()):
             for delta in group:
                 for event in emitter.feed(delta):
@@ -298,13 +298,13 @@ def _tool(number: int) -> dict[str, Any]:
 
 def startup(runs: int) -> Row:
     """Wall time of an interpreter that reads our `.pth`, less one that reads an empty directory."""
-    line = "import vllm_mlx_harmony._startup; vllm_mlx_harmony._startup.arm()\n"
+    line = "import vllm_mlx_harmony._startup; vllm_mlx_harmony._startup.register()\n"
     package = Path(package_file).parent
     with tempfile.TemporaryDirectory() as with_it, tempfile.TemporaryDirectory() as without:
         Path(with_it, "vllm_mlx_harmony_startup.pth").write_text(line)
         Path(with_it, "vllm_mlx_harmony").symlink_to(package)
-        bare, armed = medians(runs, *(interpreter(path) for path in (without, with_it)))
-    cost = (armed - bare) * 1e3
+        bare, hooked = medians(runs, *(interpreter(path) for path in (without, with_it)))
+    cost = (hooked - bare) * 1e3
     return Row("the start of Python", "ms", None, cost, f"under {START_MS:.0f} ms", cost < START_MS)
 
 

@@ -188,9 +188,9 @@ async def answer(
 def serving(model: Path, engine: str, plugged: bool) -> Iterator[str]:
     """The host with or without the plugin, as a process; its base URL."""
     port = free_port()
-    gate = ["--tool-call-parser", "harmony"] if plugged else []
-    module = [_startup.HOST] if _startup.armed() or not plugged else ["vllm_mlx_harmony"]
-    command = [sys.executable, "-m", *module, "serve", str(model), *gate, *ENGINES[engine]]
+    flag = ["--tool-call-parser", "harmony"] if plugged else []
+    module = [_startup.HOST] if _startup.registered() or not plugged else ["vllm_mlx_harmony"]
+    command = [sys.executable, "-m", *module, "serve", str(model), *flag, *ENGINES[engine]]
     with tempfile.TemporaryDirectory() as home:
         log = Path(home, "log")
         with log.open("wb") as printing:

@@ -31,7 +31,7 @@ from bench_table import Row, printed
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import grammar as grammars
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.constraint import Bounds, Held
+from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.grammar import (
     Compiled,
     Grammar,
@@ -268,20 +268,20 @@ async def steps(
     try:
         for number in range(runs + 1):
             for what, times in taken.items():
-                bounds = Bounds(grammar=held.get(what))
-                times.append(await step(engine, bounds, streams, number))
+                spec = ConstraintSpec(grammar=held.get(what))
+                times.append(await step(engine, spec, streams, number))
     finally:
         await engine.stop()
     return {what: times[1:] for what, times in taken.items()}
 
 
-async def step(engine: Any, bounds: Bounds, streams: int, seed: int) -> float:
+async def step(engine: Any, spec: ConstraintSpec, streams: int, seed: int) -> float:
     """Milliseconds per step of ``streams`` outputs that begin together."""
     settings = Settings(max_tokens=TOKENS, temperature=1.0, top_p=1.0, seed=seed)
     prompt = written("<|start|>user<|message|>", "Hi.", "<|end|><|start|>assistant")
 
     async def one() -> float:
-        held = Held(bounds) if bounds else None
+        held = Constraint(spec) if spec else None
         first = 0.0
         async with aclosing(generate(engine, tuple(prompt), settings, "", held)) as generated:
             async for _ in generated:
@@ -309,13 +309,14 @@ def loaded() -> Iterator[None]:
             product = product @ weight
         return call(self, *args, **keywords) + 0 * product[0, 0]
 
-    rooms = ("engine:", "kv.batched:", "kv.simple:")
+    packages = ("engine:", "kv.batched:", "kv.simple:")
     own = "vllm_mlx_harmony.host."
     undos = patching.apply_all(
         [
-            seam
-            for seam in contract.SEAMS
-            if isinstance(seam, Patch) and str(seam.replacement).removeprefix(own).startswith(rooms)
+            row
+            for row in contract.CHANGES
+            if isinstance(row, Patch)
+            and str(row.replacement).removeprefix(own).startswith(packages)
         ]
     )
     Model.__call__ = burdened

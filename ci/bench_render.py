@@ -24,8 +24,8 @@ from vllm_mlx_harmony.core import render as rendering
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.render import render
-from vllm_mlx_harmony.core.replay import Output, Replay, View
-from vllm_mlx_harmony.core.turn import Call, Defaults, Message, Reasoning, Stamp, Turn
+from vllm_mlx_harmony.core.replay import Output, Replay, ReplayScope
+from vllm_mlx_harmony.core.turn import Call, Defaults, Message, Reasoning, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols import chat
 
 TOKENS = 115_000
@@ -86,11 +86,11 @@ def warm(shape: Shape, runs: int) -> Iterator[Row]:
     for output in outputs(read(body)):
         view.remember(output)
     yield row("a step more, with replay", growing(body, shape, runs, view), WARM_MS)
-    context = partial(StreamingHarmonyContext, stamp=Stamp("0" * 32, 0, "m"))
+    context = partial(StreamingHarmonyContext, info=ResponseInfo("0" * 32, 0, "m"))
     yield row("the same again, with its context", median_of(runs, context, partial(read, body)))
 
 
-def growing(body: Body, shape: Shape, runs: int, view: View | None) -> float:
+def growing(body: Body, shape: Shape, runs: int, view: ReplayScope | None) -> float:
     """Milliseconds of a turn that adds a step to all that was rendered before."""
     body = {**body, "messages": list(body["messages"])}
     render(read(body), view)

@@ -100,13 +100,13 @@ def result(seed: int) -> list[int]:
 
 @contextmanager
 def plugged(on: bool, budget: int | None = None) -> Iterator[Tree[Any] | None]:
-    """The seams of prefix reuse, with a memory of their own; nothing at all for the host's side."""
+    """What prefix reuse changes, with a memory of its own; nothing for the host's side."""
     if not on:
         yield None
         return
     tree: Tree[Any] = Tree(budget or prefix.budget())
     before, prefix.memory = prefix.memory, lambda: tree  # type: ignore[assignment]
-    undos = patching.apply_all([seam for seam in contract.SEAMS if _is_about_ids(seam)])
+    undos = patching.apply_all([row for row in contract.CHANGES if _is_about_ids(row)])
     try:
         yield tree
     finally:
@@ -114,8 +114,8 @@ def plugged(on: bool, budget: int | None = None) -> Iterator[Tree[Any] | None]:
         prefix.memory = before
 
 
-def _is_about_ids(seam: patching.Seam) -> bool:
-    replacement = str(getattr(seam, "replacement", ""))
+def _is_about_ids(row: patching.Requirement) -> bool:
+    replacement = str(getattr(row, "replacement", ""))
     return ".kv." in replacement or "hand_on_ids" in replacement
 
 
@@ -166,26 +166,26 @@ held: list[Counters] = []
 
 
 @dataclass(frozen=True)
-class Asked:
+class Answer:
     """What one prompt cost: tokens computed, seconds to the first id."""
 
     computed: int
     seconds: float
 
 
-async def ask(engine: Any, kind: str, prompt: list[int], ours: bool) -> Asked:
+async def ask(engine: Any, kind: str, prompt: list[int], ours: bool) -> Answer:
     """One prompt, to the end of its answer."""
     began, first, cached = time.perf_counter(), 0.0, 0
     stream = (our_ids if ours else host_ids)(engine, kind, prompt)
     async for _, known in stream:
         cached = known
         first = first or time.perf_counter() - began
-    return Asked(len(prompt) - cached, first)
+    return Answer(len(prompt) - cached, first)
 
 
 async def run(
     engine: Any, kind: str, prompts: list[list[int]], ours: bool, tree: Tree[Any] | None = None
-) -> list[Asked]:
+) -> list[Answer]:
     """All prompts, one after another, on an engine that is warm."""
     await engine.start()
     try:

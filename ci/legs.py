@@ -88,7 +88,7 @@ def core(
     harmony: str = "openai-harmony",
     commands: tuple[tuple[str, ...], ...] = (BELOW_HOST,),
 ) -> Leg:
-    """A leg without a host: the rooms below it, and the command line as far as it needs none."""
+    """A leg without a host: the packages below it, and the command line as far as it needs none."""
     other = next(name for name in HARMONY if name != harmony)
     return Leg(
         name=f"core-{python}" if harmony == HARMONY[0] else harmony,
@@ -207,7 +207,7 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         name="packaging",
-        what="wheel, editable and tool installs: armed, and gone when uninstalled",
+        what="wheel, editable and tool installs: active, and gone when uninstalled",
         install=("-e", ".[cpu,test]", "--group", "dev"),
         present=HOST,
         commands=((*PYTEST, "tests/packaging"),),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 
 from vllm_mlx_harmony import __version__
-from vllm_mlx_harmony.cli.errors import Refused
+from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core.errors import HarmonyFailure
 
 DISTRIBUTION = "vllm-mlx-harmony"
@@ -27,12 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)
-    except (Refused, HarmonyFailure) as error:
-        return _refuse(error)
+    except (UsageError, HarmonyFailure) as error:
+        return _fail(error)
     except ModuleNotFoundError as error:
         if error.name != "openai_harmony":
             raise
-        return _refuse(Refused("openai-harmony is not installed: pip install openai-harmony"))
+        return _fail(UsageError("openai-harmony is not installed: pip install openai-harmony"))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # `… | head`: nobody reads any more, which is no failure of ours
@@ -48,7 +48,7 @@ def _run(arguments: list[str]) -> int:
     return command(parsed)
 
 
-def _refuse(error: Exception) -> int:
+def _fail(error: Exception) -> int:
     param = getattr(error, "param", None)
     where = f" (at {param})" if param and param not in str(error) else ""
     print(f"{DISTRIBUTION}: error: {error}{where}", file=sys.stderr)
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("gateway", help="the APIs in front of vLLM, SGLang, llama.cpp or vllm-mlx")
     _add_connect(commands)
     _add_demo(commands)
-    commands.add_parser("doctor", help="what is installed, armed and supported here, and why not")
+    commands.add_parser("doctor", help="what is installed, active and supported here, and why not")
     _add_render(commands)
     _add_parse(commands)
     return top

@@ -1,4 +1,4 @@
-"""Loads the host's command line with its own loader, and then has the gate put into it.
+"""Loads the host's command line with its own loader, and then has the hook put into it.
 
 Knows Python's import system and nothing of the host. Whatever fails here is one line on standard
 error: the host must start all the same.
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from types import CodeType, ModuleType
 
 
-def gate(namespace: dict[str, Any]) -> None:
-    """Puts the gate into the host's command line module, given by its namespace."""
+def install_hook(namespace: dict[str, Any]) -> None:
+    """Puts the hook into the host's command line module, given by its namespace."""
     try:
         from vllm_mlx_harmony import host
 
@@ -26,7 +26,7 @@ def gate(namespace: dict[str, Any]) -> None:
         warn(f"not installed ({type(error).__name__}: {error}); vllm-mlx runs without it")
 
 
-def say_not_gated(arguments: Sequence[str]) -> None:
+def say_not_hooked(arguments: Sequence[str]) -> None:
     """Of `python -m vllm_mlx.server`, when it is asked for what only the command has."""
     line = " ".join(arguments).replace("=", " ")
     if any(f"--tool-call-parser {name}" in line for name in ("harmony", "gpt-oss")):
@@ -42,7 +42,7 @@ def warn(message: str) -> None:
 def find_spec(
     own: object, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """What the other finders know of the module, but with a loader that calls `gate`."""
+    """What the other finders know of the module, but with a loader that calls `install_hook`."""
     if get_ident() in _asking:  # somebody else's finder asks everybody, too
         return None
     _asking.add(get_ident())
@@ -70,7 +70,7 @@ def _ask_others(
 
 
 class Loader:
-    """The real loader, and after it the gate. The loaded module never gets to see this one."""
+    """The real loader, and after it the hook. The loaded module never gets to see this one."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -86,31 +86,32 @@ class Loader:
         return found
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the real loader does it, and then the gate."""
+        """As the real loader does it, and then the hook."""
         module.__loader__ = self._real
         if module.__spec__ is not None:
             module.__spec__.loader = self._real
         self._real.exec_module(module)
-        gate(vars(module))
+        install_hook(vars(module))
 
     def get_code(self, name: str) -> CodeType | None:
         """Code of the module: `python -m` runs it as `__main__`, and never calls `exec_module`."""
         code: CodeType | None = self._real.get_code(name)
         try:
-            return _gated(self._real.get_source(name), code) or code
+            return _hooked(self._real.get_source(name), code) or code
         except Exception as error:
             warn(f"not installed ({type(error).__name__}: {error}); vllm-mlx runs without it")
             return code
 
 
-def _gated(source: str | None, code: CodeType | None) -> CodeType | None:
-    """The module with a call of `gate` at the head of its `if __name__ == "__main__":` block."""
+def _hooked(source: str | None, code: CodeType | None) -> CodeType | None:
+    """The module with `install_hook` called first in its `if __name__ == "__main__":` block."""
     import ast
 
     if source is None or code is None:
         return None
     tree = ast.parse(source)
-    call = ast.parse(f"__import__({__name__!r}, fromlist=['gate']).gate(globals())").body[0]
+    hook = install_hook.__name__
+    call = ast.parse(f"__import__({__name__!r}, fromlist=[{hook!r}]).{hook}(globals())").body[0]
     for node in reversed(tree.body):
         if isinstance(node, ast.If) and "'__main__'" in ast.dump(node.test):
             for part in ast.walk(call):

@@ -20,21 +20,25 @@ SERVER = "vllm_mlx.server"
 SWITCH = "VLLM_MLX_HARMONY"
 
 
-def arm() -> None:
-    """Gets the gate installed as soon as the host's command line is imported, if it ever is.
+def register() -> None:
+    """Gets the hook installed as soon as the host's command line is imported, if it ever is.
 
     Called by the `.pth` and `.start` files: the name is fixed. Calling it again changes nothing.
     """
-    if switched_off() or armed():
+    if switched_off() or registered():
         return
     sys.meta_path.insert(0, Finder())
     if HOST in sys.modules:
         from vllm_mlx_harmony import _loading
 
-        _loading.gate(vars(sys.modules[HOST]))
+        _loading.install_hook(vars(sys.modules[HOST]))
 
 
-def armed() -> bool:
+arm = register
+"""As `.pth` files written by earlier versions call it: an editable install keeps the old file."""
+
+
+def registered() -> bool:
     """Whether this process would notice the host's command line being imported."""
     return any(isinstance(finder, Finder) for finder in sys.meta_path)
 
@@ -65,6 +69,6 @@ class Finder:
         from vllm_mlx_harmony import _loading
 
         if name == SERVER:
-            _loading.say_not_gated(sys.orig_argv)
+            _loading.say_not_hooked(sys.orig_argv)
             return None
         return _loading.find_spec(self, name, path, target)

@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttackRequest:
     """A request, as each API spells it: what the user says, tools, the answer's schema, fields."""
 
     text: str = "Hi."
@@ -64,9 +64,9 @@ def _format(api: str, schema: Body) -> Body:
     return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
-def described(description: str, parameters: Body | None = None) -> Asked:
+def described(description: str, parameters: Body | None = None) -> AttackRequest:
     """A request with one tool."""
-    return Asked(tools=(("f", description, parameters or {"type": "object"}),))
+    return AttackRequest(tools=(("f", description, parameters or {"type": "object"}),))
 
 
 def _properties(**schemas: Body) -> Body:
@@ -84,28 +84,32 @@ def _tree(depth: int) -> Body:
 
 _TEMPLATE = "chat_template_kwargs"
 
-ROWS: dict[str, Callable[[], Asked]] = {
+ROWS: dict[str, Callable[[], AttackRequest]] = {
     # Long runs, in a message.
-    "a run of letters": lambda: Asked("a" * 150_000),
-    "a run of marks": lambda: Asked("กิ" * 40_000),
-    "Thai": lambda: Asked("ภาษาไทยเป็นภาษาที่เขียนโดยไม่เว้นวรรคระหว่างคำ" * 700),
-    "Hindi": lambda: Asked("हिन्दीविश्वकीप्रमुखभाषाओंमेंसेएकहै" * 1_000),
-    "signs and line ends": lambda: Asked("/\n" * 40_000),
-    "white space": lambda: Asked((" " * 1_024 + "!") * 1_000),
-    "four bytes each": lambda: Asked("\U00020000" * 100_000),
-    "20 MB of letters": lambda: Asked("a" * (20 * MIB)),
+    "a run of letters": lambda: AttackRequest("a" * 150_000),
+    "a run of marks": lambda: AttackRequest("กิ" * 40_000),
+    "Thai": lambda: AttackRequest("ภาษาไทยเป็นภาษาที่เขียนโดยไม่เว้นวรรคระหว่างคำ" * 700),
+    "Hindi": lambda: AttackRequest("हिन्दीविश्वकीप्रमुखभाषाओंमेंसेएकहै" * 1_000),
+    "signs and line ends": lambda: AttackRequest("/\n" * 40_000),
+    "white space": lambda: AttackRequest((" " * 1_024 + "!") * 1_000),
+    "four bytes each": lambda: AttackRequest("\U00020000" * 100_000),
+    "20 MB of letters": lambda: AttackRequest("a" * (20 * MIB)),
     # Elsewhere.
     "a description": lambda: described("a" * 150_000),
     "a parameter's name": lambda: described("", _properties(**{"a" * 150_000: {}})),
     "a value": lambda: described("", _properties(p={"enum": ["a" * 150_000]})),
-    "a tool's name": lambda: Asked(tools=(("กิ" * 40_000, "", {"type": "object"}),)),
-    "an identity": lambda: Asked(fields=((_TEMPLATE, {"model_identity": "a" * 150_000}),)),
+    "a tool's name": lambda: AttackRequest(tools=(("กิ" * 40_000, "", {"type": "object"}),)),
+    "an identity": lambda: AttackRequest(fields=((_TEMPLATE, {"model_identity": "a" * 150_000}),)),
     "what nobody reads of a tool": lambda: described("", {"type": "object", "x": "a" * (30 * MIB)}),
-    "the schema of an answer": lambda: Asked(schema={"type": "object", "x": "a" * (20 * MIB)}),
+    "the schema of an answer": lambda: AttackRequest(
+        schema={"type": "object", "x": "a" * (20 * MIB)}
+    ),
     # What an answer or an error repeats.
-    "a user": lambda: Asked(fields=(("user", "a" * (30 * MIB)),)),
-    "a model": lambda: Asked(fields=(("model", "a" * (30 * MIB)),)),
-    "an effort": lambda: Asked(fields=((_TEMPLATE, {"reasoning_effort": "a" * (30 * MIB)}),)),
+    "a user": lambda: AttackRequest(fields=(("user", "a" * (30 * MIB)),)),
+    "a model": lambda: AttackRequest(fields=(("model", "a" * (30 * MIB)),)),
+    "an effort": lambda: AttackRequest(
+        fields=((_TEMPLATE, {"reasoning_effort": "a" * (30 * MIB)}),)
+    ),
     # What little stands for.
     "references to a description": lambda: described(
         "",
@@ -116,18 +120,20 @@ ROWS: dict[str, Callable[[], Asked]] = {
     ),
     "a tree of references": lambda: described("", _tree(11)),
     # Many.
-    "names that are alike": lambda: Asked(
+    "names that are alike": lambda: AttackRequest(
         tools=tuple((f"a{'!' * at}b", "", {"type": "object"}) for at in range(1, 2_001))
     ),
-    "messages": lambda: Asked("Hi.", repeated=16_000),
-    "values that nobody reads": lambda: Asked(fields=(("junk", [[]] * (8 * MIB)),)),
-    "keys that nobody reads": lambda: Asked(
+    "messages": lambda: AttackRequest("Hi.", repeated=16_000),
+    "values that nobody reads": lambda: AttackRequest(fields=(("junk", [[]] * (8 * MIB)),)),
+    "keys that nobody reads": lambda: AttackRequest(
         fields=(("junk", {str(at): at for at in range(45_000)}),)
     ),
-    "a long text that nobody reads": lambda: Asked(fields=(("junk", "a" * (30 * MIB)),)),
-    "half a pair in a long text": lambda: Asked(fields=(("junk", "\ud800" + "a" * (30 * MIB)),)),
-    "escapes": lambda: Asked(fields=(("junk", '"\n' * (5 * MIB)),)),
-    "more than a body may be": lambda: Asked(fields=(("junk", "a" * (40 * MIB)),)),
+    "a long text that nobody reads": lambda: AttackRequest(fields=(("junk", "a" * (30 * MIB)),)),
+    "half a pair in a long text": lambda: AttackRequest(
+        fields=(("junk", "\ud800" + "a" * (30 * MIB)),)
+    ),
+    "escapes": lambda: AttackRequest(fields=(("junk", '"\n' * (5 * MIB)),)),
+    "more than a body may be": lambda: AttackRequest(fields=(("junk", "a" * (40 * MIB)),)),
 }
 """Name -> how to make it: some are too large to be kept."""
 

@@ -75,11 +75,11 @@ def _figures(number: int) -> dict[str, object]:
     from vllm_mlx_harmony.server import streams
     from vllm_mlx_harmony.server.generation import Job
     from vllm_mlx_harmony.server.responses.background import Running
-    from vllm_mlx_harmony.server.responses.persistence import KeptAnswer
+    from vllm_mlx_harmony.server.responses.persistence import StoringEmitter
     from vllm_mlx_harmony.server.responses.websocket import Conversation
     from vllm_mlx_harmony.server.streams import EventBuffer
 
-    kinds = {EventBuffer, Job, Conversation, KeptAnswer, Running}
+    kinds = {EventBuffer, Job, Conversation, StoringEmitter, Running}
     gc.collect()
     names = Counter(type(one).__name__ for one in gc.get_objects() if type(one) in kinds)
     process = psutil.Process()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_mlx_harmony.cli.client import Answer, events, take_in
-from vllm_mlx_harmony.cli.errors import Refused
+from vllm_mlx_harmony.cli.client import Completion, events, take_in
+from vllm_mlx_harmony.cli.errors import UsageError
 
 
 def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
@@ -38,7 +38,7 @@ CHUNKS = [
 
 
 def test_answer() -> None:
-    answer = Answer()
+    answer = Completion()
     for one in CHUNKS:
         take_in(answer, one)
     parts = [(part.key, part.name, part.deltas) for part in answer.parts]
@@ -60,7 +60,7 @@ def test_answer() -> None:
 
 
 def test_a_plain_answer_has_no_calls() -> None:
-    answer = Answer()
+    answer = Completion()
     take_in(answer, chunk({"content": "Hi"}, "stop"))
     assert "tool_calls" not in answer.message()
 
@@ -78,5 +78,5 @@ def test_events_end_at_done() -> None:
     ],
 )
 def test_no_silent_end(lines: list[bytes], says: str) -> None:
-    with pytest.raises(Refused, match=says.replace("[", r"\[")):
+    with pytest.raises(UsageError, match=says.replace("[", r"\[")):
         list(events(lines))

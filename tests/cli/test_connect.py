@@ -150,7 +150,7 @@ def test_model_and_context_come_from_the_server(
     server.models = models
     asked = {"model": None, "context": None, "key": None, **given}
     if isinstance(expected, str):
-        with pytest.raises(connect.Refused, match=expected):
+        with pytest.raises(connect.UsageError, match=expected):
             connect.look(server.url, **asked)
         return
     served = connect.look(server.url, **asked)

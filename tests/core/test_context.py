@@ -22,14 +22,14 @@ from vllm_mlx_harmony.core.turn import (
     Limits,
     Preamble,
     Reasoning,
+    ResponseInfo,
     Result,
-    Stamp,
     Tool,
     Turn,
     User,
 )
 
-STAMP = Stamp("0123456789abcdef0123456789abcdef", 0, "m")
+INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
 ASKED = Turn((User("2+2?"),), (Tool("add"),))
 CALLS = (
     "<|channel|>analysis<|message|>Need add.<|end|><|start|>assistant<|channel|>commentary "
@@ -48,7 +48,7 @@ def text_of(ids: tuple[int, ...]) -> str:
 
 
 def context() -> StreamingHarmonyContext:
-    return StreamingHarmonyContext(ASKED, STAMP)
+    return StreamingHarmonyContext(ASKED, INFO)
 
 
 def called() -> tuple[StreamingHarmonyContext, Call]:
@@ -76,7 +76,7 @@ def test_messages_are_the_conversation_while_it_grows() -> None:
     assert (Reasoning("Need"),) in seen
     assert seen[-1] == (
         Reasoning("Need add."),
-        Call(STAMP.call_id(1), "add", '{"a": 2}'),
+        Call(INFO.call_id(1), "add", '{"a": 2}'),
     )
 
 
@@ -162,7 +162,7 @@ def test_calls_of_one_turn_have_ids_of_their_own() -> None:
 )
 def test_an_output_left_open_is_closed_by_what_follows(output: str, end: str) -> None:
     turn = StreamingHarmonyContext(
-        Turn((User("?"), Call("c", "add", "{}"), Result("c", "1")), (Tool("add"),)), STAMP
+        Turn((User("?"), Call("c", "add", "{}"), Result("c", "1")), (Tool("add"),)), INFO
     )
     prompt = turn.render_for_completion()
     turn.append_output(ids_of(output))
@@ -193,7 +193,7 @@ def test_finish_counts_the_whole_turn() -> None:
 
 
 def test_the_prompt_that_began_the_answer_is_continued() -> None:
-    turn = StreamingHarmonyContext(Turn((User("?"),), prefill="The answer"), STAMP)
+    turn = StreamingHarmonyContext(Turn((User("?"),), prefill="The answer"), INFO)
     assert turn.append_output(ids_of(" is 4.<|return|>")) == [
         Opened(0, Kind.ANSWER),
         Text(" is 4."),
@@ -203,7 +203,7 @@ def test_the_prompt_that_began_the_answer_is_continued() -> None:
 
 def test_another_renderer_can_stand_in() -> None:
     rendered = Rendered((1, 2, 3), render(ASKED).names)
-    turn = StreamingHarmonyContext(ASKED, STAMP, renderer=lambda _: rendered)
+    turn = StreamingHarmonyContext(ASKED, INFO, renderer=lambda _: rendered)
     assert turn.render_for_completion() == (1, 2, 3)
 
 
@@ -214,11 +214,11 @@ _SPOKEN = {"reasoning": Reasoning, "preamble": Preamble, ANSWER: Answer}
 def test_rows(row: Row) -> None:
     tools = tuple(map(Tool, row.tools))
     limits = Limits(stop=row.stop, one_call=row.one_call)
-    turn = StreamingHarmonyContext(Turn((User("?"),), tools, limits=limits), STAMP)
+    turn = StreamingHarmonyContext(Turn((User("?"),), tools, limits=limits), INFO)
     turn.append_output(ids_of(row.output))
     turn.finish("length" if row.cut else "stop")
     assert turn.messages[1:] == tuple(
-        Call(STAMP.call_id(index), *part[1:]) if part[0] == CALL else _SPOKEN[part[0]](part[1])
+        Call(INFO.call_id(index), *part[1:]) if part[0] == CALL else _SPOKEN[part[0]](part[1])
         for index, part in enumerate(row.said)
     )
 
@@ -226,7 +226,7 @@ def test_rows(row: Row) -> None:
 def generated(row: Row, step: int) -> tuple[StreamingHarmonyContext, list[Delta]]:
     """The turn of an engine that gives ``step`` ids at once and stops when it is done."""
     tools = tuple(map(Tool, row.tools))
-    turn = StreamingHarmonyContext(Turn((User("?"),), tools, limits=Limits(stop=row.stop)), STAMP)
+    turn = StreamingHarmonyContext(Turn((User("?"),), tools, limits=Limits(stop=row.stop)), INFO)
     ids = ids_of(row.output)
     for at in range(0, len(ids), step):
         if turn.done:
@@ -285,12 +285,12 @@ def test_played_behind_a_result_ends_before_it() -> None:
 def test_parse_of_render_gives_the_answer_back(row: Row) -> None:
     """Semantics C5, for every row: what was said, rendered canonically, is parsed to the same."""
     tools = tuple(map(Tool, row.tools))
-    turn = StreamingHarmonyContext(Turn((User("?"),), tools), STAMP)
+    turn = StreamingHarmonyContext(Turn((User("?"),), tools), INFO)
     turn.append_output(ids_of(row.output))
     turn.finish("stop")
     said = turn.messages[1:]
     prompt = render(Turn((User("?"),), tools)).ids
-    again = StreamingHarmonyContext(Turn((User("?"),), tools), STAMP)
+    again = StreamingHarmonyContext(Turn((User("?"),), tools), INFO)
     history = render(
         Turn((User("?"), *(m for m in said if not isinstance(m, Reasoning))), tools)
     ).ids
@@ -308,7 +308,7 @@ def _behind(history: tuple[int, ...], prompt: tuple[int, ...]) -> list[int]:
 def _renumbered(said: tuple[object, ...]) -> list[object]:
     kept = [message for message in said if not isinstance(message, Reasoning)]
     return [
-        Call(STAMP.call_id(index), message.name, message.arguments)
+        Call(INFO.call_id(index), message.name, message.arguments)
         if isinstance(message, Call)
         else message
         for index, message in enumerate(kept)

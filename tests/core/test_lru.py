@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from vllm_mlx_harmony.core.lru import Recent
+from vllm_mlx_harmony.core.lru import ByteLRU
 
 
-def held(recent: Recent[str, int]) -> set[str]:
-    return {key for key in "abcdef" if key in recent._held}
+def held(recent: ByteLRU[str, int]) -> set[str]:
+    return {key for key in "abcdef" if key in recent._entries}
 
 
 # (what is done, limit 10: "a3" puts a with 3 bytes, "a" gets it) -> keys held, bytes
@@ -31,7 +31,7 @@ ROWS: dict[str, tuple[list[str], str, int]] = {
 
 @pytest.mark.parametrize(("done", "keys", "size"), ROWS.values(), ids=ROWS.keys())
 def test_row(done: list[str], keys: str, size: int) -> None:
-    recent: Recent[str, int] = Recent(10)
+    recent: ByteLRU[str, int] = ByteLRU(10)
     for step in done:
         if step[1:]:
             recent.put(step[0], int(step[1:]), int(step[1:]))
@@ -41,7 +41,7 @@ def test_row(done: list[str], keys: str, size: int) -> None:
 
 
 def test_get_gives_what_was_put_last() -> None:
-    recent: Recent[str, int] = Recent(10)
+    recent: ByteLRU[str, int] = ByteLRU(10)
     assert recent.get("a") is None
     recent.put("a", 1, 1)
     recent.put("a", 2, 1)
@@ -49,14 +49,14 @@ def test_get_gives_what_was_put_last() -> None:
 
 
 def test_cleared() -> None:
-    recent: Recent[str, int] = Recent(10)
+    recent: ByteLRU[str, int] = ByteLRU(10)
     recent.put("a", 1, 5)
     recent.cache_clear()
     assert (recent.get("a"), recent.size, len(recent)) == (None, 0, 0)
 
 
 def test_many_threads() -> None:
-    recent: Recent[int, int] = Recent(100)
+    recent: ByteLRU[int, int] = ByteLRU(100)
 
     def work(seed: int) -> None:
         for step in range(3_000):
@@ -69,4 +69,4 @@ def test_many_threads() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert recent.size == sum(size for _, size in recent._held.values()) <= 100
+    assert recent.size == sum(size for _, size in recent._entries.values()) <= 100

@@ -165,7 +165,7 @@ def test_an_alias_is_part_of_what_is_remembered() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = module.lru.Recent[Any, Any](20_000)
+    small = module.lru.ByteLRU[Any, Any](20_000)
     monkeypatch.setattr(module, "_messages", small)
     for number in range(200):
         render(Turn((User(f"{number} " * 50),)))

@@ -1,6 +1,6 @@
 """What was generated stands in a history as it was; what a client edited, as the client sent it.
 
-An output is written as its segments: (message, Harmony text with control tokens written out).
+An output is written as its spans: (message, Harmony text with control tokens written out).
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ import pytest
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.render import Rendered, render
-from vllm_mlx_harmony.core.replay import Output, Remembered, Replay, View, shared, story
+from vllm_mlx_harmony.core.replay import (
+    GeneratedTurn,
+    Output,
+    Replay,
+    ReplayScope,
+    history_hash,
+    shared,
+)
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -61,7 +68,7 @@ def output(*parts: Part, before: tuple[Message, ...] = (User("Hi"),)) -> Output:
     return Output(before, messages, tuple(ids), tuple(begins), ended)
 
 
-def remembering(*outputs: Output, limit: int = LIMIT) -> View:
+def remembering(*outputs: Output, limit: int = LIMIT) -> ReplayScope:
     view = Replay(limit).view("m")
     for each in outputs:
         view.remember(each)
@@ -73,7 +80,7 @@ def history(rendered: Rendered) -> str:
     return text_of(rendered.ids[rendered.boundaries[0] : rendered.boundaries[-1]])
 
 
-def placed(view: View | None, *messages: Message) -> str:
+def placed(view: ReplayScope | None, *messages: Message) -> str:
     return history(render(Turn((User("Hi"), *messages), (Tool("x"), Tool("y"))), view))
 
 
@@ -351,7 +358,7 @@ def test_the_same_answer_once_more_replaces_the_first() -> None:
 
 
 A = (User("a"), Preamble("b"), call(key="c1"), Result("c1", "r", "messages[3]"))
-# Two conversations -> whether they are one story.
+# Two conversations -> whether they are one history_hash.
 STORIES: dict[str, tuple[tuple[Message, ...], tuple[Message, ...], bool]] = {
     "reasoning": ((User("a"), Reasoning("t"), Answer("b")), (User("a"), Answer("b")), True),
     "joined content": (
@@ -378,7 +385,7 @@ STORIES: dict[str, tuple[tuple[Message, ...], tuple[Message, ...], bool]] = {
 
 @pytest.mark.parametrize(("one", "other", "same"), STORIES.values(), ids=STORIES.keys())
 def test_story(one: tuple[Message, ...], other: tuple[Message, ...], same: bool) -> None:
-    assert (story(one) == story(other)) is same
+    assert (history_hash(one) == history_hash(other)) is same
 
 
 # --- Bounds, and who may see what.
@@ -487,9 +494,9 @@ def test_stable_is_what_no_later_prompt_changes(
 def test_a_story_is_the_same_in_every_process() -> None:
     """Turns that outlive a process are found by it: Python's own hash is another in each."""
     program = (
-        "from vllm_mlx_harmony.core.replay import story;"
+        "from vllm_mlx_harmony.core.replay import history_hash;"
         "from vllm_mlx_harmony.core.turn import Answer, User;"
-        "print(story((User('a'), Answer('b \\ud83d'))))"
+        "print(history_hash((User('a'), Answer('b \\ud83d'))))"
     )
     told = {
         subprocess.run(
@@ -500,13 +507,13 @@ def test_a_story_is_the_same_in_every_process() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert told == {b"%d\n" % story((User("a"), Answer("b \ud83d")))}
+    assert told == {b"%d\n" % history_hash((User("a"), Answer("b \ud83d")))}
 
 
 # --- What memory has not, an archive may have.
 
 
-class Kept(dict[bytes, Remembered]):
+class StoredResponse(dict[bytes, GeneratedTurn]):
     """An archive, and the keys that were used."""
 
     def __init__(self) -> None:
@@ -515,10 +522,10 @@ class Kept(dict[bytes, Remembered]):
 
     blocks = False
 
-    def put(self, key: bytes, turn: Remembered) -> None:
+    def put(self, key: bytes, turn: GeneratedTurn) -> None:
         self[key] = turn
 
-    def find(self, keys: Sequence[bytes]) -> list[Remembered | None]:
+    def find(self, keys: Sequence[bytes]) -> list[GeneratedTurn | None]:
         return [self.get(key) for key in keys]
 
     def use(self, key: bytes) -> None:
@@ -528,12 +535,12 @@ class Kept(dict[bytes, Remembered]):
 @pytest.mark.parametrize(
     ("generated", "echoed", "text"),
     [(LOOP, LOOP_AS_SENT, LOOP_TEXT), (PLAIN, (Answer("Yes."),), SAID_IN_HISTORY)],
-    ids=["known by its call", "known by its story"],
+    ids=["known by its call", "known by its history_hash"],
 )
 def test_turns_of_another_process_are_found_in_the_archive(
     generated: Output, echoed: tuple[Message, ...], text: str
 ) -> None:
-    archive = Kept()
+    archive = StoredResponse()
     Replay(LIMIT, archive).view("m").remember(generated)
     again = Replay(LIMIT, archive)
     assert placed(again.view("m"), *echoed) == HI + text
@@ -545,7 +552,7 @@ def test_turns_of_another_process_are_found_in_the_archive(
 
 
 def test_what_a_client_edited_is_not_taken_from_the_archive() -> None:
-    archive = Kept()
+    archive = StoredResponse()
     Replay(LIMIT, archive).view("m").remember(LOOP)
     again = Replay(LIMIT, archive).view("m")
     edited = (TOLD[0], call('{"a": 2}'))

@@ -20,17 +20,17 @@ from vllm_mlx_harmony.core.turn import (
     Message,
     Namespace,
     Reasoning,
+    ResponseInfo,
     Result,
     ServerCall,
     ServerResult,
-    Stamp,
     Tool,
     ToolChoice,
     Turn,
     User,
 )
 
-STAMP = Stamp("0123456789abcdef0123456789abcdef", 0, "m")
+INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -77,7 +77,7 @@ def say(turn: StreamingHarmonyContext, text: str, step: int) -> None:
 
 def looped(step: int = 1, last: str = LAST, asked: Turn = ASKED) -> StreamingHarmonyContext:
     """The turn with two calls that the server ran."""
-    turn = StreamingHarmonyContext(asked, STAMP)
+    turn = StreamingHarmonyContext(asked, INFO)
     for said, answer in ((FIRST, "20 °C"), (SECOND, "1")):
         say(turn, said, step)
         call = turn.server_call
@@ -92,7 +92,7 @@ LOOP = FIRST + ANSWERED + OPENING + SECOND + COMPUTED + OPENING
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
 def test_each_continuation_begins_with_exactly_the_ids_so_far(step: int) -> None:
-    turn = StreamingHarmonyContext(ASKED, STAMP)
+    turn = StreamingHarmonyContext(ASKED, INFO)
     ids = list(turn.render_for_completion())
     for said, answer, result in ((FIRST, "20 °C", ANSWERED), (SECOND, "1", COMPUTED)):
         say(turn, said + "<|start|>assistant to=python<|message|>made up", step)
@@ -115,11 +115,11 @@ def test_each_continuation_begins_with_exactly_the_ids_so_far(step: int) -> None
     assert usage.tool_tokens == len(ids_of(ANSWERED + COMPUTED))
     assert turn.messages[1:] == (
         Reasoning("Ask."),
-        ServerCall(STAMP.call_id(1), "weather.now", '{"city": "Rome"}'),
-        ServerResult(STAMP.call_id(1), "weather.now", "20 °C"),
+        ServerCall(INFO.call_id(1), "weather.now", '{"city": "Rome"}'),
+        ServerResult(INFO.call_id(1), "weather.now", "20 °C"),
         Reasoning("Compute."),
-        ServerCall(STAMP.call_id(3), "python", "print(1)"),
-        ServerResult(STAMP.call_id(3), "python", "1"),
+        ServerCall(INFO.call_id(3), "python", "print(1)"),
+        ServerResult(INFO.call_id(3), "python", "1"),
         Reasoning("Done."),
         Answer("Rome"),
     )
@@ -127,7 +127,7 @@ def test_each_continuation_begins_with_exactly_the_ids_so_far(step: int) -> None
 
 @pytest.mark.parametrize("end", ["<|call|>", "<|end|>", "<|return|>", "<|start|>", "<|channel|>"])
 def test_a_call_ends_the_output_whatever_ends_it(end: str) -> None:
-    turn = StreamingHarmonyContext(ASKED, STAMP)
+    turn = StreamingHarmonyContext(ASKED, INFO)
     prompt = turn.render_for_completion()
     for token in ids_of(FIRST.removesuffix("<|call|>") + end + "assistant"):
         turn.append_output([token])
@@ -139,7 +139,7 @@ def test_a_call_ends_the_output_whatever_ends_it(end: str) -> None:
 
 
 def test_what_a_tool_says_is_text() -> None:
-    turn = StreamingHarmonyContext(ASKED, STAMP)
+    turn = StreamingHarmonyContext(ASKED, INFO)
     say(turn, FIRST, 1)
     before = len(turn.render_for_completion())
     assert turn.server_call is not None
@@ -215,7 +215,7 @@ def test_a_call_of_the_clients_behind_those_of_the_server(step: int) -> None:
 @pytest.mark.parametrize("cut", range(1, len(ids_of(LAST))))
 def test_a_cut_anywhere_behind_a_result(cut: int) -> None:
     """What can be placed again is what was said, ended as in a history."""
-    turn = StreamingHarmonyContext(ASKED, STAMP)
+    turn = StreamingHarmonyContext(ASKED, INFO)
     say(turn, FIRST, 1)
     assert turn.server_call is not None
     turn.append_tool_output([ServerResult(turn.server_call.id, "weather.now", "20 °C")])
@@ -236,7 +236,7 @@ def test_a_cut_anywhere_behind_a_result(cut: int) -> None:
 def test_a_call_approved_since_is_answered_before_anything_is_generated() -> None:
     call = ServerCall("call_1", "weather.now", '{"city": "Rome"}')
     asked = Turn((User("?"), call), namespaces=(WEATHER,))
-    turn = StreamingHarmonyContext(asked, STAMP)
+    turn = StreamingHarmonyContext(asked, INFO)
     before = turn.render_for_completion()
     assert turn.server_call == call
     turn.append_tool_output([ServerResult("call_1", "weather.now", "20 °C")])
@@ -341,7 +341,7 @@ def follows(asked: Turn, text: str) -> bool:
 
 
 def test_deltas_say_which_calls_are_the_servers() -> None:
-    turn = StreamingHarmonyContext(ASKED, STAMP)
+    turn = StreamingHarmonyContext(ASKED, INFO)
     deltas = turn.append_output(ids_of(FIRST))
     assert [d for d in deltas if isinstance(d, (Opened, Closed))] == [
         Opened(0, Kind.REASONING),

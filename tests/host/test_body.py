@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.server import body
-from vllm_mlx_harmony.server.body import LARGE, MOST_VALUES, bounded, parsed
+from vllm_mlx_harmony.server.body import LARGE, MOST_VALUES, bounded, parse_body
 
 
 @pytest.fixture(autouse=True)
@@ -88,13 +88,13 @@ TOO_MANY = {
 
 @pytest.mark.parametrize("sent", TOO_MANY.values(), ids=TOO_MANY.keys())
 def test_too_many_values(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    error = refused(parsed(sent))
+    error = refused(parse_body(sent))
     assert (error.status, error.code) == (413, "request_too_large")
     assert body.VALUES in error.message
     if not sent.startswith(b"[[[["):  # too deep, whatever may be sent
         monkeypatch.setenv(body.VALUES, "200k")
         body.most_values.cache_clear()
-        assert asyncio.run(parsed(sent)).large
+        assert asyncio.run(parse_body(sent)).large
 
 
 def conversation() -> dict[str, Any]:
@@ -123,14 +123,14 @@ def test_what_agents_send_is_far_below(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sent) > 1_000_000
     monkeypatch.setenv(body.VALUES, str(MOST_VALUES * 3 // 4))
     body.most_values.cache_clear()
-    assert asyncio.run(parsed(sent)).value == conversation()
+    assert asyncio.run(parse_body(sent)).value == conversation()
 
 
 def test_what_cannot_be_mended_soon_is_refused() -> None:
     half = '{"a": "\ud800"}'.encode("utf-8", "surrogatepass")
-    assert asyncio.run(parsed(half + b" " * body.LARGE)).value == {"a": "\ufffd"}
+    assert asyncio.run(parse_body(half + b" " * body.LARGE)).value == {"a": "\ufffd"}
     with pytest.raises(RequestError, match="not valid JSON"):
-        asyncio.run(parsed(half.replace(b"a", b"a" * body.MOST_MENDED)))
+        asyncio.run(parse_body(half.replace(b"a", b"a" * body.MOST_MENDED)))
 
 
 FINE = {
@@ -144,7 +144,7 @@ FINE = {
 @pytest.mark.parametrize("value", FINE.values(), ids=FINE.keys())
 def test_long_texts_are_no_values(value: list[Any]) -> None:
     for sent in (json.dumps(value).encode(), json.dumps(value, ensure_ascii=True).encode()):
-        document = asyncio.run(parsed(sent))
+        document = asyncio.run(parse_body(sent))
         assert document.large
         assert document.value == [
             each.replace("\ud83d", "\ufffd") if isinstance(each, str) else each for each in value

@@ -1,4 +1,4 @@
-"""The gate and the seams, on the real host: what is changed, when, and taken back."""
+"""Activation and the patch table, on the real host: what is changed, when, and taken back."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def shout(original: Callable[..., str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> tuple[patching.Seam, ...]:
+def table(monkeypatch: pytest.MonkeyPatch) -> tuple[patching.Requirement, ...]:
     """A small table on the real host, so that these tests say nothing about what we put in."""
-    rows: tuple[patching.Seam, ...] = (
+    rows: tuple[patching.Requirement, ...] = (
         Fact("vllm_mlx.cli:main", "is there", ()),
         Patch("vllm_mlx.server:_sanitize_log_text", shout, "a function"),
         Patch(
@@ -148,11 +148,11 @@ def table(monkeypatch: pytest.MonkeyPatch) -> tuple[patching.Seam, ...]:
         ),
     )
     monkeypatch.setattr(contract, "table", lambda _: rows)
-    monkeypatch.setattr(contract, "find", lambda _: entry_points.Parts(object, print, object))
+    monkeypatch.setattr(contract, "find", lambda _: entry_points.Extensions(object, print, object))
     return rows
 
 
-# --- the gate ---------------------------------------------------------------------------------
+# --- activation ---------------------------------------------------------------------------------
 
 CLOSED = [
     (),
@@ -169,11 +169,11 @@ def test_without_the_flag_not_one_attribute_differs(
 ) -> None:
     before = vars(flags("MODEL", *arguments))
     host.install()
-    assert host.status().gated
+    assert host.status().hooked
     assert vllm_mlx.cli.serve_command(flags("MODEL", *arguments)) == "served"
     assert served.changed == []
     assert vars(served.calls[0]) == before
-    assert not host.status().gated
+    assert not host.status().hooked
     assert not host.status().active
 
 
@@ -195,7 +195,9 @@ def test_the_flag_alone_is_enough(
     assert (args.enable_auto_tool_choice, args.reasoning_parser) == (True, "harmony")
     assert ("vllm_mlx.server", "_sanitize_log_text") in served.changed
     assert ("vllm_mlx.cli", "serve_command") not in served.changed
-    (line,) = [record.getMessage() for record in caplog.records if "seams" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "requirements" in record.getMessage()
+    ]
     for said in ("_sanitize_log_text", "POST /v1/chat/completions"):
         assert said in line
 
@@ -223,7 +225,7 @@ def test_installing_twice_is_once(served: Served, table: object) -> None:
     assert first.__wrapped__ is served  # type: ignore[attr-defined]
 
 
-def test_activating_twice_is_once(table: tuple[patching.Seam, ...]) -> None:
+def test_activating_twice_is_once(table: tuple[patching.Requirement, ...]) -> None:
     first = contract.activate()
     once = snapshot()
     assert contract.activate("gpt-oss") is first
@@ -325,7 +327,7 @@ def test_a_changed_seam_is_refused_and_nothing_is_patched(
         Patch("vllm_mlx.server:_sanitize_log_text", shout, "second", ("value", "limit")),
     )
     monkeypatch.setattr(contract, "table", lambda _: rows)
-    monkeypatch.setattr(contract, "find", lambda _: entry_points.Parts(object, print, object))
+    monkeypatch.setattr(contract, "find", lambda _: entry_points.Extensions(object, print, object))
     with monkeypatch.context() as patch:
         change(patch)
         assert "vllm_mlx.server:_sanitize_log_text" in refused(capsys)
@@ -342,7 +344,7 @@ def test_a_part_that_cannot_be_loaded_is_refused(
 
 def test_a_bug_of_ours_leaves_the_host_running_unpatched(
     served: Served,
-    table: tuple[patching.Seam, ...],
+    table: tuple[patching.Requirement, ...],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -436,10 +438,12 @@ def test_importing_the_gate_imports_nothing_of_the_host() -> None:
     assert done.stdout == "[]\n"
 
 
-# --- seams ------------------------------------------------------------------------------------
+# --- requirements ------------------------------------------------------------------------------
 
 
-def test_what_is_applied_is_in_force_and_taken_back(table: tuple[patching.Seam, ...]) -> None:
+def test_what_is_applied_is_in_force_and_taken_back(
+    table: tuple[patching.Requirement, ...],
+) -> None:
     before = snapshot()
     undos = patching.apply_all(table)
     assert vllm_mlx.server._sanitize_log_text("a") == "A"
@@ -459,7 +463,7 @@ def test_two_patches_of_the_same_thing_are_undone_backwards() -> None:
 
 
 def test_undoing_what_somebody_else_took_away_still_undoes_the_rest(
-    table: tuple[patching.Seam, ...],
+    table: tuple[patching.Requirement, ...],
 ) -> None:
     before = snapshot()
     undos = patching.apply_all(table)
@@ -494,7 +498,7 @@ def test_parameters(
 
 
 @pytest.mark.parametrize(
-    ("seam", "said"),
+    ("row", "said"),
     [
         (Fact("no_such_module_at_all:x", ""), "no_such_module_at_all"),
         (Fact("vllm_mlx.server:no.such", ""), "vllm_mlx.server:no.such"),
@@ -508,11 +512,13 @@ def test_parameters(
         (Route("/x", ["GET"], print, app="vllm_mlx.server:_metrics"), "_metrics"),
     ],
 )
-def test_problems_are_found_before_anything_is_changed(seam: patching.Seam, said: str) -> None:
+def test_problems_are_found_before_anything_is_changed(
+    row: patching.Requirement, said: str
+) -> None:
     before = snapshot()
     first = Patch("vllm_mlx.server:_sanitize_log_text", shout, "fine")
     with pytest.raises(HostError, match=re.escape(said)):
-        patching.apply_all([first, seam])
+        patching.apply_all([first, row])
     assert differences(before) == []
 
 
@@ -531,7 +537,7 @@ def test_the_real_table_fits_the_real_host(name: str) -> None:
     before = snapshot()
     installation = contract.activate(name)
     assert installation.version.startswith("0.6.")
-    assert "POST /v1/chat/completions" in installation.seams
+    assert "POST /v1/chat/completions" in installation.requirements
     assert host.status().parts[entry_points.PROMPT_RENDERERS]
     assert differences(before) != []
     host.uninstall()
@@ -580,14 +586,14 @@ BASE_CLASS = "vllm_mlx.tool_parsers.abstract_tool_parser"  # its absence cannot 
 
 
 def test_whatever_is_used_of_the_host_is_in_the_table() -> None:
-    checked = {seam.target for seam in contract.USED} | {
-        seam.target for seam in contract.SEAMS if isinstance(seam, Patch)
+    checked = {row.target for row in contract.USED} | {
+        row.target for row in contract.CHANGES if isinstance(row, Patch)
     }
     globals_used = set(used(Path(host.__file__).with_name("server_globals.py")))
     assert len(globals_used) > 25
     # And nothing of the server is in the table that nobody uses.
     rows = {name for name in checked if name.startswith("vllm_mlx.server:")}
-    patched = {seam.target for seam in contract.SEAMS if isinstance(seam, Patch)}
+    patched = {row.target for row in contract.CHANGES if isinstance(row, Patch)}
     for row in rows - patched:
         assert any(row == name or row.startswith(f"{name}.") for name in globals_used), row
     for file in sorted(Path(host.__file__).parent.rglob("*.py")):

@@ -28,48 +28,52 @@ def nothing_heavy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def armed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def startup_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An interpreter as after an installation: the startup file in a site directory, and read."""
     file = tmp_path / doctor.STARTUP_FILE
-    file.write_text("import vllm_mlx_harmony._startup; vllm_mlx_harmony._startup.arm()\n")
+    file.write_text("import vllm_mlx_harmony._startup; vllm_mlx_harmony._startup.register()\n")
     monkeypatch.setattr(doctor.site, "getsitepackages", lambda: [str(tmp_path)])
     monkeypatch.setattr(sys, "meta_path", [_startup.Finder(), *sys.meta_path])
     monkeypatch.delenv(_startup.SWITCH, raising=False)
     return file
 
 
-def test_all_in_place(nothing_heavy: None, armed: Path) -> None:
+def test_all_in_place(nothing_heavy: None, startup_file: Path) -> None:
     report = doctor.doctor()
-    assert found(report, "startup file").detail == str(armed)
-    assert found(report, "armed").ok
+    assert found(report, "startup file").detail == str(startup_file)
+    assert found(report, "import hook").ok
     assert found(report, "vocabulary").ok
     assert found(report, "vllm-mlx-harmony").detail == versions()["vllm-mlx-harmony"]
 
 
 def test_the_startup_file_is_missing(
-    nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch
+    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    armed.unlink()
+    startup_file.unlink()
     monkeypatch.setattr(sys, "path", [])
     finding = found(doctor.doctor(), "startup file")
     assert finding.ok is False
     assert "vllm-mlx-harmony serve" in finding.fix
 
 
-def test_not_armed(nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_registered(
+    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     finders = [finder for finder in sys.meta_path if not isinstance(finder, _startup.Finder)]
     monkeypatch.setattr(sys, "meta_path", finders)
-    assert found(doctor.doctor(), "armed").ok is False
+    assert found(doctor.doctor(), "import hook").ok is False
 
 
-def test_switched_off(nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off(
+    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(_startup.SWITCH, "0")
     assert "VLLM_MLX_HARMONY=0" in found(doctor.doctor(), "switch").detail
 
 
 @pytest.mark.parametrize("name", ["vllm-mlx", "openai-harmony"])
 def test_a_distribution_is_missing(
-    nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(doctor, "versions", lambda: {"vllm-mlx-harmony": "0.1.0"})
     finding = found(doctor.doctor(), name)
@@ -78,7 +82,7 @@ def test_a_distribution_is_missing(
 
 
 def test_the_fork_will_do(
-    nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch
+    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"vllm-mlx": "0.6.0", "oss-harmony": "0.0.11"}
     monkeypatch.setattr(doctor, "versions", lambda: versions)
@@ -86,7 +90,7 @@ def test_the_fork_will_do(
 
 
 def test_the_vocabulary_does_not_load(
-    nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch
+    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise vocab.VocabularyError("no place")
@@ -109,7 +113,12 @@ def test_the_vocabulary_does_not_load(
     ids=["no tokenizer", "broken", "another one"],
 )
 def test_a_model_directory(
-    nothing_heavy: None, armed: Path, tmp_path: Path, files: dict[str, str], said: str, ok: bool
+    nothing_heavy: None,
+    startup_file: Path,
+    tmp_path: Path,
+    files: dict[str, str],
+    said: str,
+    ok: bool,
 ) -> None:
     pytest.importorskip("tokenizers")
     for name, content in files.items():
@@ -119,7 +128,7 @@ def test_a_model_directory(
     assert said in finding.detail
 
 
-def test_a_model_that_is_nowhere(nothing_heavy: None, armed: Path) -> None:
+def test_a_model_that_is_nowhere(nothing_heavy: None, startup_file: Path) -> None:
     pytest.importorskip("huggingface_hub")
     assert "not here" in found(doctor.doctor("no-such-org/no-such-model"), "model").detail
     assert "not here" in found(doctor.doctor("/no/such/directory"), "model").detail
@@ -159,9 +168,9 @@ def test_main(
 
 
 def test_every_failure_says_what_to_do(
-    nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch
+    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    armed.unlink()
+    startup_file.unlink()
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(doctor, "versions", lambda: {"vllm-mlx-harmony": "0.1.0"})
     report = doctor.doctor("no-such-org/no-such-model")
@@ -170,7 +179,7 @@ def test_every_failure_says_what_to_do(
     assert [finding for finding in wrong if not finding.fix] == []
 
 
-def test_a_clash(nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clash(nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another distribution with a package of the host's name, as forks of it have."""
     owners = {"vllm_mlx": ["vllm-mlx", "rapid-mlx", "rapid-mlx"], "other": ["other"]}
     monkeypatch.setattr(doctor.metadata, "packages_distributions", lambda: owners)
@@ -183,7 +192,7 @@ def test_a_clash(nothing_heavy: None, armed: Path, monkeypatch: pytest.MonkeyPat
     assert not report.ok
 
 
-def test_ports(armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_host", lambda: iter(()))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -198,42 +207,46 @@ def test_ports(armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(doctor.doctor(port=port), "port").ok
 
 
-def test_ten_lines_when_all_is_well(armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_lines_when_all_is_well(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm_mlx")
     monkeypatch.setattr(doctor, "_free", lambda port: True)
     report = doctor.doctor()
     assert report.ok, report.text()
     lines = report.text().splitlines()
     assert len(lines) == 10
-    assert max(map(len, lines)) <= 100 or str(armed) in report.text()
+    assert max(map(len, lines)) <= 100 or str(startup_file) in report.text()
     assert len(report.text(verbose=True).splitlines()) > 50
 
 
-def test_every_seam_of_the_real_host_is_listed(armed: Path) -> None:
+def test_every_seam_of_the_real_host_is_listed(startup_file: Path) -> None:
     pytest.importorskip("vllm_mlx")
     from vllm_mlx_harmony.host import contract, entry_points
 
     report = doctor.doctor()
     for row in contract.table(entry_points.in_use()):
-        assert found(report, f"seam {row.label}").ok, report.text()
+        assert found(report, f"requirement {row.label}").ok, report.text()
     assert found(report, "supported").ok
 
 
-def test_a_changed_host_says_which_seam(armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_host_says_which_seam(
+    startup_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("vllm_mlx")
     import vllm_mlx.server
 
     monkeypatch.setattr(vllm_mlx.server, "load_model", lambda path: None)
     report = doctor.doctor()
-    assert "load_model takes (path)" in found(report, "seam load_model").detail
+    assert "load_model takes (path)" in found(report, "requirement load_model").detail
     assert not report.ok
 
 
-def test_an_unsupported_host_is_said_once(armed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_host_is_said_once(
+    startup_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("vllm_mlx")
     from vllm_mlx_harmony.host import contract
 
     monkeypatch.setattr(contract, "host_version", lambda: "0.9.0")
     report = doctor.doctor()
     assert "0.9.0 is not supported" in found(report, "supported").detail
-    assert not any(finding.what.startswith("seam") for finding in report.findings)
+    assert not any(finding.what.startswith("requirement") for finding in report.findings)

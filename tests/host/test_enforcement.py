@@ -25,11 +25,11 @@ pytest.importorskip("mlx_lm")
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.constraint import Bounds, Held
+from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Text
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
-from vllm_mlx_harmony.core.turn import Defaults, Stamp, Turn, User
+from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, Turn, User
 from vllm_mlx_harmony.host import contract, patching
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import generate
@@ -238,13 +238,13 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _seams() -> Iterator[None]:
-    rooms = ("engine:", "kv.batched:", "kv.simple:")
+    packages = ("engine:", "kv.batched:", "kv.simple:")
     undos = patching.apply_all(
         [
-            seam
-            for seam in contract.SEAMS
-            if isinstance(seam, Patch)
-            and str(seam.replacement).removeprefix("vllm_mlx_harmony.host.").startswith(rooms)
+            row
+            for row in contract.CHANGES
+            if isinstance(row, Patch)
+            and str(row.replacement).removeprefix("vllm_mlx_harmony.host.").startswith(packages)
         ]
     )
     yield
@@ -289,7 +289,7 @@ class Said:
     messages: list[tuple[Kind, str, str, bool]] = field(default_factory=list)
     finished: Finished | None = None
     result: Any = None
-    held: Held | None = None
+    constraint: Constraint | None = None
 
     @property
     def last(self) -> tuple[Kind, str, str, bool]:
@@ -303,17 +303,17 @@ class Said:
 
 async def said(engine: Any, api: Any, document: Body, settings: Settings) -> Said:
     asked = await api.asked(Document(document, False), Defaults(), "tenant")
-    stamp = Stamp("0123456789abcdef0123456789abcdef", 0, "m")
-    context = StreamingHarmonyContext(asked.turn, stamp)
-    held = await enforcement.holding(asked.turn, context.names, VllmMlx().reasoning_tokens)
-    emitter = api.emitter(asked, stamp, context, "tenant")
-    found = Said(asked.turn, [], held=held)
+    info = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
+    context = StreamingHarmonyContext(asked.turn, info)
+    constraint = await enforcement.holding(asked.turn, context.names, VllmMlx().reasoning_tokens)
+    emitter = api.emitter(asked, info, context, "tenant")
+    found = Said(asked.turn, [], constraint=constraint)
     deltas = list(context.start())
     finish = None
     prompt = context.render_for_completion()
-    async with aclosing(generate(engine, prompt, settings, "tenant", held)) as steps:
+    async with aclosing(generate(engine, prompt, settings, "tenant", constraint)) as steps:
         async for step in steps:
-            enforcement.check(held)
+            enforcement.check(constraint)
             found.ids += step.ids
             finish = step.finish
             deltas += context.append_output(step.ids)
@@ -433,7 +433,7 @@ def test_whatever_is_drawn_is_what_was_asked_for(tiny: Any, run: Run, part: int)
     jobs = [Job(kind, seed) for seed, kind in product(range(part, SEEDS, len(PARTS)), KINDS)]
     outputs = run(all_said(tiny, jobs))
     for job, found in zip(jobs, outputs, strict=True):
-        assert found.held is not None and not found.held.failure
+        assert found.constraint is not None and not found.constraint.failure
         if found.finished and found.finished.reason != "length":
             checked(job, found)
     assert figures(jobs, outputs) > 0.8 * len(jobs)
@@ -502,7 +502,7 @@ def test_a_model_that_wants_something_else(scripted: Any, run: Run, want: str, k
         found = run(said(scripted, *wanting(want, kind, seed), FREE))
         if found.finished.reason != "length":
             check(Job(kind, seed), found)
-        assert found.held is not None and not found.held.failure
+        assert found.constraint is not None and not found.constraint.failure
 
 
 def test_what_a_model_says_of_its_own_accord_is_left_alone(scripted: Any, run: Run) -> None:
@@ -517,7 +517,7 @@ def test_reasoning_is_ended_by_its_budget(
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, policy)
     api, document = wanting("no end", "plain", 0, thinking_token_budget=30)
     found = run(said(scripted, api, document, replace(FREE, max_tokens=60)))
-    assert found.held is not None and found.held.reasoning_ended_by == "budget"
+    assert found.constraint is not None and found.constraint.reasoning_ended_by == "budget"
     assert 30 <= found.reasoned <= 32
     text = vocab.encoding().decode(found.ids)
     head, _, tail = text.partition("<|end|><|start|>assistant")
@@ -532,8 +532,8 @@ def test_reasoning_that_goes_in_circles_is_ended(
     for word, ends in (("4", True), ("0", False)):
         monkeypatch.setenv(enforcement.REPETITIONS_VARIABLE, word)
         found = run(said(scripted, api, document, replace(FREE, max_tokens=120)))
-        assert found.held is not None
-        assert found.held.reasoning_ended_by == ("repetition" if ends else "")
+        assert found.constraint is not None
+        assert found.constraint.reasoning_ended_by == ("repetition" if ends else "")
         assert (found.reasoned < 60) is ends
 
 
@@ -571,15 +571,15 @@ def test_min_tokens_does_not_break_a_grammar(scripted: Any, run: Run) -> None:
 # --- Settings and errors.
 
 
-def constrained(run: Run, kind: str, seed: int = 0, **more: Any) -> Held | None:
-    async def asked() -> Held | None:
+def constrained(run: Run, kind: str, seed: int = 0, **more: Any) -> Constraint | None:
+    async def asked() -> Constraint | None:
         job = Job(kind, seed)
         document = Document({**job.document, **more}, False)
         turn = (await job.api.asked(document, Defaults(), "tenant")).turn
-        names = StreamingHarmonyContext(turn, Stamp("0", 0, "m")).names
+        names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
         return await enforcement.holding(turn, names)
 
-    found: Held | None = run(asked())
+    found: Constraint | None = run(asked())
     return found
 
 
@@ -651,11 +651,11 @@ def test_words_that_cannot_be(monkeypatch: pytest.MonkeyPatch, variable: str, wo
 
 def test_a_grammar_is_remembered_for_its_tenant_alone(run: Run) -> None:
     turn = Turn((User("Hi."),), tenant="one")
-    names = StreamingHarmonyContext(turn, Stamp("0", 0, "m")).names
+    names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
 
     async def grammar(tenant: str) -> Any:
-        held = await enforcement.holding(replace(turn, tenant=tenant), names)
-        return held and held.bounds.grammar
+        constraint = await enforcement.holding(replace(turn, tenant=tenant), names)
+        return constraint and constraint.spec.grammar
 
     one, again, other = run(grammar("one")), run(grammar("one")), run(grammar("two"))
     assert one is again and one is not other
@@ -680,21 +680,21 @@ class Broken:
 def test_a_failing_grammar_fails_its_own_answer_and_only_where_it_was_promised(
     scripted: Any, run: Run, binding: bool
 ) -> None:
-    held = Held(Bounds(grammar=Broken(), binding=binding))  # type: ignore[arg-type]
+    constraint = Constraint(ConstraintSpec(grammar=Broken(), binding=binding))  # type: ignore[arg-type]
 
     async def answer() -> list[int]:
         ids: list[int] = []
         prompt = vocab.encoding().encode(
             "<|start|>user<|message|>>prose<<|end|><|start|>assistant", allowed_special="all"
         )
-        async with aclosing(generate(scripted, tuple(prompt), FREE, "", held)) as steps:
+        async with aclosing(generate(scripted, tuple(prompt), FREE, "", constraint)) as steps:
             async for step in steps:
-                enforcement.check(held)
+                enforcement.check(constraint)
                 ids += step.ids
         return ids
 
     if binding:
-        with pytest.raises(OutputError, match="could not be held"):
+        with pytest.raises(OutputError, match="could not be constraint"):
             run(answer())
     else:
         assert run(answer()) == vocab.encoding().encode(PROSE, allowed_special="all")
@@ -713,8 +713,8 @@ def test_ended_reasoning_is_counted(
     found = run(said(scripted, api, document, replace(FREE, max_tokens=30)))
     with caplog.at_level(logging.INFO):
         tracker = VllmMlx().tracker("chat_completions", stream=False)
-        enforcement.account(found.held, "key", tracker)
-        enforcement.account(found.held, "key", tracker)
+        enforcement.account(found.constraint, "key", tracker)
+        enforcement.account(found.constraint, "key", tracker)
     assert any("key: reasoning ended by budget" in each for each in caplog.messages)
     page = collector.render_metrics(engine=None, mcp_manager=None)[0].decode()
     assert 'vllm_mlx_harmony_reasoning_ended_total{reason="budget"} 2.0' in page

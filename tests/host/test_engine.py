@@ -86,7 +86,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return standin.write(tmp_path_factory.mktemp("standin"), SCRIPTS)
 
 
-ROOMS = ("engine:", "kv.batched:", "kv.simple:")
+PACKAGES = ("engine:", "kv.batched:", "kv.simple:")
 """Where what is put into the engines stands."""
 
 
@@ -94,10 +94,10 @@ ROOMS = ("engine:", "kv.batched:", "kv.simple:")
 def _seams() -> Iterator[None]:
     undos = patching.apply_all(
         [
-            seam
-            for seam in contract.SEAMS
-            if isinstance(seam, Patch)
-            and str(seam.replacement).removeprefix("vllm_mlx_harmony.host.").startswith(ROOMS)
+            row
+            for row in contract.CHANGES
+            if isinstance(row, Patch)
+            and str(row.replacement).removeprefix("vllm_mlx_harmony.host.").startswith(PACKAGES)
         ]
     )
     yield

@@ -84,9 +84,7 @@ def engine(tokenizer: Any) -> Any:
 
 @pytest.mark.parametrize("value", [True, False])
 def test_native_tool_format_is_on_for_harmony_engines_only(value: bool) -> None:
-    row = next(
-        seam for seam in contract.SEAMS if seam.label.endswith("preserve_native_tool_format")
-    )
+    row = next(row for row in contract.CHANGES if row.label.endswith("preserve_native_tool_format"))
     harmony, other = engine(Harmony()), engine(Harmony(shift=1))
     undos = patching.apply_all([row])
     for each in (harmony, other):

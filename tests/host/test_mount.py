@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.host import mount, patching
-from vllm_mlx_harmony.host.mount import Route, pass_on
+from vllm_mlx_harmony.host.mount import Route, forward_to_host
 
 APP = vllm_mlx.server.app
 
@@ -61,7 +61,7 @@ async def retrieve(model_id: str) -> str:
 
 async def behind(request: Request) -> Response:
     await request.body()
-    return await pass_on(request)
+    return await forward_to_host(request)
 
 
 @pytest.fixture

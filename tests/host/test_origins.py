@@ -211,9 +211,9 @@ def test_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def around() -> Iterator[TestClient]:
-    seam = Around(OriginCheck, "a test")
-    assert seam.problem() is None
-    undo = seam.apply()
+    row = Around(OriginCheck, "a test")
+    assert row.problem() is None
+    undo = row.apply()
     install(server.app, VllmMlx())
     yield TestClient(server.app)
     uninstall(server.app)

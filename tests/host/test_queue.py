@@ -36,7 +36,7 @@ class Room:
         return asyncio.ensure_future(self._visit(name, stay, patience))
 
     async def _visit(self, name: str, stay: float, patience: float) -> None:
-        async with self.line.turn(patience):
+        async with self.line.slot(patience):
             self.entered.append(name)
             self.inside += 1
             self.most_inside = max(self.most_inside, self.inside)
@@ -122,7 +122,7 @@ def test_whoever_is_cancelled_while_waiting_frees_the_place() -> None:
 def test_a_turn_that_comes_just_when_its_owner_is_cancelled_is_passed_on() -> None:
     async def test() -> None:
         room = Room()
-        turn = room.line.turn(LONG)
+        turn = room.line.slot(LONG)
         await turn.__aenter__()
         unlucky, next_one = room.visit("unlucky"), room.visit("next")
         await settled()
@@ -138,7 +138,7 @@ def test_a_turn_that_comes_just_when_its_owner_is_cancelled_is_passed_on() -> No
 
 def test_an_error_inside_ends_the_turn() -> None:
     async def fails(room: Room) -> None:
-        async with room.line.turn(LONG):
+        async with room.line.slot(LONG):
             raise LookupError
 
     async def test() -> None:

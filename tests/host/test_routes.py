@@ -31,7 +31,7 @@ from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import generation, serving
 from vllm_mlx_harmony.server.engine import Step
-from vllm_mlx_harmony.server.errors import failure_of, refuse
+from vllm_mlx_harmony.server.errors import error_response, failure_of
 from vllm_mlx_harmony.server.generation import Job, run
 from vllm_mlx_harmony.server.host import Budget, install
 from vllm_mlx_harmony.server.routes import CHAT
@@ -312,7 +312,7 @@ def test_who_leaves_while_asking_gets_no_error(caplog: pytest.LogCaptureFixture)
     async def gone() -> Any:
         raise ClientDisconnect
 
-    answer = asyncio.run(serving.refusing(CHAT, gone()))
+    answer = asyncio.run(serving.answer_or_error(CHAT, gone()))
     assert answer.status_code == serving.CLIENT_CLOSED
     assert not caplog.records
 
@@ -360,7 +360,7 @@ def test_refusals(
 ) -> None:
     failure = failure_of(error)
     assert (failure.status, failure.code, failure.param) == (status, code, param)
-    response = refuse(chat.error_body, failure)
+    response = error_response(chat.error_body, failure)
     assert response.status_code == status
     assert response.headers.get("retry-after") == retry_after
     assert json.loads(response.body)["error"]["message"]
@@ -557,7 +557,7 @@ def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(how: str
                 await computed.wait()
 
         engine = Engine(stubborn)
-        turn = replace(job(engine, total=0.1 if how == "silence" else 5.0), key="a")
+        turn = replace(job(engine, total=0.1 if how == "silence" else 5.0), id_seed="a")
         reading = asyncio.ensure_future(everything(turn))
         await asyncio.sleep(0.02)
         if how == "cancelled":
@@ -584,7 +584,7 @@ def test_who_waits_for_a_turn_can_be_cancelled() -> None:
         engine = Engine(silent)
         first = run(job(engine))
         await anext(first)
-        turn = replace(job(engine), key="a")
+        turn = replace(job(engine), id_seed="a")
         waiting = asyncio.ensure_future(everything(turn))
         await asyncio.sleep(0.02)
         assert generation.cancel("a", turn.lease.tenant)

@@ -48,7 +48,7 @@ def end(seen: list[Any], uvicorns: Any, during: Any = None) -> None:
         beside = asyncio.ensure_future(during()) if during else None
         await asyncio.sleep(0.05)
         await adapter.gracefully(original)(uvicorns)
-        assert answers.refused() is None
+        assert answers.rejection() is None
         if beside is not None:
             await beside
 
@@ -136,16 +136,16 @@ def test_who_waits_is_refused_at_once() -> None:
         line = queue_before(engine)
 
         async def visit() -> None:
-            async with line.turn(10):
+            async with line.slot(10):
                 raise AssertionError("it came to its turn")
 
-        async with line.turn(10):
+        async with line.slot(10):
             visits = [asyncio.ensure_future(visit()) for _ in range(3)]
             await asyncio.sleep(0.15)
             assert not line.waiting
             results = await asyncio.gather(*visits, return_exceptions=True)
             refusals.extend(result for result in results if isinstance(result, HostError))
-        async with line.turn(0.01):
+        async with line.slot(0.01):
             pass
 
     engine = Engine()
@@ -156,14 +156,14 @@ def test_who_waits_is_refused_at_once() -> None:
 def test_refused_and_cancelled_at_once() -> None:
     async def test() -> None:
         line = Queue(2)
-        async with line.turn(1):
-            waiting = asyncio.ensure_future(line.turn(1).__aenter__())
+        async with line.slot(1):
+            waiting = asyncio.ensure_future(line.slot(1).__aenter__())
             await asyncio.sleep(0.01)
-            line.refuse(HostError("no"))
+            line.reject_waiting(HostError("no"))
             waiting.cancel()
             with pytest.raises((asyncio.CancelledError, HostError)):
                 await waiting
-            second = asyncio.ensure_future(line.turn(1).__aenter__())
+            second = asyncio.ensure_future(line.slot(1).__aenter__())
             await asyncio.sleep(0.01)
             assert not second.done()
         await second
@@ -182,13 +182,13 @@ def test_refused_and_cancelled_at_once() -> None:
 )
 def test_new_requests_get_503(path: str, kind: str) -> None:
     async def test() -> httpx.Response:
-        answers.refuse(HostError("the server is shutting down", code="shutting_down"))
+        answers.reject_new(HostError("the server is shutting down", code="shutting_down"))
         try:
             transport = httpx.ASGITransport(server.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
                 return await client.post(path, json={})
         finally:
-            answers.refuse(None)
+            answers.reject_new(None)
 
     contract.activate()
     try:

@@ -47,7 +47,7 @@ def install(namespace):
     namespace["serve_command"] = gated
 """
 
-ARM = "import vllm_mlx_harmony._startup as s; s.arm(); "
+ARM = "import vllm_mlx_harmony._startup as s; s.register(); "
 RUN = "import sys; sys.argv = ['x']; "
 
 
@@ -80,7 +80,7 @@ def run(site: Path, *arguments: str, **environment: str) -> subprocess.Completed
 
 
 def code(site: Path, source: str, **environment: str) -> list[str]:
-    """Lines that a program prints. -S: the package may be installed, and armed, where tests run."""
+    """Lines that a program prints. -S: the package may be installed where tests run."""
     done = run(site, "-S", "-c", source, **environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -94,16 +94,16 @@ PLAIN = ["serve None original"]
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        pytest.param(RUN + "from vllm_mlx.cli import main; main()", PLAIN, id="not armed"),
+        pytest.param(RUN + "from vllm_mlx.cli import main; main()", PLAIN, id="not registered"),
         pytest.param(ARM + RUN + "from vllm_mlx.cli import main; main()", SERVED, id="script"),
         pytest.param(ARM + RUN + "import vllm_mlx.cli; vllm_mlx.cli.main()", SERVED, id="import"),
         pytest.param(
-            RUN + "import vllm_mlx.cli as c; " + ARM + "c.main()", SERVED, id="armed too late"
+            RUN + "import vllm_mlx.cli as c; " + ARM + "c.main()", SERVED, id="registered too late"
         ),
         pytest.param(
-            ARM + RUN + "s.arm(); s.arm(); import vllm_mlx.cli as c; c.main()",
+            ARM + RUN + "s.register(); s.register(); import vllm_mlx.cli as c; c.main()",
             SERVED,
-            id="armed three times",
+            id="registered three times",
         ),
         pytest.param(
             ARM + RUN + "import importlib.util as u; u.find_spec('vllm_mlx.cli'); "
@@ -197,13 +197,13 @@ def test_traceback_lines_are_those_of_the_source_with_m(site: Path) -> None:
 
 @pytest.mark.parametrize("value", ["0", "false", "no", "OFF", " 0 "])
 def test_switched_off(site: Path, value: str) -> None:
-    source = ARM + RUN + "from vllm_mlx.cli import main; main(); print(s.armed())"
+    source = ARM + RUN + "from vllm_mlx.cli import main; main(); print(s.registered())"
     assert code(site, source, VLLM_MLX_HARMONY=value) == [*PLAIN, "False"]
 
 
 @pytest.mark.parametrize("value", ["", "1", "on"])
 def test_not_switched_off(site: Path, value: str) -> None:
-    source = ARM + RUN + "from vllm_mlx.cli import main; main(); print(s.armed())"
+    source = ARM + RUN + "from vllm_mlx.cli import main; main(); print(s.registered())"
     assert code(site, source, VLLM_MLX_HARMONY=value) == [*SERVED, "True"]
 
 
@@ -316,6 +316,6 @@ def test_starting_imports_nothing(site: Path) -> None:
 
 def test_the_startup_files_call_arm() -> None:
     (line,) = (PACKAGE / "startup" / "vllm_mlx_harmony_startup.pth").read_text().splitlines()
-    assert line == "import vllm_mlx_harmony._startup; vllm_mlx_harmony._startup.arm()"
+    assert line == "import vllm_mlx_harmony._startup; vllm_mlx_harmony._startup.register()"
     (start,) = (PACKAGE / "startup" / "vllm_mlx_harmony_startup.start").read_text().splitlines()
-    assert start == "vllm_mlx_harmony._startup:arm"
+    assert start == "vllm_mlx_harmony._startup:register"

@@ -28,15 +28,15 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.core.turn import Defaults, Stamp
+from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols import chat, messages, responses
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import streams
-from vllm_mlx_harmony.server.encryption import ServerSeal
+from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.streams import EventBuffer, unread, within, written
 
-SEAL = ServerSeal(b"0" * 32, "tenant")
-STAMP = Stamp("0f1e2d3c4b5a69788796", 1_754_352_000, "m")
+SEAL = ServerCipher(b"0" * 32, "tenant")
+INFO = ResponseInfo("0f1e2d3c4b5a69788796", 1_754_352_000, "m")
 USER = [{"role": "user", "content": "Hi"}]
 APIS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "chat": (
@@ -91,7 +91,7 @@ async def until(happens: Callable[[], bool]) -> None:
 
 def emitter(api: str) -> Any:
     read, body = APIS[api]
-    return read(body).emitter(STAMP)
+    return read(body).emitter(INFO)
 
 
 def buffered(engine: Engine, api: str = "chat", **options: Any) -> EventBuffer:
@@ -105,7 +105,7 @@ def test_who_reads_nothing_does_not_hold_the_engine(api: str) -> None:
 
     async def test() -> None:
         engine = Engine()
-        events = buffered(engine, api, room=10_000)
+        events = buffered(engine, api, capacity=10_000)
         await until(lambda: engine.failure is not None)
         assert not engine.busy
         assert engine.said < 100
@@ -124,7 +124,7 @@ def test_who_reads_nothing_does_not_hold_the_engine(api: str) -> None:
 def test_who_reads_late_misses_nothing_that_fits(api: str) -> None:
     async def test() -> None:
         engine = Engine(50)
-        events = buffered(engine, api, room=1_000_000)
+        events = buffered(engine, api, capacity=1_000_000)
         await until(lambda: engine.said == 50 and not engine.busy)
         data = [event.data async for event in events]
         assert sum(f'"{WORD}"' in each for each in data) >= 50
@@ -143,7 +143,7 @@ def test_a_slow_reader_misses_nothing_however_many_ids_come_at_a_time(interval: 
     async def test() -> None:
         read, body = APIS["responses"]
         asked = read(body)
-        context = StreamingHarmonyContext(asked.turn, STAMP)
+        context = StreamingHarmonyContext(asked.turn, INFO)
         said = f"<|channel|>final<|message|>{WORDS}<|return|>"
         ids = vocab.encoding().encode(said, allowed_special="all")
 
@@ -153,7 +153,7 @@ def test_a_slow_reader_misses_nothing_however_many_ids_come_at_a_time(interval: 
                 await asyncio.sleep(0)
             yield context.finish("stop", 0)
 
-        buffer = EventBuffer(written(context.start(None), deltas(), asked.emitter(STAMP)))
+        buffer = EventBuffer(written(context.start(None), deltas(), asked.emitter(INFO)))
         events = []
         async for event in buffer:
             events.append(event)
@@ -181,7 +181,7 @@ def test_what_the_client_sent_itself_does_not_count() -> None:
             with suppress(HostError):  # as whatever writes events does at its end
                 yield [Event("z" * 50_000)]
 
-        assert [len(event.data) async for event in EventBuffer(events(), room=1000)] == [
+        assert [len(event.data) async for event in EventBuffer(events(), capacity=1000)] == [
             50_000,
             900,
             50_000,

@@ -1,4 +1,4 @@
-"""Installing is all a user does: wheel, editable and tool installs arm every later interpreter.
+"""Installing is all a user does: every later interpreter has the import hook.
 
 The host in most rows is a few lines in the shape of the real one's command line, so that an
 environment takes a second to make; the last rows use the real one from where the tests run.
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     main()
 """
 
-# What the gate says in an environment without openai-harmony: it was there, and open.
+# What activation says in an environment without openai-harmony: it was there, and open.
 GATE_OPENED = "vllm-mlx-harmony: not active: openai-harmony cannot be imported"
 
 
@@ -172,7 +172,7 @@ class Pip:
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 @pytest.mark.parametrize("installer", [Uv, Pip])
-def test_installing_arms_and_uninstalling_leaves_nothing(
+def test_installing_registers_and_uninstalling_leaves_nothing(
     uv: str, environment: Environment, wheel: Path, installer: type[Uv | Pip], kind: str
 ) -> None:
     tool = installer(uv, environment)
@@ -203,12 +203,14 @@ def test_installing_arms_and_uninstalling_leaves_nothing(
     assert (after.stdout, after.stderr) == ("host serves harmony\n", "")
 
 
-def test_tool_installs_are_armed(uv: str, tmp_path: Path, wheel: Path, host_wheel: Path) -> None:
+def test_tool_installs_are_registered(
+    uv: str, tmp_path: Path, wheel: Path, host_wheel: Path
+) -> None:
     tools = {"UV_TOOL_DIR": str(tmp_path / "tools"), "UV_TOOL_BIN_DIR": str(tmp_path / "bin")}
     arguments = ("--python", sys.executable, "--with", wheel, host_wheel)
     succeed(uv, "tool", "install", *arguments, **tools)
     asked = run(tmp_path / "bin" / "vllm-mlx", "serve", "--tool-call-parser", "harmony")
-    # openai-harmony is there as a dependency, so it gets as far as the seams of this small host.
+    # openai-harmony is there as a dependency, so it gets as far as checking this small host.
     assert asked.returncode == 2
     assert "vllm-mlx-harmony: error: " in asked.stderr
     assert "vllm_mlx.server" in asked.stderr

@@ -40,10 +40,10 @@ ANY = ("x", 1, True, 0.5, {"a": "b"}, ["a"], None)
 
 
 class NoSeal:
-    def seal(self, text: str) -> str:
+    def encrypt(self, text: str) -> str:
         return text
 
-    def unseal(self, sealed: str) -> str | None:
+    def decrypt(self, encrypted: str) -> str | None:
         return None
 
 

@@ -21,7 +21,7 @@ from vllm_mlx_harmony.core.deltas import (
     Text,
     Usage,
 )
-from vllm_mlx_harmony.core.turn import Stamp
+from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.chat import Emitter
 from vllm_mlx_harmony.protocols.events import DONE
 
@@ -34,7 +34,7 @@ from openai.types.chat import (
     ChatCompletionMessageCustomToolCall,
 )
 
-STAMP = Stamp("fedcba9876543210fedcba9876543210", 1_754_352_000, "gpt-oss-20b")
+INFO = ResponseInfo("fedcba9876543210fedcba9876543210", 1_754_352_000, "gpt-oss-20b")
 
 
 @st.composite
@@ -54,14 +54,14 @@ def turns(draw: st.DrawFn) -> list[Delta]:
 
 
 def streamed(deltas: Iterable[Delta]) -> list[ChatCompletionChunk]:
-    emitter = Emitter(STAMP, stream=True, include_usage=True)
+    emitter = Emitter(INFO, stream=True, include_usage=True)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     assert events.pop() == DONE
     return [ChatCompletionChunk.model_validate_json(event.data) for event in events]
 
 
 def whole(deltas: Iterable[Delta]) -> ChatCompletion:
-    emitter = Emitter(STAMP, stream=False, include_usage=True)
+    emitter = Emitter(INFO, stream=False, include_usage=True)
     for delta in deltas:
         emitter.feed(delta)
     return ChatCompletion.model_validate(emitter.result())
@@ -99,7 +99,7 @@ def test_streamed_and_accumulated_is_not_streamed(deltas: list[Delta]) -> None:
 def test_every_shape_is_the_clients_own(deltas: list[Delta]) -> None:
     for chunk in streamed(deltas):
         assert chunk.object == "chat.completion.chunk"
-        assert chunk.id == f"chatcmpl-{STAMP.key}"
+        assert chunk.id == f"chatcmpl-{INFO.id_seed}"
     assert whole(deltas).object == "chat.completion"
 
 
@@ -114,14 +114,14 @@ def test_freeform_calls_are_the_clients_own() -> None:
     deltas: list[Delta] = [Started(1), Opened(0, Kind.CALL, "say"), Text('{"input":"a')]
     deltas += [Text(' b"}'), Closed(), Finished("tool_calls")]
     freeform = frozenset({"say"})
-    one = Emitter(STAMP, stream=False, freeform=freeform)
+    one = Emitter(INFO, stream=False, freeform=freeform)
     for delta in deltas:
         one.feed(delta)
     (call,) = ChatCompletion.model_validate(one.result()).choices[0].message.tool_calls or ()
     assert isinstance(call, ChatCompletionMessageCustomToolCall)
     assert (call.custom.name, call.custom.input) == ("say", "a b")
 
-    many = Emitter(STAMP, stream=True, freeform=freeform)
+    many = Emitter(INFO, stream=True, freeform=freeform)
     events = [event for delta in deltas for event in many.feed(delta) if event != DONE]
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
     for event in events:

@@ -21,11 +21,11 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
-from vllm_mlx_harmony.core.turn import Defaults, Stamp
+from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols.chat import Emitter, error_body, read
 from vllm_mlx_harmony.protocols.events import DONE, Event, frame
 
-STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 USAGE = Usage(prompt_tokens=80, completion_tokens=20, reasoning_tokens=7, cached_tokens=64)
 USAGE_BODY = {
     "prompt_tokens": 80,
@@ -34,7 +34,7 @@ USAGE_BODY = {
     "prompt_tokens_details": {"cached_tokens": 64},
     "completion_tokens_details": {"reasoning_tokens": 7},
 }
-SIGNED = {"id": f"chatcmpl-{STAMP.key}", "created": STAMP.created, "model": STAMP.model}
+SIGNED = {"id": f"chatcmpl-{INFO.id_seed}", "created": INFO.created, "model": INFO.model}
 ROLE = {"role": "assistant", "content": None, "refusal": None}
 FIRST, SECOND, THIRD, FOURTH = (f"call_0123456789abcdef0123000{index}" for index in range(4))
 """The ids of calls, by their place among the messages of the answer."""
@@ -70,7 +70,7 @@ def told(*messages: list[Delta], end: Delta) -> list[Delta]:
 
 
 def emitted(deltas: Iterable[Delta], *, include_usage: bool = False) -> list[Event]:
-    emitter = Emitter(STAMP, stream=True, include_usage=include_usage)
+    emitter = Emitter(INFO, stream=True, include_usage=include_usage)
     return [event for delta in deltas for event in emitter.feed(delta)]
 
 
@@ -79,7 +79,7 @@ def chunks(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 
 def whole(deltas: Iterable[Delta]) -> dict[str, Any]:
-    emitter = Emitter(STAMP, stream=False)
+    emitter = Emitter(INFO, stream=False)
     assert [event for delta in deltas for event in emitter.feed(delta)] == []
     return emitter.result()
 
@@ -261,7 +261,7 @@ def test_on_the_wire_a_chunk_is_one_ascii_line(
 
 
 def test_the_role_goes_out_before_anything_is_generated() -> None:
-    (event,) = Emitter(STAMP, stream=True).feed(Started(80))
+    (event,) = Emitter(INFO, stream=True).feed(Started(80))
     assert json.loads(event.data)["choices"][0]["delta"] == ROLE
 
 
@@ -287,7 +287,7 @@ FREEFORM = {
 
 @pytest.mark.parametrize(("deltas", "wire", "given"), FREEFORM.values(), ids=FREEFORM)
 def test_a_freeform_call_is_text(deltas: list[Delta], wire: list[Any] | None, given: str) -> None:
-    streaming = Emitter(STAMP, stream=True, freeform=frozenset({"say"}))
+    streaming = Emitter(INFO, stream=True, freeform=frozenset({"say"}))
     events = [event for delta in deltas for event in streaming.feed(delta)]
     _, opening, *texts, _ = [chunk["choices"][0]["delta"] for chunk in chunks(events)]
     custom = {"name": "say", "input": ""}
@@ -298,7 +298,7 @@ def test_a_freeform_call_is_text(deltas: list[Delta], wire: list[Any] | None, gi
     if wire is not None:
         assert texts == wire
 
-    collecting = Emitter(STAMP, stream=False, freeform=frozenset({"say"}))
+    collecting = Emitter(INFO, stream=False, freeform=frozenset({"say"}))
     for delta in deltas:
         collecting.feed(delta)
     assert collecting.result()["choices"][0]["message"]["tool_calls"] == [
@@ -307,7 +307,7 @@ def test_a_freeform_call_is_text(deltas: list[Delta], wire: list[Any] | None, gi
 
 
 def test_freeform_and_functions_stand_side_by_side() -> None:
-    emitter = Emitter(STAMP, stream=False, freeform=frozenset({"say"}))
+    emitter = Emitter(INFO, stream=False, freeform=frozenset({"say"}))
     for delta in told(call("say", '{"input":"a"}'), call("f", '{"input":"a"}'), end=CALLS):
         emitter.feed(delta)
     assert emitter.result()["choices"][0]["message"]["tool_calls"] == [
@@ -322,7 +322,7 @@ def test_freeform_and_functions_stand_side_by_side() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_can_be_left_out(fields: dict[str, Any], stream: bool) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
-    emitter = read({**body, **fields}, Defaults()).emitter(STAMP)
+    emitter = read({**body, **fields}, Defaults()).emitter(INFO)
     deltas = told(reasoning("Hm"), preamble("a"), reasoning("So"), answer("b"), end=STOP)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     if stream:
@@ -359,7 +359,7 @@ def test_a_failure_not_streamed_is_raised() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_there_is_no_result_before_the_end_nor_of_a_stream(stream: bool) -> None:
-    emitter = Emitter(STAMP, stream=stream)
+    emitter = Emitter(INFO, stream=stream)
     for delta in told(answer("Hel"), end=STOP)[: None if stream else -1]:
         emitter.feed(delta)
     with pytest.raises(OutputError):
@@ -375,14 +375,14 @@ def test_a_request_makes_the_emitter_it_asked_for(stream: bool, include_usage: b
         "stream": stream,
         "stream_options": {"include_usage": include_usage},
     }
-    emitter = read(body, Defaults()).emitter(STAMP)
+    emitter = read(body, Defaults()).emitter(INFO)
     deltas = told(answer("Hel"), end=STOP)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     assert events == (emitted(deltas, include_usage=include_usage) if stream else [])
 
 
 def test_no_text_is_kept_while_streaming() -> None:
-    emitter = Emitter(STAMP, stream=True)
+    emitter = Emitter(INFO, stream=True)
     for delta in told(reasoning("a"), call("f", "b"), answer("c"), end=STOP):
         emitter.feed(delta)
         assert not emitter._parts

@@ -20,15 +20,15 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Delta
 from vllm_mlx_harmony.core.render import Rendered, opening, render
-from vllm_mlx_harmony.core.replay import Output, Replay, View, _segments
+from vllm_mlx_harmony.core.replay import Output, Replay, ReplayScope, _spans
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
     Defaults,
     Limits,
     Reasoning,
+    ResponseInfo,
     Result,
-    Stamp,
     Tool,
     Turn,
     User,
@@ -40,13 +40,13 @@ DEFAULTS = Defaults(date="2026-01-01")
 
 
 class Plain:
-    """A seal that everybody can read."""
+    """A cipher that everybody can read."""
 
-    def seal(self, text: str) -> str:
-        return f"sealed:{text}"
+    def encrypt(self, text: str) -> str:
+        return f"encrypted:{text}"
 
-    def unseal(self, sealed: str) -> str | None:
-        return sealed.removeprefix("sealed:") if sealed.startswith("sealed:") else None
+    def decrypt(self, encrypted: str) -> str | None:
+        return encrypted.removeprefix("encrypted:") if encrypted.startswith("encrypted:") else None
 
 
 def ids_of(text: str) -> list[int]:
@@ -191,14 +191,14 @@ CLIENTS = [
 
 
 def answered(
-    client: Client, row: Row, key: int, view: View | None
+    client: Client, row: Row, key: int, view: ReplayScope | None
 ) -> tuple[StreamingHarmonyContext, dict[str, Any]]:
     """The turn that generates ``row`` for what ``client`` asks, remembered; and its answer."""
     asked = client.asked()
     renderer: Callable[[Turn], Rendered] = partial(render, replay=view)
-    stamp = Stamp(f"{key:020x}" + "0" * 12, 0, "m")
-    context = StreamingHarmonyContext(asked.turn, stamp, renderer)
-    emitter = asked.emitter(stamp)
+    info = ResponseInfo(f"{key:020x}" + "0" * 12, 0, "m")
+    context = StreamingHarmonyContext(asked.turn, info, renderer)
+    emitter = asked.emitter(info)
     deltas: list[Delta] = context.start()
     deltas += context.append_output(ids_of(row.output))
     deltas += context.finish("length" if row.cut else "stop")
@@ -230,7 +230,9 @@ LOOPS = [row for row in SHOWN if any(p[0] == "call" for p in row.said) and not r
 CALLS = [row for row in LOOPS if all(part[0] != "answer" for part in row.said)]
 
 
-def converse(client: Client, rows: Sequence[Row], view: View | None) -> list[tuple[int, ...]]:
+def converse(
+    client: Client, rows: Sequence[Row], view: ReplayScope | None
+) -> list[tuple[int, ...]]:
     """Everything that was prompted and generated, a sequence for each turn, and the last prompt."""
     client.speaks("Go.")
     seen = []
@@ -338,7 +340,7 @@ ASKED = Turn((User("Go."),), (Tool("x"),))
 
 
 def generated(ids: Sequence[int], cut: bool, chunks: int = 0) -> StreamingHarmonyContext:
-    context = StreamingHarmonyContext(ASKED, Stamp("1" * 32, 0, "m"))
+    context = StreamingHarmonyContext(ASKED, ResponseInfo("1" * 32, 0, "m"))
     for start in range(0, len(ids), chunks or max(len(ids), 1)):
         context.append_output(ids[start : start + (chunks or len(ids))])
     context.finish("length" if cut else "stop")
@@ -352,7 +354,7 @@ def test_segments_are_the_output_in_a_row(ids: list[int], cut: bool, chunks: int
     whole = context.render_for_completion()
     (output,) = context.outputs
     assert output.messages == context.messages[1:]
-    segments = _segments(output)
+    segments = _spans(output)
     if not segments:
         assert not output.messages or output.begins[-1] >= len(output.ids)
         return
@@ -363,9 +365,9 @@ def test_segments_are_the_output_in_a_row(ids: list[int], cut: bool, chunks: int
     placed = [token for segment in segments for token in segment]
     body = [*opening(), *without_terminator(whole[len(whole) - len(output.ids) + 2 :])]
     shorter = body[: len(placed) - (placed[-1] in (vocab.END, vocab.CALL))]
-    left_out = body[len(shorter) :]
+    omitted = body[len(shorter) :]
     assert placed[: len(shorter)] == shorter
-    assert vocab.MESSAGE not in left_out  # only a header that was cut
+    assert vocab.MESSAGE not in omitted  # only a header that was cut
     assert placed[-1] in (vocab.END, vocab.CALL)
     added = body[: len(placed)] != placed
     if added and output.ids[-1] not in (vocab.RETURN, vocab.ENDOFTEXT):
@@ -386,14 +388,14 @@ def test_any_chunks_give_the_same_output(ids: list[int], cut: bool, chunks: int)
 def test_a_segment_is_read_as_its_message(ids: list[int], cut: bool) -> None:
     """Each one that stands alone, between others: junk behind it is none before a ``<|start|>``."""
     for output in generated(ids, cut).outputs:
-        for message, segment in zip(output.messages, _segments(output), strict=False):
+        for message, segment in zip(output.messages, _spans(output), strict=False):
             if segment[:2] == tuple(opening()):
                 said = generated([*segment[2:], vocab.START], False).messages[1:]
                 assert [type(one) for one in said] == [type(message)]
 
 
 def test_tools_of_the_server_make_several_outputs() -> None:
-    context = StreamingHarmonyContext(ASKED, Stamp("1" * 32, 0, "m"))
+    context = StreamingHarmonyContext(ASKED, ResponseInfo("1" * 32, 0, "m"))
     context.append_output(ids_of("<|channel|>analysis to=functions.x code<|message|>{}<|call|>"))
     call = context.messages[-1]
     assert isinstance(call, Call)
@@ -412,7 +414,7 @@ def test_tools_of_the_server_make_several_outputs() -> None:
 
 def test_what_a_stop_string_ended_is_not_remembered() -> None:
     turn = Turn((User("Go."),), limits=Limits(stop=("two",)))
-    context = StreamingHarmonyContext(turn, Stamp("1" * 32, 0, "m"))
+    context = StreamingHarmonyContext(turn, ResponseInfo("1" * 32, 0, "m"))
     context.append_output(ids_of("<|channel|>final<|message|>one two three"))
     context.finish("stop")
     assert context.messages[1:] == (Answer("one "),)
@@ -421,14 +423,14 @@ def test_what_a_stop_string_ended_is_not_remembered() -> None:
 
 def test_what_a_prefill_began_is_not_remembered() -> None:
     turn = Turn((User("Go."),), prefill="One")
-    context = StreamingHarmonyContext(turn, Stamp("1" * 32, 0, "m"))
+    context = StreamingHarmonyContext(turn, ResponseInfo("1" * 32, 0, "m"))
     context.append_output(ids_of(" two.<|return|>"))
     context.finish("stop")
     assert context.outputs == ()
 
 
 def test_an_output_is_not_there_before_it_has_ended() -> None:
-    context = StreamingHarmonyContext(ASKED, Stamp("1" * 32, 0, "m"))
+    context = StreamingHarmonyContext(ASKED, ResponseInfo("1" * 32, 0, "m"))
     context.append_output(ids_of("<|channel|>analysis<|message|>Hm.<|end|>"))
     assert context.outputs == ()
     context.finish("stop")

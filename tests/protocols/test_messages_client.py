@@ -16,7 +16,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Started, Text, Usage
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
-from vllm_mlx_harmony.core.turn import Stamp, Tool, Turn
+from vllm_mlx_harmony.core.turn import ResponseInfo, Tool, Turn
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.messages import Display, Emitter
 from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
@@ -28,19 +28,19 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-STAMP = Stamp("fedcba9876543210fedcba9876543210", 1_754_352_000, "gpt-oss-20b")
-DISPLAYS: tuple[Display, ...] = ("shown", "sealed", "hidden", "updates")
+INFO = ResponseInfo("fedcba9876543210fedcba9876543210", 1_754_352_000, "gpt-oss-20b")
+DISPLAYS: tuple[Display, ...] = ("shown", "encrypted", "hidden", "updates")
 Chunks = Sequence[Sequence[int]]
 
 
 class Backwards:
-    """A seal that is not the text, and that JSON need not escape."""
+    """A cipher that is not the text, and that JSON need not escape."""
 
-    def seal(self, text: str) -> str:
+    def encrypt(self, text: str) -> str:
         return text[::-1].encode().hex()
 
-    def unseal(self, sealed: str) -> str | None:
-        return bytes.fromhex(sealed).decode()[::-1]
+    def decrypt(self, encrypted: str) -> str | None:
+        return bytes.fromhex(encrypted).decode()[::-1]
 
 
 def deltas_of(row: Row, chunks: Chunks) -> list[Delta]:
@@ -51,12 +51,12 @@ def deltas_of(row: Row, chunks: Chunks) -> list[Delta]:
 
 
 def streamed(deltas: Iterable[Delta], thinking: Display = "shown") -> list[Event]:
-    emitter = Emitter(STAMP, Backwards(), stream=True, thinking=thinking)
+    emitter = Emitter(INFO, Backwards(), stream=True, thinking=thinking)
     return [event for delta in deltas for event in emitter.feed(delta)]
 
 
 def whole(deltas: Iterable[Delta], thinking: Display = "shown") -> dict[str, Any]:
-    emitter = Emitter(STAMP, Backwards(), stream=False, thinking=thinking)
+    emitter = Emitter(INFO, Backwards(), stream=False, thinking=thinking)
     for delta in deltas:
         emitter.feed(delta)
     return emitter.result()
@@ -116,7 +116,7 @@ def test_row(row: Row) -> None:
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, row.stopped_by)
     for block in message["content"]:
         if block["type"] == "thinking":
-            assert Backwards().unseal(block["signature"]) == block["thinking"]
+            assert Backwards().decrypt(block["signature"]) == block["thinking"]
 
 
 @pytest.mark.parametrize("thinking", DISPLAYS)

@@ -27,7 +27,7 @@ from vllm_mlx_harmony.core.errors import (
     PromptTooLong,
     RequestError,
 )
-from vllm_mlx_harmony.core.turn import Defaults, Stamp
+from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.protocols.messages import (
     PING,
@@ -40,7 +40,7 @@ from vllm_mlx_harmony.protocols.messages import (
 )
 from vllm_mlx_harmony.protocols.messages.request import UPDATE
 
-STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 USAGE = Usage(prompt_tokens=80, completion_tokens=20, reasoning_tokens=7, cached_tokens=64)
 USAGE_BODY = {
     "input_tokens": 16,
@@ -50,7 +50,7 @@ USAGE_BODY = {
     "output_tokens_details": {"thinking_tokens": 7},
 }
 SIGNED = {
-    "id": f"msg_{STAMP.key}",
+    "id": f"msg_{INFO.id_seed}",
     "type": "message",
     "role": "assistant",
     "model": "gpt-oss-20b",
@@ -58,13 +58,13 @@ SIGNED = {
 
 
 class Mark:
-    """A seal that everybody can read."""
+    """A cipher that everybody can read."""
 
-    def seal(self, text: str) -> str:
-        return f"sealed:{text}"
+    def encrypt(self, text: str) -> str:
+        return f"encrypted:{text}"
 
-    def unseal(self, sealed: str) -> str | None:
-        return sealed.removeprefix("sealed:") if sealed.startswith("sealed:") else None
+    def decrypt(self, encrypted: str) -> str | None:
+        return encrypted.removeprefix("encrypted:") if encrypted.startswith("encrypted:") else None
 
 
 def turn(*messages: tuple[Kind, str, list[str]], end: Delta, complete: bool = True) -> list[Delta]:
@@ -92,12 +92,12 @@ def call(name: str, *texts: str) -> tuple[Kind, str, list[str]]:
 
 
 def streamed(deltas: Iterable[Delta], thinking: Display = "shown") -> list[Event]:
-    emitter = Emitter(STAMP, Mark(), stream=True, thinking=thinking)
+    emitter = Emitter(INFO, Mark(), stream=True, thinking=thinking)
     return [event for delta in deltas for event in emitter.feed(delta)]
 
 
 def whole(deltas: Iterable[Delta], thinking: Display = "shown") -> dict[str, Any]:
-    emitter = Emitter(STAMP, Mark(), stream=False, thinking=thinking)
+    emitter = Emitter(INFO, Mark(), stream=False, thinking=thinking)
     assert [event for delta in deltas for event in emitter.feed(delta)] == []
     return emitter.result()
 
@@ -107,7 +107,7 @@ def named(events: Iterable[Event]) -> list[tuple[str, str]]:
 
 
 def thought(text: str) -> dict[str, Any]:
-    return {"type": "thinking", "thinking": text, "signature": f"sealed:{text}"}
+    return {"type": "thinking", "thinking": text, "signature": f"encrypted:{text}"}
 
 
 def text(said: str) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def text(said: str) -> dict[str, Any]:
 
 
 def used(index: int, name: str, given: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": STAMP.call_id(index), "name": name, "input": given}
+    return {"type": "tool_use", "id": INFO.call_id(index), "name": name, "input": given}
 
 
 STOP, CALLS, CUT = (Finished(r, None, USAGE) for r in ("stop", "tool_calls", "length"))
@@ -218,10 +218,10 @@ def test_on_the_wire_an_event_is_two_ascii_lines(
 
 WITHOUT: dict[Display, list[dict[str, Any]]] = {
     "shown": [thought("ab"), text("c"), used(2, "f", {})],
-    "sealed": [{**thought("ab"), "thinking": ""}, text("c"), used(2, "f", {})],
+    "encrypted": [{**thought("ab"), "thinking": ""}, text("c"), used(2, "f", {})],
     "hidden": [text("c"), used(2, "f", {})],
     "updates": [
-        {"type": "thinking", "thinking": "c", "signature": f"sealed:{UPDATE}c"},
+        {"type": "thinking", "thinking": "c", "signature": f"encrypted:{UPDATE}c"},
         used(2, "f", {}),
     ],
 }
@@ -254,7 +254,7 @@ def test_a_stream_event_by_event() -> None:
             for index, delta in [
                 (0, {"type": "thinking_delta", "thinking": "H"}),
                 (0, {"type": "thinking_delta", "thinking": "m"}),
-                (0, {"type": "signature_delta", "signature": "sealed:Hm"}),
+                (0, {"type": "signature_delta", "signature": "encrypted:Hm"}),
             ]
         ),
         {"type": "content_block_stop", "index": 0},
@@ -278,7 +278,7 @@ def test_a_stream_event_by_event() -> None:
 
 
 def test_the_start_goes_out_before_anything_is_generated() -> None:
-    (event,) = Emitter(STAMP, Mark(), stream=True).feed(Started(80))
+    (event,) = Emitter(INFO, Mark(), stream=True).feed(Started(80))
     assert event.name == "message_start"
     assert json.loads(event.data)["message"]["usage"] == {"input_tokens": 80, "output_tokens": 0}
 
@@ -306,7 +306,7 @@ def test_a_failure_in_a_stream_is_an_error_event(begun: int) -> None:
     *before, error = streamed([*deltas, Failed(failure)])
     assert before == streamed(deltas)
     assert error.name == "error"
-    assert json.loads(error.data) == error_body(failure, request_id(STAMP))
+    assert json.loads(error.data) == error_body(failure, request_id(INFO))
     assert checked(named([*before, error])).error == error_body(failure)["error"]
 
 
@@ -319,7 +319,7 @@ def test_a_failure_not_streamed_is_raised() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_there_is_no_result_before_the_end_nor_of_a_stream(stream: bool) -> None:
-    emitter = Emitter(STAMP, Mark(), stream=stream)
+    emitter = Emitter(INFO, Mark(), stream=stream)
     for delta in turn(answer("Hel"), end=STOP)[: None if stream else -1]:
         emitter.feed(delta)
     with pytest.raises(OutputError):
@@ -331,8 +331,8 @@ DISPLAYS: list[tuple[dict[str, Any] | None, Display]] = [
     ({"type": "adaptive"}, "shown"),
     ({"type": "enabled", "budget_tokens": 2048}, "shown"),
     ({"type": "adaptive", "display": "summarized"}, "shown"),
-    ({"type": "adaptive", "display": "omitted"}, "sealed"),
-    ({"type": "adaptive", "display": "updates"}, "sealed"),
+    ({"type": "adaptive", "display": "omitted"}, "encrypted"),
+    ({"type": "adaptive", "display": "updates"}, "encrypted"),
     ({"type": "disabled"}, "hidden"),
     ({"type": "between_tools"}, "updates"),
 ]
@@ -350,7 +350,7 @@ def test_a_request_makes_the_emitter_it_asked_for(
         "stream": stream,
         "thinking": asked,
     }
-    emitter = read(body, Defaults(), Mark()).emitter(STAMP)
+    emitter = read(body, Defaults(), Mark()).emitter(INFO)
     deltas = turn(reasoning("Hm"), preamble("Well."), answer("Hello"), end=STOP)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     if stream:
@@ -360,7 +360,7 @@ def test_a_request_makes_the_emitter_it_asked_for(
 
 
 def test_no_text_of_the_answer_is_kept_while_streaming() -> None:
-    emitter = Emitter(STAMP, Mark(), stream=True)
+    emitter = Emitter(INFO, Mark(), stream=True)
     for delta in turn(reasoning("a"), call("f", "{}"), answer("c"), end=STOP):
         emitter.feed(delta)
         assert not emitter._parts

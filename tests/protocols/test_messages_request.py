@@ -29,9 +29,9 @@ from vllm_mlx_harmony.core.turn import (
     Preamble,
     Reasoning,
     ResponseFormat,
+    ResponseInfo,
     Result,
     Sampling,
-    Stamp,
     Tool,
     ToolChoice,
     Turn,
@@ -41,7 +41,7 @@ from vllm_mlx_harmony.protocols.messages import MessagesRequest, read
 from vllm_mlx_harmony.protocols.messages.request import UPDATE
 
 DATA = Path(__file__).parent / "data"
-STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 HELLO = [{"role": "user", "content": "Hello"}]
 SERVER = Defaults(
     effort=Effort.HIGH, identity="You are Ada.", date="2025-08-05", builtin_tools=("python",)
@@ -49,13 +49,13 @@ SERVER = Defaults(
 
 
 class Mark:
-    """A seal that everybody can read."""
+    """A cipher that everybody can read."""
 
-    def seal(self, text: str) -> str:
-        return f"sealed:{text}"
+    def encrypt(self, text: str) -> str:
+        return f"encrypted:{text}"
 
-    def unseal(self, sealed: str) -> str | None:
-        return sealed.removeprefix("sealed:") if sealed.startswith("sealed:") else None
+    def decrypt(self, encrypted: str) -> str | None:
+        return encrypted.removeprefix("encrypted:") if encrypted.startswith("encrypted:") else None
 
 
 def request(**fields: Any) -> MessagesRequest:
@@ -272,20 +272,20 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
         assistant(use({"INVALID_JSON": 3})),
         [Call("c1", "f", '{"INVALID_JSON":3}')],
     ),
-    "thinking, sealed text wins": (
-        assistant(thinking("H…", "sealed:Hm, hm."), text("a")),
+    "thinking, encrypted text wins": (
+        assistant(thinking("H…", "encrypted:Hm, hm."), text("a")),
         [Reasoning("Hm, hm."), Answer("a")],
     ),
     "thinking, dropped and restored": (
-        assistant(thinking("", "sealed:Hm"), text("a")),
+        assistant(thinking("", "encrypted:Hm"), text("a")),
         [Reasoning("Hm"), Answer("a")],
     ),
     "thinking, gone and restored": (
-        assistant({"type": "thinking", "signature": "sealed:Hm"}, text("a")),
+        assistant({"type": "thinking", "signature": "encrypted:Hm"}, text("a")),
         [Reasoning("Hm"), Answer("a")],
     ),
     "thinking, null and restored": (
-        assistant({"type": "thinking", "thinking": None, "signature": "sealed:Hm"}, text("a")),
+        assistant({"type": "thinking", "thinking": None, "signature": "encrypted:Hm"}, text("a")),
         [Reasoning("Hm"), Answer("a")],
     ),
     "thinking, foreign": (assistant(thinking("Hm"), text("a")), [Reasoning("Hm"), Answer("a")]),
@@ -295,7 +295,7 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
     ),
     "thinking, dropped and foreign": (assistant(thinking(""), text("a")), [Answer("a")]),
     "redacted_thinking, ours": (
-        assistant({"type": "redacted_thinking", "data": "sealed:Hm"}, text("a")),
+        assistant({"type": "redacted_thinking", "data": "encrypted:Hm"}, text("a")),
         [Reasoning("Hm"), Answer("a")],
     ),
     "redacted_thinking, foreign": (
@@ -469,7 +469,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message], str | None]]
         None,
     ),
     "a preamble that was shown as thinking": (
-        [assistant(thinking("Look", f"sealed:{UPDATE}Look"), use({})), user(result("1"))],
+        [assistant(thinking("Look", f"encrypted:{UPDATE}Look"), use({})), user(result("1"))],
         [Preamble("Look"), Call("c1", "f", "{}"), Result("c1", "1", "messages[1].content[0]")],
         None,
     ),
@@ -1020,7 +1020,7 @@ def test_a_tool_loop_goes_on_where_the_model_stopped(dropped: str) -> None:
     if dropped == "omitted by the server":
         first["thinking"]["display"] = "omitted"
     asked = read({**first, "stream": False}, Defaults(), Mark())
-    context, emitter = StreamingHarmonyContext(asked.turn, STAMP), asked.emitter(STAMP)
+    context, emitter = StreamingHarmonyContext(asked.turn, INFO), asked.emitter(INFO)
     prompt = context.render_for_completion()
     output = vocab.encoding().encode(LOOP, allowed_special="all")
     for delta in [*context.start(), *context.append_output(output), *context.finish("stop")]:
@@ -1042,7 +1042,7 @@ def test_a_tool_loop_goes_on_where_the_model_stopped(dropped: str) -> None:
 def test_a_preamble_that_was_shown_as_thinking_is_one_again() -> None:
     body = {**recorded("claude-code-turn1"), "stream": False, "thinking": {"type": "between_tools"}}
     asked = read(body, Defaults(), Mark())
-    context, emitter = StreamingHarmonyContext(asked.turn, STAMP), asked.emitter(STAMP)
+    context, emitter = StreamingHarmonyContext(asked.turn, INFO), asked.emitter(INFO)
     prompt = context.render_for_completion()
     said = LOOP[LOOP.index("<|channel|>commentary") :]  # what a model says that may not think
     output = vocab.encoding().encode(said, allowed_special="all")

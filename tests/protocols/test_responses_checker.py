@@ -11,24 +11,24 @@ import pytest
 from event_checker import check, check_documents, from_wire
 
 from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Started, Text, Usage
-from vllm_mlx_harmony.core.turn import Defaults, Stamp
+from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols.events import DONE, Event, frame
 from vllm_mlx_harmony.protocols.responses import read
 
-STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 
 
 class NoSeal:
-    def seal(self, text: str) -> str:
+    def encrypt(self, text: str) -> str:
         raise NotImplementedError
 
-    def unseal(self, sealed: str) -> str | None:
+    def decrypt(self, encrypted: str) -> str | None:
         raise NotImplementedError
 
 
 def stream() -> list[Event]:
     body = {"model": "m", "input": "Hi", "stream": True, "reasoning": {"summary": "auto"}}
-    emitter = read(body, Defaults(), NoSeal()).emitter(STAMP)
+    emitter = read(body, Defaults(), NoSeal()).emitter(INFO)
     turn = (
         Started(1), Opened(0, Kind.REASONING), Text("a"), Text("b"), Closed(),
         Opened(1, Kind.PREAMBLE), Text("c"), Closed(),
@@ -83,7 +83,7 @@ def inside(kind: str, name: str, **fields: Any) -> Callable[[Documents], Documen
 
 
 def item_id(index: int, prefix: str) -> str:
-    return f"{prefix}_{STAMP.key[:20]}{index:04x}"
+    return f"{prefix}_{INFO.id_seed[:20]}{index:04x}"
 
 
 CHANGES: dict[str, Callable[[Documents], Documents]] = {

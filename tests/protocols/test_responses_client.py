@@ -25,7 +25,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.errors import OutputError, RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
-from vllm_mlx_harmony.core.turn import Defaults, Stamp
+from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, read
 from vllm_mlx_harmony.protocols.responses.resource import page
@@ -38,7 +38,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import BaseModel, TypeAdapter
 
-STAMP = Stamp("fedcba9876543210fedcba9876543210", 1_754_352_000, "gpt-oss-20b")
+INFO = ResponseInfo("fedcba9876543210fedcba9876543210", 1_754_352_000, "gpt-oss-20b")
 MODELS: dict[str, type[BaseModel]] = {
     get_args(model.model_fields["type"].annotation)[0]: model
     for model in get_args(get_args(ResponseStreamEvent)[0])
@@ -50,11 +50,11 @@ ASKED: list[dict[str, Any]] = [
 
 
 class Plain:
-    def seal(self, text: str) -> str:
+    def encrypt(self, text: str) -> str:
         return text
 
-    def unseal(self, sealed: str) -> str | None:
-        return sealed
+    def decrypt(self, encrypted: str) -> str | None:
+        return encrypted
 
 
 def request(stream: bool, **fields: Any) -> ResponsesRequest:
@@ -63,12 +63,12 @@ def request(stream: bool, **fields: Any) -> ResponsesRequest:
 
 
 def streamed(deltas: Iterable[Delta], **fields: Any) -> list[Event]:
-    emitter = request(True, **fields).emitter(STAMP, lambda: 1.5)
+    emitter = request(True, **fields).emitter(INFO, lambda: 1.5)
     return [event for delta in deltas for event in emitter.feed(delta)]
 
 
 def whole(deltas: Iterable[Delta], **fields: Any) -> dict[str, Any]:
-    emitter = request(False, **fields).emitter(STAMP, lambda: 1.5)
+    emitter = request(False, **fields).emitter(INFO, lambda: 1.5)
     for delta in deltas:
         emitter.feed(delta)
     return emitter.result()
@@ -183,7 +183,7 @@ def test_input_items() -> None:
         {"type": "additional_tools", "role": "developer", "tools": [TOOLS[0]]},
         {"type": "configuration_update", "reasoning": {"effort": "high"}},
     ]
-    listed = page(request(False, input=items).input_items(STAMP), {"order": "asc"})
+    listed = page(request(False, input=items).input_items(INFO), {"order": "asc"})
     read_back = ResponseItemList.model_validate_json(json.dumps(listed))
     assert [item.type for item in read_back.data] == [item.get("type", "message") for item in items]
 

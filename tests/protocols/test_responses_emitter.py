@@ -28,7 +28,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
-from vllm_mlx_harmony.core.turn import Defaults, Sampling, Stamp
+from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, Sampling
 from vllm_mlx_harmony.protocols.events import DONE, Event, frame
 from vllm_mlx_harmony.protocols.responses import (
     Emitter,
@@ -37,18 +37,18 @@ from vllm_mlx_harmony.protocols.responses import (
     read,
 )
 
-STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
-KEY = STAMP.key[:20]
+INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+KEY = INFO.id_seed[:20]
 USAGE = Usage(prompt_tokens=80, completion_tokens=20, reasoning_tokens=7, cached_tokens=64)
 STOP, CALLS, CUT = (Finished(reason, None, USAGE) for reason in ("stop", "tool_calls", "length"))
 
 
 class Reverse:
-    def seal(self, text: str) -> str:
+    def encrypt(self, text: str) -> str:
         return text[::-1]
 
-    def unseal(self, sealed: str) -> str | None:
-        return sealed[::-1]
+    def decrypt(self, encrypted: str) -> str | None:
+        return encrypted[::-1]
 
 
 TOOLS: list[dict[str, Any]] = [
@@ -69,12 +69,12 @@ def request(stream: bool, **fields: Any) -> ResponsesRequest:
 
 
 def emitted(deltas: Iterable[Delta], **fields: Any) -> list[Event]:
-    emitter = request(True, **fields).emitter(STAMP, lambda: 1_754_352_009.7)
+    emitter = request(True, **fields).emitter(INFO, lambda: 1_754_352_009.7)
     return [event for delta in deltas for event in emitter.feed(delta)]
 
 
 def whole(deltas: Iterable[Delta], **fields: Any) -> dict[str, Any]:
-    emitter = request(False, **fields).emitter(STAMP, lambda: 1_754_352_009.7)
+    emitter = request(False, **fields).emitter(INFO, lambda: 1_754_352_009.7)
     assert [event for delta in deltas for event in emitter.feed(delta)] == []
     return emitter.result()
 
@@ -315,7 +315,7 @@ def test_a_search_that_was_cut() -> None:
 
 def test_the_ids_are_those_that_every_api_gives() -> None:
     deltas = told(said(0, Kind.REASONING, "a"), said(1, Kind.CALL, "{}", name="x"), end=CALLS)
-    assert whole(deltas)["output"][1]["call_id"] == STAMP.call_id(1)
+    assert whole(deltas)["output"][1]["call_id"] == INFO.call_id(1)
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -341,7 +341,7 @@ def test_whatever_is_said(messages: list[tuple[Kind, list[str]]]) -> None:
 
 def test_the_response_has_every_field() -> None:
     assert whole(told(said(0, Kind.ANSWER, "Hi"), end=STOP), tools=None) == {
-        "id": f"resp_{STAMP.key}",
+        "id": f"resp_{INFO.id_seed}",
         "object": "response",
         "created_at": 1_754_352_000,
         "completed_at": 1_754_352_009,
@@ -398,7 +398,7 @@ def test_the_response_says_how_its_ids_were_drawn(
     server: Sampling, fields: dict[str, Any], used: tuple[float, ...]
 ) -> None:
     body = {"model": "m", "input": "Hi", **fields}
-    emitter = read(body, Defaults(sampling=server), Reverse()).emitter(STAMP)
+    emitter = read(body, Defaults(sampling=server), Reverse()).emitter(INFO)
     for delta in told(said(0, Kind.ANSWER, "Hi"), end=STOP):
         emitter.feed(delta)
     answer = emitter.result()
@@ -481,7 +481,7 @@ def test_the_response_repeats_what_was_asked(
 
 
 def test_without_a_clock_nobody_knows_when_it_was_completed() -> None:
-    emitter = request(False).emitter(STAMP)
+    emitter = request(False).emitter(INFO)
     for delta in told(end=STOP):
         emitter.feed(delta)
     assert emitter.result()["completed_at"] is None
@@ -535,7 +535,7 @@ def test_a_failure_not_streamed_is_raised() -> None:
 
 
 def test_there_is_no_result_before_the_end() -> None:
-    emitter = request(False).emitter(STAMP)
+    emitter = request(False).emitter(INFO)
     for delta in HALF:
         emitter.feed(delta)
         with pytest.raises(OutputError):
@@ -544,7 +544,7 @@ def test_there_is_no_result_before_the_end() -> None:
 
 @pytest.mark.parametrize("begun", range(len(HALF) + 1))
 def test_cancelled(begun: int) -> None:
-    emitter = request(True).emitter(STAMP)
+    emitter = request(True).emitter(INFO)
     events = [event for delta in HALF[:begun] for event in emitter.feed(delta)]
     final = check([*events, *emitter.cancel()])
     assert final["status"] == "cancelled"
@@ -552,7 +552,7 @@ def test_cancelled(begun: int) -> None:
 
 
 def test_a_response_can_be_looked_at_while_it_is_made() -> None:
-    emitter = request(True, background=True, include=["reasoning.encrypted_content"]).emitter(STAMP)
+    emitter = request(True, background=True, include=["reasoning.encrypted_content"]).emitter(INFO)
     seen = [emitter.document()]
     for delta in HALF:
         emitter.feed(delta)
@@ -579,7 +579,7 @@ def test_in_the_background_it_is_queued_first() -> None:
 @pytest.mark.parametrize("begun", range(len(HALF) + 1))
 @pytest.mark.parametrize("ending", ["cancelled", "failed"])
 def test_in_the_background_it_is_told_of_before_its_turn(begun: int, ending: str) -> None:
-    emitter = request(True, background=True).emitter(STAMP)
+    emitter = request(True, background=True).emitter(INFO)
     events = [*emitter.create(), *emitter.create()]
     assert [event.name for event in events] == ["response.created", "response.queued"]
     assert emitter.document()["status"] == "queued"
@@ -592,7 +592,7 @@ def test_in_the_background_it_is_told_of_before_its_turn(begun: int, ending: str
 
 @pytest.mark.parametrize(("stream", "names"), [(True, ["response.created"]), (False, [])])
 def test_outside_the_background_nothing_is_queued(stream: bool, names: list[str]) -> None:
-    emitter = request(stream).emitter(STAMP)
+    emitter = request(stream).emitter(INFO)
     assert [event.name for event in emitter.create()] == names
 
 
@@ -606,7 +606,7 @@ def test_a_text_is_one_event_made_without_encoding_anything_else(
         raise AssertionError("a document is encoded for a text")
 
     for kind, name in ((Kind.ANSWER, ""), (Kind.REASONING, ""), (Kind.CALL, "x")):
-        emitter = request(True).emitter(STAMP)
+        emitter = request(True).emitter(INFO)
         emitter.feed(Started(80))
         emitter.feed(Opened(0, kind, name))
         emitter.feed(Text("0999"))
@@ -622,7 +622,7 @@ def test_what_is_not_streamed_makes_no_events(
 ) -> None:
     made: list[object] = []
     monkeypatch.setattr(Emitter, "_event", lambda *told: made.append(told) or DONE)
-    emitter = request(stream).emitter(STAMP)
+    emitter = request(stream).emitter(INFO)
     for delta in told(said(0, Kind.ANSWER, "Hi"), end=STOP):
         emitter.feed(delta)
     assert bool(made) is stream

@@ -14,20 +14,24 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.replay import Replay
-from vllm_mlx_harmony.core.turn import Defaults, Instructions, Result, Stamp
+from vllm_mlx_harmony.core.turn import Defaults, Instructions, ResponseInfo, Result
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, read
 
 DATA = Path(__file__).parent / "data"
 SERVER = Defaults(date="2025-08-05")
-STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 
 
 class Reverse:
-    def seal(self, text: str) -> str:
-        return "sealed:" + text[::-1]
+    def encrypt(self, text: str) -> str:
+        return "encrypted:" + text[::-1]
 
-    def unseal(self, sealed: str) -> str | None:
-        return sealed.removeprefix("sealed:")[::-1] if sealed.startswith("sealed:") else None
+    def decrypt(self, encrypted: str) -> str | None:
+        return (
+            encrypted.removeprefix("encrypted:")[::-1]
+            if encrypted.startswith("encrypted:")
+            else None
+        )
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -41,8 +45,8 @@ def ids_of(text: str) -> list[int]:
 
 def generated(asked: ResponsesRequest, output: str) -> tuple[list[int], dict[str, Any], Any]:
     """The ids of prompt and output, the final response, and the context, of one turn."""
-    context = StreamingHarmonyContext(asked.turn, STAMP)
-    emitter = asked.emitter(STAMP)
+    context = StreamingHarmonyContext(asked.turn, INFO)
+    emitter = asked.emitter(INFO)
     deltas = [
         *context.start(),
         *(delta for token in ids_of(output) for delta in context.append_output([token])),
@@ -64,7 +68,7 @@ def called(recipient: str, arguments: str) -> str:
 
 
 def opaque(item: dict[str, Any]) -> dict[str, Any]:
-    """The item as a client sends it back that reads only what is sealed."""
+    """The item as a client sends it back that reads only what is encrypted."""
     return {**item, "content": [], "summary": []} if item["type"] == "reasoning" else item
 
 

@@ -29,9 +29,9 @@ from vllm_mlx_harmony.core.turn import (
     Preamble,
     Reasoning,
     ResponseFormat,
+    ResponseInfo,
     Result,
     Sampling,
-    Stamp,
     Syntax,
     Tool,
     Turn,
@@ -53,20 +53,20 @@ from vllm_mlx_harmony.protocols.responses.schema import (
 )
 
 DATA = Path(__file__).parent / "data"
-STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 SERVER = Defaults(
     effort=Effort.HIGH, identity="You are Ada.", date="2025-08-05", builtin_tools=("python",)
 )
 
 
 class Hex:
-    """A seal that anybody can break."""
+    """A cipher that anybody can break."""
 
-    def seal(self, text: str) -> str:
-        return "sealed:" + text.encode().hex()
+    def encrypt(self, text: str) -> str:
+        return "encrypted:" + text.encode().hex()
 
-    def unseal(self, sealed: str) -> str | None:
-        prefix, _, text = sealed.partition("sealed:")
+    def decrypt(self, encrypted: str) -> str | None:
+        prefix, _, text = encrypted.partition("encrypted:")
         return None if prefix or not text else bytes.fromhex(text).decode()
 
 
@@ -204,17 +204,17 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
         [ASKED, thought(content=text("a"), summary=text("b"))],
         [User("Hello"), Reasoning("a")],
     ),
-    "reasoning, what is sealed before all": (
-        [ASKED, thought(encrypted_content=SEAL.seal("a"), content=text("b"), summary=text("c"))],
+    "reasoning, what is encrypted before all": (
+        [ASKED, thought(encrypted_content=SEAL.encrypt("a"), content=text("b"), summary=text("c"))],
         [User("Hello"), Reasoning("a")],
     ),
-    "reasoning, a foreign seal": (
+    "reasoning, a foreign cipher": (
         [ASKED, thought(encrypted_content="gAAAA", content=text("b"))],
         [User("Hello"), Reasoning("b")],
     ),
     "reasoning, none": ([ASKED, thought(encrypted_content=None)], [User("Hello")]),
     "compaction": (
-        [{"type": "compaction", "encrypted_content": SEAL.seal("It was long.")}],
+        [{"type": "compaction", "encrypted_content": SEAL.encrypt("It was long.")}],
         [User("It was long.")],
     ),
     "call, text byte for byte": (
@@ -396,9 +396,9 @@ def test_the_log_is_told_what_could_not_be_used() -> None:
     items = [ASKED, thought(encrypted_content="gAAAA"), {"type": "item_reference", "id": "m"}]
     assert request(input=items).notes == (
         "input[2] refers to 'm', which is not stored: left out",
-        "input[1].encrypted_content was not sealed here: ignored",
+        "input[1].encrypted_content was not encrypted here: ignored",
     )
-    assert request(input=[ASKED, thought(encrypted_content=SEAL.seal("x"))]).notes == ()
+    assert request(input=[ASKED, thought(encrypted_content=SEAL.encrypt("x"))]).notes == ()
 
 
 def test_references_are_looked_up() -> None:
@@ -518,7 +518,7 @@ def test_the_last_update_says_whether_to_think(efforts: list[str], thinking: boo
     items = [{"type": "configuration_update", "reasoning": {"effort": each}} for each in efforts]
     asked = request(input=[ASKED, *items], reasoning={"effort": "medium"})
     assert (asked.turn.thinking, asked.turn.effort) == (thinking, Effort.MEDIUM)
-    assert asked.emitter(STAMP).document()["reasoning"]["effort"] == "medium"
+    assert asked.emitter(INFO).document()["reasoning"]["effort"] == "medium"
     kept = asked.conversation(asked.turn.messages)
     again = request(history=kept, input="More", reasoning={"effort": "medium"})
     assert again.turn.thinking == thinking
@@ -547,7 +547,7 @@ def test_what_an_earlier_response_found_is_known_by_its_name() -> None:
 
 
 def calls_of(asked: ResponsesRequest, name: str) -> list[dict[str, Any]]:
-    emitter = asked.emitter(STAMP)
+    emitter = asked.emitter(INFO)
     for delta in (Started(1), Opened(0, Kind.CALL, name), Closed(), Finished("tool_calls")):
         emitter.feed(delta)
     output: list[dict[str, Any]] = emitter.result()["output"]
@@ -577,7 +577,7 @@ def test_the_servers_defaults() -> None:
         "2025-08-05",
         ("python",),
     )
-    document = request(SERVER).emitter(STAMP).document()
+    document = request(SERVER).emitter(INFO).document()
     assert document["reasoning"] == {"effort": "high", "summary": None}
 
 
@@ -793,7 +793,7 @@ def test_codex_with_a_freeform_tool() -> None:
         "(108 characters of text)\n\n"
         "The input must match this lark grammar:\n(578 characters of text)"
     )
-    assert asked.notes == ("input[4].encrypted_content was not sealed here: ignored",)
+    assert asked.notes == ("input[4].encrypted_content was not encrypted here: ignored",)
 
 
 def test_opencode() -> None:
@@ -830,7 +830,7 @@ def test_input_items() -> None:
         {"type": "web_search_call", "id": "ws_1", "status": "failed"},
         {"type": "something_new"},
     ]
-    listed = request(input=items).input_items(STAMP)
+    listed = request(input=items).input_items(INFO)
     assert listed == [
         {"id": "msg_0123456789abcdef01238000", "type": "message", "role": "user",
          "status": "completed", "content": text("Hi")},
@@ -847,7 +847,7 @@ def test_input_items() -> None:
 
 
 def test_a_string_is_an_item_too() -> None:
-    (item,) = request().input_items(STAMP)
+    (item,) = request().input_items(INFO)
     assert (item["role"], item["content"]) == ("user", text("Hello"))
 
 
@@ -923,4 +923,4 @@ def test_any_fields_are_read_or_refused(fields: dict[str, Any]) -> None:
 @given(st.lists(st.dictionaries(KEYS, SHAPED | WORDS, max_size=7), max_size=4))
 def test_any_items_are_read_or_refused(items: list[Any]) -> None:
     with suppress(RequestError):
-        request(input=[ASKED, *items]).input_items(STAMP)
+        request(input=[ASKED, *items]).input_items(INFO)

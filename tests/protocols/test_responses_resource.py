@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_mlx_harmony.core.deltas import Usage
-from vllm_mlx_harmony.core.turn import Defaults, Stamp, User
+from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, User
 from vllm_mlx_harmony.protocols.responses import error_body, read
 from vllm_mlx_harmony.protocols.responses.resource import (
     deleted,
@@ -17,15 +17,15 @@ from vllm_mlx_harmony.protocols.responses.resource import (
     page,
 )
 
-STAMP = Stamp("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 
 
 class Reverse:
-    def seal(self, text: str) -> str:
+    def encrypt(self, text: str) -> str:
         return text[::-1]
 
-    def unseal(self, sealed: str) -> str | None:
-        return sealed[::-1]
+    def decrypt(self, encrypted: str) -> str | None:
+        return encrypted[::-1]
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_a_compacted_conversation_goes_on() -> None:
         {"role": "user", "content": "More"},
     ]
     asked = read({"model": "m", "input": items}, Defaults(), Reverse())
-    compacted = asked.compaction("They greeted.", Reverse(), STAMP, Usage(9, 2, 1, 4))
+    compacted = asked.compaction("They greeted.", Reverse(), INFO, Usage(9, 2, 1, 4))
     output = compacted.pop("output")
     assert compacted == {
-        "id": f"resp_{STAMP.key}",
+        "id": f"resp_{INFO.id_seed}",
         "object": "response.compaction",
-        "created_at": STAMP.created,
+        "created_at": INFO.created,
         "usage": {
             "input_tokens": 9,
             "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
@@ -139,7 +139,7 @@ def test_items_are_listed_as_the_schema_has_them(
     caller = CUSTOM if sent.get("type") == "custom_tool_call_output" else CALL
     before = [USER, caller] if "output" in sent else [USER]
     asked = read({"model": "m", "input": [*before, sent]}, Defaults(), Reverse())
-    listed = page(asked.input_items(STAMP), {"order": "asc"})
+    listed = page(asked.input_items(INFO), {"order": "asc"})
     models.ResponseItemList.model_validate(listed, strict=True)
     assert listed["data"][-1][name] == expected
 

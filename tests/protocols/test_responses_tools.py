@@ -324,10 +324,10 @@ def test_a_tool_declared_twice(declared: list[dict[str, Any]], param: str) -> No
 
 
 class NoSeal:
-    def seal(self, text: str) -> str:
+    def encrypt(self, text: str) -> str:
         raise NotImplementedError
 
-    def unseal(self, sealed: str) -> str | None:
+    def decrypt(self, encrypted: str) -> str | None:
         raise NotImplementedError
 
 

@@ -57,7 +57,7 @@ ENDING = "the server is shutting down"
 
 # --- Clients: each waits for a long answer, and returns what it was told at the end.
 
-Begun = Callable[[], None]
+PreparedRequest = Callable[[], None]
 """Called when the stream has begun, before anything is generated."""
 
 
@@ -75,14 +75,14 @@ def anthropic_of(server: Server) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def chat(server: Server, model: str, _: Begun) -> str:
+def chat(server: Server, model: str, _: PreparedRequest) -> str:
     with openai_of(server) as client, pytest.raises(openai.APIStatusError) as caught:
         client.chat.completions.create(model=model, **SLOWLY, extra_body=LONGER)
     assert (caught.value.status_code, caught.value.code) == (503, "shutting_down")
     return caught.value.message
 
 
-def read(stream: Iterable[Any], begun: Begun) -> Any:
+def read(stream: Iterable[Any], begun: PreparedRequest) -> Any:
     """Reads it to its end. Returns its last chunk or event."""
     read = []
     for each in stream:
@@ -91,7 +91,7 @@ def read(stream: Iterable[Any], begun: Begun) -> Any:
     return read[-1]
 
 
-def chat_streamed(server: Server, model: str, begun: Begun) -> str:
+def chat_streamed(server: Server, model: str, begun: PreparedRequest) -> str:
     with openai_of(server) as client:
         chunks = client.chat.completions.create(
             model=model, **SLOWLY, stream=True, extra_body=LONGER
@@ -102,14 +102,14 @@ def chat_streamed(server: Server, model: str, begun: Begun) -> str:
     return caught.value.message
 
 
-def responses(server: Server, model: str, _: Begun) -> str:
+def responses(server: Server, model: str, _: PreparedRequest) -> str:
     with openai_of(server) as client, pytest.raises(openai.APIStatusError) as caught:
         client.responses.create(model=model, input="Slowly.", extra_body=LONGER)
     assert (caught.value.status_code, caught.value.code) == (503, "shutting_down")
     return caught.value.message
 
 
-def responses_streamed(server: Server, model: str, begun: Begun) -> str:
+def responses_streamed(server: Server, model: str, begun: PreparedRequest) -> str:
     with openai_of(server) as client:
         events = client.responses.create(
             model=model, input="Slowly.", stream=True, extra_body=LONGER
@@ -119,7 +119,7 @@ def responses_streamed(server: Server, model: str, begun: Begun) -> str:
     return str(last.response.error.message)
 
 
-def responses_over_a_websocket(server: Server, model: str, begun: Begun) -> str:
+def responses_over_a_websocket(server: Server, model: str, begun: PreparedRequest) -> str:
     asked = {"type": "response.create", "model": model, "input": "Slowly.", **LONGER}
     last: dict[str, Any] = {}
     with connect(server.base_url.replace("http", "ws") + "/v1/responses") as connection:
@@ -132,14 +132,14 @@ def responses_over_a_websocket(server: Server, model: str, begun: Begun) -> str:
     return str(last["response"]["error"]["message"])
 
 
-def messages(server: Server, model: str, _: Begun) -> str:
+def messages(server: Server, model: str, _: PreparedRequest) -> str:
     with anthropic_of(server) as client, pytest.raises(anthropic.APIStatusError) as caught:
         client.messages.create(model=model, max_tokens=1000, **SLOWLY, extra_body=LONGER)
     assert caught.value.status_code == 503
     return caught.value.message
 
 
-def messages_streamed(server: Server, model: str, begun: Begun) -> str:
+def messages_streamed(server: Server, model: str, begun: PreparedRequest) -> str:
     with anthropic_of(server) as client:
         events = client.messages.create(
             model=model, max_tokens=1000, stream=True, **SLOWLY, extra_body=LONGER

@@ -13,7 +13,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.constraint import Held
+from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
@@ -46,7 +46,11 @@ class Replay:
     most_running: int = 0
 
     async def generate(
-        self, prompt: tuple[int, ...], settings: Settings, tenant: str, held: Held | None
+        self,
+        prompt: tuple[int, ...],
+        settings: Settings,
+        tenant: str,
+        constraint: Constraint | None,
     ) -> Steps:
         """The ids of the script, and a pause after each step."""
         self.prompts.append(prompt)

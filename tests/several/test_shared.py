@@ -18,10 +18,10 @@ from vllm_mlx_harmony.server import encryption, shared
 from vllm_mlx_harmony.server.replay import SharedTurns
 from vllm_mlx_harmony.server.responses import store
 from vllm_mlx_harmony.server.responses.elsewhere import Elsewhere, Wish
-from vllm_mlx_harmony.server.responses.store import Kept, SharedStore, StoreError
+from vllm_mlx_harmony.server.responses.store import SharedStore, StoredResponse, StoreError
 from vllm_mlx_harmony.server.shared import Shared, SharedError
 
-KEPT = Kept(
+KEPT = StoredResponse(
     "resp_1",
     {"id": "resp_1", "output": [{"id": "msg_1", "text": "Täg"}]},
     [{"id": "msg_2", "role": "user"}],
@@ -124,10 +124,10 @@ def test_servers_that_share_a_redis_open_what_the_other_encrypted(
     opened = []
     for _ in range(2):
         _forget()
-        opened.append(encryption.server_seal("alice"))
+        opened.append(encryption.server_cipher("alice"))
     _forget()
-    assert opened[1].unseal(opened[0].seal("because")) == "because"
-    assert opened[0].unseal(opened[0].seal("because")) == "because"
+    assert opened[1].decrypt(opened[0].encrypt("because")) == "because"
+    assert opened[0].decrypt(opened[0].encrypt("because")) == "because"
 
 
 def _forget() -> None:
@@ -141,10 +141,10 @@ def test_the_environments_key_comes_first(
     monkeypatch.setenv(shared.STORE_VARIABLE, server.url)
     monkeypatch.setenv(encryption.KEY_VARIABLE, "secret")
     _forget()
-    sealed = encryption.server_seal("alice").seal("because")
+    encrypted = encryption.server_cipher("alice").encrypt("because")
     monkeypatch.delenv(shared.STORE_VARIABLE)
     _forget()
-    assert encryption.server_seal("alice").unseal(sealed) == "because"
+    assert encryption.server_cipher("alice").decrypt(encrypted) == "because"
     _forget()
 
 

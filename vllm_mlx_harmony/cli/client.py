@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
-from vllm_mlx_harmony.cli.errors import Refused
+from vllm_mlx_harmony.cli.errors import UsageError
 
 ADDRESS = "127.0.0.1"
 PATIENCE = 60.0
@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Answer:
+class Completion:
     """A streamed answer, put together. Parts are in the order in which they began."""
 
     parts: list[Part] = field(default_factory=list)
@@ -66,26 +66,26 @@ class Answer:
         }
 
 
-def ask(port: int, body: dict[str, Any]) -> Answer:
-    """The streamed answer to a Chat Completions request. Raises ``Refused`` when there is none."""
-    answer = Answer()
+def ask(port: int, body: dict[str, Any]) -> Completion:
+    """The streamed answer to a Chat Completions request. Raises ``UsageError`` if there is none."""
+    answer = Completion()
     for chunk in chunks(port, {**body, "stream": True, "stream_options": {"include_usage": True}}):
         take_in(answer, chunk)
     return answer
 
 
 def chunks(port: int, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed answer, one by one. Raises ``Refused``."""
+    """The chunks of a streamed answer, one by one. Raises ``UsageError``."""
     connection = HTTPConnection(ADDRESS, port, timeout=PATIENCE)
     headers = {"Content-Type": "application/json"}
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:  # noqa: PLR2004 - the number is its name
-            raise Refused(f"the server answered {response.status}: {response.read().decode()}")
+            raise UsageError(f"the server answered {response.status}: {response.read().decode()}")
         yield from events(response)
     except (OSError, HTTPException) as error:
-        raise Refused(f"the server broke off: {error}") from error
+        raise UsageError(f"the server broke off: {error}") from error
     finally:
         connection.close()
 
@@ -93,7 +93,7 @@ def chunks(port: int, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The documents in a stream of server-sent events, up to ``[DONE]``.
 
-    Raises ``Refused`` for an error event, and when the stream ends without a word.
+    Raises ``UsageError`` for an error event, and when the stream ends without a word.
     """
     for line in lines:
         if not line.startswith(b"data: "):
@@ -103,12 +103,12 @@ def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             return
         document: dict[str, Any] = json.loads(data)
         if "error" in document:
-            raise Refused(f"the server failed: {document['error']['message']}")
+            raise UsageError(f"the server failed: {document['error']['message']}")
         yield document
-    raise Refused("the server broke off: the stream ended without [DONE]")
+    raise UsageError("the server broke off: the stream ended without [DONE]")
 
 
-def take_in(answer: Answer, chunk: dict[str, Any]) -> None:
+def take_in(answer: Completion, chunk: dict[str, Any]) -> None:
     """Adds a chunk to the answer."""
     answer.chunks += 1
     if usage := chunk.get("usage"):
@@ -123,13 +123,13 @@ def take_in(answer: Answer, chunk: dict[str, Any]) -> None:
             _take_in_call(answer, call)
 
 
-def _part(answer: Answer, name: str) -> Part:
+def _part(answer: Completion, name: str) -> Part:
     if not answer.parts or answer.parts[-1].key != name:
         answer.parts.append(Part(name))
     return answer.parts[-1]
 
 
-def _take_in_call(answer: Answer, call: dict[str, Any]) -> None:
+def _take_in_call(answer: Completion, call: dict[str, Any]) -> None:
     if call["index"] == len(answer.calls):
         answer.parts.append(Part("tool_calls", call["function"]["name"], call["id"]))
     if arguments := call["function"].get("arguments"):

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from vllm_mlx_harmony.cli.errors import Refused
+from vllm_mlx_harmony.cli.errors import UsageError
 
 NAME = "vllm-mlx"
 """Of the provider and of files that are ours alone."""
@@ -91,8 +91,8 @@ def run(
 ) -> int:
     """Prints what an agent needs to work with the server, or writes it.
 
-    ``model`` and ``context`` are asked of the server where they are not given. Raises ``Refused``
-    when they cannot be found out, and for files that cannot be written.
+    ``model`` and ``context`` are asked of the server where they are not given. Raises
+    ``UsageError`` when they cannot be found out, and for files that cannot be written.
     """
     served = look(url, model, key, context)
     setup = AGENTS[agent](served)
@@ -117,7 +117,7 @@ def run(
 def look(url: str, model: str | None, key: str | None, context: int | None) -> Served:
     """The server at ``url``, and the model that is meant; asked only for what is not given.
 
-    Raises ``Refused``.
+    Raises ``UsageError``.
     """
     base = url.rstrip("/").removesuffix("/v1")
     if model is not None and context is not None:
@@ -126,13 +126,17 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
         entries = _models(base, key)
     except (OSError, ValueError, HTTPException) as error:
         if model is None:
-            raise Refused(_silent(base, error)) from error
+            raise UsageError(_silent(base, error)) from error
         return Served(base, model, context or CONTEXT, keyed=key is not None)
     names = [str(entry["id"]) for entry in entries]
     if model is None and len(names) != 1:
-        raise Refused(f"the server at {base} serves {', '.join(names) or 'nothing'}: say --model")
+        raise UsageError(
+            f"the server at {base} serves {', '.join(names) or 'nothing'}: say --model"
+        )
     if model is not None and model not in names:
-        raise Refused(f"the server at {base} serves {', '.join(names) or 'nothing'}, not {model}")
+        raise UsageError(
+            f"the server at {base} serves {', '.join(names) or 'nothing'}, not {model}"
+        )
     (entry,) = [each for each in entries if model in (None, each["id"])]
     window = context or entry.get("max_model_len") or CONTEXT
     return Served(base, str(entry["id"]), int(window), keyed=key is not None)
@@ -280,7 +284,7 @@ def _shown(path: Path) -> str:
 
 
 def _write(path: Path, content: str) -> None:
-    """Writes a file; a copy of what was there before stays beside it. Raises ``Refused``."""
+    """Writes a file; a copy of what was there before stays beside it. Raises ``UsageError``."""
     try:
         before = path.read_text("utf-8") if path.exists() else None
         if before is not None and path.suffix == ".toml":
@@ -293,9 +297,9 @@ def _write(path: Path, content: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, "utf-8")
     except OSError as error:
-        raise Refused(f"{path} cannot be written: {error.strerror or error}") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
     except ValueError as error:
-        raise Refused(f"{path} cannot be changed safely ({error}): leave --write out") from error
+        raise UsageError(f"{path} cannot be changed safely ({error}): leave --write out") from error
     print(f"{_shown(path)} written")
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mlx_harmony import standin
-from vllm_mlx_harmony.cli.client import Answer, ask
-from vllm_mlx_harmony.cli.errors import Refused
+from vllm_mlx_harmony.cli.client import Completion, ask
+from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.parse import parse
 from vllm_mlx_harmony.cli.process import serving
 from vllm_mlx_harmony.cli.render import prompt
@@ -65,7 +65,7 @@ TOOL: dict[str, Any] = {
 def run(*, batched: bool = False) -> int:
     """Shows the conversation. Returns 0 when the client saw what the model said, 1 when it did not.
 
-    Raises ``Refused`` where no server can run.
+    Raises ``UsageError`` where no server can run.
     """
     _need_host()
     view = Screen()
@@ -96,7 +96,7 @@ def _need_host() -> None:
         except ImportError as error:
             linux = sys.platform == "linux" and fix == "mlx"
             wanted = "'vllm-mlx-harmony[cpu]'" if linux else fix
-            raise Refused(
+            raise UsageError(
                 f"the demo runs the real server, but {module} cannot be imported ({error}): "
                 f"pip install {wanted}"
             ) from error
@@ -123,7 +123,7 @@ def _converse(view: Screen, port: int, model: str) -> bool:
     return _said(second, ANSWERS, second_prompt)
 
 
-def _said(answer: Answer, script: str, prompt: tuple[int, ...]) -> bool:
+def _said(answer: Completion, script: str, prompt: tuple[int, ...]) -> bool:
     """Whether the client's fields hold what the messages of the script do, and nothing else."""
     said, finished = parse(ids_of(script))
     fields = {Kind.REASONING: "reasoning", Kind.CALL: "tool_calls"}

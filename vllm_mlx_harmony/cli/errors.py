@@ -11,20 +11,20 @@ from pathlib import Path
 STDIN = "-"
 
 
-class Refused(Exception):
+class UsageError(Exception):
     """A command cannot be done as asked. The message is for the user; the exit code is 2."""
 
 
 def read_text(name: str) -> str:
-    """The text of a file, or of standard input for ``-``. Raises ``Refused``."""
+    """The text of a file, or of standard input for ``-``. Raises ``UsageError``."""
     try:
         content = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
         return content.decode("utf-8")
     except OSError as error:
-        raise Refused(f"{name} cannot be read: {error.strerror or error}") from error
+        raise UsageError(f"{name} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         where = f"{error.reason} at byte {error.start}"
-        raise Refused(f"{called(name)} is not UTF-8 text: {where}") from error
+        raise UsageError(f"{called(name)} is not UTF-8 text: {where}") from error
 
 
 def called(name: str) -> str:

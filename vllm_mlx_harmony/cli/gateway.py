@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from vllm_mlx_harmony.cli.errors import Refused
+from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core.errors import HostError
 
 
@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until it is told to end. Raises ``Refused`` for settings that cannot be."""
+    """Serves until it is told to end. Raises ``UsageError`` for settings that cannot be."""
     parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony gateway",
         description="Chat Completions, Responses and Messages for gpt-oss, in front of engines "
@@ -46,6 +46,6 @@ def main(arguments: Sequence[str]) -> int:
     try:
         settings = load(flags, file=parsed.config)
     except HostError as error:
-        raise Refused(error.message) from error
+        raise UsageError(error.message) from error
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     return app.run(settings)

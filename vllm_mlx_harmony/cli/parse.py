@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text as Painted
 
-from vllm_mlx_harmony.cli.errors import Refused, called, read_text
+from vllm_mlx_harmony.cli.errors import UsageError, called, read_text
 from vllm_mlx_harmony.cli.paint import KIND_STYLES
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Text
@@ -22,7 +22,7 @@ from vllm_mlx_harmony.core.parse import Parser
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ParsedMessage:
     """One message of a completion. ``name`` is the tool's, empty unless it is a call."""
 
     kind: Kind
@@ -40,7 +40,7 @@ class Said:
 def run(name: str, *, cut: bool, as_json: bool) -> int:
     """Prints the messages of the completion in a file, coloured by channel where there are colours.
 
-    Raises ``Refused`` for a file that holds neither text nor ids.
+    Raises ``UsageError`` for a file that holds neither text nor ids.
     """
     messages, finished = parse(read_ids(name), cut=cut)
     if as_json:
@@ -50,7 +50,7 @@ def run(name: str, *, cut: bool, as_json: bool) -> int:
     return 0
 
 
-def parse(ids: Iterable[int], *, cut: bool = False) -> tuple[list[Said], Finished]:
+def parse(ids: Iterable[int], *, cut: bool = False) -> tuple[list[ParsedMessage], Finished]:
     """The messages of a completion, and how it ended. ``cut``: by a limit, if at all."""
     parser = Parser()
     *deltas, finished = [*parser.feed(ids), *parser.close("length" if cut else "stop")]
@@ -58,12 +58,12 @@ def parse(ids: Iterable[int], *, cut: bool = False) -> tuple[list[Said], Finishe
     return messages(deltas), finished
 
 
-def messages(deltas: Iterable[Delta]) -> list[Said]:
+def messages(deltas: Iterable[Delta]) -> list[ParsedMessage]:
     """Deltas put together."""
-    said: list[Said] = []
+    said: list[ParsedMessage] = []
     for delta in deltas:
         if isinstance(delta, Opened):
-            said.append(Said(delta.kind, delta.name))
+            said.append(ParsedMessage(delta.kind, delta.name))
         elif isinstance(delta, Text):
             said[-1] = replace(said[-1], text=said[-1].text + delta.text)
         elif isinstance(delta, Closed):
@@ -71,7 +71,7 @@ def messages(deltas: Iterable[Delta]) -> list[Said]:
     return said
 
 
-def document(messages: Sequence[Said], finished: Finished) -> dict[str, object]:
+def document(messages: Sequence[ParsedMessage], finished: Finished) -> dict[str, object]:
     """What ``--json`` prints."""
     usage = finished.usage
     return {
@@ -84,7 +84,7 @@ def document(messages: Sequence[Said], finished: Finished) -> dict[str, object]:
     }
 
 
-def show(messages: Sequence[Said], finished: Finished) -> None:
+def show(messages: Sequence[ParsedMessage], finished: Finished) -> None:
     """The messages one after the other, each under what it is."""
     console = Console(highlight=False)
     for message in messages:
@@ -98,7 +98,7 @@ def show(messages: Sequence[Said], finished: Finished) -> None:
     )
 
 
-def heading(message: Said) -> Painted:
+def heading(message: ParsedMessage) -> Painted:
     """What a message is, in a word or two."""
     words = f"{message.kind.value} {message.name}".strip() + ("" if message.complete else " (cut)")
     return Painted.assemble(("── ", "dim"), (words, f"bold {KIND_STYLES[message.kind]}"))
@@ -108,7 +108,7 @@ def read_ids(name: str) -> list[int]:
     """The completion in a file: text with the control tokens written out, or a JSON list of ids.
 
     Text begins with ``[`` only when a control token follows somewhere; one line break at the end
-    of a file is the file's, not the completion's. Raises ``Refused``.
+    of a file is the file's, not the completion's. Raises ``UsageError``.
     """
     content = read_text(name)
     if content.lstrip().startswith("[") and "<|" not in content:
@@ -121,8 +121,8 @@ def _id_list(name: str, content: str) -> list[int]:
     try:
         ids: list[Any] = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{called(name)} is not a JSON list of ids: {error}") from error
+        raise UsageError(f"{called(name)} is not a JSON list of ids: {error}") from error
     if not all(type(token) is int for token in ids):
         wrong = next(token for token in ids if type(token) is not int)
-        raise Refused(f"{called(name)} is not a list of ids: {json.dumps(wrong)[:40]} is in it")
+        raise UsageError(f"{called(name)} is not a list of ids: {json.dumps(wrong)[:40]} is in it")
     return ids

@@ -19,7 +19,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from vllm_mlx_harmony import _startup
-from vllm_mlx_harmony.cli.errors import Refused
+from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core import vocab
 
 POLITE = (signal.SIGTERM, signal.SIGHUP)
@@ -49,9 +49,9 @@ def command(model: Path, port: int, flags: Sequence[str]) -> list[str]:
     The host's own where the plugin's `.pth` file was read at start, ours where it was not.
     """
     where = ["--host", ADDRESS, "--port", str(port), *flags]
-    if _startup.armed():
-        gate = ["--tool-call-parser", "harmony"]
-        return [sys.executable, "-m", _startup.HOST, "serve", str(model), *gate, *where]
+    if _startup.registered():
+        flag = ["--tool-call-parser", "harmony"]
+        return [sys.executable, "-m", _startup.HOST, "serve", str(model), *flag, *where]
     return [sys.executable, "-m", "vllm_mlx_harmony", "serve", str(model), *where]
 
 
@@ -60,7 +60,8 @@ def serving(model: Path, home: Path, flags: Sequence[str] = ()) -> Iterator[Runn
     """A server of ``model`` for as long as the context lasts; gone however that ends.
 
     ``home`` is an existing directory; it becomes the server's home, because the host keeps a prefix
-    cache in it. Raises ``Refused`` when the server does not start, with the end of what it printed.
+    cache in it. Raises ``UsageError`` with the end of what it printed when it
+    does not start.
     """
     port, log = free_port(), home / "server.log"
     arguments = command(model, port, flags)
@@ -131,11 +132,11 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) 
     until = time.monotonic() + STARTING
     while time.monotonic() < until:
         if process.poll() is not None:
-            raise Refused(f"the server ended with exit code {process.returncode}:\n{_tail(log)}")
+            raise UsageError(f"the server ended with exit code {process.returncode}:\n{_tail(log)}")
         if _is_healthy(port):
             return
         time.sleep(0.1)
-    raise Refused(f"the server was not ready after {STARTING:.0f} seconds:\n{_tail(log)}")
+    raise UsageError(f"the server was not ready after {STARTING:.0f} seconds:\n{_tail(log)}")
 
 
 def _is_healthy(port: int) -> bool:

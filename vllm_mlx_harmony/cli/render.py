@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from vllm_mlx_harmony.cli.errors import Refused, called, read_text
+from vllm_mlx_harmony.cli.errors import UsageError, called, read_text
 from vllm_mlx_harmony.cli.paint import painted, pieces
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
@@ -22,7 +22,7 @@ from vllm_mlx_harmony.server.defaults import current_date
 def run(name: str, *, as_json: bool) -> int:
     """Prints the prompt of the request in a file: coloured on a terminal, else to the byte.
 
-    Raises ``Refused`` for a file that is no JSON, ``RequestError`` for a request the server
+    Raises ``UsageError`` for a file that is no JSON, ``RequestError`` for a request the server
     would refuse.
     """
     ids = prompt(_document(name))
@@ -54,6 +54,6 @@ def _document(name: str) -> object:
     try:
         return json.loads(read_text(name))
     except RecursionError as error:
-        raise Refused(f"{called(name)} is nested too deeply") from error
+        raise UsageError(f"{called(name)} is nested too deeply") from error
     except ValueError as error:
-        raise Refused(f"{called(name)} is not JSON: {error}") from error
+        raise UsageError(f"{called(name)} is not JSON: {error}") from error

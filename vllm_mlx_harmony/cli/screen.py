@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_mlx_harmony.cli.client import Answer, Part
+from vllm_mlx_harmony.cli.client import Completion, Part
 from vllm_mlx_harmony.cli.paint import KIND_STYLES, painted
 from vllm_mlx_harmony.cli.process import Running
 from vllm_mlx_harmony.core.deltas import Kind
@@ -42,7 +42,7 @@ class Turn:
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
-    answer: Answer
+    answer: Completion
     before: tuple[int, ...] = ()
 
 
@@ -117,11 +117,11 @@ def _prompt(turn: Turn) -> Text:
     kept = len(turn.before)
     if not kept or turn.prompt[:kept] != turn.before:
         return painted(turn.prompt, apart=True)
-    told = Text(f"… the {kept} tokens of the prompt before, and then:\n", "dim italic")
-    return told + painted(turn.prompt[kept:], apart=True)
+    skipped = Text(f"… the {kept} tokens of the prompt before, and then:\n", "dim italic")
+    return skipped + painted(turn.prompt[kept:], apart=True)
 
 
-def _seen(answer: Answer) -> Text:
+def _seen(answer: Completion) -> Text:
     """The fields of the answer; a bar stands between two deltas."""
     lines = [_field(part) for part in answer.parts]
     lines.append(Text(f"finish_reason: {answer.finish_reason}"))

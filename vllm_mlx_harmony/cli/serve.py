@@ -1,4 +1,4 @@
-"""serve: the host's own command in this process, with the gate put up first.
+"""serve: the host's own command in this process, with the hook put in first.
 
 The way in where `.pth` files are not read. Knows the host's command line by name only.
 """
@@ -10,23 +10,23 @@ import sys
 from collections.abc import Sequence
 
 from vllm_mlx_harmony import _startup, host
-from vllm_mlx_harmony.cli.errors import Refused
+from vllm_mlx_harmony.cli.errors import UsageError
 
 
 def run(arguments: Sequence[str]) -> int:
     """Runs ``vllm-mlx serve`` with these arguments until it ends. The process is the server's.
 
     ``--tool-call-parser harmony`` stands in front of them, so that another one given overrides it.
-    Raises ``Refused`` when the plugin is switched off or the host cannot be imported.
+    Raises ``UsageError`` when the plugin is switched off or the host cannot be imported.
     """
     if _startup.switched_off():
-        raise Refused(
+        raise UsageError(
             f"{_startup.SWITCH} switches the plugin off: unset it, or run `vllm-mlx serve`"
         )
     try:
         host.install()
     except ImportError as error:
-        raise Refused(f"vllm-mlx cannot be imported ({error}): pip install vllm-mlx") from error
+        raise UsageError(f"vllm-mlx cannot be imported ({error}): pip install vllm-mlx") from error
     sys.argv = ["vllm-mlx", "serve", "--tool-call-parser", "harmony", *arguments]
     importlib.import_module(_startup.HOST).main()
     return 0

@@ -22,7 +22,7 @@ from vllm_mlx_harmony.core.reasoning import Reason, Reasoning
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ConstraintSpec:
     """Everything that one output is held to.
 
     ``reasoning_tokens`` and ``repetitions`` are those of ``Reasoning``; ``answering``: the prompt
@@ -43,63 +43,65 @@ class Bounds:
         return self.grammar is not None or bool(limited)
 
 
-class Held:
-    """One output that is held to ``bounds``, and what became of it. Read from any thread."""
+class Constraint:
+    """One output that is held to ``spec``, and what became of it. Read from any thread."""
 
-    def __init__(self, bounds: Bounds) -> None:
-        self.bounds = bounds
-        self._follower: Follower | None = None
+    def __init__(self, spec: ConstraintSpec) -> None:
+        self.spec = spec
+        self._matcher: ConstraintMatcher | None = None
 
-    def begin(self, *, grammar: bool = True) -> Follower:
-        """A new follower, at the beginning of the output: on the engine's thread.
+    def start(self, *, grammar: bool = True) -> ConstraintMatcher:
+        """A new matcher, at the beginning of the output: on the engine's thread.
 
         Without ``grammar`` it follows the limits alone.
         """
-        self._follower = Follower(self.bounds if grammar else replace(self.bounds, grammar=None))
-        return self._follower
+        self._matcher = ConstraintMatcher(
+            self.spec if grammar else replace(self.spec, grammar=None)
+        )
+        return self._matcher
 
     @property
     def failure(self) -> str:
         """Why the output is not held to a grammar that was promised; empty when it is."""
-        follower = self._follower
-        return follower.error if follower is not None and self.bounds.binding else ""
+        matcher = self._matcher
+        return matcher.error if matcher is not None and self.spec.binding else ""
 
     @property
     def reasoning_ended_by(self) -> Reason:
         """Why the model was made to answer; empty when it was not."""
-        reasoning = self._follower.reasoning if self._follower is not None else None
+        reasoning = self._matcher.reasoning if self._matcher is not None else None
         return "" if reasoning is None else reasoning.ended_by
 
     @property
     def reasoning_tokens(self) -> int:
         """Ids of reasoning, where they were counted."""
-        reasoning = self._follower.reasoning if self._follower is not None else None
+        reasoning = self._matcher.reasoning if self._matcher is not None else None
         return 0 if reasoning is None else reasoning.tokens
 
 
-class Follower:
+class ConstraintMatcher:
     """Follows one output id by id. ``error`` says what went wrong: then everything may come."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, spec: ConstraintSpec) -> None:
         self.error = ""
         self.reasoning: Reasoning | None = None
-        if bounds.reasoning_tokens is not None or bounds.repetitions:
+        if spec.reasoning_tokens is not None or spec.repetitions:
             self.reasoning = Reasoning(
-                bounds.reasoning_tokens, bounds.repetitions, answering=bounds.answering
+                spec.reasoning_tokens, spec.repetitions, answering=spec.answering
             )
-        grammar = bounds.grammar
-        self._matcher: Matcher | None = None if grammar is None else grammar.matcher()
+        grammar = spec.grammar
+        self._grammar: Matcher | None = None if grammar is None else grammar.matcher()
         self._mask = Mask()
-        self._missing = bounds.min_tokens
+        self._missing = spec.min_tokens
 
     def consume(self, token: int) -> None:
         """Takes in the id that came."""
         self._missing -= 1
         if self.reasoning is not None:
             self.reasoning.consume(token)
-        if self._matcher is not None:
-            self._matcher.consume(token)
-            self.error = self.error or self._matcher.error
+        if self._grammar is not None:
+            self._grammar.consume(token)
+            self.error = self.error or self._grammar.error
 
     def mask(self) -> Mask | None:
         """What may come next, valid until the next call; ``None`` when everything may."""
@@ -110,12 +112,12 @@ class Follower:
             self._mask.only(forced[0])
             return self._mask
         written = False
-        if self._matcher is not None:
-            if self._matcher.done:
+        if self._grammar is not None:
+            if self._grammar.done:
                 return None  # an engine is one step ahead: nobody gets to see what comes now
-            written = self._matcher.fill(self._mask)
-            if self._matcher.error:
-                self.error = self._matcher.error
+            written = self._grammar.fill(self._mask)
+            if self._grammar.error:
+                self.error = self._grammar.error
                 return None
         banned = self.reasoning.banned if self.reasoning is not None else frozenset()
         if self._missing > 0:

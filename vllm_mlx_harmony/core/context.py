@@ -22,10 +22,10 @@ from vllm_mlx_harmony.core.turn import (
     Message,
     Preamble,
     Reasoning,
+    ResponseInfo,
     Result,
     ServerCall,
     ServerResult,
-    Stamp,
     Turn,
 )
 
@@ -42,7 +42,7 @@ _CALLS: dict[Kind, type[Call] | type[ServerCall]] = {
 
 
 class StreamingHarmonyContext:
-    """One turn, from its prompt to its last delta; ``stamp`` gives its calls their ids.
+    """One turn, from its prompt to its last delta; ``info`` gives its calls their ids.
 
     ``renderer`` turns the request into ids. What the context holds is at every moment exactly the
     conversation: ``messages`` as values, ``render_for_completion()`` as ids.
@@ -50,7 +50,7 @@ class StreamingHarmonyContext:
     """
 
     def __init__(
-        self, turn: Turn, stamp: Stamp, renderer: Callable[[Turn], Rendered] = render
+        self, turn: Turn, info: ResponseInfo, renderer: Callable[[Turn], Rendered] = render
     ) -> None:
         rendered = renderer(turn)
         within = Header(channel="final") if turn.prefill is not None else None
@@ -58,7 +58,7 @@ class StreamingHarmonyContext:
         self._tenant = turn.tenant
         limits = turn.limits
         self._parser = Parser(rendered.names, limits.stop, within, one_call=limits.one_call)
-        self._stamp = stamp
+        self._info = info
         self._ids = list(rendered.ids)
         self._messages = list(turn.messages)
         self._open: Opened | None = None
@@ -244,7 +244,7 @@ class StreamingHarmonyContext:
         assert self._open is not None
         text = "".join(self._parts)
         if self._open.kind in _CALLS:
-            key = self._stamp.call_id(self._open.index)
+            key = self._info.call_id(self._open.index)
             return _CALLS[self._open.kind](key, self._open.name, text)
         return _SPOKEN[self._open.kind](text)
 

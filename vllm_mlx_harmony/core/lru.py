@@ -14,7 +14,7 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
-class Recent(Generic[Key, Value]):
+class ByteLRU(Generic[Key, Value]):
     """A mapping that never holds more than ``limit`` bytes: what was used longest ago goes first.
 
     A value larger than the limit is not taken in. Any thread may use it at any time.
@@ -23,25 +23,25 @@ class Recent(Generic[Key, Value]):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._held: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+        self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
         self._size = 0
 
     @property
     def size(self) -> int:
-        """Bytes held, as they were told."""
+        """Bytes entry, as they were told."""
         return self._size
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._entries)
 
     def get(self, key: Key) -> Value | None:
         """The value of ``key``, used now; ``None`` when there is none."""
         with self._lock:
-            held = self._held.get(key)
-            if held is None:
+            entry = self._entries.get(key)
+            if entry is None:
                 return None
-            self._held.move_to_end(key)
-            return held[0]
+            self._entries.move_to_end(key)
+            return entry[0]
 
     def put(self, key: Key, value: Value, size: int) -> None:
         """Takes in ``value``, which takes ``size`` bytes with its key, in place of an older one."""
@@ -49,18 +49,18 @@ class Recent(Generic[Key, Value]):
             self._forget(key)
             if size > self._limit:
                 return
-            self._held[key] = value, size
+            self._entries[key] = value, size
             self._size += size
             while self._size > self._limit:
-                self._forget(next(iter(self._held)))
+                self._forget(next(iter(self._entries)))
 
     def cache_clear(self) -> None:
         """Forgets everything; named as that of ``functools.lru_cache``."""
         with self._lock:
-            self._held.clear()
+            self._entries.clear()
             self._size = 0
 
     def _forget(self, key: Key) -> None:
-        held = self._held.pop(key, None)
-        if held is not None:
-            self._size -= held[1]
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._size -= entry[1]

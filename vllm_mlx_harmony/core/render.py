@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from vllm_mlx_harmony.core import lru, schema, typescript, vocab
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError, quoted
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
-from vllm_mlx_harmony.core.replay import Segment, View, shared, stands_alone
+from vllm_mlx_harmony.core.replay import ReplayScope, Span, shared, stands_alone
 from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, MOST_TOKENS, characters
 from vllm_mlx_harmony.core.turn import (
     BUILTIN_TOOLS,
@@ -65,7 +65,7 @@ class Rendered:
     stable: int = 0
 
 
-def render(turn: Turn, replay: View | None = None) -> Rendered:
+def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     """The prompt of ``turn``; it ends where the model goes on: ``<|start|>assistant``.
 
     What ``replay`` has of the history stands there as it was generated.
@@ -80,10 +80,10 @@ def render(turn: Turn, replay: View | None = None) -> Rendered:
     tools = replace(turn, messages=leading).callable_tools
     instructions = _joined(each.text for each in leading if isinstance(each, Instructions))
     ids = list(_system(turn, bool(tools)))
-    room = schema.Room()
-    ids += _developer(turn, instructions, tools, names, room)
+    budget = schema.SizeBudget()
+    ids += _developer(turn, instructions, tools, names, budget)
     kept = _kept(_stretches(rest, replay))
-    written = _written(kept, names, room, tenant=turn.tenant)
+    written = _written(kept, names, budget, tenant=turn.tenant)
     boundaries = tuple(accumulate(map(len, written), initial=len(ids)))
     for message in written:
         ids += message
@@ -104,17 +104,21 @@ def render_messages(
     counts. Nothing is dropped: A6 is for whoever knows the whole conversation. Raises
     ``RequestError`` naming ``Result.where`` when no earlier call has its id (A5).
     """
-    written = _written([_as_sent(list(messages))], names, schema.Room(), calls, tenant)
+    written = _written([_as_sent(list(messages))], names, schema.SizeBudget(), calls, tenant)
     return [token for ids in written for token in ids]
 
 
 def render_message(message: Message, names: Names, calls: Mapping[str, str]) -> list[int]:
     """Ids of one message: a function of its arguments alone. ``calls``: see ``render_messages``."""
-    return list(_ids_of(message, names, calls, schema.Room()))
+    return list(_ids_of(message, names, calls, schema.SizeBudget()))
 
 
 def _ids_of(
-    message: Message, names: Names, calls: Mapping[str, str], room: schema.Room, tenant: str = ""
+    message: Message,
+    names: Names,
+    calls: Mapping[str, str],
+    budget: schema.SizeBudget,
+    tenant: str = "",
 ) -> tuple[int, ...]:
     kind: type[Message] = type(message)
     tool = ""
@@ -127,12 +131,12 @@ def _ids_of(
     elif isinstance(message, ServerResult):
         kind, text, tool = Result, message.text, message.name
     elif isinstance(message, AdditionalTools):
-        text = _HEADING + _tools(message.tools, names, tenant, room)
+        text = _HEADING + _tools(message.tools, names, tenant, budget)
     elif isinstance(message, EffortUpdate):
         text = f"Reasoning: {message.effort.value}"
     elif isinstance(message, FormatUpdate):
-        asked = message.response_format
-        text = _PLAIN if asked is None else _response_format(asked)
+        requested = message.response_format
+        text = _PLAIN if requested is None else _response_format(requested)
     else:
         text = message.text
     return _message(tenant, kind, text, tool)
@@ -152,7 +156,7 @@ def _answered(result: Result, calls: Mapping[str, str]) -> str:
 REMEMBERED = 64 * 2**20
 """Bytes of messages that are remembered with their ids, over all conversations."""
 
-_messages: lru.Recent[tuple[str, type, str, str], tuple[int, ...]] = lru.Recent(REMEMBERED)
+_messages: lru.ByteLRU[tuple[str, type, str, str], tuple[int, ...]] = lru.ByteLRU(REMEMBERED)
 
 
 def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, ...]:
@@ -269,18 +273,18 @@ def _joined(texts: Iterable[str]) -> str:
     return "\n\n".join(text for text in texts if text.strip())
 
 
-_Stretch: TypeAlias = "tuple[Sequence[type[Message]], Sequence[Message], Sequence[Segment] | None]"
+_Stretch: TypeAlias = "tuple[Sequence[type[Message]], Sequence[Message], Sequence[Span] | None]"
 """What the assistant said in a row, or what stands between (then without kinds): the kinds of what
 is placed, all as it was sent, and what is placed instead of that, as it was generated here. A plain
 tuple: a history has hundreds, on every turn."""
 
 
-def _stretches(messages: Sequence[Message], replay: View | None) -> list[_Stretch]:
+def _stretches(messages: Sequence[Message], replay: ReplayScope | None) -> list[_Stretch]:
     """The history; where the assistant said what was generated here, as it was generated."""
     if replay is None:
         return [_as_sent(messages)]
     return [
-        (found.kinds, sent, found.segments) if found else _as_sent(sent, said)
+        (found.kinds, sent, found.spans) if found else _as_sent(sent, said)
         for said, sent, found in replay.history(messages)
     ]
 
@@ -334,18 +338,18 @@ def _first_reasoning(stretches: Iterable[_Stretch]) -> int:
 def _written(
     stretches: Iterable[_Stretch],
     names: Names,
-    room: schema.Room,
+    budget: schema.SizeBudget,
     calls: Mapping[str, str] | None = None,
     tenant: str = "",
 ) -> list[tuple[int, ...]]:
-    """The ids of each message. The tools in them all take from one ``room``."""
+    """The ids of each message. The tools in them all take from one ``budget``."""
     written: list[tuple[int, ...]] = []
     made = dict(calls or {})
     tokens = 0
     for _, sent, generated in stretches:
         for message in sent:
             if generated is None:
-                written.append(_ids_of(message, names, made, room, tenant))
+                written.append(_ids_of(message, names, made, budget, tenant))
                 tokens += len(written[-1])
                 if tokens > MOST_TOKENS:
                     raise PromptTooLong(tokens, MOST_TOKENS)
@@ -406,7 +410,7 @@ def _developer(
     instructions: str,
     tools: Sequence[Tool],
     names: Names,
-    room: schema.Room,
+    budget: schema.SizeBudget,
 ) -> tuple[int, ...]:
     """The developer message of A2; no ids at all when there is nothing to put in it.
 
@@ -415,13 +419,13 @@ def _developer(
     sections = []
     if instructions:
         sections.append(_FORMS[Instructions].heading + instructions)
-    declared = [_tools(tools, names, turn.tenant, room)] if tools else []
+    declared = [_tools(tools, names, turn.tenant, budget)] if tools else []
     declared += [
         _tools(
             each.tools,
             Names(),
             turn.tenant,
-            room,
+            budget,
             namespace=each.name,
             description=each.description,
         )
@@ -447,14 +451,14 @@ class _Section:
     schemas: int
 
 
-_sections: lru.Recent[tuple[str, bytes], _Section] = lru.Recent(REMEMBERED // 8)
+_sections: lru.ByteLRU[tuple[str, bytes], _Section] = lru.ByteLRU(REMEMBERED // 8)
 
 
 def _tools(
     tools: Sequence[Tool],
     names: Names,
     tenant: str,
-    room: schema.Room,
+    budget: schema.SizeBudget,
     *,
     namespace: str = FUNCTIONS,
     description: str = "",
@@ -466,12 +470,12 @@ def _tools(
     section = None if key is None else _sections.get((tenant, key))
     if section is not None:
         # The last tool is as good as any: together they are too large.
-        room.take_for(tools[-1], section.characters, section.schemas)
+        budget.take_for(tools[-1], section.characters, section.schemas)
         return section.text
-    characters, schemas = room.left
-    text = _declaration(tools, names, room, namespace, description)
+    characters, schemas = budget.left
+    text = _declaration(tools, names, budget, namespace, description)
     if key is not None:
-        left = room.left
+        left = budget.left
         section = _Section(text, characters - left[0], schemas - left[1])
         _sections.put((tenant, key), section, len(key) + getsizeof(text) + _ENTRY)
     return text
@@ -492,16 +496,16 @@ def _declared(
 
 
 def _declaration(
-    tools: Sequence[Tool], names: Names, room: schema.Room, namespace: str, description: str
+    tools: Sequence[Tool], names: Names, budget: schema.SizeBudget, namespace: str, description: str
 ) -> str:
-    declared = [_declared_tool(tool, names.alias(tool.name), room) for tool in tools]
+    declared = [_declared_tool(tool, names.alias(tool.name), budget) for tool in tools]
     return typescript.section(namespace, declared, vocab.clean(description))
 
 
-def _declared_tool(tool: Tool, name: str, room: schema.Room) -> str:
-    parameters = schema.parameters(tool, room)
+def _declared_tool(tool: Tool, name: str, budget: schema.SizeBudget) -> str:
+    parameters = schema.parameters(tool, budget)
     description = vocab.clean(tool.description)
-    return room.declare(tool, typescript.tool(name, description, parameters))
+    return budget.declare(tool, typescript.tool(name, description, parameters))
 
 
 _ANY_OBJECT = ResponseFormat(
@@ -514,15 +518,16 @@ _ANY_OBJECT = ResponseFormat(
 _PLAIN = "# Response Formats\n\nNone any more: answer in plain text."
 
 
-def _response_format(asked: ResponseFormat) -> str:
+def _response_format(requested: ResponseFormat) -> str:
     """``# Response Formats`` as openai-harmony's guide shows it: name, comment, JSON Schema.
 
     What is no JSON has its grammar in the schema's place.
     """
-    if asked.syntax is not None:
-        rule = f"// The answer matches this {asked.syntax.kind} grammar, and is nothing else."
-        return f"# Response Formats\n\n## {asked.name}\n\n{rule}\n{asked.syntax.definition.strip()}"
-    shown = _ANY_OBJECT if asked.schema is None else asked
+    if requested.syntax is not None:
+        rule = f"// The answer matches this {requested.syntax.kind} grammar, and is nothing else."
+        definition = requested.syntax.definition.strip()
+        return f"# Response Formats\n\n## {requested.name}\n\n{rule}\n{definition}"
+    shown = _ANY_OBJECT if requested.schema is None else requested
     if characters(shown.schema) + len(shown.description) > MOST_CHARACTERS:
         problem = f"the schema is too large: more than {MOST_CHARACTERS} characters"
         raise RequestError(problem, param="response_format")

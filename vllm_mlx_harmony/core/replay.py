@@ -50,25 +50,25 @@ class Output:
     ended: int
 
 
-Segment: TypeAlias = "tuple[int, ...]"
+Span: TypeAlias = "tuple[int, ...]"
 """The ids of one generated message, and of what was not shown behind it."""
 
 
-def stands_alone(segment: Segment) -> bool:
+def stands_alone(span: Span) -> bool:
     """Whether it can be placed without what was generated before it."""
-    return segment[0] == vocab.START
+    return span[0] == vocab.START
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
-    """A turn as it was generated; its segments in a row are its ids, ended as in a history.
+class GeneratedTurn:
+    """A turn as it was generated; its spans in a row are its ids, ended as in a history.
 
-    ``kinds`` are what the segments are, ``content`` and ``calls`` what a client saw of it, whatever
+    ``kinds`` are what the spans are, ``content`` and ``calls`` what a client saw of it, whatever
     API it used; ``served`` is the digest of what ran on the server within it (`served`).
     """
 
     kinds: tuple[type[Message], ...]
-    segments: tuple[Segment, ...]
+    spans: tuple[Span, ...]
     content: str
     calls: tuple[Call, ...]
     served: str = ""
@@ -84,10 +84,10 @@ class Archive(Protocol):
     def blocks(self) -> bool:
         """Whether a call may wait for a network: then it is for a thread, not for an event loop."""
 
-    def put(self, key: bytes, turn: Remembered) -> None:
+    def put(self, key: bytes, turn: GeneratedTurn) -> None:
         """Takes in a turn, in place of one with the same key."""
 
-    def find(self, keys: Sequence[bytes]) -> Sequence[Remembered | None]:
+    def find(self, keys: Sequence[bytes]) -> Sequence[GeneratedTurn | None]:
         """The turns with these keys, as they were taken in; ``None`` for what is not there."""
 
     def use(self, key: bytes) -> None:
@@ -103,7 +103,7 @@ class Replay:
     """
 
     def __init__(self, limit: int, archive: Archive | None = None) -> None:
-        self._turns: lru.Recent[_Key, Remembered] = lru.Recent(limit)
+        self._turns: lru.ByteLRU[_Key, GeneratedTurn] = lru.ByteLRU(limit)
         self._archive = archive
 
     @property
@@ -115,16 +115,16 @@ class Replay:
         """Turns held."""
         return len(self._turns)
 
-    def view(self, scope: str) -> View:
+    def view(self, scope: str) -> ReplayScope:
         """The turns of one ``scope``: a model and whom it speaks with. No other sees them."""
-        return View(self._turns, scope, self._archive)
+        return ReplayScope(self._turns, scope, self._archive)
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ReplayScope:
     """What one tenant's conversations with one model may be answered from."""
 
-    _turns: lru.Recent[_Key, Remembered]
+    _turns: lru.ByteLRU[_Key, GeneratedTurn]
     _scope: str
     _archive: Archive | None = None
 
@@ -135,19 +135,19 @@ class View:
 
     def remember(self, output: Output) -> None:
         """Takes in what was generated. An output that shows nothing is never asked for."""
-        segments = _segments(output)
+        spans = _spans(output)
         content, calls = visible(output.messages)
-        if segments and (content or calls):
-            key = self._key(content, calls, 0 if calls else story(output.before))
+        if spans and (content or calls):
+            key = self._key(content, calls, 0 if calls else history_hash(output.before))
             kinds = tuple(map(type, output.messages))
-            turn = Remembered(kinds, segments, content, tuple(calls), served(output.messages))
+            turn = GeneratedTurn(kinds, spans, content, tuple(calls), served(output.messages))
             self._turns.put(key, turn, _size(turn, key))
             if self._archive is not None:
                 self._archive.put(_digest(*key), turn)
 
     def history(
         self, messages: Iterable[Message]
-    ) -> Iterator[tuple[bool, list[Message], Remembered | None]]:
+    ) -> Iterator[tuple[bool, list[Message], GeneratedTurn | None]]:
         """``messages`` in groups as `turns` has them, each with the turn that was generated."""
         groups = turns(messages)
         seen = self._seen(groups)
@@ -163,35 +163,35 @@ class View:
     ) -> list[tuple[_Key, str, list[Call], str] | None]:
         """Per group the key of what the assistant said, what was seen of it, and what ran here."""
         seen: list[tuple[_Key, str, list[Call], str] | None] = []
-        before, told = _Story(), 0
+        before, counted = _HistoryHash(), 0
         for at, (said, group) in enumerate(groups):
             if not said:
                 seen.append(None)
                 continue
             content, calls = visible(group)
-            if not calls:  # a call is what a turn is known by, and not the story before it
-                before.go_on(groups[told:at])
-                told = at
+            if not calls:  # a call is what a turn is known by, and not the history_hash before it
+                before.update(groups[counted:at])
+                counted = at
             key = self._key(content, calls, 0 if calls else before.number)
             seen.append((key, content, calls, served(group)))
         return seen
 
-    def find(self, turn: Sequence[Message], before: int) -> Remembered | None:
+    def find(self, turn: Sequence[Message], before: int) -> GeneratedTurn | None:
         """``turn`` as it was generated; ``None`` when it was not here, or a client edited it.
 
-        ``turn`` is what an assistant says in a row, ``before`` the `story` up to there. Reasoning
-        does not count: clients leave it out, shorten and reword it. Nor do white space and order
-        within the JSON of a call's arguments: clients parse it and write it anew.
+        ``turn`` is what an assistant says in a row, ``before`` the `history_hash` up to there.
+        Reasoning does not count: clients leave it out, shorten and reword it. Nor do white space
+        and order within the JSON of a call's arguments: clients parse it and write it anew.
         """
         return self._generated(*visible(turn), before, served(turn))
 
     def _generated(
         self, content: str, calls: Sequence[Call], before: int, ran: str
-    ) -> Remembered | None:
+    ) -> GeneratedTurn | None:
         (found,) = self._found([self._key(content, calls, before)])
         return _unedited(found, content, calls, ran)
 
-    def _found(self, keys: Sequence[_Key]) -> list[Remembered | None]:
+    def _found(self, keys: Sequence[_Key]) -> list[GeneratedTurn | None]:
         """The turns with these keys: what memory has not, the archive is asked for in one go."""
         found = [self._turns.get(key) for key in keys]
         if self._archive is None:
@@ -213,8 +213,8 @@ class View:
 
 
 def _unedited(
-    found: Remembered | None, content: str, calls: Sequence[Call], ran: str
-) -> Remembered | None:
+    found: GeneratedTurn | None, content: str, calls: Sequence[Call], ran: str
+) -> GeneratedTurn | None:
     """``found``, if it is what a client sends back as ``content`` and ``calls``."""
     if found is None or found.content != content or not _same(found.calls, calls):
         return None
@@ -277,19 +277,19 @@ def turns(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
     return groups
 
 
-def story(messages: Iterable[Message]) -> int:
+def history_hash(messages: Iterable[Message]) -> int:
     """A number for what a client sees of ``messages``.
 
     The same however the client's API joins content, and whatever it does to reasoning,
     instructions, call ids and arguments; the same in every process.
     """
-    said = _Story()
-    said.go_on(turns(messages))
+    said = _HistoryHash()
+    said.update(turns(messages))
     return said.number
 
 
-class _Story:
-    """A `story` that grows. One digest takes all of it in: a history has hundreds of messages."""
+class _HistoryHash:
+    """A `history_hash` that grows: one digest for a history of hundreds of messages."""
 
     __slots__ = ("_digest",)
 
@@ -301,7 +301,7 @@ class _Story:
         """For all so far."""
         return int.from_bytes(self._digest.digest(), "little")
 
-    def go_on(self, groups: Iterable[tuple[bool, Sequence[Message]]]) -> None:
+    def update(self, groups: Iterable[tuple[bool, Sequence[Message]]]) -> None:
         """Takes in groups of `turns`."""
         for said, group in groups:
             if said:
@@ -367,7 +367,7 @@ def _number(text: str) -> float | int:
 # --- What is kept
 
 
-def _segments(output: Output) -> tuple[Segment, ...]:
+def _spans(output: Output) -> tuple[Span, ...]:
     """One per message; in a row they are the ids of the output, ended. None when it shows nothing.
 
     Nor when a message was read behind the ids: what follows the end of a turn is no part of it.
@@ -429,11 +429,11 @@ _STEP = 65_536
 
 
 _EACH = 256
-"""Bytes that a turn, a segment or a call takes beside its ids and texts, about."""
+"""Bytes that a turn, a span or a call takes beside its ids and texts, about."""
 
 
-def _size(remembered: Remembered, key: _Key) -> int:
+def _size(remembered: GeneratedTurn, key: _Key) -> int:
     texts = (remembered.content, *(call.arguments for call in remembered.calls), key[0])
-    objects = 1 + len(remembered.segments) + len(remembered.calls)
-    ids = sum(map(getsizeof, remembered.segments))
+    objects = 1 + len(remembered.spans) + len(remembered.calls)
+    ids = sum(map(getsizeof, remembered.spans))
     return ids + sum(map(getsizeof, texts)) + objects * _EACH

@@ -45,7 +45,7 @@ _LINE_ENDS = re.compile(r"\r\n|[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]")
 _PRINTED_BARE = re.compile(r'[^"\\\x00-\x1f\x7f-\x9f\u2028\u2029]*')
 
 
-class Room:
+class SizeBudget:
     """What the tools of one request may still take, with every ``$ref`` in its place."""
 
     def __init__(self) -> None:
@@ -86,22 +86,22 @@ def too_large(tool: Tool) -> RequestError:
     return RequestError(problem, param=tool.where)
 
 
-def parameters(tool: Tool, room: Room | None = None) -> Schema | None:
+def parameters(tool: Tool, budget: SizeBudget | None = None) -> Schema | None:
     """What is to be printed as the argument of ``tool``; ``None`` when it takes none.
 
     Raises ``RequestError`` naming the tool when its parameters are not the schema of an object, or
-    when there is no ``room`` for them.
+    when there is no ``budget`` for them.
     """
     schema: object = tool.parameters
     if schema is None:
         return None
     if not isinstance(schema, Mapping):
         kind = type(schema).__name__
-        raise _refusal(tool, f"must be a JSON Schema object, not {kind}")
+        raise _invalid(tool, f"must be a JSON Schema object, not {kind}")
     if isinstance(schema.get("type"), str) and schema["type"] in _NOT_PARAMETERS:
-        raise _refusal(tool, f"must have the type 'object', not {quoted(schema['type'])}")
+        raise _invalid(tool, f"must have the type 'object', not {quoted(schema['type'])}")
     try:
-        expressed = express(schema, room)
+        expressed = express(schema, budget)
     except OverflowError as error:
         raise too_large(tool) from error
     expressed.pop("nullable", None)
@@ -109,7 +109,7 @@ def parameters(tool: Tool, room: Room | None = None) -> Schema | None:
     return None if takes_none else expressed
 
 
-def _refusal(tool: Tool, problem: str) -> RequestError:
+def _invalid(tool: Tool, problem: str) -> RequestError:
     return RequestError(f"the parameters of tool {quoted(tool.name)} {problem}", param=tool.where)
 
 
@@ -118,15 +118,15 @@ def _shape(expressed: Schema) -> bool:
     return "oneOf" in expressed or expressed.get("type") not in (None, _OBJECT["type"])
 
 
-def express(schema: object, room: Room | None = None) -> Schema:
+def express(schema: object, budget: SizeBudget | None = None) -> Schema:
     """``schema`` (any JSON value) as a new schema that openai-harmony prints whole and right.
 
     ``$ref`` is inlined, ``anyOf`` is ``oneOf``, null is ``nullable`` or a variant, ``const`` is an
     ``enum``, ``allOf`` is merged (A9). What cannot be understood is ``{}``: printed as ``any``.
-    Never changes what it is given. Raises ``OverflowError`` when there is no ``room`` for it, and
+    Never changes what it is given. Raises ``OverflowError`` when there is no ``budget`` for it, and
     nothing else.
     """
-    return _noted(_expressed(_Reading(schema, room or Room()).schema(schema)))
+    return _noted(_expressed(_Reading(schema, budget or SizeBudget()).schema(schema)))
 
 
 # --- reading: any JSON value -> a bounded tree of known, well-typed keywords without `$ref` ---
@@ -138,9 +138,9 @@ _ROOT = frozenset({"#"})
 class _Reading:
     """One walk through a schema: where references point, and how much may still be read."""
 
-    def __init__(self, root: object, room: Room) -> None:
+    def __init__(self, root: object, budget: SizeBudget) -> None:
         self._root = root
-        self._room = room
+        self._room = budget
         self._left = MAX_SCHEMAS
 
     def schema(self, value: object, depth: int = 0, refs: frozenset[str] = _ROOT) -> Schema:

@@ -10,7 +10,7 @@ from array import array
 from itertools import accumulate, pairwise
 from zlib import crc32
 
-from vllm_mlx_harmony.core.replay import Remembered, shared
+from vllm_mlx_harmony.core.replay import GeneratedTurn, shared
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -28,22 +28,22 @@ _CRC = 4
 """Bytes of the checksum, in front of all else."""
 
 
-def written(turn: Remembered) -> bytes:
+def written(turn: GeneratedTurn) -> bytes:
     """Checksum, length of what follows, JSON, and the ids of all segments in four bytes each."""
     header = {
         "kinds": [kind.__name__ for kind in turn.kinds],
-        "lengths": [len(segment) for segment in turn.segments],
+        "lengths": [len(span) for span in turn.spans],
         "content": turn.content,
         "calls": [[call.id, call.name, call.arguments] for call in turn.calls],
         **({"served": turn.served} if turn.served else {}),
     }
     text = json.dumps(header, separators=(",", ":")).encode()
-    ids = b"".join(array("I", segment).tobytes() for segment in turn.segments)
+    ids = b"".join(array("I", span).tobytes() for span in turn.spans)
     body = len(text).to_bytes(4, "little") + text + ids
     return crc32(body).to_bytes(_CRC, "little") + body
 
 
-def read(content: bytes) -> Remembered | None:
+def read(content: bytes) -> GeneratedTurn | None:
     """The turn that was written; ``None`` when these are not the bytes of one."""
     body = content[_CRC:]
     if crc32(body) != int.from_bytes(content[:_CRC], "little"):
@@ -53,7 +53,7 @@ def read(content: bytes) -> Remembered | None:
         header = json.loads(body[4 : 4 + length])
         ids = array("I", body[4 + length :])
         places = accumulate(header["lengths"], initial=0)
-        return Remembered(
+        return GeneratedTurn(
             tuple(_KINDS[name] for name in header["kinds"]),
             tuple(shared(ids[start:end]) for start, end in pairwise(places)),
             header["content"],

@@ -14,26 +14,26 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(string for string in strings if string)
-        self._held = ""
+        self._pending = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """The text that can be shown now, and the stop string when one is complete.
 
         What may be the beginning of a stop string is held back until that is decided.
         """
-        text = self._held + text
+        text = self._pending + text
         found = [(text.find(string), string) for string in self._strings if string in text]
         if found:
             start, string = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
-            self._held = ""
+            self._pending = ""
             return text[:start], string
         shown = len(text) - self._beginning(text)
-        self._held = text[shown:]
+        self._pending = text[shown:]
         return text[:shown], None
 
     def flush(self) -> str:
         """The text held back, once nothing more can follow it."""
-        held, self._held = self._held, ""
+        held, self._pending = self._pending, ""
         return held
 
     def _beginning(self, text: str) -> int:

@@ -396,17 +396,17 @@ class Defaults:
     namespaces: tuple[Namespace, ...] = ()
     tools_for_all: bool = False
 
-    def enabled(self, asked: Sequence[str] | None) -> tuple[str, ...]:
-        """The built-in namespaces of a turn: those ``asked`` for, each once, or the server's."""
-        return self.builtin_tools if asked is None else tuple(dict.fromkeys(asked))
+    def enabled(self, requested: Sequence[str] | None) -> tuple[str, ...]:
+        """The built-in namespaces of a turn: those ``requested``, each once, or the server's."""
+        return self.builtin_tools if requested is None else tuple(dict.fromkeys(requested))
 
-    def reasoning(self, *asked: tuple[str, object]) -> tuple[Effort, bool]:
+    def reasoning(self, *requested: tuple[str, object]) -> tuple[Effort, bool]:
         """The ``effort`` and the ``thinking`` of a turn (A8).
 
-        ``asked`` are paths in the request and the words there; the first that is not ``None``
+        ``requested`` are paths in the request and the words there; the first that is not ``None``
         counts. Raises ``RequestError`` naming its path when it is no effort.
         """
-        for param, word in asked:
+        for param, word in requested:
             if word is not None:
                 effort = Effort.parse(word, param=param)
                 if str(word).lower() != NO_THINKING:
@@ -416,19 +416,19 @@ class Defaults:
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
-    """What an answer is signed with: its hexadecimal ``key``, unix ``created`` time and ``model``.
+class ResponseInfo:
+    """What every answer says of itself: hexadecimal ``id_seed``, unix time ``created``, ``model``.
 
     Passed in, so that nothing below the host needs a clock or a source of random numbers.
     """
 
-    key: str
+    id_seed: str
     created: int
     model: str
 
     def call_id(self, index: int) -> str:
         """The id of the call that is message ``index`` of the answer: the same in every API."""
-        return f"call_{self.key[:20]}{index:04x}"
+        return f"call_{self.id_seed[:20]}{index:04x}"
 
 
 _UNREADABLE = {
@@ -439,7 +439,7 @@ _UNREADABLE = {
 }
 
 
-def left_out(kind: str) -> str:
+def omitted(kind: str) -> str:
     """The line of text that stands in a tool result for a part the model cannot read (A11).
 
     ``kind`` is ``image``, ``audio``, ``video``, ``file`` or the API's own word for the part.

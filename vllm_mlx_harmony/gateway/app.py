@@ -269,7 +269,7 @@ def _ready(host: Gateway) -> Response:
         {"url": each.spec.url, "up": each.up, "problem": each.problem}
         for each in host.fleet.backends
     ]
-    ending = generation.refused() is not None
+    ending = generation.rejection() is not None
     ready = not ending and any(each["up"] for each in engines)
     status = "draining" if ending else "ready" if ready else "no engine is up"
     return JSONResponse({"status": status, "engines": engines}, 200 if ready else 503)

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from vllm_mlx_harmony.core.constraint import Held
+from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.gateway.engines.finding import Spec
 from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
@@ -117,7 +117,11 @@ class Fleet:
         return 0
 
     async def generate(
-        self, prompt: tuple[int, ...], settings: Settings, tenant: str, held: Held | None
+        self,
+        prompt: tuple[int, ...],
+        settings: Settings,
+        tenant: str,
+        constraint: Constraint | None,
     ) -> Steps:
         """See ``server.engine.Engine``. Raises ``EngineUnavailable`` when no engine takes it."""
         request = Routed(prompt, tenant)
@@ -135,7 +139,7 @@ class Fleet:
             begun = False
             backend.in_flight += 1
             try:
-                steps = backend.engine.generate(prompt, settings, tenant, held)
+                steps = backend.engine.generate(prompt, settings, tenant, constraint)
                 async with aclosing(steps):
                     async for step in steps:
                         if not begun:

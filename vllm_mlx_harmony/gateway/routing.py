@@ -50,7 +50,7 @@ from hashlib import blake2b
 from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.lru import Recent
+from vllm_mlx_harmony.core.lru import ByteLRU
 
 ASSISTANT = 173_781
 """The id of ``assistant``, which a header has behind ``<|start|>``."""
@@ -191,7 +191,7 @@ class Routing:
     def __init__(self, engines: Iterable[str], rule: Rule | None = None) -> None:
         self._rule = rule or Rule()
         self._engines = {name: _Engine() for name in engines}
-        self._went: Recent[bytes, str] = Recent(self._rule.remembered)
+        self._went: ByteLRU[bytes, str] = ByteLRU(self._rule.remembered)
 
     def choose(
         self, conversation: bytes, loads: Mapping[str, int], excluded: Collection[str] = ()

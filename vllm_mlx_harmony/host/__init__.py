@@ -1,6 +1,7 @@
-"""The only room that knows vllm-mlx: the gate, what is changed in the host, what the changes do.
+"""The only package that knows vllm-mlx: activation, the patch table, and what the patches do.
 
-Importing it imports nothing of the host and changes nothing in it; `install()` puts up the gate.
+Importing it imports nothing of the host and changes nothing in it; `install()` puts the hook into
+`serve_command`.
 """
 
 from __future__ import annotations

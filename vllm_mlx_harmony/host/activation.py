@@ -1,4 +1,4 @@
-"""The gate: looks at the flags of `vllm-mlx serve` and changes the host only when they ask for it.
+"""Activation: looks at the flags of `vllm-mlx serve` and changes the host only if they ask.
 
 Imports nothing of the host, and little else, until then: most processes that come by here do not
 serve gpt-oss. What is changed is written in `contract`.
@@ -27,18 +27,18 @@ COMMAND_LINE = "vllm_mlx.cli"
 class Status:
     """What this plugin does in this process.
 
-    `gated`: serve_command waits for a flag; `active`: the host is changed now. `parts` says, by
-    entry-point group, which object is used; it is empty, as is `seams`, when not active.
+    `hooked`: `serve_command` waits for the flag; `active`: the host is changed now. `parts` says,
+    by entry-point group, which object is used; it is empty, as is `requirements`, when not active.
     """
 
-    gated: bool
+    hooked: bool
     active: bool
     versions: dict[str, str]
-    seams: tuple[str, ...] = ()
+    requirements: tuple[str, ...] = ()
     parts: dict[str, str] = field(default_factory=dict)
 
 
-class _Gate:
+class _ServeHook:
     """`serve_command` of one namespace: the module's, or `__main__`'s under `python -m`."""
 
     def __init__(self, namespace: dict[str, Any], command: Callable[[Any], Any]) -> None:
@@ -46,64 +46,64 @@ class _Gate:
         self._command = command
 
         @functools.wraps(command)
-        def gated(args: Any) -> Any:
+        def hooked(args: Any) -> Any:
             return self._serve(args)
 
-        self.gated = gated
+        self.hooked = hooked
 
-    def put_up(self) -> None:
-        self._namespace["serve_command"] = self.gated
+    def put_in(self) -> None:
+        self._namespace["serve_command"] = self.hooked
 
-    def take_down(self) -> None:
-        if self._namespace.get("serve_command") is self.gated:
+    def take_out(self) -> None:
+        if self._namespace.get("serve_command") is self.hooked:
             self._namespace["serve_command"] = self._command
 
-    def stands_in(self, namespace: dict[str, Any]) -> bool:
-        return namespace.get("serve_command") is self.gated
+    def is_in(self, namespace: dict[str, Any]) -> bool:
+        return namespace.get("serve_command") is self.hooked
 
     def _serve(self, args: Any) -> Any:
         """First of all the original is put back: without the flag, the host runs as it is."""
-        uninstall_gates()
+        remove_hooks()
         if getattr(args, "tool_call_parser", None) not in FLAGS or not _open(args):
             return self._command(args)
         try:
             return self._command(args)
         except HostError as error:
-            _refuse(error)
+            _exit(error)
 
 
-_gates: list[_Gate] = []
+_hooks: list[_ServeHook] = []
 
 
 def install(namespace: dict[str, Any] | None = None) -> None:
-    """Puts the gate in front of `serve_command`; a second time, nothing happens.
+    """Puts the hook in front of `serve_command`; a second time, nothing happens.
 
     `namespace` is that of the host's command line, `vllm_mlx.cli` when not given. Raises HostError
     when there is no such command.
     """
     if namespace is None:
         namespace = vars(importlib.import_module(COMMAND_LINE))
-    if any(gate.stands_in(namespace) for gate in _gates):
+    if any(hook.is_in(namespace) for hook in _hooks):
         return
     command = namespace.get("serve_command")
     if not callable(command):
         raise HostError(f"{COMMAND_LINE} has no serve_command", code="host_changed")
-    gate = _Gate(namespace, command)
-    gate.put_up()
-    _gates.append(gate)
+    hook = _ServeHook(namespace, command)
+    hook.put_in()
+    _hooks.append(hook)
 
 
 def uninstall() -> None:
-    """Restores every attribute and route of the host, by identity, and takes the gate down."""
+    """Restores every attribute and route of the host, by identity, and takes the hook out."""
     if contract := sys.modules.get(f"{__package__}.contract"):
         contract.deactivate()
-    uninstall_gates()
+    remove_hooks()
 
 
-def uninstall_gates() -> None:
-    """Puts the host's own `serve_command` back wherever a gate stands."""
-    while _gates:
-        _gates.pop().take_down()
+def remove_hooks() -> None:
+    """Puts the host's own `serve_command` back wherever a hook stands."""
+    while _hooks:
+        _hooks.pop().take_out()
 
 
 def status() -> Status:
@@ -111,12 +111,12 @@ def status() -> Status:
     contract = sys.modules.get(f"{__package__}.contract")
     installation = contract.active() if contract else None
     if installation is None:
-        return Status(gated=bool(_gates), active=False, versions=versions())
+        return Status(hooked=bool(_hooks), active=False, versions=versions())
     return Status(
-        gated=bool(_gates),
+        hooked=bool(_hooks),
         active=True,
         versions=versions(),
-        seams=installation.seams,
+        requirements=installation.requirements,
         parts=dict(installation.parts.sources),
     )
 
@@ -142,7 +142,7 @@ def _open(args: Any) -> bool:
         _imply(args)
         _report()
     except HostError as error:
-        _refuse(error)
+        _exit(error)
     except Exception as error:  # the plugin may fail, the host may not
         logger.debug("activation failed", exc_info=True)
         uninstall()
@@ -193,14 +193,14 @@ def _imply(args: Any) -> None:
 
 
 def _report() -> None:
-    logger.debug("seams: %s", ", ".join(status().seams))
+    logger.debug("requirements: %s", ", ".join(status().requirements))
 
 
 def _warn(message: str) -> None:
     print(f"vllm-mlx-harmony: {message}", file=sys.stderr)
 
 
-def _refuse(error: HostError) -> NoReturn:
+def _exit(error: HostError) -> NoReturn:
     """The flag asked for what cannot be done here. 2 is what argparse exits with for a bad flag."""
     print(f"vllm-mlx-harmony: error: {error.message}", file=sys.stderr)
     raise SystemExit(2) from error

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
-from vllm_mlx_harmony.core.constraint import Held
+from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.host import engine as engines
@@ -23,7 +23,7 @@ from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.disk import Disk
 from vllm_mlx_harmony.host.kv.turns import Turns
 from vllm_mlx_harmony.host.models import is_harmony
-from vllm_mlx_harmony.host.mount import pass_on
+from vllm_mlx_harmony.host.mount import forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.engine import Engine, Steps
@@ -51,10 +51,14 @@ class MlxEngine:
         return length_of(self.model)
 
     def generate(
-        self, prompt: tuple[int, ...], settings: Settings, tenant: str, held: Held | None
+        self,
+        prompt: tuple[int, ...],
+        settings: Settings,
+        tenant: str,
+        constraint: Constraint | None,
     ) -> Steps:
         """See ``server.engine.Engine``."""
-        return engines.generate(self._engine, prompt, settings, tenant, held)
+        return engines.generate(self._engine, prompt, settings, tenant, constraint)
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
         """See ``server.engine.Engine``. A batching engine may run others before."""
@@ -115,7 +119,7 @@ class VllmMlx:
 
     async def forward(self, request: Request) -> Response:
         """The answer of the host's route that ours stands in front of."""
-        return await pass_on(request)
+        return await forward_to_host(request)
 
     def budget(self, timeout: float | None) -> Budget:
         """Its own; ``--timeout`` where a request names none."""
@@ -136,9 +140,9 @@ class VllmMlx:
         read = defaults.read(host._default_chat_template_kwargs or {})
         return replace(read, sampling=defaults.sampling(flags, model))
 
-    def max_tokens(self, asked: int | None) -> int:
+    def max_tokens(self, requested: int | None) -> int:
         """Its own limit and default."""
-        return int(server()._resolve_request_max_tokens(asked))
+        return int(server()._resolve_request_max_tokens(requested))
 
     @property
     def reasoning_tokens(self) -> int | None:

@@ -1,6 +1,6 @@
-"""Every fact relied on in vllm-mlx: the supported versions, the seams and what they must look like.
+"""The patch table: everything relied on in vllm-mlx, changed or not, and the supported versions.
 
-The only place where the host's names stand in a table. What is put into the seams is written in
+The only place where vllm-mlx's names stand in a table. What is put in their place is written in
 `models`, `prompts`, `engine`, `kv` and `server.routes`; how it is put there, in `patching` and
 `mount`.
 """
@@ -15,27 +15,34 @@ from importlib import metadata
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import entry_points, models, patching
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.entry_points import FLAGS, Parts, find, resolve
+from vllm_mlx_harmony.host.entry_points import FLAGS, Extensions, find, resolve
 from vllm_mlx_harmony.host.kv import status
-from vllm_mlx_harmony.host.mount import Around, Installed, Mounted, Route, SocketRoute, pass_on
-from vllm_mlx_harmony.host.patching import OTHERS, Attribute, Entry, Fact, Patch, Seam, Undo
+from vllm_mlx_harmony.host.mount import (
+    Around,
+    Installed,
+    Mounted,
+    Route,
+    SocketRoute,
+    forward_to_host,
+)
+from vllm_mlx_harmony.host.patching import OTHERS, Attribute, Entry, Fact, Patch, Requirement, Undo
 from vllm_mlx_harmony.server import routes
 
 __all__ = [
     "FLAGS",
     "Entry",
+    "Extensions",
     "Fact",
     "Installation",
     "Mounted",
-    "Parts",
     "Patch",
+    "Requirement",
     "Route",
-    "Seam",
     "activate",
     "active",
     "deactivate",
+    "forward_to_host",
     "host_version",
-    "pass_on",
     "resolve",
     "table",
     "unsupported",
@@ -69,7 +76,7 @@ _STREAM_GENERATE = (
     "kwargs",
 )
 
-SEAMS: tuple[Seam, ...] = (
+CHANGES: tuple[Requirement, ...] = (
     Patch(
         "vllm_mlx.server:load_model",
         models.harmony_only,
@@ -388,7 +395,7 @@ USED: tuple[Fact | Attribute, ...] = (
 )
 
 
-FRONT_END: tuple[Seam, ...] = (
+FRONT_END: tuple[Requirement, ...] = (
     Patch(
         "uvicorn.server:Server.shutdown",
         "vllm_mlx_harmony.host.adapter:gracefully",
@@ -412,11 +419,11 @@ FRONT_END: tuple[Seam, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """What is changed in the host now: its version, the parts in use, the seams by name."""
+    """What is changed in the host now: its version, the parts in use, what was changed by name."""
 
     version: str
-    parts: Parts
-    seams: tuple[str, ...]
+    parts: Extensions
+    requirements: tuple[str, ...]
     undos: list[Undo]
 
 
@@ -453,8 +460,8 @@ def unsupported() -> str | None:
     )
 
 
-def table(found: Parts) -> tuple[Seam, ...]:
-    """All seams, in the order in which they are applied, with these parts put in."""
+def table(found: Extensions) -> tuple[Requirement, ...]:
+    """All rows of the table, in the order in which they are applied, with these parts put in."""
     parser = models.harmony_parser(found.tool_parser)
     parsers = [
         Entry(
@@ -465,20 +472,22 @@ def table(found: Parts) -> tuple[Seam, ...]:
         )
         for name in FLAGS
     ]
-    return (COMMAND, *USED, *SEAMS, *parsers, *FRONT_END)
+    return (COMMAND, *USED, *CHANGES, *parsers, *FRONT_END)
 
 
 def activate(name: str = FLAGS[0]) -> Installation:
-    """Applies every seam, once: the second call gives the first one's installation.
+    """Applies the whole table, once: the second call gives the first one's installation.
 
-    Raises HostError, with nothing changed, when the host is not supported, a seam is not what it
+    Raises HostError, with nothing changed, when the host is not supported, a row is not what it
     was, or a part cannot be loaded.
     """
     global _active
     if _active is None:
         if reason := unsupported():
             raise HostError(reason, code="host_unsupported")
-        patching.check((COMMAND, *USED, *SEAMS))  # first of all: our own parts import the host, too
+        patching.check(
+            (COMMAND, *USED, *CHANGES)
+        )  # first of all: our own parts import the host, too
         found = find(name)
         rows = table(found)
         undos = patching.apply_all(rows)

@@ -1,4 +1,4 @@
-"""Says what is installed, armed and supported here, whether the host is as expected, and why not.
+"""Says what is installed, active and supported here, whether the host is as expected, and why not.
 
 Looks and changes nothing; downloads nothing. One line for each group of findings while all is well,
 a line and what to do about it for everything that is not. Plain text, so that it can be pasted
@@ -120,15 +120,15 @@ def doctor(model: str | None = None, port: int = PORT, cache: str | None = None)
 def main(argv: list[str] | None = None) -> int:
     """Prints the report; 0 when everything is in place, 1 when something is not."""
     parser = argparse.ArgumentParser(
-        prog="vllm-mlx-harmony doctor", description="What is installed, armed, supported; why not."
+        prog="vllm-mlx-harmony doctor", description="What is installed, active, supported; why not."
     )
     parser.add_argument("model", nargs="?", help="a model directory or a cached repository id")
     parser.add_argument("--port", type=int, default=PORT, help="to serve on (default: %(default)s)")
     parser.add_argument("--ssd-cache-dir", metavar="DIR", help="to look at, as vllm-mlx has it")
     parser.add_argument("--verbose", action="store_true", help="everything that was looked at")
-    asked = parser.parse_args(argv)
-    report = doctor(asked.model, asked.port, asked.ssd_cache_dir)
-    print(report.text(verbose=asked.verbose))
+    arguments = parser.parse_args(argv)
+    report = doctor(arguments.model, arguments.port, arguments.ssd_cache_dir)
+    print(report.text(verbose=arguments.verbose))
     return 0 if report.ok else 1
 
 
@@ -184,10 +184,12 @@ def _loading() -> Group:
     else:
         said = f"no {STARTUP_FILE} in a site directory"
         findings.append(Finding(False, "startup file", said, f"reinstall, or {explicit}"))
-    if _startup.armed():
-        findings.append(Finding(True, "armed", f"waits for {_startup.HOST} in this process"))
+    if _startup.registered():
+        findings.append(Finding(True, "import hook", f"waits for {_startup.HOST} in this process"))
     elif not _startup.switched_off():
-        findings.append(Finding(False, "armed", f"does not wait for {_startup.HOST}", explicit))
+        findings.append(
+            Finding(False, "import hook", f"does not wait for {_startup.HOST}", explicit)
+        )
     return Group("loading", tuple(findings), "`vllm-mlx serve` has the plugin in it")
 
 
@@ -237,13 +239,19 @@ def _host() -> Iterator[Group]:
     sources = tuple(Finding(True, group, source) for group, source in found.sources.items())
     yield Group("parts", sources, f"{len(sources)} found")
     fix = f"{supported}; if it stays, report it: this host is not the one that was released"
-    seams: dict[bool, list[Finding]] = {False: [], True: []}
+    requirements: dict[bool, list[Finding]] = {False: [], True: []}
     for row in rows:
         problem = row.problem()
-        finding = Finding(problem is None, f"seam {row.label}", problem or row.why, fix)
-        seams[isinstance(row, Route)].append(finding)
-    yield Group("names", tuple(seams[False]), f"{len(seams[False])} of vllm-mlx are as expected")
-    yield Group("routes", tuple(seams[True]), f"{len(seams[True])} can be put in place")
+        finding = Finding(problem is None, f"requirement {row.label}", problem or row.why, fix)
+        requirements[isinstance(row, Route)].append(finding)
+    yield Group(
+        "names",
+        tuple(requirements[False]),
+        f"{len(requirements[False])} of vllm-mlx are as expected",
+    )
+    yield Group(
+        "routes", tuple(requirements[True]), f"{len(requirements[True])} can be put in place"
+    )
 
 
 def _port(port: int) -> Group:

@@ -16,11 +16,11 @@ from functools import partial, wraps
 from typing import Any
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.constraint import Held
+from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.disk import Fetched
-from vllm_mlx_harmony.host.kv.prefix import Known
+from vllm_mlx_harmony.host.kv.prefix import TenantPrompt
 from vllm_mlx_harmony.host.kv.status import model_of
 from vllm_mlx_harmony.host.logit_mask import LogitsMask
 from vllm_mlx_harmony.host.prompts import PromptText
@@ -39,7 +39,7 @@ async def generate(
     prompt: tuple[int, ...],
     settings: Settings,
     tenant: str = "",
-    held: Held | None = None,
+    constraint: Constraint | None = None,
 ) -> Steps:
     """The ids that follow ``prompt``, up to and with the first that ends the turn.
 
@@ -47,15 +47,15 @@ async def generate(
     remembered. Both engines compute a prompt's last id only to choose the next: one is chosen, and
     is nobody's.
     What is remembered of the prompt is ``tenant``'s alone (see ``kv``).
-    Of all ids only those come that ``held`` lets through.
+    Of all ids only those come that ``constraint`` lets through.
     Close the iterator (``aclosing``) to stop earlier: the engine is free again when that returns.
     Raises ``OutputError`` when the engine fails, ``HostError`` for one that takes no ids.
     """
     nothing = settings.max_tokens == 0
     settings = replace(settings, max_tokens=max(settings.max_tokens, 1))
     try:
-        constraint = None if held is None else partial(LogitsMask, held)
-        sampler = Sampler(settings, prompt, constraint)
+        processor = None if constraint is None else partial(LogitsMask, constraint)
+        sampler = Sampler(settings, prompt, processor)
         source = _source(engine)
         fetched = await _fetched(engine, prompt, tenant)
         async with aclosing(source(engine, prompt, sampler, tenant, fetched)) as steps:
@@ -123,7 +123,7 @@ async def _batched(
     # The core itself, not its asynchronous wrapper: closing the wrapper leaves the core's
     # iterator, which aborts the request, to the garbage collector.
     core = engine._engine.engine
-    known = Known(prompt, tenant, fetched)
+    known = TenantPrompt(prompt, tenant, fetched)
     request_id = await core.add_request(prompt=known, sampling_params=_params(sampler))
     async with aclosing(core.stream_outputs(request_id)) as outputs:
         async for output in outputs:
@@ -211,7 +211,7 @@ def _raise_if_failed(reason: str | None) -> None:
         raise OutputError(f"the engine gave the answer up ({reason})")
 
 
-class IdPrompt(Known):
+class IdPrompt(TenantPrompt):
     """A prompt that collects the ids generated for it: the simple engine hands on only their text.
 
     Written on the engine's thread, taken on the event loop's.

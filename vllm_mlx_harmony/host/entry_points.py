@@ -31,7 +31,7 @@ OWN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Extensions:
     """What an installation works with. `sources` says, by group, where each part is from."""
 
     tool_parser: type[Any]
@@ -40,9 +40,9 @@ class Parts:
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
-def find(name: str) -> Parts:
+def find(name: str) -> Extensions:
     """The parts that go by `name` (`harmony`, `gpt-oss`). Raises HostError as `resolve` does."""
-    return Parts(
+    return Extensions(
         tool_parser=resolve(TOOL_PARSERS, name),
         renderer=resolve(PROMPT_RENDERERS, name),
         context=resolve(STREAMING_CONTEXTS, name),
@@ -50,16 +50,16 @@ def find(name: str) -> Parts:
     )
 
 
-_in_use: Parts | None = None
+_in_use: Extensions | None = None
 
 
-def use(parts: Parts | None) -> None:
+def use(parts: Extensions | None) -> None:
     """From now on ``in_use`` gives these; ``None``: the ones that would be found."""
     global _in_use
     _in_use = parts
 
 
-def in_use() -> Parts:
+def in_use() -> Extensions:
     """The parts of the installation; without one, those that it would have."""
     return _in_use or find(FLAGS[0])
 

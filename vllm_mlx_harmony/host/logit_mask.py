@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from vllm_mlx_harmony.core.constraint import Held
+from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.grammar import Mask
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 
@@ -28,31 +28,31 @@ logger = logging.getLogger(__name__)
 
 
 class LogitsMask:
-    """Follows the output of ``held`` and masks its logits; a ``sampler.Constraint``.
+    """Follows the output of ``constraint`` and masks its logits; a ``sampler.LogitsProcessor``.
 
     Never raises: all that run together would fail with it. What goes wrong is logged and is the
-    follower's ``error``; everything is allowed from then on.
+    matcher's ``error``; everything is allowed from then on.
     """
 
-    def __init__(self, held: Held) -> None:
-        self._follower = held.begin()
+    def __init__(self, constraint: Constraint) -> None:
+        self._matcher = constraint.start()
 
     def __call__(self, last: int | None, logits: Any) -> Any:
         """``logits`` (1, vocabulary) with -inf for what may not follow ``last``."""
-        follower = self._follower
-        if follower.error:
+        matcher = self._matcher
+        if matcher.error:
             return logits
         try:
             if last is not None:
-                follower.consume(last)
-            mask = follower.mask()
+                matcher.consume(last)
+            mask = matcher.mask()
             return logits if mask is None else masked(mask, logits)
         except Exception as error:  # noqa: BLE001 - whatever it is, the others go on
-            follower.error = f"{type(error).__name__}: {error}"
+            matcher.error = f"{type(error).__name__}: {error}"
             return logits
         finally:
-            if follower.error:
-                logger.error("an output is not held to its grammar any more: %s", follower.error)
+            if matcher.error:
+                logger.error("an output is not held to its grammar any more: %s", matcher.error)
 
 
 def masked(mask: Mask, logits: Any) -> Any:

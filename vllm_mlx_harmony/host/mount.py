@@ -51,7 +51,7 @@ class Route(Endpoint):
     """An endpoint that is put in front of the host's route for the same path and methods.
 
     It gets the very `dependencies` of the host's route, or of the one it is `like`. It may give a
-    request back to the host with `pass_on`.
+    request back to the host with `forward_to_host`.
     """
 
     app: str = APP
@@ -239,7 +239,7 @@ def without_dependencies(route: APIRoute) -> APIRoute:
     return APIRoute(**{name: getattr(route, name) for name in names if hasattr(route, name)})
 
 
-async def pass_on(request: Request) -> Response:
+async def forward_to_host(request: Request) -> Response:
     """The host's own answer to `request`, its body byte for byte as it came.
 
     For the endpoint of a `Route` that has one of the host's behind it, which runs as if ours were

@@ -23,12 +23,12 @@ Replacement = Callable[[Any], Any]
 """Takes what is there (`None` when nothing is) and gives what shall be there instead."""
 
 OTHERS = "..."
-"""As the last of the parameters of a seam: there may be more than the ones named."""
+"""As the last of the parameters of a requirement: there may be more than the ones named."""
 
 _MISSING = object()
 
 
-class Seam(Protocol):
+class Requirement(Protocol):
     """One thing relied on in the host, changed or not."""
 
     @property
@@ -194,25 +194,25 @@ class Entry:
         return undo
 
 
-def apply_all(seams: Sequence[Seam]) -> list[Undo]:
+def apply_all(requirements: Sequence[Requirement]) -> list[Undo]:
     """Applies all of them or none; what to call, last first, to take them back.
 
     Raises HostError, with nothing touched, when one of them has a problem; whatever applying one
     of them raises comes out after the others are taken back.
     """
-    check(seams)
+    check(requirements)
     undos: list[Undo] = []
     try:
-        undos.extend(seam.apply() for seam in seams)
+        undos.extend(row.apply() for row in requirements)
     except BaseException:
         undo_all(undos)
         raise
     return undos
 
 
-def check(seams: Sequence[Seam]) -> None:
+def check(requirements: Sequence[Requirement]) -> None:
     """Raises HostError when one of them has a problem, naming every one that has."""
-    if problems := [problem for seam in seams if (problem := seam.problem())]:
+    if problems := [problem for row in requirements if (problem := row.problem())]:
         raise HostError("; ".join(problems), code="host_changed")
 
 

@@ -90,7 +90,7 @@ def _plain(message: Any) -> Any:
     return message if dump is None else dump(exclude_none=True)
 
 
-# --- What stands in the host's seams: each takes the original and gives its replacement.
+# --- What replaces functions of the host: each takes the original and gives its replacement.
 
 
 def simple_render_chat_prompt(original: Callable[..., Any]) -> Callable[..., Any]:

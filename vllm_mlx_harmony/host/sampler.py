@@ -4,7 +4,7 @@ A batch runs sequences with settings of their own. Per step, what the settings a
 for all rows that ask for it at once, with temperature, ``top_p`` and so on as columns beside the
 logits; what a row does not ask for costs it nothing. The parts, in this order:
 
-1. The sequence's *constraint*, if it has one: the seat of a grammar (see ``Constraint``).
+1. The sequence's *processor*, if it has one: the seat of a grammar (see ``LogitsProcessor``).
 2. ``logit_bias``, then the penalties, over the text generated so far: not the prompt, and not what
    stands in headers, where a penalty on a word used before would make the model misspell its own
    format. How often each id was said is counted on the device, one addition per step; the history
@@ -21,7 +21,7 @@ logits; what a row does not ask for costs it nothing. The parts, in this order:
    Temperature comes after the filters, as in mlx-lm.
 
 All in float32, whatever the model computes in. Nothing here waits for the device, except for
-sequences with a constraint. Everything runs on the thread that owns the model, but for creating a
+sequences with a processor. Everything runs on the thread that owns the model, but for creating a
 ``Sampler``.
 """
 
@@ -35,7 +35,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.server.sampling import Settings
 
 
-class Constraint(Protocol):
+class LogitsProcessor(Protocol):
     """Says at each step of one sequence which ids may come next: a grammar, for instance."""
 
     def __call__(self, last: int | None, logits: Any) -> Any:
@@ -49,8 +49,8 @@ class Constraint(Protocol):
         """
 
 
-NewConstraint: TypeAlias = Callable[[], Constraint]
-"""Makes the constraint when its sequence begins, on the engine's thread."""
+NewLogitsProcessor: TypeAlias = Callable[[], LogitsProcessor]
+"""Makes the processor when its sequence begins, on the engine's thread."""
 
 _HEADER = (vocab.START, vocab.CHANNEL, vocab.CONSTRAIN, vocab.END)
 """What is followed by a header, or goes on with one; `<|message|>` ends it."""
@@ -68,10 +68,10 @@ class Sampler:
         self,
         settings: Settings,
         prompt: Sequence[int] = (),
-        constraint: NewConstraint | None = None,
+        processor: NewLogitsProcessor | None = None,
     ) -> None:
         self.settings = settings
-        self._new_constraint = constraint
+        self._new_processor = processor
         self._seed = secrets.randbits(64) if settings.seed is None else settings.seed
         self._opens_with_text = _last_control(prompt) == vocab.MESSAGE
         self.filters = (settings.top_p < 1, settings.min_p > 0, settings.top_k > 0)
@@ -80,15 +80,15 @@ class Sampler:
             or settings.frequency_penalty != 0
             or settings.repetition_penalty != 1
         )
-        self.adjusts = constraint is not None or self.penalises or bool(settings.logit_bias)
-        self.constraint: Constraint | None = None
+        self.adjusts = processor is not None or self.penalises or bool(settings.logit_bias)
+        self.processor: LogitsProcessor | None = None
         self._steps = 0
         self._counts: Any = None
         self._in_text: Any = None
 
     def begin(self) -> None:
         """The sequence starts, or starts again after a failure: nothing is drawn yet."""
-        self.constraint = self._new_constraint() if self._new_constraint else None
+        self.processor = self._new_processor() if self._new_processor else None
         self._steps, self._counts, self._in_text = 0, None, None
 
     def key(self) -> tuple[int, int]:
@@ -97,15 +97,15 @@ class Sampler:
         return _splitmix64(self._seed + self._steps * _GOLDEN)
 
     def adjusted(self, last: Any, read: int | None, logits: Any) -> Any:
-        """``logits`` (1, vocabulary) after constraint, bias and penalties.
+        """``logits`` (1, vocabulary) after processor, bias and penalties.
 
         ``last`` (1,) is the id this step follows, the prompt's at first; ``read`` is the same,
-        known to Python, for sequences with a constraint.
+        known to Python, for sequences with a processor.
         """
         import mlx.core as mx
 
-        if self.constraint is not None:
-            logits = self.constraint(read if self._steps else None, logits)
+        if self.processor is not None:
+            logits = self.processor(read if self._steps else None, logits)
         if self.settings.logit_bias:
             ids, values = zip(*self.settings.logit_bias, strict=True)
             logits = logits.at[:, mx.array(ids)].add(mx.array(values, dtype=mx.float32))
@@ -176,7 +176,7 @@ def _adjusted(samplers: Sequence[Sampler], last: Any, logits: Any) -> Any:
     if not any(each.adjusts for each in samplers):
         return logits
     read: list[int | None] = [None] * len(samplers)
-    if any(each.constraint is not None for each in samplers):
+    if any(each.processor is not None for each in samplers):
         mx.async_eval(logits)  # the device has work while Python waits for `last`
         read = last.tolist()
     logits = logits.astype(mx.float32)

@@ -18,7 +18,7 @@ from vllm_mlx_harmony.core.deltas import Delta, Kind, Opened, Text
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
-from vllm_mlx_harmony.core.turn import Stamp, Tool, Turn
+from vllm_mlx_harmony.core.turn import ResponseInfo, Tool, Turn
 
 _BEGUN = re.compile(r"<(?:\|\w*\|?)?\Z")
 """The beginning of what may become a control token, at the end of a piece of text."""
@@ -93,24 +93,24 @@ class _Stream:
 
     def __init__(self, request: Any) -> None:
         self._parser = Parser(_names(request))
-        self._stamp = Stamp(uuid4().hex, 0, "")
+        self._info = ResponseInfo(uuid4().hex, 0, "")
         self._open = Opened(0, Kind.REASONING)
         self._calls = -1
         self._shown = False
-        self._held = ""
+        self._pending = ""
 
     def encode(self, text: str) -> list[int]:
         """Ids of the next piece; the beginning of a control token waits for the rest of it."""
-        text = self._held + text
+        text = self._pending + text
         begun = _BEGUN.search(text)
-        self._held = begun.group() if begun else ""
-        return _encode(text[: len(text) - len(self._held)])
+        self._pending = begun.group() if begun else ""
+        return _encode(text[: len(text) - len(self._pending)])
 
     def feed(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         return list(self._pieces(self._parser.feed(ids)))
 
     def end(self) -> list[dict[str, Any]]:
-        deltas = [*self._parser.feed(_encode(self._held)), *self._parser.close("stop")]
+        deltas = [*self._parser.feed(_encode(self._pending)), *self._parser.close("stop")]
         return list(self._pieces(deltas))
 
     def _pieces(self, deltas: list[Delta]) -> Iterator[dict[str, Any]]:
@@ -126,7 +126,7 @@ class _Stream:
         self._open = opened
         if opened.kind is Kind.CALL:
             self._calls += 1
-            signed = {"id": self._stamp.call_id(opened.index), "type": "function"}
+            signed = {"id": self._info.call_id(opened.index), "type": "function"}
             yield {"tool_calls": [{**signed, **self._call(name=opened.name, arguments="")}]}
         elif opened.kind in _SHOWN:
             if self._shown:

@@ -1,6 +1,7 @@
 """Reasoning that a client carries for the server without being able to read or forge it.
 
-Knows what the protocols need of a seal. Refuses to know keys and ciphers: the host brings them.
+Knows what the protocols need of encryption. Refuses to know keys and algorithms, which the server
+brings.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Seal(Protocol):
+class Cipher(Protocol):
     """Authenticated encryption of reasoning: ``encrypted_content``, ``signature``."""
 
-    def seal(self, text: str) -> str:
+    def encrypt(self, text: str) -> str:
         """``text`` as an opaque ASCII string."""
 
-    def unseal(self, sealed: str) -> str | None:
-        """The text that ``seal`` was given; ``None`` for what is forged, damaged or foreign."""
+    def decrypt(self, encrypted: str) -> str | None:
+        """The text that ``encrypt`` was given; ``None`` for what is forged, damaged or foreign."""

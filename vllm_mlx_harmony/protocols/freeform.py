@@ -88,46 +88,46 @@ class FreeformInput:
 
     def __init__(self) -> None:
         self._state = _State.OPENING
-        self._held = ""
+        self._pending = ""
         self._units = _Decoder("replace")  # of \uXXXX, which come in pairs beyond U+FFFF
 
     def feed(self, text: str) -> str:
         """What of the input is known for certain by now and was not handed out before."""
-        self._held += text
+        self._pending += text
         if self._state is _State.OPENING:
             self._open()
         if self._state is _State.STRING:
             return self._string()
         if self._state is _State.OPENING:
             return ""
-        held, self._held = self._held, ""
+        held, self._pending = self._pending, ""
         return held if self._state is _State.WHOLE else ""
 
     def close(self) -> str:
         """The rest: the arguments end here, whole or cut."""
-        held, self._held = self._held, ""
+        held, self._pending = self._pending, ""
         if self._state is _State.OPENING:
             return "" if _EMPTY.fullmatch(held) else held
         return self._lone()
 
     def _open(self) -> None:
-        opening = _OPENING.match(self._held)
+        opening = _OPENING.match(self._pending)
         if opening and opening.end() <= _LONGEST:
-            self._state, self._held = _State.STRING, self._held[opening.end() :]
-        elif len(self._held) > _LONGEST or not (
-            _may_open(self._held) or _EMPTY.fullmatch(self._held)
+            self._state, self._pending = _State.STRING, self._pending[opening.end() :]
+        elif len(self._pending) > _LONGEST or not (
+            _may_open(self._pending) or _EMPTY.fullmatch(self._pending)
         ):
             self._state = _State.WHOLE
 
     def _string(self) -> str:
-        out, at, held = [], 0, self._held
+        out, at, held = [], 0, self._pending
         while at < len(held) and self._state is _State.STRING:
             end = self._end_of_piece(held, at)
             if end is None:
                 break
             out.append(self._piece(held[at:end]))
             at = end
-        self._held = held[at:]
+        self._pending = held[at:]
         return "".join(out)
 
     def _end_of_piece(self, held: str, at: int) -> int | None:

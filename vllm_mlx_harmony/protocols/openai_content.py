@@ -14,7 +14,7 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.core.turn import left_out
+from vllm_mlx_harmony.core.turn import omitted
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Wire, required
 
 
@@ -89,7 +89,7 @@ def result_text(parts: Sequence[Part], where: str) -> str:
         text = _part_text(part, f"{where}[{index}]")
         starts_line = joined and (line_open or text is None)
         joined += "\n" if starts_line and not joined.endswith("\n") else ""
-        joined += left_out(_KINDS.get(part.type, part.type)) if text is None else text
+        joined += omitted(_KINDS.get(part.type, part.type)) if text is None else text
         line_open = text is None
     return joined
 

@@ -130,16 +130,16 @@ def too_large() -> RequestError:
     return RequestError(problem, status=413, code="request_too_large")
 
 
-async def parsed(body: bytes) -> Document:
+async def parse_body(body: bytes) -> Document:
     """The document in ``body``. Raises ``RequestError`` for what is no JSON, or too much of it."""
     if len(body) > limit():
         raise too_large()
     if len(body) < LARGE:
-        return Document(_parsed(body))
-    return Document(await in_thread(_parsed_large, body), large=True)
+        return Document(_parse(body))
+    return Document(await in_thread(_parse_large, body), large=True)
 
 
-def _parsed(body: bytes) -> object:
+def _parse(body: bytes) -> object:
     try:
         document: object = loads(body)
     except (ValueError, RecursionError) as error:
@@ -147,7 +147,7 @@ def _parsed(body: bytes) -> object:
     return mended(document) if _SURROGATE.search(body) else document
 
 
-def _parsed_large(body: bytes) -> object:
+def _parse_large(body: bytes) -> object:
     _check(body)
     try:
         # Many times as fast as `json` with long strings, but it refuses half surrogate pairs.
@@ -155,7 +155,7 @@ def _parsed_large(body: bytes) -> object:
     except ValueError as error:
         if len(body) > MOST_MENDED:
             raise RequestError(f"the request body is not valid JSON: {error}") from error
-        return _parsed(body)
+        return _parse(body)
     return document
 
 

@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import generation
 from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.errors import refuse
+from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.host import host_of, tenant_of
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
 
@@ -29,7 +29,9 @@ async def cancel_request(request: Request, request_id: str) -> Response:
             return await host_of(request).forward(request)
         except LookupError:
             problem = f"no request {request_id!r} is being answered"
-            return refuse(chat.error_body, RequestError(problem, status=404, param="request_id"))
+            return error_response(
+                chat.error_body, RequestError(problem, status=404, param="request_id")
+            )
     return JSONResponse(
         {
             "object": "request.cancel",

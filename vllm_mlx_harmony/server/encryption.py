@@ -1,7 +1,7 @@
-"""The seal of this server: reasoning that clients carry and cannot read, change or make up.
+"""The cipher of this server: reasoning that clients carry and cannot read, change or make up.
 
 Knows the key, where it is kept, and the cipher (AES-256-GCM of the ``cryptography`` package).
-Refuses to know which API carries what is sealed.
+Refuses to know which API carries what is encrypted.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ _KEY_BYTES, _NONCE_BYTES = 32, 12
 _PREFIX = "vmh2."  # which format, so that a later one can tell
 
 
-class ServerSeal:
-    """Seals with one key for one ``tenant``. What was sealed for another does not open."""
+class ServerCipher:
+    """Seals with one key for one ``tenant``. What was encrypted for another does not open."""
 
     def __init__(self, key: bytes, tenant: str) -> None:
-        self._cipher = AESGCM(key)
+        self._aead = AESGCM(key)
         self._bound = f"{_PREFIX}{tenant}".encode()
 
-    def seal(self, text: str) -> str:
+    def encrypt(self, text: str) -> str:
         """``text`` as an opaque ASCII string, another one each time."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        sealed = self._cipher.encrypt(nonce, text.encode("utf-8", "replace"), self._bound)
-        return _PREFIX + urlsafe_b64encode(nonce + sealed).decode()
+        encrypted = self._aead.encrypt(nonce, text.encode("utf-8", "replace"), self._bound)
+        return _PREFIX + urlsafe_b64encode(nonce + encrypted).decode()
 
-    def unseal(self, sealed: str) -> str | None:
-        """The text that was sealed; ``None`` for what is forged, damaged or foreign."""
-        if not sealed.startswith(_PREFIX):
+    def decrypt(self, encrypted: str) -> str | None:
+        """The text that was encrypted; ``None`` for what is forged, damaged or foreign."""
+        if not encrypted.startswith(_PREFIX):
             return None
         try:
-            raw = urlsafe_b64decode(sealed.removeprefix(_PREFIX).encode())
+            raw = urlsafe_b64decode(encrypted.removeprefix(_PREFIX).encode())
             nonce, content = raw[:_NONCE_BYTES], raw[_NONCE_BYTES:]
-            return self._cipher.decrypt(nonce, content, self._bound).decode()
+            return self._aead.decrypt(nonce, content, self._bound).decode()
         except (ValueError, InvalidTag):
             return None
 
 
-def server_seal(tenant: str) -> ServerSeal:
-    """The seal of this server for what ``tenant`` carries."""
-    return ServerSeal(_server_key(), tenant)
+def server_cipher(tenant: str) -> ServerCipher:
+    """The cipher of this server for what ``tenant`` carries."""
+    return ServerCipher(_server_key(), tenant)
 
 
 @lru_cache(maxsize=1)
@@ -89,11 +89,13 @@ def _kept_key(path: Path) -> bytes:
         _make(path)
         key = path.read_bytes()
     except OSError as error:
-        logger.warning("no key can be kept in %s (%s): sealed reasoning ends with us", path, error)
+        logger.warning(
+            "no key can be kept in %s (%s): encrypted reasoning ends with us", path, error
+        )
         return secrets.token_bytes(_KEY_BYTES)
     if len(key) == _KEY_BYTES:
         return key
-    logger.warning("%s is no key: sealed reasoning ends with this process", path)
+    logger.warning("%s is no key: encrypted reasoning ends with this process", path)
     return secrets.token_bytes(_KEY_BYTES)
 
 

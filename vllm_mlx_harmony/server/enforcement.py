@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from vllm_mlx_harmony.core import lru
-from vllm_mlx_harmony.core.constraint import Bounds, Held
+from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.grammar import Compiled, Policy, compiled, grammar_of, prepare
 from vllm_mlx_harmony.core.names import Names
@@ -93,7 +93,7 @@ def _prepare() -> None:
         prepare()
 
 
-async def holding(turn: Turn, names: Names, by_flag: int | None = None) -> Held | None:
+async def holding(turn: Turn, names: Names, by_flag: int | None = None) -> Constraint | None:
     """What the output of ``turn``, rendered with ``names``, is held to; ``None`` for nothing.
 
     ``by_flag`` is the budget of reasoning that a flag of the server sets: it comes before the
@@ -105,19 +105,19 @@ async def holding(turn: Turn, names: Names, by_flag: int | None = None) -> Held 
     limits = turn.limits
     grammar = None
     if wanted.policy is Policy.OFF:
-        _refuse(turn)
+        _reject_unenforceable(turn)
     else:
         grammar = await asyncio.to_thread(_grammar, turn, names, wanted.policy)
-    asked = limits.reasoning_tokens
-    bounds = Bounds(
+    requested = limits.reasoning_tokens
+    spec = ConstraintSpec(
         grammar=grammar,
-        reasoning_tokens=wanted.reasoning_tokens if asked is None else asked,
+        reasoning_tokens=wanted.reasoning_tokens if requested is None else requested,
         repetitions=wanted.repetitions,
         min_tokens=limits.min_tokens,
         answering=turn.prefill is not None,
         binding=_is_binding(turn, wanted.policy),
     )
-    return Held(bounds) if bounds else None
+    return Constraint(spec) if spec else None
 
 
 def _grammar(turn: Turn, names: Names, policy: Policy) -> Compiled | None:
@@ -131,13 +131,13 @@ def _grammar(turn: Turn, names: Names, policy: Policy) -> Compiled | None:
     return compiled(grammar, turn.tenant)
 
 
-_noted: lru.Recent[str, bool] = lru.Recent(1 << 18)
+_noted: lru.ByteLRU[str, bool] = lru.ByteLRU(1 << 18)
 """What was logged already: once for each schema."""
 
 
-def _refuse(turn: Turn) -> None:
+def _reject_unenforceable(turn: Turn) -> None:
     """Raises ``RequestError`` when ``turn`` asks for what only a grammar can promise."""
-    choice, asked = turn.tool_choice, turn.answer_format
+    choice, requested = turn.tool_choice, turn.answer_format
     strict = next((tool for tool in turn.callable_tools if tool.strict), None)
     if choice.required:
         what, where = "a call that is required", "tool_choice"
@@ -145,7 +145,7 @@ def _refuse(turn: Turn) -> None:
         what, where = "a choice among the tools", "tool_choice"
     elif strict is not None:
         what, where = f"strict arguments of tool {strict.name!r}", strict.where
-    elif asked is not None and asked.syntax is not None:
+    elif requested is not None and requested.syntax is not None:
         what, where = "the syntax of an answer", "response_format"
     else:
         return
@@ -159,16 +159,16 @@ def _is_binding(turn: Turn, policy: Policy) -> bool:
     return strict or choice.required or choice.names is not None or turn.answer_format is not None
 
 
-def check(held: Held | None) -> None:
+def check(constraint: Constraint | None) -> None:
     """Raises ``OutputError`` when the output is not what its caller was promised any more."""
-    if held is not None and held.failure:
+    if constraint is not None and constraint.failure:
         raise OutputError("the answer could not be held to what was asked for: the log says why")
 
 
-def account(held: Held | None, key: str, tracker: Tracker) -> None:
-    """Logs and counts what was decided for the model in the answer ``key``, which has ended."""
-    reason = held.reasoning_ended_by if held is not None else ""
-    if held is None or not reason:
+def account(constraint: Constraint | None, key: str, tracker: Tracker) -> None:
+    """Logs and counts what was decided for the model in the answer ``id_seed``, which has ended."""
+    reason = constraint.reasoning_ended_by if constraint is not None else ""
+    if constraint is None or not reason:
         return
-    logger.info("%s: reasoning ended by %s, %d tokens", key, reason, held.reasoning_tokens)
+    logger.info("%s: reasoning ended by %s, %d tokens", key, reason, constraint.reasoning_tokens)
     tracker.reasoning_ended(reason)

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from vllm_mlx_harmony.core.constraint import Held
+from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.server.sampling import Settings
 
 Finish: TypeAlias = Literal["stop", "length"]
@@ -51,7 +51,11 @@ class Engine(Protocol):
         """Whether it refuses a second request while one runs: then they wait in front of it."""
 
     def generate(
-        self, prompt: tuple[int, ...], settings: Settings, tenant: str, held: Held | None
+        self,
+        prompt: tuple[int, ...],
+        settings: Settings,
+        tenant: str,
+        constraint: Constraint | None,
     ) -> Steps:
         """The ids that follow ``prompt``, up to and with the first that ends the turn.
 
@@ -59,9 +63,10 @@ class Engine(Protocol):
         is kept, for ``tenant`` alone. Closing the iterator (``aclosing``) stops it: the engine is
         free again when that returns.
 
-        Only ids come that ``held`` lets through: call ``held.begin()`` when the output begins, and
-        ask the follower for the mask of each id. An engine with grammars of its own finds the text
-        of this one in ``held.bounds.grammar``; forced ids and ``min_tokens`` are not in it.
+        Only ids come that ``constraint`` lets through: call ``constraint.start()`` when the output
+        begins, and ask the matcher for the mask of each id. An engine with grammars of its own
+        finds the text of this one in ``constraint.spec.grammar``; forced ids and ``min_tokens`` are
+        not in it.
 
         The last step has a ``finish``. An iterator that ends without one counts as one that ended
         by itself: an engine whose connection breaks must raise.

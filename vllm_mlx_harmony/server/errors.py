@@ -22,7 +22,7 @@ from vllm_mlx_harmony.server.host import host_of
 TOO_LARGE = 413
 
 ErrorBody: TypeAlias = Callable[[HarmonyFailure], dict[str, Any]]
-Refusal: TypeAlias = Callable[[HarmonyFailure], Response]
+ErrorResponse: TypeAlias = Callable[[HarmonyFailure], Response]
 Before: TypeAlias = Callable[[Request], Awaitable[None]]
 
 _CODES: dict[int, tuple[str | None, str | None]] = {
@@ -37,7 +37,7 @@ def _wrong_key() -> HTTPException:
     return HTTPException(401, "Invalid API key")
 
 
-def refuse(body: ErrorBody, failure: HarmonyFailure) -> Response:
+def error_response(body: ErrorBody, failure: HarmonyFailure) -> Response:
     """``failure`` as an answer."""
     headers = {} if failure.retry_after is None else {"Retry-After": str(failure.retry_after)}
     if failure.status == TOO_LARGE:
@@ -89,13 +89,15 @@ async def admitted(request: Request) -> bool:
     return True
 
 
-def refusing_in(body: ErrorBody, endpoint: Endpoint) -> Endpoint:
+def with_error_body(body: ErrorBody, endpoint: Endpoint) -> Endpoint:
     """``endpoint``, whose dependencies (API key, rate limit) refuse in the shape of ``body``."""
-    return refusing_with(partial(refuse, body), endpoint)
+    return with_error_responses(partial(error_response, body), endpoint)
 
 
-def refusing_with(refusal: Refusal, endpoint: Endpoint, before: Before | None = None) -> Endpoint:
-    """``endpoint``, where ``refusal`` answers for its dependencies; ``before`` sees requests first.
+def with_error_responses(
+    respond: ErrorResponse, endpoint: Endpoint, before: Before | None = None
+) -> Endpoint:
+    """``endpoint``, where ``respond`` answers for its dependencies; ``before`` sees requests first.
 
     Exception handlers would do it for the whole application: the host's other routes keep theirs.
     """
@@ -107,16 +109,16 @@ def refusing_with(refusal: Refusal, endpoint: Endpoint, before: Before | None = 
             try:
                 return await answer(request)
             except HTTPException as error:
-                return refusal(failure_of(error))
+                return respond(failure_of(error))
             except TypeError:
                 if await admitted(request):
                     raise
-                return refusal(failure_of(_wrong_key()))
+                return respond(failure_of(_wrong_key()))
 
         return answering
 
     def other_methods(request: Request) -> Response:
         problem = f"{request.method} is not a method of {request.url.path}"
-        return refusal(RequestError(problem, status=405, code="method_not_allowed"))
+        return respond(RequestError(problem, status=405, code="method_not_allowed"))
 
     return replace(endpoint, around=around, other_methods=other_methods)

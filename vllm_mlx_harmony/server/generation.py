@@ -1,4 +1,4 @@
-"""A turn run on an engine: its deltas, from the place in the line to the last one.
+"""A turn run on an engine: its deltas, from the place in the queue to the last one.
 
 Knows order, time and clean-up: whoever stops reading frees the engine.
 Refuses to know APIs and sockets.
@@ -13,15 +13,15 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from vllm_mlx_harmony.core.constraint import Held
+from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Delta, Finished
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.core.replay import View
+from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Message
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.host import TIMED_OUT, Lease, Tracker
-from vllm_mlx_harmony.server.queue import queue_before, refuse_all
+from vllm_mlx_harmony.server.queue import queue_before, reject_all_waiting
 from vllm_mlx_harmony.server.replay import remember
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -34,32 +34,32 @@ Deltas: TypeAlias = AsyncGenerator[list[Delta], None]
 class Job:
     """Everything a turn needs to run. ``context`` is a `StreamingHarmonyContext` or another's.
 
-    ``key`` is what the answer's ids are made from: it can be cancelled by it.
-    ``echoed`` is how a message of it is read when a client gives it back. ``tells_cached``: the
-    answer begins with how much of the prompt is cached. ``held`` is what the output is held to.
+    ``id_seed`` is what the answer's ids are made from: it can be cancelled by it.
+    ``echoed`` is how a message of it is read when a client gives it back. ``reports_cached``: the
+    answer begins with how much of the prompt is cached. ``constraint``: what its output must match.
     """
 
     lease: Lease
     context: Any
     settings: Settings
     tracker: Tracker
-    turns: View | None = None
+    turns: ReplayScope | None = None
     echoed: Callable[[Message], Message] = lambda message: message
-    tells_cached: bool = False
-    key: str = ""
-    held: Held | None = None
+    reports_cached: bool = False
+    id_seed: str = ""
+    constraint: Constraint | None = None
 
 
 _running: dict[tuple[str, str], asyncio.Future[HarmonyFailure]] = {}
 """What ends each answer that is being generated, by its key and tenant. Of the event loop alone."""
 
-_refused: HarmonyFailure | None = None
-"""What every answer that has not begun is refused with, if it is."""
+_rejection: HarmonyFailure | None = None
+"""What every answer that has not begun is rejected with, if it is."""
 
 
-def cancel(key: str, tenant: str) -> bool:
+def cancel(id_seed: str, tenant: str) -> bool:
     """Ends the answer with this key, with an error; whether ``tenant``'s was being generated."""
-    cancelled = _running.get((key, tenant))
+    cancelled = _running.get((id_seed, tenant))
     if cancelled is None:
         return False
     if not cancelled.done():
@@ -73,17 +73,17 @@ def running() -> bool:
     return bool(_running)
 
 
-def refuse(failure: HarmonyFailure | None) -> None:
+def reject_new(failure: HarmonyFailure | None) -> None:
     """From now on no answer begins, those that wait for their turn included; ``None``: again."""
-    global _refused
-    _refused = failure
+    global _rejection
+    _rejection = failure
     if failure is not None:
-        refuse_all(failure)
+        reject_all_waiting(failure)
 
 
-def refused() -> HarmonyFailure | None:
-    """What answers are refused with now, if they are."""
-    return _refused
+def rejection() -> HarmonyFailure | None:
+    """What answers are rejected with now, if they are."""
+    return _rejection
 
 
 def end_all(failure: HarmonyFailure) -> None:
@@ -100,10 +100,10 @@ async def run(job: Job) -> Deltas:
     anything is generated. When the iterator is closed, the engine is free and the lease is
     released. When it raises while the engine computes, they are so later: an engine can be stopped
     between two steps only, and the client does not wait for that.
-    Raises ``HostError`` (line full, time run out, the server ends) and ``OutputError`` (the engine
+    Raises ``HostError`` (queue full, time run out, the server ends) and ``OutputError`` (the engine
     failed, or somebody has cancelled it).
     """
-    named = (job.key, job.lease.tenant)
+    named = (job.id_seed, job.lease.tenant)
     ended = _running[named] = asyncio.get_running_loop().create_future()
     groups = _generated(job)
     coming: asyncio.Future[list[Delta] | None] | None = None
@@ -111,8 +111,8 @@ async def run(job: Job) -> Deltas:
     result = "client_closed"  # unless it ends in another way than being given up
     computing = False
     try:
-        if _refused is not None:
-            raise _refused
+        if _rejection is not None:
+            raise _rejection
         while True:
             # A task of its own: the host's iterator swallows a cancellation that hits it.
             coming = asyncio.ensure_future(_first(groups))
@@ -153,7 +153,7 @@ async def _stop(
     except Exception:
         logger.exception("an engine could not be stopped")
     finally:
-        enforcement.account(job.held, job.key, job.tracker)
+        enforcement.account(job.constraint, job.id_seed, job.tracker)
         await job.lease.release()
 
 
@@ -162,19 +162,19 @@ CANCELLED = 499
 
 
 async def _cached(job: Job) -> int | None:
-    if not job.tells_cached:
+    if not job.reports_cached:
         return None
     lease, prompt = job.lease, job.context.render_for_completion()
     return await lease.harmony.reusable_tokens(prompt, lease.tenant)
 
 
 @asynccontextmanager
-async def _turn(lease: Lease) -> AsyncIterator[None]:
+async def _engine_slot(lease: Lease) -> AsyncIterator[None]:
     """A batching engine takes everybody; the other one at a time."""
     if not lease.harmony.one_at_a_time:
         yield
         return
-    async with queue_before(lease.harmony).turn(lease.budget.left):
+    async with queue_before(lease.harmony).slot(lease.budget.left):
         yield
 
 
@@ -183,14 +183,16 @@ async def _generated(job: Job) -> Deltas:
     context, prompt = job.context, job.context.render_for_completion()
     finish: Finish | None = None
     cached_tokens = 0
-    async with _turn(job.lease):
+    async with _engine_slot(job.lease):
         yield context.start(await _cached(job))
-        generated = job.lease.harmony.generate(prompt, job.settings, job.lease.tenant, job.held)
+        generated = job.lease.harmony.generate(
+            prompt, job.settings, job.lease.tenant, job.constraint
+        )
         async with aclosing(generated) as steps:
             async for step in steps:
                 finish, cached_tokens = step.finish, max(cached_tokens, step.cached_tokens)
                 job.tracker.observe_ttft()
-                enforcement.check(job.held)
+                enforcement.check(job.constraint)
                 yield context.append_output(step.ids)
                 if finish is not None or context.done:
                     break

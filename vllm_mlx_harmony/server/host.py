@@ -117,7 +117,7 @@ class Host(Protocol):
     def defaults(self, engine: Engine | None) -> Defaults:
         """What a request to ``engine`` may override, from now on until midnight."""
 
-    def max_tokens(self, asked: int | None) -> int:
+    def max_tokens(self, requested: int | None) -> int:
         """How long an answer may be. Raises ``HTTPException`` 400 for more than is allowed."""
 
     @property

@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure
-from vllm_mlx_harmony.core.turn import Defaults, Stamp
+from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols import messages
-from vllm_mlx_harmony.server.encryption import server_seal
+from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.errors import admitted, refuse, refusing_with
+from vllm_mlx_harmony.server.errors import admitted, error_response, with_error_responses
 from vllm_mlx_harmony.server.serving import Api, count, serve
 
 REQUEST_ID = "request-id"
@@ -30,32 +30,32 @@ logger = logging.getLogger("vllm_mlx_harmony")
 
 
 def _read(body: object, defaults: Defaults, tenant: str) -> messages.MessagesRequest:
-    asked = messages.read(body, defaults, server_seal(tenant))
-    for note in asked.notes:
+    parsed = messages.read(body, defaults, server_cipher(tenant))
+    for note in parsed.notes:
         logger.info("messages: %s", note)
-    return asked
+    return parsed
 
 
 def _read_to_count(body: object, defaults: Defaults, tenant: str) -> messages.MessagesRequest:
-    return messages.read(body, defaults, server_seal(tenant), counting=True)
+    return messages.read(body, defaults, server_cipher(tenant), counting=True)
 
 
 MESSAGES = Api(
-    "anthropic_messages", _read, messages.error_body, ping=messages.PING, tells_cached=True
+    "anthropic_messages", _read, messages.error_body, ping=messages.PING, reports_cached=True
 )
 
 
 async def create_message(request: Request) -> Response:
     """``POST /v1/messages``."""
-    key = uuid4().hex
-    return _signed(await serve(_of(MESSAGES, key), request, key), key)
+    id_seed = uuid4().hex
+    return _signed(await serve(_of(MESSAGES, id_seed), request, id_seed), id_seed)
 
 
 async def count_tokens(request: Request) -> Response:
     """``POST /v1/messages/count_tokens``: what the same request would put into the prompt."""
-    key = uuid4().hex
-    api = _of(replace(MESSAGES, read=_read_to_count), key)
-    return _signed(await count(api, request, messages.counted), key)
+    id_seed = uuid4().hex
+    api = _of(replace(MESSAGES, read=_read_to_count), id_seed)
+    return _signed(await count(api, request, messages.counted), id_seed)
 
 
 async def root(_: Request) -> Response:
@@ -63,24 +63,24 @@ async def root(_: Request) -> Response:
     return Response()
 
 
-def _of(api: Api, key: str) -> Api:
+def _of(api: Api, id_seed: str) -> Api:
     """``api`` whose errors name the request."""
-    return replace(api, error_body=partial(_error_body, key=key))
+    return replace(api, error_body=partial(_error_body, id_seed=id_seed))
 
 
-def _error_body(failure: HarmonyFailure, key: str) -> dict[str, object]:
-    return messages.error_body(failure, messages.request_id(Stamp(key, 0, "")))
+def _error_body(failure: HarmonyFailure, id_seed: str) -> dict[str, object]:
+    return messages.error_body(failure, messages.request_id(ResponseInfo(id_seed, 0, "")))
 
 
-def _signed(response: Response, key: str) -> Response:
-    response.headers[REQUEST_ID] = messages.request_id(Stamp(key, 0, ""))
+def _signed(response: Response, id_seed: str) -> Response:
+    response.headers[REQUEST_ID] = messages.request_id(ResponseInfo(id_seed, 0, ""))
     return response
 
 
-def _refuse(failure: HarmonyFailure) -> Response:
+def _error_response(failure: HarmonyFailure) -> Response:
     """For a request that comes to no endpoint: its answer has an id, too."""
-    key = uuid4().hex
-    return _signed(refuse(partial(_error_body, key=key), failure), key)
+    id_seed = uuid4().hex
+    return _signed(error_response(partial(_error_body, id_seed=id_seed), failure), id_seed)
 
 
 async def bearer(request: Request) -> None:
@@ -96,7 +96,9 @@ async def bearer(request: Request) -> None:
 
 
 def _route(path: str, endpoint: Callable[[Request], Awaitable[Response]], why: str) -> Endpoint:
-    return refusing_with(_refuse, Endpoint(path, ("POST",), endpoint, why), before=bearer)
+    return with_error_responses(
+        _error_response, Endpoint(path, ("POST",), endpoint, why), before=bearer
+    )
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (

@@ -36,7 +36,7 @@ from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols import chat, messages
-from vllm_mlx_harmony.server.errors import refuse
+from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.host import host_of
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -84,7 +84,7 @@ class OriginCheck:
         keyed = host_of(HTTPConnection(scope)).requires_key
         problem = None if keyed else self._problem(origin, host)
         if problem is not None:
-            await self._refuse(problem, scope, receive, send)
+            await self._reject(problem, scope, receive, send)
         elif origin is not None and self.may_read(origin, host):
             await self._cors(scope, receive, send)
         else:
@@ -129,13 +129,15 @@ class OriginCheck:
             or any(fnmatchcase(name, pattern) for pattern in self._hosts)
         )
 
-    async def _refuse(self, problem: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _reject(self, problem: str, scope: Scope, receive: Receive, send: Send) -> None:
         if problem not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(problem)
             logger.warning("refused: %s", problem)
         of_messages = scope["path"].startswith("/v1/messages")
         body = messages.error_body if of_messages else chat.error_body
-        response = refuse(body, RequestError(problem, status=403, code="origin_not_allowed"))
+        response = error_response(
+            body, RequestError(problem, status=403, code="origin_not_allowed")
+        )
         if scope["type"] == "websocket":
             await WebSocket(scope, receive, send).send_denial_response(response)
         else:

@@ -25,8 +25,8 @@ RETRY_SECONDS = 5
 class Queue:
     """Lets one at a time through, the others in the order they came, ``places`` of them at most.
 
-    For one event loop. Nobody is let through twice, and nobody's turn is lost: whoever gives up,
-    is cancelled or runs out of time frees the place, or passes the turn on when it came just then.
+    For one event loop. Nobody is let through twice, and no slot is lost: whoever gives up, is
+    cancelled or runs out of time frees the place, or passes the slot on when it came just then.
     """
 
     def __init__(self, places: int) -> None:
@@ -39,17 +39,17 @@ class Queue:
         """How many wait now."""
         return len(self._waiting)
 
-    def refuse(self, failure: HarmonyFailure) -> None:
-        """Sends all who wait away: their ``turn`` raises ``failure``."""
+    def reject_waiting(self, failure: HarmonyFailure) -> None:
+        """Sends all who wait away: their ``slot`` raises ``failure``."""
         while self._waiting:
             self._waiting.popleft().set_exception(failure)
 
     @asynccontextmanager
-    async def turn(self, seconds: float) -> AsyncIterator[None]:
-        """Holds the turn for as long as the context lasts; waits up to ``seconds`` for it.
+    async def slot(self, seconds: float) -> AsyncIterator[None]:
+        """Holds the engine for as long as the context lasts; waits up to ``seconds`` for it.
 
         Raises ``HostError``: 503 with ``retry_after`` at once when every place is taken, 504 when
-        the time ran out, and what those who wait are refused with.
+        the time ran out, and what those who wait are rejected with.
         """
         await self._come(seconds)
         try:
@@ -110,10 +110,10 @@ def queue_before(engine: Any) -> Queue:
     return queue
 
 
-def refuse_all(failure: HarmonyFailure) -> None:
+def reject_all_waiting(failure: HarmonyFailure) -> None:
     """Sends all away who wait for any engine, with ``failure``."""
     for queue in list(_queues.values()):
-        queue.refuse(failure)
+        queue.reject_waiting(failure)
 
 
 def places() -> int:

@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any
 
 from vllm_mlx_harmony.core.render import Rendered
-from vllm_mlx_harmony.core.replay import Archive, Remembered, Replay, View
+from vllm_mlx_harmony.core.replay import Archive, GeneratedTurn, Replay, ReplayScope
 from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.core.turn import Message, Turn
 from vllm_mlx_harmony.server.host import Host, Lease
@@ -35,11 +35,11 @@ def replay(archive: Archive | None) -> Replay | None:
 
     ``None`` when nothing is to be remembered.
     """
-    asked = os.environ.get(VARIABLE, "").strip() or str(DEFAULT)
-    if not asked.isascii() or not asked.isdigit():
-        logger.warning("%s=%s is not a number of MiB: %d it is", VARIABLE, asked, DEFAULT)
-        asked = str(DEFAULT)
-    return Replay(int(asked) * 2**20, archive) if int(asked) else None
+    requested = os.environ.get(VARIABLE, "").strip() or str(DEFAULT)
+    if not requested.isascii() or not requested.isdigit():
+        logger.warning("%s=%s is not a number of MiB: %d it is", VARIABLE, requested, DEFAULT)
+        requested = str(DEFAULT)
+    return Replay(int(requested) * 2**20, archive) if int(requested) else None
 
 
 class SharedTurns:
@@ -50,13 +50,13 @@ class SharedTurns:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
 
-    def put(self, key: bytes, turn: Remembered) -> None:
+    def put(self, key: bytes, turn: GeneratedTurn) -> None:
         """Has it written, unless Redis has gone: then no other server places it again."""
         name, content = shared_key("turn", key.hex()), written(turn)
         with suppress(SharedError):
             self._shared.call(lambda redis: redis.set(name, content, ex=self._shared.seconds))
 
-    def find(self, keys: Sequence[bytes]) -> list[Remembered | None]:
+    def find(self, keys: Sequence[bytes]) -> list[GeneratedTurn | None]:
         """The turns; none while Redis is gone: they are written anew, as messages are."""
         names = [shared_key("turn", key.hex()) for key in keys]
         try:
@@ -74,7 +74,7 @@ def _shared_turns(shared: Shared) -> SharedTurns:
     return SharedTurns(shared)
 
 
-def view(host: Host, lease: Lease) -> View | None:
+def view(host: Host, lease: Lease) -> ReplayScope | None:
     """What a request with this lease may be answered from."""
     shared = server_shared()
     archive = host.archive if shared is None else _shared_turns(shared)
@@ -82,14 +82,16 @@ def view(host: Host, lease: Lease) -> View | None:
     return None if turns is None else turns.view(f"{lease.harmony.model}\0{lease.tenant}")
 
 
-def replaying(renderer: Callable[..., Rendered], turns: View | None) -> Callable[[Turn], Rendered]:
+def replaying(
+    renderer: Callable[..., Rendered], turns: ReplayScope | None
+) -> Callable[[Turn], Rendered]:
     """``renderer`` with ``turns``, if it is one that knows of them: it may be somebody else's."""
     if turns is None or "replay" not in signature(renderer).parameters:
         return renderer
     return partial(renderer, replay=turns)
 
 
-def remember(turns: View | None, context: Any, echoed: Callable[[Message], Message]) -> None:
+def remember(turns: ReplayScope | None, context: Any, echoed: Callable[[Message], Message]) -> None:
     """Takes in what ``context``, which has ended, holds of generated turns.
 
     ``echoed`` is how its messages are read when a client gives them back.

@@ -16,13 +16,13 @@ from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import cancel, messages
 from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
-from vllm_mlx_harmony.server.errors import refuse, refusing_in
+from vllm_mlx_harmony.server.errors import error_response, with_error_body
 from vllm_mlx_harmony.server.host import host_of
 from vllm_mlx_harmony.server.model_names import other_names, own_name
 from vllm_mlx_harmony.server.origins import OriginCheck
 from vllm_mlx_harmony.server.responses import routes as responses
 from vllm_mlx_harmony.server.serving import Api, serve
-from vllm_mlx_harmony.server.shutdown import Refusing
+from vllm_mlx_harmony.server.shutdown import RejectDuringShutdown
 
 
 def _read(body: object, defaults: Defaults, _tenant: str) -> chat.ChatRequest:
@@ -52,7 +52,7 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
     missing = RequestError(
         f"the model {model_id!r} does not exist", param="model", code="model_not_found", status=404
     )
-    return refuse(chat.error_body, missing)
+    return error_response(chat.error_body, missing)
 
 
 async def list_models(request: Request) -> Response:
@@ -61,7 +61,7 @@ async def list_models(request: Request) -> Response:
 
 
 _CHAT: tuple[Endpoint, ...] = (
-    refusing_in(
+    with_error_body(
         chat.error_body,
         Endpoint(
             "/v1/chat/completions",
@@ -70,11 +70,11 @@ _CHAT: tuple[Endpoint, ...] = (
             "token ids in and out instead of text",
         ),
     ),
-    refusing_in(
+    with_error_body(
         chat.error_body,
         Endpoint("/v1/models", ("GET",), list_models, "the host tells no other names"),
     ),
-    refusing_in(
+    with_error_body(
         chat.error_body,
         Endpoint(
             "/v1/models/{model_id:path}",
@@ -99,6 +99,6 @@ SOCKETS: tuple[SocketEndpoint, ...] = responses.SOCKETS
 
 MIDDLEWARE: tuple[tuple[Any, str], ...] = (
     (OriginCheck, "without an API key, any page in a browser could use the server"),
-    (Refusing, "who comes while the server shuts down is told so"),
+    (RejectDuringShutdown, "who comes while the server shuts down is told so"),
 )
 """What is around all of a server's application, from the outside in, and why."""

@@ -73,10 +73,10 @@ def fit(settings: Settings, prompt_tokens: int, context_length: int | None) -> S
     """
     if context_length is None:
         return settings
-    room = context_length - prompt_tokens
-    if room < 1:
+    available = context_length - prompt_tokens
+    if available < 1:
         raise PromptTooLong(prompt_tokens, context_length)
-    return replace(settings, max_tokens=min(settings.max_tokens, room))
+    return replace(settings, max_tokens=min(settings.max_tokens, available))
 
 
 def _allowed(limits: Limits, max_tokens: Callable[[int | None], int]) -> int:

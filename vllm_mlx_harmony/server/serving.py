@@ -22,13 +22,13 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.core.names import Names
-from vllm_mlx_harmony.core.replay import View
-from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
+from vllm_mlx_harmony.core.replay import ReplayScope
+from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import replay
-from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parsed
+from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
 from vllm_mlx_harmony.server.enforcement import holding
-from vllm_mlx_harmony.server.errors import failure_of, refuse
+from vllm_mlx_harmony.server.errors import error_response, failure_of
 from vllm_mlx_harmony.server.generation import Deltas, Job, run
 from vllm_mlx_harmony.server.host import Host, Lease, host_of, tenant_of
 from vllm_mlx_harmony.server.model_names import own_name, response_name
@@ -45,7 +45,7 @@ LONGEST_NAME = 4_096
 """Characters of a model's name, which may be a path."""
 
 
-class Asked(Protocol):
+class ParsedRequest(Protocol):
     """A request that can be run."""
 
     @property
@@ -60,7 +60,7 @@ class Asked(Protocol):
     def stream(self) -> bool:
         """Whether the answer is sent as it comes."""
 
-    def emitter(self, stamp: Stamp) -> Emitter:
+    def emitter(self, info: ResponseInfo) -> Emitter:
         """The writer of the answer."""
 
     def echoed(self, message: Message) -> Message:
@@ -73,19 +73,19 @@ class Api:
 
     ``name`` is what the host's metrics call it; ``ping`` goes out while a stream is silent, where
     the API has such an event; ``writer`` replaces the request's own emitter; ``blocks`` says that
-    ``read`` may wait for a disk, so that it is kept off the event loop; ``tells_cached`` that a
+    ``read`` may wait for a disk, so that it is kept off the event loop; ``reports_cached`` that a
     stream begins with the usage of the prompt.
     """
 
     name: str
-    read: Callable[[object, Defaults, str], Asked]
+    read: Callable[[object, Defaults, str], ParsedRequest]
     error_body: Callable[[HarmonyFailure], dict[str, Any]]
     ping: Event | None = None
-    writer: Callable[[Any, Stamp, Any, str], Emitter] | None = None
+    writer: Callable[[Any, ResponseInfo, Any, str], Emitter] | None = None
     blocks: bool = False
-    tells_cached: bool = False
+    reports_cached: bool = False
 
-    async def asked(self, document: Document, defaults: Defaults, tenant: str) -> Any:
+    async def parsed(self, document: Document, defaults: Defaults, tenant: str) -> Any:
         """The request in ``document``, from ``tenant``. Raises ``RequestError``."""
         if document.large:
             return await in_thread(self.read, document.value, defaults, tenant)
@@ -93,19 +93,21 @@ class Api:
             return await asyncio.to_thread(self.read, document.value, defaults, tenant)
         return self.read(document.value, defaults, tenant)
 
-    def emitter(self, asked: Asked, stamp: Stamp, context: Any, tenant: str) -> Emitter:
-        """The writer of the answer to ``asked``, which ``context`` is the conversation of."""
+    def emitter(
+        self, parsed: ParsedRequest, info: ResponseInfo, context: Any, tenant: str
+    ) -> Emitter:
+        """The writer of the answer to ``parsed``, which ``context`` is the conversation of."""
         if self.writer is None:
-            return asked.emitter(stamp)
-        return self.writer(asked, stamp, context, tenant)
+            return parsed.emitter(info)
+        return self.writer(parsed, info, context, tenant)
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PreparedRequest:
     """A request that was read and rendered: what is left is to run it."""
 
-    asked: Any
-    stamp: Stamp
+    parsed: Any
+    info: ResponseInfo
     job: Job
     emitter: Any
 
@@ -114,16 +116,16 @@ Answer: TypeAlias = "Callable[[Api, Request, Document, Lease], Awaitable[Respons
 
 
 async def serve(
-    api: Api, request: Request, key: str = "", answer: Answer | None = None
+    api: Api, request: Request, id_seed: str = "", answer: Answer | None = None
 ) -> Response:
     """The answer to a request in ``api``'s shape, errors included.
 
-    ``key`` is what the answer's ids are made from; a new one when it is not given. ``answer`` runs
-    the request in another way than ``begin`` and ``respond``, one after the other, would.
-    A request for a model that is not Harmony is answered by the host, as if we were not there.
+    ``id_seed`` is what the answer's ids are made from; a new one when it is not given. ``answer``
+    runs the request in another way than ``prepare`` and ``respond``, one after the other, would. A
+    request for a model that is not Harmony is answered by the host, as if we were not there.
     """
-    usual = partial(_answer, key=key or uuid4().hex)
-    return await refusing(api, answered(api, request, answer or usual))
+    usual = partial(_answer, id_seed=id_seed or uuid4().hex)
+    return await answer_or_error(api, answered(api, request, answer or usual))
 
 
 async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
@@ -131,27 +133,27 @@ async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]
 
     async def counted(api: Api, request: Request, document: Document, lease: Lease) -> Response:
         host = host_of(request)
-        asked = await api.asked(document, host.defaults(None), lease.tenant)
-        turn = replace(asked.turn, tenant=lease.tenant)
+        parsed = await api.parsed(document, host.defaults(None), lease.tenant)
+        turn = replace(parsed.turn, tenant=lease.tenant)
         turns = replay.view(host, lease)
         await lease.release()
-        context = await _context(host, turn, Stamp("", 0, ""), turns, document.large)
+        context = await _context(host, turn, ResponseInfo("", 0, ""), turns, document.large)
         return JSONResponse(body(len(context.render_for_completion())))
 
-    return await refusing(api, answered(api, request, counted))
+    return await answer_or_error(api, answered(api, request, counted))
 
 
-async def refusing(api: Api, answer: Awaitable[Response]) -> Response:
+async def answer_or_error(api: Api, answer: Awaitable[Response]) -> Response:
     """``answer``, or what it raises in ``api``'s shape."""
     try:
         return await answer
     except (HarmonyFailure, HTTPException) as error:
-        return refuse(api.error_body, failure_of(error))
+        return error_response(api.error_body, failure_of(error))
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED)
     except Exception:
         logger.exception("a request failed")
-        return refuse(api.error_body, OutputError(INTERNAL, code="internal_error"))
+        return error_response(api.error_body, OutputError(INTERNAL, code="internal_error"))
 
 
 async def answered(
@@ -169,11 +171,11 @@ async def answered(
     """
     if document is None:
         request = bounded(request)
-        document = await parsed(await request.body())
+        document = await parse_body(await request.body())
     host = host_of(request)
     model, timeout = _routing(document.value)
     if model is None and host.model_name is None:  # there are several
-        await api.asked(document, host.defaults(None), tenant_of(request))
+        await api.parsed(document, host.defaults(None), tenant_of(request))
         raise RequestError("model must be a string", param="model")
     budget = host.budget(timeout)
     own = None if model is None else own_name(model, host.model_name)
@@ -218,53 +220,57 @@ def _routing(document: object) -> tuple[str | None, float | None]:
 
 
 async def _answer(
-    api: Api, request: Request, document: Document, lease: Lease, *, key: str
+    api: Api, request: Request, document: Document, lease: Lease, *, id_seed: str
 ) -> Response:
-    begun = await begin(api, host_of(request), document, lease, key)
-    return await respond(request, begun, run(begun.job), api.ping)
+    prepared = await prepare(api, host_of(request), document, lease, id_seed)
+    return await respond(request, prepared, run(prepared.job), api.ping)
 
 
-async def begin(api: Api, host: Host, document: Document, lease: Lease, key: str) -> Begun:
-    """The request, read and rendered; ``key`` signs it. Raises ``RequestError``."""
+async def prepare(
+    api: Api, host: Host, document: Document, lease: Lease, id_seed: str
+) -> PreparedRequest:
+    """The request, read and rendered; ``id_seed`` signs it. Raises ``RequestError``."""
     defaults = host.defaults(lease.engine)
-    asked = await api.asked(document, defaults, lease.tenant)
-    stamp = Stamp(key, int(time.time()), response_name(asked.model, host.model_name))
-    settings = settle(asked.turn.sampling, asked.turn.limits, host.max_tokens, defaults.sampling)
+    parsed = await api.parsed(document, defaults, lease.tenant)
+    info = ResponseInfo(id_seed, int(time.time()), response_name(parsed.model, host.model_name))
+    settings = settle(parsed.turn.sampling, parsed.turn.limits, host.max_tokens, defaults.sampling)
     turns = replay.view(host, lease)
-    turn = replace(asked.turn, tenant=lease.tenant)
-    context = await _context(host, turn, stamp, turns, document.large)
+    turn = replace(parsed.turn, tenant=lease.tenant)
+    context = await _context(host, turn, info, turns, document.large)
     names = getattr(context, "names", None) or Names.of(turn)
-    held = await holding(turn, names, host.reasoning_tokens)
+    constraint = await holding(turn, names, host.reasoning_tokens)
     prompt_tokens = len(context.render_for_completion())
     job = Job(
         lease=lease,
         context=context,
         settings=fit(settings, prompt_tokens, lease.harmony.context_length),
-        tracker=host.tracker(api.name, stream=asked.stream),
+        tracker=host.tracker(api.name, stream=parsed.stream),
         turns=turns,
-        echoed=asked.echoed,
-        tells_cached=api.tells_cached and asked.stream,
-        key=key,
-        held=held,
+        echoed=parsed.echoed,
+        reports_cached=api.reports_cached and parsed.stream,
+        id_seed=id_seed,
+        constraint=constraint,
     )
-    return Begun(asked, stamp, job, api.emitter(asked, stamp, context, lease.tenant))
+    return PreparedRequest(parsed, info, job, api.emitter(parsed, info, context, lease.tenant))
 
 
 async def respond(
-    request: Request, begun: Begun, deltas: Deltas, ping: Event | None = None
+    request: Request, prepared: PreparedRequest, deltas: Deltas, ping: Event | None = None
 ) -> Response:
-    """``deltas``, those of ``begun``, as its request wants them: streamed or whole."""
+    """``deltas``, those of ``prepared``, as its request wants them: streamed or whole."""
     try:
-        seconds = begun.job.lease.budget.remaining()
+        seconds = prepared.job.lease.budget.remaining()
     except HarmonyFailure:
-        begun.job.tracker.finish(result="timeout")  # nothing has run that would say so
+        prepared.job.tracker.finish(result="timeout")  # nothing has run that would say so
         raise
-    if begun.asked.stream:
-        return await _streamed(request, begun, deltas, seconds, ping)
-    return await _whole(request, begun, deltas, seconds)
+    if prepared.parsed.stream:
+        return await _streamed(request, prepared, deltas, seconds, ping)
+    return await _whole(request, prepared, deltas, seconds)
 
 
-async def _context(host: Host, turn: Turn, stamp: Stamp, turns: View | None, large: bool) -> Any:
+async def _context(
+    host: Host, turn: Turn, info: ResponseInfo, turns: ReplayScope | None, large: bool
+) -> Any:
     """The turn, rendered; not on the event loop when that may take long.
 
     Of tools a small body may have large ones, by references.
@@ -272,13 +278,15 @@ async def _context(host: Host, turn: Turn, stamp: Stamp, turns: View | None, lar
     renderer = replay.replaying(host.renderer, turns)
     waits = turns is not None and turns.blocks
     if not (large or turn.tools or turn.characters >= LARGE or waits):
-        return host.context(turn, stamp, renderer)
-    return await in_thread(host.context, turn, stamp, renderer)
+        return host.context(turn, info, renderer)
+    return await in_thread(host.context, turn, info, renderer)
 
 
-async def _whole(request: Request, begun: Begun, deltas: Deltas, seconds: float) -> Response:
-    collected = _collected(deltas, begun.emitter)
-    total = begun.job.lease.budget.total
+async def _whole(
+    request: Request, prepared: PreparedRequest, deltas: Deltas, seconds: float
+) -> Response:
+    collected = _collected(deltas, prepared.emitter)
+    total = prepared.job.lease.budget.total
     result = await host_of(request).unless_gone(collected, request, seconds, total)
     return Response(status_code=CLIENT_CLOSED) if result is None else JSONResponse(result)
 
@@ -292,13 +300,13 @@ async def _collected(deltas: Deltas, emitter: Emitter) -> dict[str, Any]:
 
 
 async def _streamed(
-    request: Request, begun: Begun, deltas: Deltas, seconds: float, ping: Event | None
+    request: Request, prepared: PreparedRequest, deltas: Deltas, seconds: float, ping: Event | None
 ) -> Response:
     """Headers go out at this request's turn: until then errors have a status of their own."""
-    total = begun.job.lease.budget.total
+    total = prepared.job.lease.budget.total
     # The queue has its own limit, which says what the time was spent on.
     patience = seconds + 1.0
     come = await host_of(request).unless_gone(anext(deltas), request, patience, total)
     if come is None:
         return Response(status_code=CLIENT_CLOSED)
-    return EventStream(request, EventBuffer(written(come, deltas, begun.emitter), ping))
+    return EventStream(request, EventBuffer(written(come, deltas, prepared.emitter), ping))

@@ -4,7 +4,7 @@ uvicorn, which the host runs under, reacts to SIGTERM and SIGINT in ``Server.shu
 listening, hangs up on every WebSocket, and waits without a limit for HTTP responses. The lifespan
 of the application ends after that, too late to end an answer in words. So all this comes before:
 
-1. New requests get 503 (``Refusing``), and so do those that wait for an engine.
+1. New requests get 503 (``RejectDuringShutdown``), and so do those that wait for an engine.
 2. Answers that are being generated go on until shortly before the limit, counted from the signal,
    and then end with an error in their API's shape, over a WebSocket, too. None of them waits for
    its engine to stop (``generation.run``).
@@ -35,7 +35,7 @@ from starlette.websockets import WebSocket
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
 from vllm_mlx_harmony.protocols import chat, messages
 from vllm_mlx_harmony.server import generation, streams
-from vllm_mlx_harmony.server.errors import refuse
+from vllm_mlx_harmony.server.errors import error_response
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -65,7 +65,7 @@ def gracefully(original: Shutdown, limit: Callable[[], float]) -> Shutdown:
         until = getattr(self, _SIGNALLED, now) + limit()
         if getattr(self, "_captured_signals", ()):  # of the process, not of a server within one
             _end_after(until + GRACE - now)
-        generation.refuse(_failure())
+        generation.reject_new(_failure())
         try:
             await _answered(until - min(LAST_WORDS, limit() / 4))
             if generation.running():
@@ -77,7 +77,7 @@ def gracefully(original: Shutdown, limit: Callable[[], float]) -> Shutdown:
             self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
             await original(self, sockets)
         finally:
-            generation.refuse(None)
+            generation.reject_new(None)
 
     return shutdown
 
@@ -120,19 +120,19 @@ def at_once(original: Callable[..., None]) -> Callable[..., None]:
     return handle_exit
 
 
-class Refusing:
+class RejectDuringShutdown:
     """Middleware: while the server shuts down, every request that comes is answered with 503."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failure = generation.refused()
+        failure = generation.rejection()
         if failure is None or scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         of_messages = scope["path"].startswith("/v1/messages")
-        response = refuse(messages.error_body if of_messages else chat.error_body, failure)
+        response = error_response(messages.error_body if of_messages else chat.error_body, failure)
         response.headers["Connection"] = "close"
         if scope["type"] == "websocket":
             await WebSocket(scope, receive, send).send_denial_response(response)

@@ -31,10 +31,10 @@ from vllm_mlx_harmony.server.settings import number
 
 logger = logging.getLogger(__name__)
 
-ROOM_VARIABLE = "VLLM_MLX_HARMONY_STREAM_BYTES"
+CAPACITY_VARIABLE = "VLLM_MLX_HARMONY_STREAM_BYTES"
 """Environment variable: bytes of an answer that may wait for its reader."""
 
-DEFAULT_ROOM = 8 * 1024 * 1024
+DEFAULT_CAPACITY = 8 * 1024 * 1024
 
 SECONDS_VARIABLE = "VLLM_MLX_HARMONY_STREAM_SECONDS"
 """Environment variable: seconds after which a client that takes nothing is given up."""
@@ -60,12 +60,12 @@ class Emitter(Protocol):
         """The whole answer, when it is not streamed."""
 
 
-async def written(begun: list[Delta], deltas: Deltas, emitter: Emitter) -> Events:
-    """The events of ``begun`` and then of ``deltas``; a failure before the end makes events too."""
+async def written(first: list[Delta], deltas: Deltas, emitter: Emitter) -> Events:
+    """The events of ``first`` and then of ``deltas``; a failure before the end makes events too."""
     ended = False
     try:
         async with aclosing(deltas):
-            yield list(_fed(emitter, begun))
+            yield list(_fed(emitter, first))
             async for group in deltas:
                 events = list(_fed(emitter, group))
                 ended = ends(group)
@@ -98,16 +98,20 @@ def _failure(error: Exception) -> HarmonyFailure:
 class EventBuffer:
     """The events of an answer, generated whether or not somebody reads, and read one by one.
 
-    While more than ``room`` bytes wait to be read the answer is ended: ``HostError`` is thrown into
-    ``events``, and what they make of it is the last that is read. The first group does not count:
-    it repeats what the client has sent. ``ping`` is read after each silence of ``PING_SECONDS``.
-    For one reader; closed, it frees the engine.
+    While more than ``capacity`` bytes wait to be read the answer is ended: ``HostError`` is thrown
+    into ``events``, and what they make of it is the last that is read. The first group does not
+    count: it repeats what the client has sent. ``ping`` is read after each silence of
+    ``PING_SECONDS``. For one reader; closed, it frees the engine.
     """
 
-    def __init__(self, events: Events, ping: Event | None = None, room: int | None = None) -> None:
+    def __init__(
+        self, events: Events, ping: Event | None = None, capacity: int | None = None
+    ) -> None:
         self._events = events
         self._ping = ping
-        self._room = number(ROOM_VARIABLE, DEFAULT_ROOM) if room is None else room
+        self._capacity = (
+            number(CAPACITY_VARIABLE, DEFAULT_CAPACITY) if capacity is None else capacity
+        )
         self._waiting: deque[Event] = deque()
         self._bytes = 0
         self._more: asyncio.Future[None] | None = None
@@ -150,14 +154,14 @@ class EventBuffer:
             # Not before: a task that is cancelled before it began enters nothing, and leaves
             # nothing, neither its place in the queue nor the engine.
             self._filling.cancel()
-        room: int | None = None
+        capacity: int | None = None
         async with aclosing(self._events) as groups:
             async for group in groups:
                 self._put(group)
-                if room is None:
-                    room = self._bytes + self._room
-                elif self._bytes > room:
-                    logger.info("an answer was ended: %d bytes of it waited to be read", room)
+                if capacity is None:
+                    capacity = self._bytes + self._capacity
+                elif self._bytes > capacity:
+                    logger.info("an answer was ended: %d bytes of it waited to be read", capacity)
                     with suppress(StopAsyncIteration):  # it had ended
                         self._put(await groups.athrow(_too_slow()))
                     return

@@ -24,7 +24,7 @@ from mlx_lm.utils import load_model
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.core.replay import Remembered
+from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.core.turn import Answer, Call, Reasoning
 from vllm_mlx_harmony.host import doctor
@@ -33,7 +33,7 @@ from vllm_mlx_harmony.host.kv import identity, index, opening, prefix
 from vllm_mlx_harmony.host.kv.disk import DIRECTORY, PIECES, Disk, Offered, Root
 from vllm_mlx_harmony.host.kv.files import Damaged, decoded
 from vllm_mlx_harmony.host.kv.layers import Segment, cut, exported, fits, imported, join
-from vllm_mlx_harmony.host.kv.prefix import Known
+from vllm_mlx_harmony.host.kv.prefix import TenantPrompt
 from vllm_mlx_harmony.host.kv.tree import Tree, pack
 from vllm_mlx_harmony.host.kv.turns import Turns
 
@@ -677,7 +677,7 @@ def prompted(
     roots = prefix._roots(model, str(directory), tenant)
     known = prefix.memory().reach(prefix.owner(model, tenant), pack(ids))
     fetched = disk.fetch(roots, pack(ids), known, partial(fits, model))
-    return prefix.resume(model, Known(ids, tenant, fetched))
+    return prefix.resume(model, TenantPrompt(ids, tenant, fetched))
 
 
 def computed(model: Any, ids: list[int], tenant: str = "") -> list[Any]:
@@ -761,13 +761,13 @@ def test_without_a_disk_there_is_none(model: Any, monkeypatch: pytest.MonkeyPatc
     renew(monkeypatch)
     assert prefix.disk() is None
     computed(model, IDS)
-    assert prefix.resume(model, Known([*IDS, 1]))[0] == 600
+    assert prefix.resume(model, TenantPrompt([*IDS, 1]))[0] == 600
 
 
 # --- Turns
 
 
-TURN = Remembered(
+TURN = GeneratedTurn(
     (Reasoning, Call),
     ((200006, 1, 2), (200006, 3)),
     "content \ud83d of a client",
@@ -776,9 +776,9 @@ TURN = Remembered(
 
 
 @pytest.mark.parametrize(
-    "turn", [TURN, Remembered((Answer,), ((1,),), "", ()), Remembered((), (), "", ())]
+    "turn", [TURN, GeneratedTurn((Answer,), ((1,),), "", ()), GeneratedTurn((), (), "", ())]
 )
-def test_turns_are_read_as_they_were_written(turn: Remembered) -> None:
+def test_turns_are_read_as_they_were_written(turn: GeneratedTurn) -> None:
     assert read(written(turn)) == turn
 
 

@@ -98,18 +98,18 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-ROOMS = {"engine", "kv.batched", "kv.simple", "kv.status"}
-"""The modules of the host's room whose seams prefix reuse needs."""
+PACKAGES = {"engine", "kv.batched", "kv.simple", "kv.status"}
+"""The modules of the host's package whose requirements prefix reuse needs."""
 
 
-def room(seam: Patch) -> str:
-    return str(seam.replacement).removeprefix("vllm_mlx_harmony.host.").partition(":")[0]
+def package(row: Patch) -> str:
+    return str(row.replacement).removeprefix("vllm_mlx_harmony.host.").partition(":")[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _seams() -> Iterator[None]:
-    rows = [seam for seam in contract.SEAMS if isinstance(seam, Patch) and room(seam) in ROOMS]
-    assert {room(seam) for seam in rows} == ROOMS
+    rows = [row for row in contract.CHANGES if isinstance(row, Patch) and package(row) in PACKAGES]
+    assert {package(row) for row in rows} == PACKAGES
     undos = patching.apply_all(rows)
     yield
     patching.undo_all(undos)
@@ -378,11 +378,11 @@ def test_two_requests_for_the_same_conversation(served: Served, run: Run) -> Non
     assert [cached for _, cached in answers] == [len(prompt) + len(first[0]), len(follow) - 1]
 
 
-@pytest.mark.parametrize("room", [0.3, 0.7, 1.05])
-def test_small_budgets(served: Served, run: Run, room: float) -> None:
+@pytest.mark.parametrize("share", [0.3, 0.7, 1.05])
+def test_small_budgets(served: Served, run: Run, share: float) -> None:
     """Of one conversation, and of less: what is reused is right, and the budget is kept."""
     turns = run(loop(served, 4))
-    served.tree = Tree(int(served.counters.nbytes * room))
+    served.tree = Tree(int(served.counters.nbytes * share))
     for _ in range(2):
         for tenant in ("one", "two"):
             for prompt, said, _ in turns:
@@ -533,7 +533,7 @@ def test_other_prompts_pass_through_the_simple_engine_as_they_are() -> None:
     for prompt, keywords in (
         ("text", {}),
         ([1, 2], {"stop": None}),
-        (prefix.Known([1]), {"prompt_cache": 1}),
+        (prefix.TenantPrompt([1]), {"prompt_cache": 1}),
     ):
         list(reusing("model", prompt, **keywords))
         assert calls[-1] == ("model", prompt, (), keywords)

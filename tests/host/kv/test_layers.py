@@ -87,8 +87,8 @@ def test_joined_is_what_was_fed(ends: tuple[int, ...], chunk: int) -> None:
     for end in ends:
         segments.append(cut(fed(cache, at, end, chunk), at, end))
         at = end
-    for room in (0, 1, 700):
-        joined = join(GPT_OSS, segments, room)
+    for headroom in (0, 1, 700):
+        joined = join(GPT_OSS, segments, headroom)
         assert same(joined, at)
         more = fed(joined, at, at + 300, chunk)
         assert [held(layer)[-128:] for layer in more] == [
@@ -205,7 +205,7 @@ def test_real_architecture_goes_on_with_the_same_logits(tiny: Any) -> None:
     ends = [1, 60, 61, 400, 430, 699]
     plain, segments, at = tiny.make_cache(), list[Segment](), 0
     for end in ends:
-        joined = join(tiny, segments, room=50) if segments else tiny.make_cache()
+        joined = join(tiny, segments, headroom=50) if segments else tiny.make_cache()
         expected = tiny(mx.array([ids[at:end]]), cache=plain)[:, -1]
         logits = tiny(mx.array([ids[at:end]]), cache=joined)[:, -1]
         assert mx.array_equal(logits, expected)

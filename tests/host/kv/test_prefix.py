@@ -166,7 +166,7 @@ def test_switched_off_nothing_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> N
     tree: Tree[Any] = Tree(0)
     monkeypatch.setattr(prefix, "memory", lambda: tree)
     assert not prefix.enabled() and not prefix.reusable(Model())
-    assert prefix.resume(Model(), prefix.Known([1, 2])) == (0, None)
+    assert prefix.resume(Model(), prefix.TenantPrompt([1, 2])) == (0, None)
     assert tree.counters() == Counters()
 
 
@@ -174,7 +174,7 @@ def test_a_failure_costs_only_the_reuse(tree: Tree[Any], caplog: pytest.LogCaptu
     pytest.importorskip("mlx_lm")
     model = Model()
     add(tree, prefix.owner(model, ""))  # what it holds are no keys and values
-    prompt = prefix.Known([1, 2, 3, 4])
+    prompt = prefix.TenantPrompt([1, 2, 3, 4])
     with caplog.at_level(logging.ERROR):
         assert prefix.resume(model, prompt) == (0, None)
         prefix.remember(model, "", [7, 8], cache=[object()])
@@ -183,6 +183,6 @@ def test_a_failure_costs_only_the_reuse(tree: Tree[Any], caplog: pytest.LogCaptu
 
 
 def test_known_is_a_list_of_ids() -> None:
-    prompt = prefix.Known((1, 2, 3), "alice")
+    prompt = prefix.TenantPrompt((1, 2, 3), "alice")
     assert prompt == [1, 2, 3] and (prompt.tenant, prompt.cached) == ("alice", 0)
     assert type(prompt[1:]) is list

@@ -35,7 +35,14 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
-from vllm_mlx_harmony.core.turn import Answer, Defaults, Instructions, Stamp, ToolChoice, User
+from vllm_mlx_harmony.core.turn import (
+    Answer,
+    Defaults,
+    Instructions,
+    ResponseInfo,
+    ToolChoice,
+    User,
+)
 from vllm_mlx_harmony.host import contract
 from vllm_mlx_harmony.host.mount import SocketRoute
 from vllm_mlx_harmony.protocols.events import Event
@@ -46,14 +53,14 @@ from vllm_mlx_harmony.server.responses import background, routes, websocket
 from vllm_mlx_harmony.server.responses.background import Background, Running
 from vllm_mlx_harmony.server.responses.compact import COMPACT
 from vllm_mlx_harmony.server.responses.persistence import (
-    KeptAnswer,
-    Recall,
+    References,
+    StoringEmitter,
     forget,
-    keeping,
     read,
-    told,
+    stored_events,
+    storing,
 )
-from vllm_mlx_harmony.server.responses.store import Kept, MemoryStore, StoreError
+from vllm_mlx_harmony.server.responses.store import MemoryStore, StoredResponse, StoreError
 from vllm_mlx_harmony.server.responses.websocket import (
     MOST_WAITING,
     Conversation,
@@ -62,7 +69,7 @@ from vllm_mlx_harmony.server.responses.websocket import (
 
 RESPONSES = "vllm_mlx_harmony.server.responses"
 KEY = "0f1e2d3c4b5a69788796"
-STAMP = Stamp(KEY, 1_754_352_000, "gpt-oss-20b")
+INFO = ResponseInfo(KEY, 1_754_352_000, "gpt-oss-20b")
 ID = f"resp_{KEY}"
 REQUEST = Request({"type": "http", "method": "GET", "headers": []})
 TENANT = tenant_of(REQUEST)
@@ -77,15 +84,15 @@ SAID: list[list[Delta]] = [
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     store = MemoryStore()
-    monkeypatch.setattr(f"{RESPONSES}.keeping.server_store", lambda: store)
+    monkeypatch.setattr(f"{RESPONSES}.persistence.server_store", lambda: store)
     monkeypatch.setattr(f"{RESPONSES}.routes.server_store", lambda: store)
     return store
 
 
-def answer(**fields: Any) -> KeptAnswer:
+def answer(**fields: Any) -> StoringEmitter:
     body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be kind.", **fields}
     context = SimpleNamespace(messages=(Instructions("Be kind."), User("Hi"), Answer("Hello.")))
-    return KeptAnswer(read(body, Defaults(), Recall(TENANT)), STAMP, context, TENANT)
+    return StoringEmitter(read(body, Defaults(), References(TENANT)), INFO, context, TENANT)
 
 
 async def deltas(
@@ -98,14 +105,14 @@ async def deltas(
 
 
 async def events_of(
-    kept: KeptAnswer, groups: list[list[Delta]] = SAID, error: Exception | None = None
+    kept: StoringEmitter, groups: list[list[Delta]] = SAID, error: Exception | None = None
 ) -> list[Event]:
     source: Any = deltas(groups, error)
-    groups_of = told(keeping(source, kept, known=False), kept)
+    groups_of = stored_events(storing(source, kept, known=False), kept)
     return [event async for group in groups_of for event in group]
 
 
-# --- Kept before anybody is told.
+# --- StoredResponse before anybody is told.
 
 
 def test_kept_before_the_last_event(store: MemoryStore) -> None:
@@ -114,7 +121,7 @@ def test_kept_before_the_last_event(store: MemoryStore) -> None:
         source: Any = deltas()
         return [
             store.get(ID, TENANT) is not None
-            async for group in told(keeping(source, kept, known=False), kept)
+            async for group in stored_events(storing(source, kept, known=False), kept)
             for _ in group
         ]
 
@@ -141,7 +148,7 @@ def test_what_is_deleted_while_it_is_streamed_is_not_kept(store: MemoryStore, gr
     async def test() -> list[Event]:
         kept = answer()
         source: Any = deltas()
-        told_of = told(keeping(source, kept, known=False), kept)
+        told_of = stored_events(storing(source, kept, known=False), kept)
         events = [event for _ in range(groups) for event in await anext(told_of)]
         assert not await forget(ID, "somebody else")
         statuses = [
@@ -157,12 +164,12 @@ def test_what_is_deleted_while_it_is_streamed_is_not_kept(store: MemoryStore, gr
 
 
 class Full:
-    def put(self, _: Kept) -> bool:
+    def put(self, _: StoredResponse) -> bool:
         raise StoreError("database or disk is full")
 
 
 class Small:
-    def put(self, _: Kept) -> bool:
+    def put(self, _: StoredResponse) -> bool:
         return False
 
 
@@ -175,7 +182,7 @@ def test_what_could_not_be_stored_says_so(
     why: str,
     stream: bool,
 ) -> None:
-    monkeypatch.setattr(f"{RESPONSES}.keeping.server_store", store)
+    monkeypatch.setattr(f"{RESPONSES}.persistence.server_store", store)
     kept = answer(stream=stream)
     events = asyncio.run(events_of(kept))
     final = check(events) if stream else kept.result()
@@ -214,7 +221,7 @@ def test_a_failed_answer_is_kept_if_a_client_knows_it(
     async def test() -> None:
         kept = answer(stream=stream)
         source: Any = deltas(groups, OutputError("x"))
-        async for group in keeping(source, kept, known=known):
+        async for group in storing(source, kept, known=known):
             for delta in group:
                 kept.feed(delta)
 
@@ -237,11 +244,11 @@ def test_the_last_delta_is_written_once() -> None:
 # --- What a request refers to.
 
 
-def put(store: MemoryStore, key: str = KEY) -> Kept:
+def put(store: MemoryStore, key: str = KEY) -> StoredResponse:
     items = [{"id": f"msg_{key}8000", "type": "message", "role": "user", "content": "Hi"}]
     output = [{"id": f"msg_{key}0000", "type": "message", "role": "assistant", "content": "Ho"}]
     said = (User("Hi"), Answer("Ho"))
-    kept = Kept(f"resp_{key}", {"output": output}, items, said, TENANT)
+    kept = StoredResponse(f"resp_{key}", {"output": output}, items, said, TENANT)
     store.put(kept)
     return kept
 
@@ -259,17 +266,17 @@ def put(store: MemoryStore, key: str = KEY) -> Kept:
 )
 def test_items_are_found_by_their_id(store: MemoryStore, item: str, text: str | None) -> None:
     put(store)
-    found = Recall(TENANT).item(item)
+    found = References(TENANT).item(item)
     assert (found and found["content"]) == text
 
 
 def test_a_connection_remembers_more_than_the_store(store: MemoryStore) -> None:
     kept = put(MemoryStore())
-    recall = Recall(TENANT, {kept.id: kept})
+    recall = References(TENANT, {kept.id: kept})
     body = {"model": "m", "input": "More", "previous_response_id": kept.id}
     assert read(body, Defaults(), recall).turn.messages == (*kept.messages, User("More"))
     with pytest.raises(RequestError) as caught:
-        read(body, Defaults(), Recall(TENANT))
+        read(body, Defaults(), References(TENANT))
     assert (caught.value.status, caught.value.code) == (404, "previous_response_not_found")
 
 
@@ -419,7 +426,7 @@ def test_cancelled_while_it_gives_the_engine_back(turns: Callable[[Any], None]) 
 class Slow(MemoryStore):
     """A disk that takes its time."""
 
-    def put(self, kept: Kept) -> bool:
+    def put(self, kept: StoredResponse) -> bool:
         time.sleep(0.1)
         return super().put(kept)
 
@@ -427,7 +434,7 @@ class Slow(MemoryStore):
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
     store = Slow()
-    monkeypatch.setattr(f"{RESPONSES}.keeping.server_store", lambda: store)
+    monkeypatch.setattr(f"{RESPONSES}.persistence.server_store", lambda: store)
     monkeypatch.setattr(f"{RESPONSES}.routes.server_store", lambda: store)
     monkeypatch.setattr(routes, "BACKGROUND", Background())
     monkeypatch.setattr(background, "BACKGROUND", routes.BACKGROUND)
@@ -481,10 +488,10 @@ def test_nothing_goes_on_with_what_has_not_ended(turns: Callable[[Any], None], s
         running = await while_it_is_kept()
         for api in (routes.RESPONSES, COMPACT, Conversation(SimpleNamespace())._api):
             with pytest.raises(RequestError) as caught:
-                await api.asked(Document(body), Defaults(), TENANT)
+                await api.parsed(Document(body), Defaults(), TENANT)
             assert (caught.value.status, caught.value.code) == (400, "previous_response_not_ready")
         await collected(running)
-        asked = await routes.RESPONSES.asked(Document(body), Defaults(), TENANT)
+        asked = await routes.RESPONSES.parsed(Document(body), Defaults(), TENANT)
         assert asked.turn.messages == (User("Hi"), Answer("Hello."), User("More"))
 
     asynchronous(test)
@@ -513,7 +520,7 @@ def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
         background = Background(most_events=20)
         for number in range(4):
             kept = answer(background=True)
-            kept._stamp = Stamp(f"{number:020x}", 0, "m")
+            kept._info = ResponseInfo(f"{number:020x}", 0, "m")
             await collected(background.start(job(), kept))
         remembered = [there(background, number) for number in range(4)]
         assert remembered == [False, False, True, True]
@@ -530,7 +537,7 @@ def test_old_bytes_make_room(turns: Callable[[Any], None]) -> None:
         background = Background(most_bytes=300_000)
         for number in range(4):
             kept = answer(background=True, instructions="x" * 20_000, input="y" * 50_000)
-            kept._stamp = Stamp(f"{number:020x}", 0, "m")
+            kept._info = ResponseInfo(f"{number:020x}", 0, "m")
             running = background.start(job(), kept)
             await collected(running)
             assert 130_000 < running.bytes < 150_000
@@ -581,7 +588,7 @@ def test_a_compaction_is_what_was_answered(said: list[Delta], text: str | None) 
     asked: Any = COMPACT.read({"model": "m", "input": "Hi", "stream": True}, Defaults(), TENANT)
     assert (asked.stream, asked.store) == (False, False)
     assert isinstance(asked.turn.messages[-1], User)
-    emitter = COMPACT.emitter(asked, STAMP, None, TENANT)
+    emitter = COMPACT.emitter(asked, INFO, None, TENANT)
     for delta in [*said, Finished("stop", None, Usage(3, 2))]:
         assert emitter.feed(delta) == []
     if text is None:
@@ -589,9 +596,9 @@ def test_a_compaction_is_what_was_answered(said: list[Delta], text: str | None) 
             emitter.result()
         return
     document = emitter.result()
-    user, sealed = document["output"]
+    user, encrypted = document["output"]
     assert (user["role"], document["usage"]["output_tokens"]) == ("user", 2)
-    again = read({"model": "m", "input": [sealed]}, Defaults(), Recall(TENANT))
+    again = read({"model": "m", "input": [encrypted]}, Defaults(), References(TENANT))
     assert again.turn.messages == (User(text),)
 
 
@@ -725,7 +732,7 @@ def test_what_is_stored_is_its_tenants(store: MemoryStore) -> None:
     ):
         assert send(method, path, **other).status_code == 404, (method, path)
     body = {"model": "m", "input": "More", "previous_response_id": ID}
-    recalls = Recall("another")
+    recalls = References("another")
     with pytest.raises(RequestError) as caught:
         read(body, Defaults(), recalls)
     assert caught.value.status == 404
@@ -910,7 +917,7 @@ def test_answers_in_the_background_are_bounded_in_all(turns: Callable[[Any], Non
     async def test() -> None:
         def another(number: int) -> Running:
             kept = answer(background=True)
-            kept._stamp = Stamp(f"{number:020x}", 0, "m")
+            kept._info = ResponseInfo(f"{number:020x}", 0, "m")
             return background.start(job(), kept)
 
         background = Background(most_running=100_000)

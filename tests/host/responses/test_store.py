@@ -43,9 +43,9 @@ from vllm_mlx_harmony.server.responses import store as stores
 from vllm_mlx_harmony.server.responses.store import (
     STORE_VARIABLE,
     FileStore,
-    Kept,
     MemoryStore,
     Store,
+    StoredResponse,
     StoreError,
     server_store,
 )
@@ -63,8 +63,10 @@ MESSAGES: tuple[Message, ...] = (
 )
 
 
-def kept(key: str, size: int = 0) -> Kept:
-    return Kept(key, {"id": key, "text": "é" * size}, [{"type": "message"}], MESSAGES, TENANT)
+def kept(key: str, size: int = 0) -> StoredResponse:
+    return StoredResponse(
+        key, {"id": key, "text": "é" * size}, [{"type": "message"}], MESSAGES, TENANT
+    )
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -119,7 +121,7 @@ def test_what_a_conversation_declares_comes_back(open_store: Open) -> None:
         FormatUpdate(None),
     )
     store = open_store()
-    store.put(Kept("a", {}, [], messages, TENANT))
+    store.put(StoredResponse("a", {}, [], messages, TENANT))
     back = store.get("a", TENANT)
     assert back is not None
     assert back.messages == messages
@@ -422,11 +424,11 @@ def test_a_file_of_another_layout_is_no_obstacle(tmp_path: Path) -> None:
 WRITER = dedent("""
     import sys
     from pathlib import Path
-    from vllm_mlx_harmony.server.responses.store import FileStore, Kept
+    from vllm_mlx_harmony.server.responses.store import FileStore, StoredResponse
 
     store = FileStore(Path(sys.argv[1]))
     for number in range(100_000):
-        store.put(Kept(f"r{number}", {"text": "x" * 100_000}, [], (), "the tenant"))
+        store.put(StoredResponse(f"r{number}", {"text": "x" * 100_000}, [], (), "the tenant"))
         print(number, flush=True)
 """)
 
@@ -440,11 +442,11 @@ def test_a_file_survives_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert writer.stdout is not None
-    told = [writer.stdout.readline() for _ in range(20)]
+    events_of = [writer.stdout.readline() for _ in range(20)]
     writer.send_signal(signal.SIGKILL)
     rest = writer.stdout.read().split()
     writer.wait()
-    last = int((rest or [told[-1]])[-1])
+    last = int((rest or [events_of[-1]])[-1])
     store = FileStore(path)
     assert all(store.get(f"r{number}", TENANT) is not None for number in range(last + 1))
     assert store.get(f"r{last + 2}", TENANT) is None

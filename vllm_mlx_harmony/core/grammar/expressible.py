@@ -47,7 +47,7 @@ _OPTIONS = {"whitespace_pattern": _WHITE_SPACE, "json_allow_general_unicode_esca
 
 def express(value: Mapping[str, Any], *, of_object: bool = False, tenant: str = "") -> Expressed:
     """``value`` without what cannot be enforced. ``of_object``: it is the schema of an object even
-    where it does not say so. Remembered for ``tenant``: it is asked for on every turn."""
+    where it does not say so. GeneratedTurn for ``tenant``: it is asked for on every turn."""
     try:
         key = json.dumps([tenant, of_object, value], separators=(",", ":"))
     except (RecursionError, TypeError, ValueError):
@@ -59,7 +59,7 @@ def express(value: Mapping[str, Any], *, of_object: bool = False, tenant: str = 
     return known
 
 
-_remembered: lru.Recent[str, Expressed] = lru.Recent(REMEMBERED)
+_remembered: lru.ByteLRU[str, Expressed] = lru.ByteLRU(REMEMBERED)
 
 
 def _expressed(value: Mapping[str, Any], of_object: bool) -> Expressed:
@@ -74,9 +74,11 @@ def _expressed(value: Mapping[str, Any], of_object: bool) -> Expressed:
     tried = []
     for given_up in dict.fromkeys(tuple(one for one in said if one in each) for each in attempts):
         kept = property_names.without(copied, given_up)
-        rewritten, inexact = property_names.rewritten(kept, lambda schema: bool(_refusal(schema)))
+        rewritten, inexact = property_names.rewritten(
+            kept, lambda schema: bool(_compile_error(schema))
+        )
         tried.append((rewritten, [*inexact, *given_up]))
-        if not _refusal(rewritten):
+        if not _compile_error(rewritten):
             break
     else:
         rewritten, refused = _weakened(tried[0][0])
@@ -105,21 +107,21 @@ def _text(copied: Schema) -> str:
     options = _OPTIONS
     if property_names.can_be_misspelled(copied):
         spelled = property_names.spelled(copied)
-        if spelled is None or _refusal(spelled):
+        if spelled is None or _compile_error(spelled):
             options = {**_OPTIONS, **property_names.NO_ESCAPES}
         else:
             copied = spelled
     return json.dumps({"x-guidance": options, **copied}, separators=(",", ":"))
 
 
-def _refusal(copied: Schema) -> str:
+def _compile_error(copied: Schema) -> str:
     """Why llguidance does not take it; empty when it does."""
-    return is_refused(
+    return compile_error(
         json.dumps({"grammars": [{"json_schema": {"x-guidance": _OPTIONS, **copied}}]})
     )
 
 
-def is_refused(grammar: str) -> str:
+def compile_error(grammar: str) -> str:
     """Why llguidance does not take ``grammar``, in one line; empty when it does."""
     from llguidance import LLMatcher
 
@@ -429,7 +431,7 @@ def _weakened(copied: Schema) -> tuple[Schema, list[str]]:
     """
     for keyword in _REFUSABLE:
         weaker, changed = _without(copied, [keyword])
-        if changed and not _refusal(weaker):
+        if changed and not _compile_error(weaker):
             return weaker, [keyword]
     weaker, refused = copied, []
     for keyword in _REFUSABLE:
@@ -437,7 +439,7 @@ def _weakened(copied: Schema) -> tuple[Schema, list[str]]:
         if changed:
             weaker = less
             refused.append(keyword)
-            if not _refusal(weaker):
+            if not _compile_error(weaker):
                 return weaker, refused
     return {"type": "object"} if _is_object(copied) else {}, ["the schema as a whole"]
 
@@ -479,7 +481,7 @@ def _without(copied: Schema, keywords: Iterable[str]) -> tuple[Schema, bool]:
             return value
         kept: Schema = {}
         for key, content in value.items():
-            if key not in dropping or not _is_refused(key, content):
+            if key not in dropping or not _is_rejected(key, content):
                 kept[key] = content
                 continue
             changed = True
@@ -493,10 +495,10 @@ def _without(copied: Schema, keywords: Iterable[str]) -> tuple[Schema, bool]:
     return weaker, changed
 
 
-def _is_refused(keyword: str, content: Any) -> bool:
+def _is_rejected(keyword: str, content: Any) -> bool:
     """A pattern by itself; of the other keywords it cannot be said."""
     if keyword == "pattern":
-        return bool(_refusal({"type": "string", "pattern": content}))
+        return bool(_compile_error({"type": "string", "pattern": content}))
     return True
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import escaped
-from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT, express, is_refused
+from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT, compile_error, express
 from vllm_mlx_harmony.core.header import CHANNELS, NOBODY
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ResponseFormat, Syntax, Tool, Turn
@@ -143,22 +143,22 @@ class _Writer:
 
     # The answer
 
-    def _answer(self, asked: ResponseFormat | None) -> None:
+    def _answer(self, requested: ResponseFormat | None) -> None:
         self._rule("answer", f'{_CHANNEL} "final" type? {_MESSAGE} body {_RETURN}')
-        self._body(asked)
+        self._body(requested)
 
-    def _body(self, asked: ResponseFormat | None) -> None:
-        if asked is None:
+    def _body(self, requested: ResponseFormat | None) -> None:
+        if requested is None:
             self._rule("body", "text")
             return
         what, where = "the response format", "response_format"
-        if asked.syntax is None:
-            self._rule("body", self._json(asked.schema, asked.strict, what, where))
+        if requested.syntax is None:
+            self._rule("body", self._json(requested.schema, requested.strict, what, where))
             return
         try:
-            body = _text_of(asked.syntax, self._turn.tenant)
+            body = _text_of(requested.syntax, self._turn.tenant)
         except escaped.NotExpressible as error:
-            self._cannot(f"{what}: {error} cannot be enforced", asked.strict, where)
+            self._cannot(f"{what}: {error} cannot be enforced", requested.strict, where)
             body = "text"
         self._rule("body", body)
 
@@ -288,26 +288,26 @@ def _with_input(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _input_of(definition: str, tenant: str) -> str:
     """``{"input": "…"}``, where the string stands for a text that a Lark grammar has.
 
-    Remembered for ``tenant``."""
+    GeneratedTurn for ``tenant``."""
     for written in escaped.lark(definition):
         if "R_START" in written:
             start = "start: ALL\nALL: OPENING R_START CLOSING"
         else:
             start = "start: OPENING r_start CLOSING"
         nested = f"%lark {{\n{start}{_INPUT}{written}\n}}"
-        if not is_refused(f"start: {nested}"):
+        if not compile_error(f"start: {nested}"):
             return nested
     raise escaped.NotExpressible("a Lark grammar that is recursive or that llguidance refuses")
 
 
 @lru_cache(maxsize=32)
 def _text_of(syntax: Syntax, tenant: str) -> str:
-    """The text itself. Remembered for ``tenant``."""
+    """The text itself. GeneratedTurn for ``tenant``."""
     if syntax.kind == "regex":
         written = f"/{escaped.between_slashes(syntax.definition)}/"
     else:
         written = f"%lark {{\n{escaped.plain_lark(syntax.definition)}\n}}"
-    if problem := is_refused(f"start: {written}"):
+    if problem := compile_error(f"start: {written}"):
         raise escaped.NotExpressible(f"its syntax ({problem})")
     return written
 

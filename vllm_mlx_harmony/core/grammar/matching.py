@@ -70,7 +70,7 @@ def _prepared() -> LLTokenizer:
 
 # --- compiled grammars ---
 
-_compiled: lru.Recent[tuple[str, Grammar], Compiled] = lru.Recent(REMEMBERED)
+_compiled: lru.ByteLRU[tuple[str, Grammar], Compiled] = lru.ByteLRU(REMEMBERED)
 
 
 def compiled(grammar: Grammar, tenant: str = "") -> Compiled:

@@ -90,12 +90,12 @@ def without(value: Any, keywords: Iterable[str]) -> Any:
     return walk(value)
 
 
-def rewritten(root: Schema, is_refused: Callable[[Schema], bool]) -> tuple[Schema, list[str]]:
+def rewritten(root: Schema, is_rejected: Callable[[Schema], bool]) -> tuple[Schema, list[str]]:
     """``root`` without ``KEYWORDS``, and those of them that it does not wholly stand for.
 
-    It never allows less than ``root``. ``is_refused`` says of a schema whether nothing is valid.
+    It never allows less than ``root``. ``is_rejected`` says of a schema whether nothing is valid.
     """
-    rewriting = _Rewriting(root, is_refused)
+    rewriting = _Rewriting(root, is_rejected)
     return rewriting.schema(root), list(dict.fromkeys(rewriting.inexact))
 
 
@@ -188,9 +188,9 @@ class _Evaluated:
 
 
 class _Rewriting:
-    def __init__(self, root: Schema, is_refused: Callable[[Schema], bool]) -> None:
+    def __init__(self, root: Schema, is_rejected: Callable[[Schema], bool]) -> None:
         self._root = root
-        self._is_refused = is_refused
+        self._is_rejected = is_rejected
         self._known: dict[str, Mapping[str, None] | None] = {}
         self.inexact: list[str] = []
 
@@ -252,34 +252,34 @@ class _Rewriting:
     # propertyNames
 
     def _property_names(self, value: Schema) -> Iterator[Schema]:
-        asked = value["propertyNames"]
-        names = self._names(asked)
+        requested = value["propertyNames"]
+        names = self._names(requested)
         if names is not None:
-            is_plain = isinstance(asked, dict) and asked.keys() <= {"type", "enum"}
+            is_plain = isinstance(requested, dict) and requested.keys() <= {"type", "enum"}
             if len(names) <= (_MAX_NAMES if is_plain else _MAX_CHECKED):
-                allowed = [name for name in names if is_plain or self._is_allowed(name, asked)]
+                allowed = [name for name in names if is_plain or self._is_allowed(name, requested)]
                 declared = [name for name in value.get("properties", ()) if name in allowed]
                 yield _only([*declared, *allowed], (), False)
                 return
-        pattern, exact = self._pattern(asked)
+        pattern, exact = self._pattern(requested)
         if names is not None or not exact:
             self.inexact.append("propertyNames")
         if pattern is not None:
             yield _only((), [pattern], False)
 
-    def _names(self, asked: Any) -> Mapping[str, None] | None:
+    def _names(self, requested: Any) -> Mapping[str, None] | None:
         """Names among which are all that may be; ``None`` when there is no end of them."""
-        if asked is False or not _has_texts(asked):
+        if requested is False or not _has_texts(requested):
             return {}
-        if not isinstance(asked, dict):
+        if not isinstance(requested, dict):
             return None
-        if "const" in asked or "enum" in asked:
-            listed = [asked["const"]] if "const" in asked else asked["enum"]
+        if "const" in requested or "enum" in requested:
+            listed = [requested["const"]] if "const" in requested else requested["enum"]
             return dict.fromkeys(name for name in listed if isinstance(name, str))
-        found = [self._names(one) for one in asked.get("allOf", ())]
-        if "$ref" in asked:
-            found.append(self._names_of(asked["$ref"]))
-        for branches in (asked.get("anyOf"), asked.get("oneOf")):
+        found = [self._names(one) for one in requested.get("allOf", ())]
+        if "$ref" in requested:
+            found.append(self._names_of(requested["$ref"]))
+        for branches in (requested.get("anyOf"), requested.get("oneOf")):
             if branches:
                 united = [self._names(one) for one in branches]
                 finite = [names for names in united if names is not None]
@@ -293,24 +293,24 @@ class _Rewriting:
             self._known[ref] = self._names(self._target(ref))
         return self._known[ref]
 
-    def _is_allowed(self, name: str, asked: Any) -> bool:
+    def _is_allowed(self, name: str, requested: Any) -> bool:
         definitions = {"$defs": self._root["$defs"]} if "$defs" in self._root else {}
-        return not self._is_refused({"allOf": [{"const": name}, asked], **definitions})
+        return not self._is_rejected({"allOf": [{"const": name}, requested], **definitions})
 
-    def _pattern(self, asked: Any, hops: int = 9) -> tuple[str | None, bool]:
+    def _pattern(self, requested: Any, hops: int = 9) -> tuple[str | None, bool]:
         """The pattern of the names, if there is one, and whether it is all that is asked."""
-        if not isinstance(asked, dict):
-            return None, asked is True
-        if asked.keys() - {"type"} == {"$ref"} and hops:
-            return self._pattern(self._target(asked["$ref"]), hops - 1)
-        rest = asked.keys() - {"type", "pattern", "minLength", "maxLength", "format"}
-        is_bounded = "minLength" in asked or "maxLength" in asked
-        if "pattern" in asked:
-            return asked["pattern"], not rest and not is_bounded
-        exact = not rest and "format" not in asked
+        if not isinstance(requested, dict):
+            return None, requested is True
+        if requested.keys() - {"type"} == {"$ref"} and hops:
+            return self._pattern(self._target(requested["$ref"]), hops - 1)
+        rest = requested.keys() - {"type", "pattern", "minLength", "maxLength", "format"}
+        is_bounded = "minLength" in requested or "maxLength" in requested
+        if "pattern" in requested:
+            return requested["pattern"], not rest and not is_bounded
+        exact = not rest and "format" not in requested
         if not is_bounded:
             return None, exact
-        least, most = asked.get("minLength", 0), asked.get("maxLength", "")
+        least, most = requested.get("minLength", 0), requested.get("maxLength", "")
         return rf"^[\s\S]{{{least},{most}}}$", exact
 
 

@@ -25,7 +25,7 @@ import httpx
 from httpx_sse._decoders import SSEDecoder, SSELineDecoder  # see `_events`
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.constraint import Bounds, Follower, Held
+from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher, ConstraintSpec
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
@@ -106,19 +106,23 @@ class HttpEngine:
         return 0
 
     async def generate(
-        self, prompt: tuple[int, ...], settings: Settings, tenant: str, held: Held | None
+        self,
+        prompt: tuple[int, ...],
+        settings: Settings,
+        tenant: str,
+        constraint: Constraint | None,
     ) -> Steps:
         """See ``server.engine.Engine``. Raises ``EngineUnavailable`` before anything came."""
-        grammar = self._grammar(held.bounds) if held is not None else None
+        grammar = self._grammar(constraint.spec) if constraint is not None else None
         generation = Generation(
             model=self.served_name,
             prompt=prompt,
             settings=replace(settings, max_tokens=max(settings.max_tokens, 1)),
             salt=_salt(tenant) if self.capabilities.tenant_salt else "",
             grammar=grammar,
-            min_tokens=held.bounds.min_tokens if held is not None else 0,
+            min_tokens=constraint.spec.min_tokens if constraint is not None else 0,
         )
-        turn = _Turn(None if held is None else held.begin(grammar=grammar is not None))
+        turn = _Turn(None if constraint is None else constraint.start(grammar=grammar is not None))
         cached = 0
         for _ in range(MOST_CONTINUATIONS):
             async with aclosing(self.chunks(generation)) as chunks:
@@ -148,14 +152,14 @@ class HttpEngine:
                 return
         raise OutputError("the model would not stop to reason")
 
-    def _grammar(self, bounds: Bounds) -> str | None:
+    def _grammar(self, spec: ConstraintSpec) -> str | None:
         """The text of the grammar, where it can be kept to. Raises ``RequestError`` otherwise."""
-        grammar = bounds.grammar
+        grammar = spec.grammar
         if grammar is None:
             return None
         if self.capabilities.grammar and not grammar.grammar.begun:
             return grammar.grammar.text
-        if bounds.binding:
+        if spec.binding:
             raise RequestError(
                 f"this server's engine ({self.dialect.name}) cannot be held to a grammar: required "
                 "calls, strict tools and response formats are not possible",
@@ -200,8 +204,8 @@ class HttpEngine:
 class _Turn:
     """One turn, id by id: where it ends, and where ids are forced."""
 
-    def __init__(self, follower: Follower | None) -> None:
-        self._follower = follower
+    def __init__(self, matcher: ConstraintMatcher | None) -> None:
+        self._matcher = matcher
         self.ids: list[int] = []
         """All so far."""
         self.ended = False
@@ -210,8 +214,8 @@ class _Turn:
 
     def take(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Those of ``ids`` that are the turn's: up to its end, or to where others are forced."""
-        follower = self._follower
-        if follower is None:
+        matcher = self._matcher
+        if matcher is None:
             for at, token in enumerate(ids, start=1):
                 if token in vocab.TURN_ENDS:
                     self.ended = True
@@ -219,12 +223,12 @@ class _Turn:
                     break
             self.ids += ids
             return ids
-        reasoning = follower.reasoning
+        reasoning = matcher.reasoning
         for at, token in enumerate(ids, start=1):
             if reasoning is not None and token in reasoning.banned:
                 self.forced = tuple(vocab.encode("final"))
                 return self._taken(ids[: at - 1])
-            follower.consume(token)
+            matcher.consume(token)
             if token in vocab.TURN_ENDS:
                 self.ended = True
                 return self._taken(ids[:at])
@@ -236,9 +240,9 @@ class _Turn:
     def force(self) -> tuple[int, ...]:
         """What is forced: said from now on."""
         forced, self.forced = self.forced, ()
-        if self._follower is not None:
+        if self._matcher is not None:
             for token in forced:
-                self._follower.consume(token)
+                self._matcher.consume(token)
         self.ids += forced
         return forced
 

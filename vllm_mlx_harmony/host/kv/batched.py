@@ -21,7 +21,7 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.host.kv import prefix
-from vllm_mlx_harmony.host.kv.prefix import Known
+from vllm_mlx_harmony.host.kv.prefix import TenantPrompt
 from vllm_mlx_harmony.host.models import is_harmony
 from vllm_mlx_harmony.host.sampler import LIKELIEST, Sampler, claimed, draw
 from vllm_mlx_harmony.server.sampling import Settings
@@ -57,7 +57,7 @@ def ours_instead(original: Method) -> Method:
 
 
 def keep_known(original: Method) -> Method:
-    """``Scheduler.add_request`` that hands a ``Known`` prompt on as it is, instead of a copy.
+    """``Scheduler.add_request`` that hands a ``TenantPrompt`` on as it is, instead of a copy.
 
     What the host itself asks such an engine for (raw completions, warm-up) is made one.
     """
@@ -67,12 +67,12 @@ def keep_known(original: Method) -> Method:
         if self not in _ours:
             original(self, request)
             return
-        if isinstance(request.prompt, Known) and request.prompt_token_ids is None:
+        if isinstance(request.prompt, TenantPrompt) and request.prompt_token_ids is None:
             request.prompt_token_ids = request.prompt
             request.num_prompt_tokens = len(request.prompt)
         original(self, request)
-        if not isinstance(request.remaining_tokens, Known) and request.prompt_cache is None:
-            request.remaining_tokens = Known(request.prompt_token_ids)
+        if not isinstance(request.remaining_tokens, TenantPrompt) and request.prompt_cache is None:
+            request.remaining_tokens = TenantPrompt(request.prompt_token_ids)
 
     return add_request
 
@@ -221,7 +221,7 @@ class Prefilling(PromptProcessingBatch):  # type: ignore[misc, unused-ignore]
 
 
 class Reusing(BatchGenerator):  # type: ignore[misc, unused-ignore]
-    """Starts ``Known`` prompts where the known ends, and remembers them as they run.
+    """Starts ``TenantPrompt`` prompts where the known ends, and remembers them as they run.
 
     Other prompts are as before. Those it was given and has not finished are in ``_known``, by uid.
     Sequences that come with a ``Sampler`` are drawn with it.
@@ -229,7 +229,7 @@ class Reusing(BatchGenerator):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, TenantPrompt] = {}
         self._prompt_batch = Prefilling.empty(
             self.model, self.sampler, prefill_step_size=self.prefill_step_size
         )
@@ -258,7 +258,7 @@ class Reusing(BatchGenerator):  # type: ignore[misc, unused-ignore]
             segments, max_tokens, caches, all_tokens, samplers, logits_processors, state_machines
         )
         known = zip(uids, firsts, strict=True)
-        self._known.update({uid: ids for uid, ids in known if isinstance(ids, Known)})
+        self._known.update({uid: ids for uid, ids in known if isinstance(ids, TenantPrompt)})
         return uids
 
     def remove(self, uids: Any, *args: Any, **keywords: Any) -> Any:

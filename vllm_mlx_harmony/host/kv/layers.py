@@ -209,11 +209,11 @@ def _kind_of(part: Any) -> Any:
     return None if part is None else (part.dtype, part.shape[:2], part.shape[3])
 
 
-def join(model: Any, segments: Sequence[Segment], room: int = 0) -> list[Any]:
+def join(model: Any, segments: Sequence[Segment], headroom: int = 0) -> list[Any]:
     """A new cache for ``model`` that holds what the segments do, one after another.
 
-    Using it changes nothing in them. There is ``room`` for so many tokens more before the layers
-    that keep everything have to grow.
+    Using it changes nothing in them. There is ``headroom`` for so many tokens more before the
+    layers that keep everything have to grow.
     """
     cache: list[Any] = make_prompt_cache(model)
     length = sum(segment.tokens for segment in segments)
@@ -221,8 +221,8 @@ def join(model: Any, segments: Sequence[Segment], room: int = 0) -> list[Any]:
     for layer in cache:
         if _kind(layer) == WHOLE:
             at = next(whole)
-            layer.keys = _all([segment.whole for segment in segments], at, room)
-            layer.values = _all([segment.whole for segment in segments], at + 1, room)
+            layer.keys = _all([segment.whole for segment in segments], at, headroom)
+            layer.values = _all([segment.whole for segment in segments], at + 1, headroom)
         else:
             at, window = next(tail), layer.max_size
             layer.keys = _last([segment.tail for segment in segments], at, window)
@@ -233,11 +233,11 @@ def join(model: Any, segments: Sequence[Segment], room: int = 0) -> list[Any]:
     return cache
 
 
-def _all(parts: Sequence[Any], at: int, room: int) -> Any:
+def _all(parts: Sequence[Any], at: int, headroom: int) -> Any:
     pieces = [part[at : at + 1] for part in parts]
-    if room:
+    if headroom:
         _, heads, _, width = pieces[0].shape
-        pieces.append(mx.zeros((1, heads, room, width), dtype=pieces[0].dtype))
+        pieces.append(mx.zeros((1, heads, headroom, width), dtype=pieces[0].dtype))
     return mx.concatenate(pieces, axis=2)
 
 

@@ -41,7 +41,7 @@ EVERYBODY = "*"
 """The tenant whose prompts all may continue: what the operator had computed at the start."""
 
 
-class Known(list[int]):
+class TenantPrompt(list[int]):
     """The ids of a prompt that may continue what the same ``tenant`` asked the model before.
 
     ``tenant`` separates those who must not see each other's prompts, not even by the clock: say, a
@@ -223,7 +223,7 @@ def _reach(disk: Disk, model: Any, path: str, sequence: bytes, tenant: str) -> i
 
 
 async def fetch(model: Any, path: str, ids: Sequence[int], tenant: str) -> tuple[Fetched, ...]:
-    """What the disk has of a prompt behind what is in memory, for ``Known.fetched``.
+    """What the disk has of a prompt behind what is in memory, for ``TenantPrompt.fetched``.
 
     ``path`` is the directory, or the repository, that ``model`` was loaded from.
     """
@@ -259,7 +259,7 @@ def _roots(model: Any, path: str, tenant: str) -> tuple[Root, ...]:
     return tuple(identity.root(*_identities[key], whose) for whose in (tenant, EVERYBODY))
 
 
-def resume(model: Any, prompt: Known, answer: int = 0) -> tuple[int, list[Any] | None]:
+def resume(model: Any, prompt: TenantPrompt, answer: int = 0) -> tuple[int, list[Any] | None]:
     """How many ids of ``prompt`` are known, and a cache that holds exactly those.
 
     0 and ``None`` when none are, when nothing may be remembered, and whenever anything goes wrong.
@@ -278,8 +278,8 @@ def resume(model: Any, prompt: Known, answer: int = 0) -> tuple[int, list[Any] |
         if fetched:
             _take_in(whose, sequence, fetched)
         known, segments = memory().find(whose, sequence, shared)
-        room = len(prompt) - known + answer if answer else 0
-        cache = join(model, segments, room) if known else None
+        headroom = len(prompt) - known + answer if answer else 0
+        cache = join(model, segments, headroom) if known else None
     except Exception:
         logger.exception("a prefix could not be reused")
         return 0, None

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.host.kv import prefix
-from vllm_mlx_harmony.host.kv.prefix import Known
+from vllm_mlx_harmony.host.kv.prefix import TenantPrompt
 from vllm_mlx_harmony.host.sampler import Sampler, claimed, draw
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 STEP = 2048
 """Tokens computed at a time where ``--prefill-step-size`` says nothing else, as mlx-lm does it."""
 
-ROOM = 256
+HEADROOM = 256
 """Tokens an answer may have before the cache grows for the first time. Every so many tokens, too,
 what the device has put aside is freed, as mlx-lm does it."""
 
@@ -33,7 +33,7 @@ Stream = Callable[..., Iterator[Any]]
 
 
 def reuse_prefix(original: Stream) -> Stream:
-    """``MLXLanguageModel.stream_generate`` that goes on where a ``Known`` prompt leaves the known.
+    """``MLXLanguageModel.stream_generate``, begun where a ``TenantPrompt`` leaves the known.
 
     One that brings a ``Sampler``, that is: other prompts, and calls that bring a cache of their
     own, are as before.
@@ -41,7 +41,7 @@ def reuse_prefix(original: Stream) -> Stream:
 
     @wraps(original)
     def reusing(model: Any, prompt: Any, *args: Any, **keywords: Any) -> Iterator[Any]:
-        if isinstance(prompt, Known) and not args and keywords.get("prompt_cache") is None:
+        if isinstance(prompt, TenantPrompt) and not args and keywords.get("prompt_cache") is None:
             sampler, others = claimed(keywords.get("logits_processors") or ())
             if sampler is not None and not others:
                 step = keywords.get("prefill_step_size", STEP)
@@ -51,13 +51,17 @@ def reuse_prefix(original: Stream) -> Stream:
     return reusing
 
 
-def _answer(model: Any, prompt: Known, sampler: Sampler, limit: int, step: int) -> Iterator[Any]:
+def _answer(
+    model: Any, prompt: TenantPrompt, sampler: Sampler, limit: int, step: int
+) -> Iterator[Any]:
     """The host's chunks for the ids that follow ``prompt``, without text: nobody reads it."""
     with prefix.computing():
         yield from _generated(model, prompt, sampler, limit, step)
 
 
-def _generated(model: Any, prompt: Known, sampler: Sampler, limit: int, step: int) -> Iterator[Any]:
+def _generated(
+    model: Any, prompt: TenantPrompt, sampler: Sampler, limit: int, step: int
+) -> Iterator[Any]:
     from vllm_mlx.models.llm import StreamingOutput
 
     cache = _prefilled(model, prompt, step)
@@ -101,11 +105,11 @@ def _decoded(
         for made in count(1):
             ids, coming = coming, following(coming)
             yield ids.item()
-            if made % ROOM == 0:
+            if made % HEADROOM == 0:
                 mx.clear_cache()
 
 
-def _prefilled(model: Any, prompt: Known, step: int) -> list[Any]:
+def _prefilled(model: Any, prompt: TenantPrompt, step: int) -> list[Any]:
     """A cache that holds all of ``prompt`` but its last id."""
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -121,10 +125,10 @@ def _prefilled(model: Any, prompt: Known, step: int) -> list[Any]:
         return cache
 
 
-def _prefill(model: Any, prompt: Known, step: int) -> list[Any]:
+def _prefill(model: Any, prompt: TenantPrompt, step: int) -> list[Any]:
     from mlx_lm.models.cache import make_prompt_cache
 
-    known, cache = prefix.resume(model, prompt, answer=ROOM)
+    known, cache = prefix.resume(model, prompt, answer=HEADROOM)
     cache = make_prompt_cache(model) if cache is None else cache
     for place in prefix.marks(prompt, after=known):
         _compute(model, prompt[known:place], cache, step)

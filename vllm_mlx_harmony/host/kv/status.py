@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.models import is_harmony
-from vllm_mlx_harmony.host.mount import Route, pass_on
+from vllm_mlx_harmony.host.mount import Route, forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ async def cache_stats(request: Request) -> Response:
     """``GET /v1/cache/stats``."""
     engine = _harmony_alone()
     if engine is None:
-        return await pass_on(request)
+        return await forward_to_host(request)
     try:
         stats = engine.get_cache_stats()
     except Exception as error:  # noqa: BLE001 - as the host answers
@@ -95,7 +95,7 @@ async def clear_cache(request: Request) -> Response:
     await _empty_disk()
     engine = _harmony_alone()
     if engine is None:
-        return await pass_on(request)
+        return await forward_to_host(request)
     try:
         owned = getattr(engine, "_clear_runtime_caches_on_owner", None)
         cleared = engine.clear_runtime_caches() if owned is None else await owned()
@@ -109,7 +109,7 @@ async def clear_cache(request: Request) -> Response:
 async def clear_prefix_cache(request: Request) -> Response:
     """``DELETE /v1/cache/prefix``: the host's, and the disk."""
     await _empty_disk()
-    return await pass_on(request)
+    return await forward_to_host(request)
 
 
 async def _empty_disk() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_mlx_harmony.core.replay import Remembered
+from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.host.kv.disk import Disk
 
@@ -21,11 +21,11 @@ class Turns:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
 
-    def put(self, key: bytes, turn: Remembered) -> None:
+    def put(self, key: bytes, turn: GeneratedTurn) -> None:
         """Has ``turn`` written."""
         self._disk.put_turn(key, written(turn))
 
-    def get(self, key: bytes) -> Remembered | None:
+    def get(self, key: bytes) -> GeneratedTurn | None:
         """The turn; ``None`` when there is none, or it is not what was written."""
         content = self._disk.turn(key)
         if content is None:
@@ -35,7 +35,7 @@ class Turns:
             self._disk.drop_turn(key)
         return turn
 
-    def find(self, keys: Sequence[bytes]) -> list[Remembered | None]:
+    def find(self, keys: Sequence[bytes]) -> list[GeneratedTurn | None]:
         """The turns with these keys."""
         return [self.get(key) for key in keys]
 

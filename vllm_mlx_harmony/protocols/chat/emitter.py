@@ -23,7 +23,7 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
-from vllm_mlx_harmony.core.turn import Call, Defaults, Message, Stamp, Turn
+from vllm_mlx_harmony.core.turn import Call, Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.chat.request import is_freeform, read_turn
 from vllm_mlx_harmony.protocols.chat.schema import read_body
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
@@ -44,10 +44,10 @@ class ChatRequest:
     shows_reasoning: bool = True
     freeform: frozenset[str] = frozenset()
 
-    def emitter(self, stamp: Stamp) -> Emitter:
-        """The writer of this request's answer, signed with ``stamp``."""
+    def emitter(self, info: ResponseInfo) -> Emitter:
+        """The writer of this request's answer, signed with ``info``."""
         return Emitter(
-            stamp,
+            info,
             stream=self.stream,
             include_usage=self.include_usage,
             shows_reasoning=self.shows_reasoning,
@@ -129,14 +129,14 @@ class Emitter:
 
     def __init__(
         self,
-        stamp: Stamp,
+        info: ResponseInfo,
         *,
         stream: bool,
         include_usage: bool = False,
         shows_reasoning: bool = True,
         freeform: frozenset[str] = frozenset(),
     ) -> None:
-        self._stamp = stamp
+        self._info = info
         self._stream = stream
         self._include_usage = include_usage
         self._shows_reasoning = shows_reasoning
@@ -196,7 +196,7 @@ class Emitter:
     def _opened_call(self, delta: Opened) -> list[Event]:
         index = len(self._calls)
         self._input = FreeformInput() if delta.name in self._freeform else None
-        call = _Call(self._stamp.call_id(delta.index), delta.name, self._input)
+        call = _Call(self._info.call_id(delta.index), delta.name, self._input)
         self._calls.append(call)
         self._joint = ""
         self._parts = call.arguments
@@ -249,12 +249,12 @@ class Emitter:
         return (*middle, last + tail)
 
     def _signed(self, kind: str) -> dict[str, Any]:
-        stamp = self._stamp
+        info = self._info
         return {
-            "id": f"chatcmpl-{stamp.key}",
+            "id": f"chatcmpl-{info.id_seed}",
             "object": kind,
-            "created": stamp.created,
-            "model": stamp.model,
+            "created": info.created,
+            "model": info.model,
         }
 
     def _message(self) -> dict[str, Any]:

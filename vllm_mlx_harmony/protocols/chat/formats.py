@@ -36,23 +36,23 @@ def _formats(body: ChatBody) -> Iterator[tuple[str, ResponseFormat]]:
         yield "response_format", _openai(body.response_format)
     outputs = body.structured_outputs or StructuredOutputs()
     if outputs.structural_tag is not None:
-        raise _refused("structured_outputs.structural_tag", "the tags are Harmony's own")
+        raise _unsupported("structured_outputs.structural_tag", "the tags are Harmony's own")
     if outputs.disable_additional_properties:
         where = "structured_outputs.disable_additional_properties"
-        raise _refused(where, "say additionalProperties in the schema")
+        raise _unsupported(where, "say additionalProperties in the schema")
     for name, field, read in _VLLM:
-        for where, asked in (
+        for where, requested in (
             (f"guided_{name}", getattr(body, f"guided_{name}")),
             (f"structured_outputs.{name}", getattr(outputs, field)),
         ):
-            if asked is not None and asked is not False:
-                yield where, read(asked, where)
+            if requested is not None and requested is not False:
+                yield where, read(requested, where)
 
 
-def _openai(asked: ChatFormat) -> ResponseFormat:
-    schema = asked.json_schema
-    if asked.type == "json_object" or (schema is None and asked.document is not None):
-        return ResponseFormat(asked.document)
+def _openai(requested: ChatFormat) -> ResponseFormat:
+    schema = requested.json_schema
+    if requested.type == "json_object" or (schema is None and requested.document is not None):
+        return ResponseFormat(requested.document)
     if schema is None:
         raise required("response_format.json_schema")
     return ResponseFormat(
@@ -63,12 +63,12 @@ def _openai(asked: ChatFormat) -> ResponseFormat:
     )
 
 
-def _schema(asked: object, where: str) -> ResponseFormat:
+def _schema(requested: object, where: str) -> ResponseFormat:
     """By a schema, as an object or as JSON."""
-    if isinstance(asked, str) and not is_parsed_soon(asked):
+    if isinstance(requested, str) and not is_parsed_soon(requested):
         raise RequestError(f"{where} is too large", param=where, code="invalid_value")
     try:
-        schema = mended(json.loads(asked)) if isinstance(asked, str) else asked
+        schema = mended(json.loads(requested)) if isinstance(requested, str) else requested
     except (ValueError, RecursionError, RequestError) as error:
         problem = f"{where} is not valid JSON: {error}"
         raise RequestError(problem, param=where, code="invalid_value") from error
@@ -81,18 +81,18 @@ def _any_object(_: object, __: str) -> ResponseFormat:
     return ResponseFormat()
 
 
-def _regex(asked: str, _: str) -> ResponseFormat:
-    return ResponseFormat(strict=True, syntax=Syntax("regex", asked))
+def _regex(requested: str, _: str) -> ResponseFormat:
+    return ResponseFormat(strict=True, syntax=Syntax("regex", requested))
 
 
-def _choice(asked: list[str], where: str) -> ResponseFormat:
-    return _regex(f"(?:{'|'.join(map(re.escape, asked))})", where)
+def _choice(requested: list[str], where: str) -> ResponseFormat:
+    return _regex(f"(?:{'|'.join(map(re.escape, requested))})", where)
 
 
-def _grammar(asked: str, where: str) -> ResponseFormat:
-    if "::=" in asked:  # GBNF, which other backends of vLLM take
-        raise _refused(where, "write the grammar in Lark's notation")
-    return ResponseFormat(strict=True, syntax=Syntax("lark", asked))
+def _grammar(requested: str, where: str) -> ResponseFormat:
+    if "::=" in requested:  # GBNF, which other backends of vLLM take
+        raise _unsupported(where, "write the grammar in Lark's notation")
+    return ResponseFormat(strict=True, syntax=Syntax("lark", requested))
 
 
 _VLLM: tuple[tuple[str, str, Callable[[Any, str], ResponseFormat]], ...] = (
@@ -105,5 +105,5 @@ _VLLM: tuple[tuple[str, str, Callable[[Any, str], ResponseFormat]], ...] = (
 """vLLM's name of a format, the field of ``StructuredOutputs`` that has it, and what it means."""
 
 
-def _refused(where: str, why: str) -> RequestError:
+def _unsupported(where: str, why: str) -> RequestError:
     return RequestError(f"{where}: not available: {why}", param=where, code=UNSUPPORTED)

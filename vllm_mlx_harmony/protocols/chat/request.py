@@ -112,12 +112,12 @@ def _continued(body: ChatBody) -> bool:
     A prompt without ``add_generation_prompt`` is one whose last message is open, unless
     ``continue_final_message`` says that it is not.
     """
-    asked = body.continue_final_message
-    if asked and body.add_generation_prompt:
+    requested = body.continue_final_message
+    if requested and body.add_generation_prompt:
         problem = "add_generation_prompt: cannot be true when continue_final_message is"
         raise RequestError(problem, param="add_generation_prompt", code="invalid_value")
-    field = "add_generation_prompt" if asked is None else "continue_final_message"
-    continued = body.add_generation_prompt is False if asked is None else asked
+    field = "add_generation_prompt" if requested is None else "continue_final_message"
+    continued = body.add_generation_prompt is False if requested is None else requested
     if continued and body.messages[-1].role != "assistant":
         problem = f"{field}: the last message is not the assistant's, so there is none to continue"
         raise RequestError(problem, param=field, code=UNSUPPORTED)
@@ -294,13 +294,15 @@ def _reasoning(
     body: ChatBody, template: TemplateOptions, defaults: Defaults
 ) -> tuple[Effort, bool]:
     """Effort and whether to think: the first that is given (A8); a budget of 0 is no thinking."""
-    asked = body.reasoning or ReasoningOptions()
-    thoughtless = False in (body.enable_thinking, template.enable_thinking, asked.enabled) or bool(
-        body.thinking and body.thinking.type == "disabled"
-    )
+    requested = body.reasoning or ReasoningOptions()
+    thoughtless = False in (
+        body.enable_thinking,
+        template.enable_thinking,
+        requested.enabled,
+    ) or bool(body.thinking and body.thinking.type == "disabled")
     effort, thinking = defaults.reasoning(
         ("reasoning_effort", body.reasoning_effort),
-        ("reasoning.effort", asked.effort),
+        ("reasoning.effort", requested.effort),
         ("chat_template_kwargs.reasoning_effort", template.reasoning_effort),
         ("enable_thinking", NO_THINKING if thoughtless else None),
     )
@@ -309,14 +311,14 @@ def _reasoning(
 
 def _reasoning_tokens(body: ChatBody) -> int | None:
     """The budget for reasoning, however other servers call it; -1 is none."""
-    asked = (
+    requested = (
         body.thinking_token_budget,  # vLLM
         body.thinking_budget_tokens,  # llama.cpp
         body.thinking_budget,  # Qwen's own API
         body.reasoning.max_tokens if body.reasoning else None,  # OpenRouter
         body.thinking.budget_tokens if body.thinking else None,  # Anthropic, through proxies
     )
-    budget = next((each for each in asked if each is not None), None)
+    budget = next((each for each in requested if each is not None), None)
     return None if budget == -1 else budget
 
 

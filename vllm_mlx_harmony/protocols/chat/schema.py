@@ -258,13 +258,13 @@ def _any(_: object) -> bool:
     return True
 
 
-_REFUSED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
+_UNSUPPORTED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("n", lambda n: n > 1, "one answer per request: send the request again instead of n > 1"),
     ("logprobs", bool, _LOGPROBS),
     ("top_logprobs", bool, _LOGPROBS),
     ("prompt_logprobs", _any, _LOGPROBS),
     ("logprob_token_ids", _any, _LOGPROBS),
-    ("modalities", lambda asked: {*asked} - {"text"}, _TEXT_ONLY),
+    ("modalities", lambda requested: {*requested} - {"text"}, _TEXT_ONLY),
     ("audio", _any, _TEXT_ONLY),
     ("functions", bool, "replaced by tools: send each function as a tool of type 'function'"),
     ("function_call", _any, "replaced by tool_choice"),
@@ -294,8 +294,8 @@ def read_body(body: object) -> ChatBody:
     available, and nothing else, whatever JSON value ``body`` is. Unknown fields are ignored.
     """
     chat = checked(ChatBody, body)
-    for field, refused, why in _REFUSED:
+    for field, unsupported, why in _UNSUPPORTED:
         value = getattr(chat, field)
-        if value is not None and refused(value):
+        if value is not None and unsupported(value):
             raise RequestError(f"{field}: {why}", param=field, code=UNSUPPORTED)
     return chat

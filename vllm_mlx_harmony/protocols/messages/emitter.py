@@ -24,8 +24,8 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, PromptTooLong
-from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp, Turn
-from vllm_mlx_harmony.protocols.encryption import Seal
+from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
+from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Event, encode, quote
 from vllm_mlx_harmony.protocols.messages.partial_json import ObjectText
 from vllm_mlx_harmony.protocols.messages.request import UPDATE, notes, read_turn
@@ -34,7 +34,7 @@ from vllm_mlx_harmony.protocols.messages.schema import THREAD_UNSUPPORTED, Messa
 PING = Event('{"type":"ping"}', "ping")
 """What keeps a connection alive while a long prompt is prefilled; allowed at any place."""
 
-Display: TypeAlias = Literal["shown", "sealed", "hidden", "updates"]
+Display: TypeAlias = Literal["shown", "encrypted", "hidden", "updates"]
 """Reasoning as blocks with text and signature, with the signature alone, or not at all.
 
 ``updates``: no reasoning, and preambles in its place, as Anthropic's ``between_tools`` has it: what
@@ -54,11 +54,11 @@ class MessagesRequest:
     stream: bool
     thinking: Display
     notes: tuple[str, ...]
-    seal: Seal = field(repr=False)
+    cipher: Cipher = field(repr=False)
 
-    def emitter(self, stamp: Stamp) -> Emitter:
-        """The writer of this request's answer, signed with ``stamp``."""
-        return Emitter(stamp, self.seal, stream=self.stream, thinking=self.thinking)
+    def emitter(self, info: ResponseInfo) -> Emitter:
+        """The writer of this request's answer, signed with ``info``."""
+        return Emitter(info, self.cipher, stream=self.stream, thinking=self.thinking)
 
     def echoed(self, message: Message) -> Message:
         """A message the model said, as it is read when a client gives it back: the same."""
@@ -66,31 +66,31 @@ class MessagesRequest:
 
 
 def read(
-    body: object, defaults: Defaults, seal: Seal, *, counting: bool = False
+    body: object, defaults: Defaults, cipher: Cipher, *, counting: bool = False
 ) -> MessagesRequest:
     """The request in ``body``, the parsed JSON of ``POST /v1/messages``.
 
     ``counting``: of ``POST /v1/messages/count_tokens``, where ``max_tokens`` is not required.
     Raises ``RequestError`` naming the field, and nothing else, whatever JSON value ``body`` is.
     """
-    asked = read_body(body, counting=counting)
+    request = read_body(body, counting=counting)
     return MessagesRequest(
-        turn=read_turn(asked, defaults, seal),
-        model=asked.model,
-        stream=bool(asked.stream),
-        thinking=_display(asked),
-        notes=notes(asked),
-        seal=seal,
+        turn=read_turn(request, defaults, cipher),
+        model=request.model,
+        stream=bool(request.stream),
+        thinking=_display(request),
+        notes=notes(request),
+        cipher=cipher,
     )
 
 
-def _display(asked: MessagesBody) -> Display:
-    thinking = asked.thinking
+def _display(request: MessagesBody) -> Display:
+    thinking = request.thinking
     if thinking is None:
         return "shown"
     if thinking.type in _DISPLAYS:
         return _DISPLAYS[thinking.type]
-    return "shown" if thinking.display in (None, "summarized") else "sealed"
+    return "shown" if thinking.display in (None, "summarized") else "encrypted"
 
 
 _DISPLAYS: dict[str, Display] = {"disabled": "hidden", "between_tools": "updates"}
@@ -116,16 +116,16 @@ _ERRORS: dict[int, str] = {
 }
 
 
-def request_id(stamp: Stamp) -> str:
-    """The ``request-id`` of the answer that ``stamp`` signs."""
-    return f"req_{stamp.key[:24]}"
+def request_id(info: ResponseInfo) -> str:
+    """The ``request-id`` of the answer that ``info`` signs."""
+    return f"req_{info.id_seed[:24]}"
 
 
 def error_body(error: HarmonyFailure, request_id: str | None = None) -> dict[str, Any]:
     """``error`` in Anthropic's shape. ``type`` is what api.anthropic.com sends with the status."""
     other = "invalid_request_error" if error.status in _CALLERS_FAULT else "api_error"
-    told = {"type": _ERRORS.get(error.status, other), "message": _message(error)}
-    return {"type": "error", "error": {**told, **_details(error)}, "request_id": request_id}
+    details = {"type": _ERRORS.get(error.status, other), "message": _message(error)}
+    return {"type": "error", "error": {**details, **_details(error)}, "request_id": request_id}
 
 
 def _details(error: HarmonyFailure) -> dict[str, Any]:
@@ -189,12 +189,12 @@ class _TextBlock:
 
 
 class _ThinkingBlock:
-    """Kept until it is sealed: the seal is over the whole text, shown or not, and ``mark``."""
+    """Kept until its end: what is encrypted is the whole text, shown or not, and ``mark``."""
 
     delta, name = "thinking_delta", "thinking"
 
-    def __init__(self, seal: Seal, *, shown: bool, mark: str = "") -> None:
-        self._seal = seal
+    def __init__(self, cipher: Cipher, *, shown: bool, mark: str = "") -> None:
+        self._cipher = cipher
         self._shown = shown
         self._parts = [mark]
 
@@ -206,7 +206,7 @@ class _ThinkingBlock:
         return ""
 
     def signature(self) -> str:
-        return self._seal.seal("".join(self._parts))
+        return self._cipher.encrypt("".join(self._parts))
 
     def document(self, text: str, signature: str) -> dict[str, Any]:
         return {"type": "thinking", "thinking": text, "signature": signature}
@@ -249,14 +249,14 @@ class Emitter:
     Streamed: ``message_start``; per message a block with its start, deltas and stop;
     ``message_delta`` with why it stopped and the usage; ``message_stop``. A delta's JSON is made
     once per block and only the text is quoted: its cost does not depend on what came before. Of
-    the text only that of an open thinking block (to seal it) and an open call is kept.
+    the text only that of an open thinking block (to encrypt it) and an open call is kept.
     """
 
     def __init__(
-        self, stamp: Stamp, seal: Seal, *, stream: bool, thinking: Display = "shown"
+        self, info: ResponseInfo, cipher: Cipher, *, stream: bool, thinking: Display = "shown"
     ) -> None:
-        self._stamp = stamp
-        self._seal = seal
+        self._info = info
+        self._cipher = cipher
         self._stream = stream
         self._thinking = thinking
         self._block: _Block | None = None
@@ -304,14 +304,14 @@ class Emitter:
     def _new_block(self, delta: Opened) -> _Block | None:
         """``None`` when the caller does not want to see the message."""
         if delta.kind is Kind.CALL:
-            return _ToolUseBlock(self._stamp.call_id(delta.index), delta.name)
+            return _ToolUseBlock(self._info.call_id(delta.index), delta.name)
         if delta.kind is Kind.PREAMBLE and self._thinking == "updates":
-            return _ThinkingBlock(self._seal, shown=True, mark=UPDATE)
+            return _ThinkingBlock(self._cipher, shown=True, mark=UPDATE)
         if delta.kind is not Kind.REASONING:
             return _TextBlock()
         if self._thinking in ("hidden", "updates"):
             return None
-        return _ThinkingBlock(self._seal, shown=self._thinking == "shown")
+        return _ThinkingBlock(self._cipher, shown=self._thinking == "shown")
 
     def _text(self, delta: Text) -> list[Event]:
         return [] if self._block is None else self._more(self._block.take(delta.text))
@@ -347,7 +347,7 @@ class Emitter:
 
     def _failed(self, delta: Failed) -> list[Event]:
         self._error = delta.error
-        body = error_body(delta.error, request_id(self._stamp))
+        body = error_body(delta.error, request_id(self._info))
         return [Event(encode(body), "error")] if self._stream else []
 
     def _send(self, kind: str, **fields: Any) -> list[Event]:
@@ -357,10 +357,10 @@ class Emitter:
         self, content: list[dict[str, Any]], stopped: dict[str, Any], usage: dict[str, Any]
     ) -> dict[str, Any]:
         return {
-            "id": f"msg_{self._stamp.key}",
+            "id": f"msg_{self._info.id_seed}",
             "type": "message",
             "role": "assistant",
-            "model": self._stamp.model,
+            "model": self._info.model,
             "content": content,
             **stopped,
             "usage": usage,

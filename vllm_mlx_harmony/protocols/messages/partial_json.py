@@ -82,7 +82,7 @@ class ObjectText:
         self._broken = False
         self._open: list[str] = []
         self._unread = ""
-        self._held: list[str] = []
+        self._pending: list[str] = []
         self._free: list[str] = []
         self._key: list[str] = []
         self._member = ""
@@ -121,12 +121,12 @@ class ObjectText:
     # What is sent: a comma, a key and a colon only together with the value they lead to.
 
     def _hold(self, text: str) -> None:
-        self._held.append(text)
+        self._pending.append(text)
 
     def _release(self, text: str) -> None:
-        if self._held:
-            self._free += self._held
-            self._held = []
+        if self._pending:
+            self._free += self._pending
+            self._pending = []
             if self._key:
                 self._member, self._key = "".join(self._key), []
         self._free.append(text)
@@ -154,7 +154,7 @@ class ObjectText:
 
     def _white(self, white: str, end: int) -> int:
         if self._open:
-            self._hold(white) if self._held else self._release(white)
+            self._hold(white) if self._pending else self._release(white)
         return end
 
     def _opener(self, text: str, at: int) -> int:

@@ -33,9 +33,9 @@ from vllm_mlx_harmony.core.turn import (
     ToolChoice,
     Turn,
     User,
-    left_out,
+    omitted,
 )
-from vllm_mlx_harmony.protocols.encryption import Seal
+from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
 from vllm_mlx_harmony.protocols.messages.schema import (
     CUSTOM,
@@ -50,9 +50,9 @@ from vllm_mlx_harmony.protocols.messages.schema import (
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 
-def read_turn(body: MessagesBody, defaults: Defaults, seal: Seal) -> Turn:
+def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
-    messages, prefill = _conversation(body, defaults, seal)
+    messages, prefill = _conversation(body, defaults, cipher)
     tools = () if _no_tools(body) else tuple(_tools(body.tools or ()))
     effort, thinking = _reasoning(body, defaults)
     for message in messages:
@@ -119,7 +119,7 @@ _Spoken: TypeAlias = Sequence[_Said]
 
 
 def _conversation(
-    body: MessagesBody, defaults: Defaults, seal: Seal
+    body: MessagesBody, defaults: Defaults, cipher: Cipher
 ) -> tuple[list[Message], str | None]:
     """All messages, and the beginning of the answer when the last one is the assistant's."""
     roles = [message.role for message in body.messages]
@@ -142,9 +142,9 @@ def _conversation(
     if roles[-1] == "assistant":
         last = runs.pop()[1]
         prefill = _prefill(last)
-    read = [message for role, run in runs for message in _ROLES[role](run, seal)]
+    read = [message for role, run in runs for message in _ROLES[role](run, cipher)]
     if roles[-1] == "assistant":
-        read += _unanswered(last, seal)
+        read += _unanswered(last, cipher)
     if _no_tools(body):
         read = [message for message in read if not isinstance(message, AdditionalTools)]
     return read, prefill
@@ -204,7 +204,7 @@ def _prefill(run: _Spoken) -> str | None:
     return text
 
 
-def _instructions(run: _Spoken, _: Seal) -> Iterator[Message]:
+def _instructions(run: _Spoken, _: Cipher) -> Iterator[Message]:
     for message in run:
         for adds, blocks in groupby(message.blocks, lambda each: each.block.type == _ADDITION):
             if adds:
@@ -231,7 +231,7 @@ def _addition(placed: _Placed) -> Iterator[Tool]:
         yield from _tool(change.definition, where)
 
 
-def _user(run: _Spoken, _: Seal) -> Iterator[Message]:
+def _user(run: _Spoken, _: Cipher) -> Iterator[Message]:
     """What tools answered, then what the user says: the order that the API demands anyway."""
     for message in run:
         blocks = message.blocks
@@ -242,10 +242,10 @@ def _user(run: _Spoken, _: Seal) -> Iterator[Message]:
             yield User(_lines(map(_user_text, texts)))
 
 
-def _assistant(run: _Spoken, seal: Seal) -> Iterator[Message]:
+def _assistant(run: _Spoken, cipher: Cipher) -> Iterator[Message]:
     """In the model's own order (A4). Messages in a row are one turn of the assistant."""
     if any(each.block.type == "tool_use" for message in run for each in message.blocks):
-        yield from _unanswered(run, seal)
+        yield from _unanswered(run, cipher)
         return
     for message in run:
         blocks = message.blocks
@@ -254,33 +254,33 @@ def _assistant(run: _Spoken, seal: Seal) -> Iterator[Message]:
             if each is answer:
                 yield Answer(_text(each))
             else:
-                yield from _said(each, seal)
+                yield from _said(each, cipher)
 
 
-def _unanswered(run: _Spoken, seal: Seal) -> Iterator[Message]:
+def _unanswered(run: _Spoken, cipher: Cipher) -> Iterator[Message]:
     """What the assistant said while its answer is still to come: before calls or a prefill.
 
     Calls come last: results follow them, and nothing that is said stands between (A4).
     """
     said = (each for message in run for each in message.blocks)
     for each in sorted(said, key=lambda each: each.block.type == "tool_use"):
-        yield from _said(each, seal)
+        yield from _said(each, cipher)
 
 
-def _said(placed: _Placed, seal: Seal) -> Iterator[Message]:
+def _said(placed: _Placed, cipher: Cipher) -> Iterator[Message]:
     block = placed.block
     if block.type == "text":
         yield Preamble(_text(placed))
     elif block.type == "tool_use":
         yield _call(placed)
     elif block.type in ("thinking", "redacted_thinking"):
-        if thought := _thought(placed, seal):
+        if thought := _thought(placed, cipher):
             yield _thought_of(thought)
     elif not _says_nothing(block.type):
         raise _unreadable(block.type, placed.where)
 
 
-_ROLES: dict[str, Callable[[_Spoken, Seal], Iterator[Message]]] = {
+_ROLES: dict[str, Callable[[_Spoken, Cipher], Iterator[Message]]] = {
     "system": _instructions,
     "user": _user,
     "assistant": _assistant,
@@ -308,27 +308,27 @@ def _without_billing(text: str) -> str:
 # --- Blocks.
 
 
-def _thought(placed: _Placed, seal: Seal) -> str:
-    """What was thought: as it was sealed, whatever the client made of the text; else the text."""
+def _thought(placed: _Placed, cipher: Cipher) -> str:
+    """What was thought: what was encrypted, whatever the client made of the text; or the text."""
     block = placed.block
     if block.type == "redacted_thinking":
         if block.data is None:
             raise required(f"{placed.where}.data")
-        return seal.unseal(block.data) or ""
-    sealed = seal.unseal(block.signature or "")
-    if sealed is None and block.thinking is None:
+        return cipher.decrypt(block.data) or ""
+    encrypted = cipher.decrypt(block.signature or "")
+    if encrypted is None and block.thinking is None:
         raise required(f"{placed.where}.thinking")
-    return sealed or block.thinking or ""
+    return encrypted or block.thinking or ""
 
 
 UPDATE = "<|channel|>commentary<|message|>"
-"""What a sealed text begins with that is no reasoning: a preamble that was shown as thinking."""
+"""What a encrypted text begins with that is no reasoning: a preamble that was shown as thinking."""
 
 
-def _thought_of(sealed: str) -> Message:
-    if sealed.startswith(UPDATE):
-        return Preamble(sealed.removeprefix(UPDATE))
-    return Reasoning(sealed)
+def _thought_of(encrypted: str) -> Message:
+    if encrypted.startswith(UPDATE):
+        return Preamble(encrypted.removeprefix(UPDATE))
+    return Reasoning(encrypted)
 
 
 def _call(placed: _Placed) -> Call:
@@ -371,13 +371,13 @@ _Otherwise: TypeAlias = Callable[[str, str], str]
 
 
 def _result_text(part: ResultBlock, where: str) -> str:
-    return _block_text(part, where, _left_out)
+    return _block_text(part, where, _omitted)
 
 
 def _user_text(placed: _Placed) -> str:
     """A picture or a file is refused until it was answered (A11)."""
     answered = placed.answered and placed.block.type in _FILES
-    return _block_text(placed.block, placed.where, _left_out if answered else _refused)
+    return _block_text(placed.block, placed.where, _omitted if answered else _reject)
 
 
 def _block_text(block: ResultBlock | Block, where: str, otherwise: _Otherwise) -> str:
@@ -434,11 +434,11 @@ _FILES: dict[str, str] = {
 """Parts that are no text by their nature, and what they are."""
 
 
-def _left_out(kind: str, _: str) -> str:
-    return left_out(_FILES.get(kind, kind))
+def _omitted(kind: str, _: str) -> str:
+    return omitted(_FILES.get(kind, kind))
 
 
-def _refused(kind: str, where: str) -> str:
+def _reject(kind: str, where: str) -> str:
     raise _unreadable(kind, where)
 
 
@@ -458,7 +458,7 @@ def _text(placed: _Placed) -> str:
 
 def _only_text(placed: _Placed) -> str:
     """The text of a block. One that is not text is a 400 that names it."""
-    return _part_text(placed.block, placed.where, _refused)
+    return _part_text(placed.block, placed.where, _reject)
 
 
 _WHY: dict[str, str] = {
@@ -561,8 +561,8 @@ def _reasoning_tokens(body: MessagesBody) -> int | None:
 
 def _response_format(body: MessagesBody) -> ResponseFormat | None:
     """``output_format`` is what ``output_config.format`` was called while it was a beta."""
-    asked = (body.output_config.format if body.output_config else None) or body.output_format
-    return None if asked is None else ResponseFormat(asked.document, strict=True)
+    requested = (body.output_config.format if body.output_config else None) or body.output_format
+    return None if requested is None else ResponseFormat(requested.document, strict=True)
 
 
 def _sampling(body: MessagesBody) -> Sampling:

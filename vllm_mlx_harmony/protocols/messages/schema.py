@@ -227,25 +227,25 @@ def read_body(body: object, *, counting: bool = False) -> MessagesBody:
     Raises ``RequestError`` naming the field for everything malformed, out of range or not
     available, and nothing else, whatever JSON value ``body`` is. Unknown fields are ignored.
     """
-    asked = checked(MessagesBody, body)
-    if asked.max_tokens is None and not counting:
+    request = checked(MessagesBody, body)
+    if request.max_tokens is None and not counting:
         raise required("max_tokens")
-    for refusal in _refusals(asked, counting=counting):
+    for refusal in _unsupported_fields(request, counting=counting):
         raise refusal
-    return asked
+    return request
 
 
-def _refusals(asked: MessagesBody, *, counting: bool) -> Iterator[RequestError]:
+def _unsupported_fields(request: MessagesBody, *, counting: bool) -> Iterator[RequestError]:
     """What cannot be done, and would be another request if it were ignored.
 
     Anthropic's own count ignores ``compaction``, too.
     """
-    if asked.thread is not None:
+    if request.thread is not None:
         why = "no conversation is kept here: send all of its messages"
-        yield _refusal("thread", why, THREAD_UNSUPPORTED)
-    if asked.compaction is not None and not counting:
-        yield _refusal("compaction", "this server does not summarize conversations")
+        yield _unsupported("thread", why, THREAD_UNSUPPORTED)
+    if request.compaction is not None and not counting:
+        yield _unsupported("compaction", "this server does not summarize conversations")
 
 
-def _refusal(field: str, why: str, code: str = UNSUPPORTED) -> RequestError:
+def _unsupported(field: str, why: str, code: str = UNSUPPORTED) -> RequestError:
     return RequestError(f"{field}: {why}", param=field, code=code)

@@ -30,10 +30,10 @@ from vllm_mlx_harmony.core.turn import (
     FormatUpdate,
     Instructions,
     Message,
-    Stamp,
+    ResponseInfo,
     Turn,
 )
-from vllm_mlx_harmony.protocols.encryption import Seal
+from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
 from vllm_mlx_harmony.protocols.openai_error import error_body
 from vllm_mlx_harmony.protocols.responses.input_items import ItemReader, Stored, nothing_stored
@@ -42,7 +42,7 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     IN_PROGRESS,
     INCOMPLETE,
     OutputItem,
-    Told,
+    PendingEvent,
     Writing,
 )
 from vllm_mlx_harmony.protocols.responses.request import read_turn, repeated, summary
@@ -60,8 +60,8 @@ __all__ = [
     "response_id",
 ]
 
-SEALED = "reasoning.encrypted_content"
-"""What ``include`` says when reasoning is wanted sealed."""
+ENCRYPTED_CONTENT = "reasoning.encrypted_content"
+"""What ``include`` says when reasoning is wanted encrypted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +83,22 @@ class ResponsesRequest:
     _writing: Writing
     _repeated: Mapping[str, Any]
 
-    def emitter(self, stamp: Stamp, now: Callable[[], float] | None = None) -> Emitter:
-        """The writer of this request's answer, signed with ``stamp``.
+    def emitter(self, info: ResponseInfo, now: Callable[[], float] | None = None) -> Emitter:
+        """The writer of this request's answer, signed with ``info``.
 
         ``now`` is the unix time, asked once, for ``completed_at``; without it that is null.
         """
-        return Emitter(self, stamp, now)
+        return Emitter(self, info, now)
 
-    def input_items(self, stamp: Stamp) -> list[dict[str, Any]]:
+    def input_items(self, info: ResponseInfo) -> list[dict[str, Any]]:
         """The input as items, oldest first, for ``GET /v1/responses/{id}/input_items``."""
-        return input_items(self._items, stamp)
+        return input_items(self._items, info)
 
-    def compaction(self, text: str, seal: Seal, stamp: Stamp, usage: Usage) -> dict[str, Any]:
+    def compaction(
+        self, text: str, cipher: Cipher, info: ResponseInfo, usage: Usage
+    ) -> dict[str, Any]:
         """The input compacted, for ``POST /v1/responses/compact``: ``text`` stands for the rest."""
-        return compaction(self._items, text, seal, stamp, usage)
+        return compaction(self._items, text, cipher, info, usage)
 
     def echoed(self, message: Message) -> Message:
         """A message the model said, as it is read when a client gives it back."""
@@ -115,7 +117,7 @@ class ResponsesRequest:
 def read(
     body: object,
     defaults: Defaults,
-    seal: Seal,
+    cipher: Cipher,
     history: tuple[Message, ...] = (),
     stored: Stored = nothing_stored,
 ) -> ResponsesRequest:
@@ -125,33 +127,33 @@ def read(
     earlier response, for ``item_reference``. Raises ``RequestError`` naming the field, and nothing
     else, whatever JSON value ``body`` is.
     """
-    asked = read_body(body)
+    request = read_body(body)
     declared = ToolReader()
-    shown = declared.declare(asked.tools or (), "tools")
+    shown = declared.declare(request.tools or (), "tools")
     declared.known(history)
     calls = {message.id for message in history if isinstance(message, Call)}
-    reader = ItemReader(seal, declared, defaults, stored, calls)
-    said = (*history, *reader.messages(_input(asked, history)))
+    reader = ItemReader(cipher, declared, defaults, stored, calls)
+    said = (*history, *reader.messages(_input(request, history)))
     if not any(map(_asks, said)):
         raise RequestError("input is empty: there is nothing to answer", param="input")
-    instructions = (Instructions(asked.instructions),) if asked.instructions else ()
-    tools = declared.tools(shown, asked.tool_choice)
+    instructions = (Instructions(request.instructions),) if request.instructions else ()
+    tools = declared.tools(shown, request.tool_choice)
     return ResponsesRequest(
-        turn=read_turn(asked, defaults, (*instructions, *said), tools),
-        model=asked.model,
-        stream=bool(asked.stream),
-        store=asked.store is not False,
-        background=bool(asked.background),
-        previous_response_id=asked.previous_response_id,
+        turn=read_turn(request, defaults, (*instructions, *said), tools),
+        model=request.model,
+        stream=bool(request.stream),
+        store=request.store is not False,
+        background=bool(request.background),
+        previous_response_id=request.previous_response_id,
         notes=tuple(reader.notes),
-        _items=tuple(asked.input or ()),
+        _items=tuple(request.input or ()),
         _said=said,
         _writing=Writing(
             tools=tools,
-            summarised=summary(asked) is not None,
-            seal=seal if SEALED in (asked.include or ()) else None,
+            summarised=summary(request) is not None,
+            cipher=cipher if ENCRYPTED_CONTENT in (request.include or ()) else None,
         ),
-        _repeated=repeated(asked, defaults),
+        _repeated=repeated(request, defaults),
     )
 
 
@@ -160,10 +162,10 @@ def _asks(message: Message) -> bool:
     return not isinstance(message, (AdditionalTools, EffortUpdate, FormatUpdate))
 
 
-def _input(asked: ResponsesBody, history: tuple[Message, ...]) -> list[Item]:
-    if asked.input is None and not history:
+def _input(request: ResponsesBody, history: tuple[Message, ...]) -> list[Item]:
+    if request.input is None and not history:
         raise required("input")
-    return asked.input or []
+    return request.input or []
 
 
 def previous_response_id(body: object) -> str | None:
@@ -172,9 +174,9 @@ def previous_response_id(body: object) -> str | None:
     return key if isinstance(key, str) else None
 
 
-def response_id(stamp: Stamp) -> str:
-    """The id of the response that is signed with ``stamp``."""
-    return f"resp_{stamp.key}"
+def response_id(info: ResponseInfo) -> str:
+    """The id of the response that is signed with ``info``."""
+    return f"resp_{info.id_seed}"
 
 
 # --- The answer.
@@ -197,17 +199,17 @@ class Emitter:
     """
 
     def __init__(
-        self, request: ResponsesRequest, stamp: Stamp, now: Callable[[], float] | None = None
+        self, request: ResponsesRequest, info: ResponseInfo, now: Callable[[], float] | None = None
     ) -> None:
         self._stream = request.stream
         self._writing = request._writing
-        self._stamp = stamp
+        self._info = info
         self._now = now
         self._fixed = {
-            "id": response_id(stamp),
+            "id": response_id(info),
             "object": "response",
-            "created_at": stamp.created,
-            "model": stamp.model,
+            "created_at": info.created,
+            "model": info.model,
             **request._repeated,
         }
         self._queues = request.background
@@ -233,7 +235,7 @@ class Emitter:
         if self._number:
             return []
         kinds = ["response.created", *(["response.queued"] if self._queues else [])]
-        return [event for kind in kinds for event in self._tell_of_response(kind)]
+        return [event for kind in kinds for event in self._write_response(kind)]
 
     def cancel(self) -> list[Event]:
         """The turn ends because it was cancelled: what goes on the wire for that."""
@@ -248,7 +250,7 @@ class Emitter:
         if not last:
             return []
         self._number -= 1
-        return [*last[:-2], *self._tell_of_response(_ENDINGS[self._status]), DONE]
+        return [*last[:-2], *self._write_response(_ENDINGS[self._status]), DONE]
 
     def result(self) -> dict[str, Any]:
         """The whole answer: a ``response``.
@@ -287,17 +289,17 @@ class Emitter:
         self._begun = True
         created = self.create()
         self._status = IN_PROGRESS
-        return [*created, *self._tell_of_response("response.in_progress")]
+        return [*created, *self._write_response("response.in_progress")]
 
     def _opened(self, delta: Opened) -> list[Event]:
         """A message is told of when it says something: nothing empty is emitted but calls."""
-        self._item = self._writing.item(delta, len(self._output), self._stamp)
+        self._item = self._writing.item(delta, len(self._output), self._info)
         self._shown = False
         return self._announce(self._item) if delta.kind is Kind.CALL else []
 
     def _announce(self, item: OutputItem) -> list[Event]:
         self._shown = True
-        return self._tell(item.added())
+        return self._write_events(item.added())
 
     def _text(self, delta: Text) -> list[Event]:
         assert self._item is not None
@@ -321,7 +323,7 @@ class Emitter:
         rest = self._show(item, item.rest())
         document = item.document(COMPLETED if complete else INCOMPLETE)
         self._output.append(document)
-        return [*rest, *self._tell(item.done(document))]
+        return [*rest, *self._write_events(item.done(document))]
 
     def _finished(self, delta: Finished) -> list[Event]:
         self._usage = delta.usage
@@ -335,7 +337,7 @@ class Emitter:
         self._status = status
         if status == COMPLETED and self._now is not None:
             self._completed_at = int(self._now())
-        events = self._tell_of_response(_ENDINGS[status])
+        events = self._write_response(_ENDINGS[status])
         return [*events, DONE] if self._stream else []
 
     # Events
@@ -344,11 +346,15 @@ class Emitter:
         number, self._number = self._number, self._number + 1
         return number
 
-    def _tell_of_response(self, kind: str) -> list[Event]:
-        return self._tell([Told(kind, {"response": self.document()})]) if self._stream else []
+    def _write_response(self, kind: str) -> list[Event]:
+        return (
+            self._write_events([PendingEvent(kind, {"response": self.document()})])
+            if self._stream
+            else []
+        )
 
-    def _tell(self, told: Iterable[Told]) -> list[Event]:
-        return [self._event(kind, fields) for kind, fields in told] if self._stream else []
+    def _write_events(self, pending: Iterable[PendingEvent]) -> list[Event]:
+        return [self._event(kind, fields) for kind, fields in pending] if self._stream else []
 
     def _event(self, kind: str, fields: dict[str, Any]) -> Event:
         return Event(encode({"type": kind, "sequence_number": self._next(), **fields}), kind)

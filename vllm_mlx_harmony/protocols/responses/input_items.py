@@ -25,7 +25,7 @@ from vllm_mlx_harmony.core.turn import (
     Result,
     User,
 )
-from vllm_mlx_harmony.protocols.encryption import Seal
+from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.freeform import wrap
 from vllm_mlx_harmony.protocols.openai_content import (
     call_arguments,
@@ -64,7 +64,7 @@ class ItemReader:
     ``calls`` are the ids of the calls that were made in the conversation so far.
     """
 
-    seal: Seal
+    cipher: Cipher
     tools: ToolReader
     defaults: Defaults
     stored: Stored = nothing_stored
@@ -117,9 +117,9 @@ class ItemReader:
         return Preamble(text) if phase == "commentary" else Answer(text)
 
     def _reasoning(self, item: Item, where: str, after: _After) -> Iterator[Message]:
-        """What was sealed here is what the model thought; else the text, else a summary of it."""
+        """What was encrypted here is what the model thought; or the text, or a summary of it."""
         text = (
-            self._unsealed(item, where)
+            self._decrypted(item, where)
             or paragraphs(item.content or (), f"{where}.content")
             or paragraphs(item.summary or (), f"{where}.summary")
         )
@@ -128,15 +128,15 @@ class ItemReader:
 
     def _compaction(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         """A conversation that was compacted here goes on as what the user tells of it."""
-        if text := self._unsealed(item, where):
+        if text := self._decrypted(item, where):
             yield User(text)
 
-    def _unsealed(self, item: Item, where: str) -> str:
+    def _decrypted(self, item: Item, where: str) -> str:
         if not item.encrypted_content:
             return ""
-        text = self.seal.unseal(item.encrypted_content)
+        text = self.cipher.decrypt(item.encrypted_content)
         if text is None:
-            self.notes.append(f"{where}.encrypted_content was not sealed here: ignored")
+            self.notes.append(f"{where}.encrypted_content was not encrypted here: ignored")
         return text or ""
 
     def _function_call(self, item: Item, where: str, after: _After) -> Iterator[Message]:
@@ -172,8 +172,8 @@ class ItemReader:
             raise required(f"{where}.tools")
         declared = self.tools.declare(item.tools, f"{where}.tools", found=True)
         if _is_clients(item):
-            told = _FOUND if item.tools else _FOUND_NONE
-            yield from self._answer(Result(str(item.call_id), told, where), self.tools.search)
+            found = _FOUND if item.tools else _FOUND_NONE
+            yield from self._answer(Result(str(item.call_id), found, where), self.tools.search)
         if declared:
             yield AdditionalTools(declared)
 
@@ -197,8 +197,8 @@ class ItemReader:
         https://openrouter.ai/docs/cookbook/evaluate-and-optimize/model-migrations/gpt-6-astra
         """
         if item.reasoning is not None and item.reasoning.effort is not None:
-            asked = (f"{where}.reasoning.effort", item.reasoning.effort)
-            yield EffortUpdate(*self.defaults.reasoning(asked))
+            requested = (f"{where}.reasoning.effort", item.reasoning.effort)
+            yield EffortUpdate(*self.defaults.reasoning(requested))
         if item.text is not None and item.text.format is not None:
             yield FormatUpdate(response_format(item.text.format, f"{where}.text.format"))
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.deltas import Kind, Opened
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import Stamp
-from vllm_mlx_harmony.protocols.encryption import Seal
+from vllm_mlx_harmony.core.turn import ResponseInfo
+from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
 from vllm_mlx_harmony.protocols.responses.tools import SEARCH, Declared, Tools
@@ -25,7 +25,7 @@ Document: TypeAlias = dict[str, Any]
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
-class Told(NamedTuple):
+class PendingEvent(NamedTuple):
     """An event to be: its type, and its fields other than ``type`` and ``sequence_number``."""
 
     type: str
@@ -70,10 +70,12 @@ class Place:
         """``position`` of the item, and the place in it."""
         return {**position, self.index: 0} if self.index else position
 
-    def added(self, position: Document) -> Iterator[Told]:
+    def added(self, position: Document) -> Iterator[PendingEvent]:
         """What opens it."""
         if self.part_stem:
-            yield Told(f"{self.part_stem}.added", {**self.at(position), "part": self.part("")})
+            yield PendingEvent(
+                f"{self.part_stem}.added", {**self.at(position), "part": self.part("")}
+            )
 
     def delta(self, position: Document) -> DeltaHead:
         """What more text is told with."""
@@ -87,14 +89,14 @@ class Place:
             tail=f",{always}}}" if always else "}",
         )
 
-    def done(self, position: Document, text: str, *, complete: bool) -> Iterator[Told]:
+    def done(self, position: Document, text: str, *, complete: bool) -> Iterator[PendingEvent]:
         """What closes it."""
         at = self.at(position)
         more = dict((*self.always, *self.at_last))
-        yield Told(f"{self.stem}.done", {**at, self.whole: text, **more})
+        yield PendingEvent(f"{self.stem}.done", {**at, self.whole: text, **more})
         if self.part_stem:
             cut = {"status": INCOMPLETE} if self.marks_cut and not complete else {}
-            yield Told(f"{self.part_stem}.done", {**at, "part": self.part(text), **cut})
+            yield PendingEvent(f"{self.part_stem}.done", {**at, "part": self.part(text), **cut})
 
 
 def _output_text(text: str) -> Document:
@@ -157,7 +159,7 @@ def _message(key: str, phase: str) -> Written:
     return Written(document, (OUTPUT_TEXT,))
 
 
-def _reasoning(key: str, *, summarised: bool, seal: Seal | None) -> Written:
+def _reasoning(key: str, *, summarised: bool, cipher: Cipher | None) -> Written:
     def document(text: str, status: str) -> Document:
         item: Document = {
             "id": f"rs_{key}",
@@ -166,8 +168,8 @@ def _reasoning(key: str, *, summarised: bool, seal: Seal | None) -> Written:
             "summary": [_summary_text(text)] if text and summarised else [],
             "content": [_reasoning_text(text)] if text else [],
         }
-        if seal is not None:
-            item["encrypted_content"] = None if status == IN_PROGRESS else seal.seal(text)
+        if cipher is not None:
+            item["encrypted_content"] = None if status == IN_PROGRESS else cipher.encrypt(text)
         return item
 
     return Written(document, (REASONING_TEXT, SUMMARY_TEXT) if summarised else (REASONING_TEXT,))
@@ -216,25 +218,27 @@ def _addressed(tool: Declared) -> Document:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How one request wants its output written. ``seal`` is there when it asked for sealed
+    """How one request wants its output written. ``cipher`` is there when it asked for encrypted
     reasoning."""
 
     tools: Tools
     summarised: bool = False
-    seal: Seal | None = None
+    cipher: Cipher | None = None
 
-    def item(self, delta: Opened, index: int, stamp: Stamp) -> OutputItem:
+    def item(self, delta: Opened, index: int, info: ResponseInfo) -> OutputItem:
         """The item for the message that ``delta`` opens; it is number ``index`` of the output."""
-        key = f"{stamp.key[:20]}{delta.index:04x}"
+        key = f"{info.id_seed[:20]}{delta.index:04x}"
         if delta.kind is Kind.CALL:
             tool = self.tools.declared(delta.name)
-            call_id = stamp.call_id(delta.index)
+            call_id = info.call_id(delta.index)
             if tool.kind == SEARCH:
                 return OutputItem(_search_call(key, call_id), index)
             write = _custom_call if tool.freeform else _function_call
             return OutputItem(write(key, call_id, tool), index)
         if delta.kind is Kind.REASONING:
-            return OutputItem(_reasoning(key, summarised=self.summarised, seal=self.seal), index)
+            return OutputItem(
+                _reasoning(key, summarised=self.summarised, cipher=self.cipher), index
+            )
         phase = "commentary" if delta.kind is Kind.PREAMBLE else "final_answer"
         return OutputItem(_message(key, phase), index)
 
@@ -267,16 +271,20 @@ class OutputItem:
         """The item as far as it is written."""
         return self._written.document("".join(self._parts), status)
 
-    def added(self) -> Iterator[Told]:
+    def added(self) -> Iterator[PendingEvent]:
         """The events that open it."""
         item = self._written.document("", IN_PROGRESS)
-        yield Told("response.output_item.added", {"output_index": self._index, "item": item})
+        yield PendingEvent(
+            "response.output_item.added", {"output_index": self._index, "item": item}
+        )
         for place in self._written.places:
             yield from place.added(self._position)
 
-    def done(self, document: Document) -> Iterator[Told]:
+    def done(self, document: Document) -> Iterator[PendingEvent]:
         """The events that close it; ``document`` is what it has become."""
         text, complete = "".join(self._parts), document["status"] == COMPLETED
         for place in self._written.places:
             yield from place.done(self._position, text, complete=complete)
-        yield Told("response.output_item.done", {"output_index": self._index, "item": document})
+        yield PendingEvent(
+            "response.output_item.done", {"output_index": self._index, "item": document}
+        )

@@ -103,8 +103,8 @@ SUMMARIES = frozenset({"auto", "concise", "detailed"})
 
 def summary(body: ResponsesBody) -> str | None:
     """Which summary of the reasoning is asked for, if one is."""
-    asked = body.reasoning and (body.reasoning.summary or body.reasoning.generate_summary)
-    return asked if asked in SUMMARIES else None
+    requested = body.reasoning and (body.reasoning.summary or body.reasoning.generate_summary)
+    return requested if requested in SUMMARIES else None
 
 
 def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
         value = getattr(defaults.sampling, field) if given is None else given
         return neutral if value is None else float(value)
 
-    told = {
+    echoed = {
         "background": bool(body.background),
         "conversation": None,
         "frequency_penalty": used("frequency_penalty", 0.0),
@@ -145,7 +145,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
-    sizes = {field: characters(value) for field, value in told.items()}
+    sizes = {field: characters(value) for field, value in echoed.items()}
     if sum(sizes.values()) > MOST_CHARACTERS:
         longest = max(sizes, key=sizes.__getitem__)
         problem = (
@@ -153,24 +153,24 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
             "characters of its request"
         )
         raise RequestError(problem, param=longest, code="string_above_max_length")
-    return told
+    return echoed
 
 
 def _text_options(body: ResponsesBody) -> dict[str, Any]:
-    asked = body.text.format if body.text else None
+    requested = body.text.format if body.text else None
     verbosity = body.text.verbosity if body.text else None
-    return {"format": _format(asked), "verbosity": verbosity or "medium"}
+    return {"format": _format(requested), "verbosity": verbosity or "medium"}
 
 
-def _format(asked: TextFormat | None) -> dict[str, Any]:
-    if asked is None or asked.type != "json_schema":
-        return {"type": asked.type if asked else "text"}
+def _format(requested: TextFormat | None) -> dict[str, Any]:
+    if requested is None or requested.type != "json_schema":
+        return {"type": requested.type if requested else "text"}
     return {
-        "type": asked.type,
-        "name": asked.name or "response",
-        "description": asked.description,
-        "schema": asked.document,
-        "strict": bool(asked.strict),
+        "type": requested.type,
+        "name": requested.name or "response",
+        "description": requested.description,
+        "schema": requested.document,
+        "strict": bool(requested.strict),
     }
 
 

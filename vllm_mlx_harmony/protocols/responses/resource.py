@@ -11,8 +11,8 @@ from typing import Any
 
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.core.turn import Stamp
-from vllm_mlx_harmony.protocols.encryption import Seal
+from vllm_mlx_harmony.core.turn import ResponseInfo
+from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
 from vllm_mlx_harmony.protocols.responses.schema import Item
@@ -45,23 +45,23 @@ def input_tokens(count: int) -> dict[str, Any]:
 
 
 def compaction(
-    items: Sequence[Item], text: str, seal: Seal, stamp: Stamp, usage: Usage
+    items: Sequence[Item], text: str, cipher: Cipher, info: ResponseInfo, usage: Usage
 ) -> dict[str, Any]:
     """The answer to ``POST /v1/responses/compact``: the user's messages of ``items``, and ``text``.
 
     ``text`` is what stands for the rest of the conversation; it comes back as a user's message.
     """
-    users = [item for item in input_items(items, stamp) if item.get("role") == "user"]
-    sealed = {
-        "id": f"cmp_{stamp.key[:20]}0000",
+    users = [item for item in input_items(items, info) if item.get("role") == "user"]
+    encrypted = {
+        "id": f"cmp_{info.id_seed[:20]}0000",
         "type": "compaction",
-        "encrypted_content": seal.seal(text),
+        "encrypted_content": cipher.encrypt(text),
     }
     return {
-        "id": f"resp_{stamp.key}",
+        "id": f"resp_{info.id_seed}",
         "object": "response.compaction",
-        "created_at": stamp.created,
-        "output": [*users, sealed],
+        "created_at": info.created,
+        "output": [*users, encrypted],
         "usage": usage_of(usage),
     }
 
@@ -96,12 +96,12 @@ _INPUT = 0x8000  # ids of what was said to the model are counted from here, of w
 _WITH_STATUS = frozenset({*CALLS, *OUTPUTS, "message"})
 
 
-def input_items(items: Sequence[Item], stamp: Stamp) -> list[dict[str, Any]]:
+def input_items(items: Sequence[Item], info: ResponseInfo) -> list[dict[str, Any]]:
     """``items`` as they were sent, each with what the schema wants of an item that is read back.
 
     That is more than it wants of one that is sent: an id, a type, content as a list of parts.
     """
-    return [_listed(item, f"{stamp.key[:20]}{_INPUT + at:04x}") for at, item in enumerate(items)]
+    return [_listed(item, f"{info.id_seed[:20]}{_INPUT + at:04x}") for at, item in enumerate(items)]
 
 
 def _listed(item: Item, key: str) -> dict[str, Any]:
@@ -181,11 +181,13 @@ def _after(items: Sequence[Mapping[str, Any]], key: str | None) -> int:
 _MOST = 100
 
 
-def _limit(asked: str | None) -> int:
-    if not asked:
+def _limit(requested: str | None) -> int:
+    if not requested:
         return 20
     number = (
-        int(asked) if asked.isascii() and asked.isdigit() and len(asked) <= len(str(_MOST)) else 0
+        int(requested)
+        if requested.isascii() and requested.isdigit() and len(requested) <= len(str(_MOST))
+        else 0
     )
     if not 1 <= number <= _MOST:
         problem = f"limit must be a number from 1 to {_MOST}"

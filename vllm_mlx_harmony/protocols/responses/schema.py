@@ -288,14 +288,18 @@ def _any(_: object) -> bool:
     return True
 
 
-_REFUSED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
+_UNSUPPORTED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("top_logprobs", bool, _NO_LOGPROBS),
-    ("include", lambda asked: _LOGPROBS in asked, _NO_LOGPROBS),
+    ("include", lambda requested: _LOGPROBS in requested, _NO_LOGPROBS),
     ("logprobs", bool, _NO_LOGPROBS),
     ("conversation", _any, "not available: use previous_response_id"),
     ("prompt", _any, "prompt templates are not available: send input and instructions"),
     ("moderation", _any, "not available"),
-    ("prompt_cache_options", lambda asked: _field(asked, "prewarm"), "prewarm is not available"),
+    (
+        "prompt_cache_options",
+        lambda requested: _field(requested, "prewarm"),
+        "prewarm is not available",
+    ),
     ("structured_outputs", _any, _FORMAT),
     ("guided_json", _any, _FORMAT),
     ("guided_json_object", bool, _FORMAT),
@@ -326,15 +330,15 @@ def read_body(body: object) -> ResponsesBody:
     Raises ``RequestError`` naming the field for everything malformed, out of range or not
     available, and nothing else, whatever JSON value ``body`` is. Unknown fields are ignored.
     """
-    asked = checked(ResponsesBody, body)
-    for field, refused, why in _REFUSED:
-        value = getattr(asked, field)
-        if value is not None and refused(value):
+    requested = checked(ResponsesBody, body)
+    for field, unsupported, why in _UNSUPPORTED:
+        value = getattr(requested, field)
+        if value is not None and unsupported(value):
             raise RequestError(f"{field}: {why}", param=field, code=UNSUPPORTED)
-    if asked.background and asked.store is False:
+    if requested.background and requested.store is False:
         problem = "background: a response that is not stored cannot be asked for later"
         raise RequestError(problem, param="background", code=UNSUPPORTED)
-    return asked
+    return requested
 
 
 def read_item(document: object) -> Item:
@@ -342,13 +346,13 @@ def read_item(document: object) -> Item:
     return checked(Item, _as_item(document))
 
 
-def response_format(asked: TextFormat, where: str) -> ResponseFormat | None:
-    """What ``asked``, which stands at ``where``, wants the answer to be; ``None``: plain text."""
-    if asked.type == "text":
+def response_format(requested: TextFormat, where: str) -> ResponseFormat | None:
+    """The format that ``requested``, at ``where``, stands for; ``None``: plain text."""
+    if requested.type == "text":
         return None
-    if asked.type == "json_object":
+    if requested.type == "json_object":
         return ResponseFormat()
-    if asked.document is None:
+    if requested.document is None:
         raise required(f"{where}.schema")
-    name, description = asked.name or "response", asked.description or ""
-    return ResponseFormat(asked.document, name, description, asked.strict is True)
+    name, description = requested.name or "response", requested.description or ""
+    return ResponseFormat(requested.document, name, description, requested.strict is True)

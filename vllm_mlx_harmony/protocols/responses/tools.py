@@ -93,7 +93,7 @@ class ToolReader:
         self._taken: set[str] = set()
         self._numbers: Counter[str] = Counter()  # given last to tools of the same name
         self._shown: dict[str, Tool] = {}  # as declared, before the namespace's words are added
-        self._told: set[tuple[str, str]] = set()  # of which namespaces what was told
+        self._described: set[tuple[str, str]] = set()  # of which namespaces what was told
 
     def declare(
         self, tools: Sequence[ResponsesTool], where: str, *, found: bool = False
@@ -173,8 +173,8 @@ class ToolReader:
             return
         self._shown[tool.name] = replace(tool, where="")
         about = read.declared.namespace, read.about
-        if read.about and about not in self._told:
-            self._told.add(about)
+        if read.about and about not in self._described:
+            self._described.add(about)
             tool = replace(tool, description=f"{': '.join(about)}\n\n{tool.description}")
         yield tool
 
@@ -295,19 +295,22 @@ def _spellings(names: Mapping[Declared, str]) -> dict[str, Declared]:
 
 
 def _choice(
-    asked: ToolChoice | None, tools: Tools, known: Mapping[Declared, str], declared: set[Declared]
+    requested: ToolChoice | None,
+    tools: Tools,
+    known: Mapping[Declared, str],
+    declared: set[Declared],
 ) -> Choice:
     """``known`` are the tools that can be called, of all that are ``declared``."""
-    if asked is None or asked.type == "auto":
+    if requested is None or requested.type == "auto":
         return Choice()
-    if asked.type == "required":
+    if requested.type == "required":
         chosen = Choice(required=True)
-    elif asked.type in ("function", "custom"):
-        chosen = Choice(True, (_chosen(asked, tools, known),))
-    elif asked.type == "allowed_tools" and asked.mode in (None, "auto", "required"):
-        listed = _listed(asked.tools or (), declared)
+    elif requested.type in ("function", "custom"):
+        chosen = Choice(True, (_chosen(requested, tools, known),))
+    elif requested.type == "allowed_tools" and requested.mode in (None, "auto", "required"):
+        listed = _listed(requested.tools or (), declared)
         names = tuple(name for tool, name in known.items() if tool in listed)
-        chosen = Choice(asked.mode == "required", names)
+        chosen = Choice(requested.mode == "required", names)
     else:
         raise RequestError(
             "tool_choice must be 'auto', 'none', 'required', a function or custom tool, or "
@@ -321,12 +324,12 @@ def _choice(
     return chosen
 
 
-def _chosen(asked: ToolChoice, tools: Tools, known: Mapping[Declared, str]) -> str:
-    if asked.name is None:
+def _chosen(requested: ToolChoice, tools: Tools, known: Mapping[Declared, str]) -> str:
+    if requested.name is None:
         raise required("tool_choice.name")
-    tool = tools.declared(joined(asked.namespace or "", asked.name))
+    tool = tools.declared(joined(requested.namespace or "", requested.name))
     if tool not in known:
-        problem = f"tool_choice: {quoted(asked.name)} is not among the tools that can be called"
+        problem = f"tool_choice: {quoted(requested.name)} is not among the tools that can be called"
         raise RequestError(problem, param="tool_choice", code="invalid_value")
     return known[tool]
 

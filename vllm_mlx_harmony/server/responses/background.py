@@ -23,9 +23,14 @@ from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.generation import Job, run, stopped
 from vllm_mlx_harmony.server.queue import RETRY_SECONDS
-from vllm_mlx_harmony.server.responses.persistence import KeptAnswer, Recall, keeping, told
+from vllm_mlx_harmony.server.responses.persistence import (
+    References,
+    StoringEmitter,
+    stored_events,
+    storing,
+)
 from vllm_mlx_harmony.server.responses.persistence import read as read_request
-from vllm_mlx_harmony.server.responses.store import Kept
+from vllm_mlx_harmony.server.responses.store import StoredResponse
 from vllm_mlx_harmony.server.settings import number
 
 MOST_EVENTS = 200_000
@@ -48,7 +53,7 @@ class _Generating:
     """What an answer needs until it has ended: an engine, the conversation, and its ids."""
 
     job: Job
-    answer: KeptAnswer
+    answer: StoringEmitter
     task: asyncio.Future[None]
 
 
@@ -60,13 +65,13 @@ class Running:
     too, about as large again, and there are two more events to come that repeat it.
     """
 
-    def __init__(self, job: Job, answer: KeptAnswer, asked: str | None = None) -> None:
+    def __init__(self, job: Job, answer: StoringEmitter, parsed: str | None = None) -> None:
         self.id, self.tenant = answer.id, answer.tenant
         self.events: list[Event] = []
-        self._input = written_input(answer) if asked is None else asked
+        self._input = written_input(answer) if parsed is None else parsed
         self.bytes = len(self._input)
         self._more = asyncio.Event()
-        self._tell(*answer.create())
+        self._append(*answer.create())
         task = asyncio.ensure_future(self._generate(job, answer))
         self._generating: _Generating | None = _Generating(job, answer, task)
 
@@ -113,24 +118,24 @@ class Running:
         await now.job.lease.release()
         last = await now.answer.end(None)
         if not self.done:  # somebody else may have cancelled it in the meantime
-            self._tell(*last)
+            self._append(*last)
         self._generating = None
 
-    async def _generate(self, job: Job, answer: KeptAnswer) -> None:
-        kept = keeping(run(job), answer, known=True)
-        async with aclosing(told(kept, answer)) as events:
+    async def _generate(self, job: Job, answer: StoringEmitter) -> None:
+        stored = storing(run(job), answer, known=True)
+        async with aclosing(stored_events(stored, answer)) as events:
             async for group in events:
-                self._tell(*group)
+                self._append(*group)
         self._generating = None
 
-    def _tell(self, *events: Event) -> None:
+    def _append(self, *events: Event) -> None:
         self.events.extend(events)
         self.bytes += sum(len(event.data) for event in events)
         self._more.set()
         self._more = asyncio.Event()
 
 
-def written_input(answer: KeptAnswer) -> str:
+def written_input(answer: StoringEmitter) -> str:
     """What was asked, as items, as JSON. Of a large request for a thread."""
     return encode_slowly(answer.input_items())
 
@@ -152,24 +157,24 @@ class Background:
         self._most_running = most_running
         self._all: OrderedDict[str, Running] = OrderedDict()
 
-    def start(self, job: Job, answer: KeptAnswer, asked: str | None = None) -> Running:
+    def start(self, job: Job, answer: StoringEmitter, parsed: str | None = None) -> Running:
         """Generates the answer of ``job`` from now on, whoever listens.
 
-        ``asked`` is its ``written_input``, where that is there already.
+        ``parsed`` is its ``written_input``, where that is there already.
         Raises ``HostError`` 503 when those that run take all the room there is.
         """
         self._make_room()
         held = sum(each.held for each in self._all.values() if not each.done)
-        if held > self._room():
+        if held > self._running_limit():
             raise HostError(
                 "the answers in the background take all the room there is; try again later",
                 code="background_full",
                 retry_after=RETRY_SECONDS,
             )
-        running = self._all[answer.id] = Running(job, answer, asked)
+        running = self._all[answer.id] = Running(job, answer, parsed)
         return running
 
-    def _room(self) -> int:
+    def _running_limit(self) -> int:
         if self._most_running is None:
             return number(RUNNING_VARIABLE, DEFAULT_RUNNING)
         return self._most_running
@@ -201,7 +206,7 @@ BACKGROUND = Background()
 
 
 def read(
-    body: object, defaults: Defaults, tenant: str, local: Mapping[str, Kept] | None = None
+    body: object, defaults: Defaults, tenant: str, local: Mapping[str, StoredResponse] | None = None
 ) -> ResponsesRequest:
     """``tenant``'s request in ``body``, with what it refers to; may block on a disk.
 
@@ -212,4 +217,4 @@ def read(
     running = BACKGROUND.get(key, tenant)
     if running is not None and not running.done:
         raise resource.not_ready(key)
-    return read_request(body, defaults, Recall(tenant, local or {}))
+    return read_request(body, defaults, References(tenant, local or {}))

@@ -11,11 +11,11 @@ from typing import Any
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Kind, Opened, Text, Usage
 from vllm_mlx_harmony.core.errors import OutputError
-from vllm_mlx_harmony.core.turn import Defaults, FormatUpdate, Stamp, ToolChoice, User
+from vllm_mlx_harmony.core.turn import Defaults, FormatUpdate, ResponseInfo, ToolChoice, User
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
-from vllm_mlx_harmony.server.encryption import server_seal
+from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.responses.background import read
 from vllm_mlx_harmony.server.serving import Api
 
@@ -28,21 +28,21 @@ ORDER = (
 
 
 def _read(body: object, defaults: Defaults, tenant: str) -> ResponsesRequest:
-    asked = read(body, defaults, tenant)
-    messages = (*asked.turn.messages, FormatUpdate(None), User(ORDER))
-    if replace(asked.turn, response_format=None).answer_format is None:
-        messages = (*asked.turn.messages, User(ORDER))
+    parsed = read(body, defaults, tenant)
+    messages = (*parsed.turn.messages, FormatUpdate(None), User(ORDER))
+    if replace(parsed.turn, response_format=None).answer_format is None:
+        messages = (*parsed.turn.messages, User(ORDER))
     turn = replace(
-        asked.turn, messages=messages, response_format=None, tool_choice=ToolChoice(names=())
+        parsed.turn, messages=messages, response_format=None, tool_choice=ToolChoice(names=())
     )
-    return replace(asked, turn=turn, stream=False, store=False, background=False)
+    return replace(parsed, turn=turn, stream=False, store=False, background=False)
 
 
 class _Compaction:
     """Takes what the model answers as the text that stands for the conversation."""
 
-    def __init__(self, asked: ResponsesRequest, stamp: Stamp, _: Any, tenant: str) -> None:
-        self._asked, self._stamp, self._tenant = asked, stamp, tenant
+    def __init__(self, parsed: ResponsesRequest, info: ResponseInfo, _: Any, tenant: str) -> None:
+        self._parsed, self._info, self._tenant = parsed, info, tenant
         self._texts: list[str] = []
         self._answers = False
         self._usage = Usage()
@@ -64,7 +64,7 @@ class _Compaction:
         text = "".join(self._texts).strip()
         if not text:
             raise OutputError("the model wrote no summary", code="compaction_failed")
-        return self._asked.compaction(text, server_seal(self._tenant), self._stamp, self._usage)
+        return self._parsed.compaction(text, server_cipher(self._tenant), self._info, self._usage)
 
 
 COMPACT = Api("responses_compact", _read, responses.error_body, writer=_Compaction, blocks=True)

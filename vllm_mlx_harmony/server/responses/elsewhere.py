@@ -50,13 +50,13 @@ class Elsewhere:
     # --- For the server that generates
 
     def beat(
-        self, running: Sequence[tuple[str, str]], told: Sequence[Sequence[Event]]
+        self, running: Sequence[tuple[str, str]], stored_events: Sequence[Sequence[Event]]
     ) -> list[Wish | None]:
         """These run here, and told these events since the last time: what is wanted of each."""
 
         def beat(redis: Any) -> list[bytes | None]:
             pipe = redis.pipeline(transaction=False)
-            for (key, tenant), events in zip(running, told, strict=True):
+            for (key, tenant), events in zip(running, stored_events, strict=True):
                 pipe.set(shared_key("run", tenant, key), b"1", ex=ALIVE)
                 if events:
                     name = shared_key("events", tenant, key)

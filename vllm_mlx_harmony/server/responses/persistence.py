@@ -20,14 +20,14 @@ from weakref import WeakValueDictionary
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
 from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
-from vllm_mlx_harmony.core.turn import Defaults, Message, Stamp
+from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.body import in_thread
-from vllm_mlx_harmony.server.encryption import server_seal
+from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.generation import Deltas
-from vllm_mlx_harmony.server.responses.store import Kept, StoreError, server_store
+from vllm_mlx_harmony.server.responses.store import StoredResponse, StoreError, server_store
 from vllm_mlx_harmony.server.streams import Events, ends
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -35,7 +35,7 @@ logger = logging.getLogger("vllm_mlx_harmony")
 _KEY_BYTES = 10
 
 
-def new_key() -> str:
+def new_id_seed() -> str:
     """What the ids of a new answer are made from: as much as an item's id has room for.
 
     So the id of an item says which answer it is part of.
@@ -47,17 +47,17 @@ _ITEM = re.compile(rf"[a-z]+_([0-9a-f]{{{2 * _KEY_BYTES}}})[0-9a-f]{{4}}")
 
 
 @dataclass(slots=True)
-class Recall:
+class References:
     """What a request of ``tenant`` refers to, each looked up once, in ``local`` first.
 
     Every call may block on a disk: not for the event loop. Raises ``StoreError``.
     """
 
     tenant: str
-    local: Mapping[str, Kept] = field(default_factory=dict)
-    _known: dict[str, Kept | None] = field(default_factory=dict)
+    local: Mapping[str, StoredResponse] = field(default_factory=dict)
+    _known: dict[str, StoredResponse | None] = field(default_factory=dict)
 
-    def kept(self, key: str) -> Kept | None:
+    def stored(self, key: str) -> StoredResponse | None:
         """The answer with the id ``key``, if it is kept."""
         if key in self.local:
             return self.local[key]
@@ -69,56 +69,58 @@ class Recall:
         """The conversation that a request goes on with. Raises ``RequestError`` 404."""
         if key is None:
             return ()
-        kept = self.kept(key)
-        if kept is None:
+        stored = self.stored(key)
+        if stored is None:
             raise resource.not_found(key, param="previous_response_id")
-        return kept.messages
+        return stored.messages
 
     def item(self, key: str) -> Mapping[str, Any] | None:
         """The item with the id ``key``, of whatever answer or its input."""
         named = _ITEM.fullmatch(key)
-        kept = named and self.kept(f"resp_{named[1]}")
-        if not kept:
+        stored = named and self.stored(f"resp_{named[1]}")
+        if not stored:
             return None
-        items = chain(kept.document["output"], kept.input_items)
+        items = chain(stored.document["output"], stored.input_items)
         return next((item for item in items if item.get("id") == key), None)
 
 
-def read(body: object, defaults: Defaults, recall: Recall) -> ResponsesRequest:
+def read(body: object, defaults: Defaults, recall: References) -> ResponsesRequest:
     """The request in ``body``, with what it refers to; may block on a disk.
 
     Raises ``StoreError``, and ``RequestError``: 404 for a previous response that is not kept.
     """
     history = recall.messages(responses.previous_response_id(body))
-    asked = responses.read(body, defaults, server_seal(recall.tenant), history, recall.item)
-    if asked.background and not asked.store:
+    parsed = responses.read(body, defaults, server_cipher(recall.tenant), history, recall.item)
+    if parsed.background and not parsed.store:
         raise RequestError("background needs store to be true", param="background")
-    for note in asked.notes:
+    for note in parsed.notes:
         logger.info("responses: %s", note)
-    return asked
+    return parsed
 
 
-class KeptAnswer:
+class StoringEmitter:
     """An emitter whose answer is kept before anybody is told that it has ended.
 
     ``forgotten``: it was deleted before that.
     """
 
-    def __init__(self, asked: ResponsesRequest, stamp: Stamp, context: Any, tenant: str) -> None:
+    def __init__(
+        self, parsed: ResponsesRequest, info: ResponseInfo, context: Any, tenant: str
+    ) -> None:
         self.tenant = tenant
-        self._asked, self._stamp, self._context = asked, stamp, context
-        self._emitter = asked.emitter(stamp, time.time)
+        self._parsed, self._info, self._context = parsed, info, context
+        self._emitter = parsed.emitter(info, time.time)
         self._last: list[Event] | None = None
         self._before: dict[str, Any] = {}  # the response as it was before its end
-        self._keeping: asyncio.Future[None] | None = None
+        self._storing: asyncio.Future[None] | None = None
         self.forgotten = False
-        if asked.store:
+        if parsed.store:
             _unended[self.id] = self
 
     @property
     def id(self) -> str:
         """The id of the response."""
-        return responses.response_id(self._stamp)
+        return responses.response_id(self._info)
 
     def create(self) -> list[Event]:
         """There is a response, though its turn may come later: what goes on the wire for that."""
@@ -138,10 +140,10 @@ class KeptAnswer:
         if self._last is None:
             self._before = self._emitter.document()
             self._last = self._emitter.cancel() if delta is None else self._emitter.feed(delta)
-            if self._asked.store and not self.forgotten:
-                self._keeping = asyncio.ensure_future(in_thread(self._keep))
-        if self._keeping is not None:
-            await asyncio.wait({self._keeping})  # which a cancellation of ours does not cancel
+            if self._parsed.store and not self.forgotten:
+                self._storing = asyncio.ensure_future(in_thread(self._store))
+        if self._storing is not None:
+            await asyncio.wait({self._storing})  # which a cancellation of ours does not cancel
         return self._last
 
     async def forget(self) -> bool:
@@ -152,8 +154,8 @@ class KeptAnswer:
         if self._last is None:
             known, self.forgotten = not self.forgotten, True
             return known
-        if self._keeping is not None:
-            await asyncio.wait({self._keeping})
+        if self._storing is not None:
+            await asyncio.wait({self._storing})
         return False
 
     def result(self) -> dict[str, Any]:
@@ -162,25 +164,27 @@ class KeptAnswer:
 
     def document(self) -> dict[str, Any]:
         """The response as it is now. It has not ended before it is kept."""
-        pending = self._keeping is not None and not self._keeping.done()
+        pending = self._storing is not None and not self._storing.done()
         return self._before if pending else self._emitter.document()
 
     def input_items(self) -> list[dict[str, Any]]:
         """What was asked, as items."""
-        return self._asked.input_items(self._stamp)
+        return self._parsed.input_items(self._info)
 
-    def kept(self) -> Kept:
+    def stored(self) -> StoredResponse:
         """All of the answer that is worth keeping."""
-        messages = self._asked.conversation(self._context.messages)
-        return Kept(self.id, self._emitter.document(), self.input_items(), messages, self.tenant)
+        messages = self._parsed.conversation(self._context.messages)
+        return StoredResponse(
+            self.id, self._emitter.document(), self.input_items(), messages, self.tenant
+        )
 
-    def _keep(self) -> None:
+    def _store(self) -> None:
         """A disk that is full takes no answer away from the client that waits for it.
 
         The response says that it was not stored: nobody counts on it and meets a 404 later.
         """
         try:
-            if server_store().put(self.kept()):
+            if server_store().put(self.stored()):
                 return
             problem = "it is larger than the store"
         except StoreError as error:
@@ -189,7 +193,7 @@ class KeptAnswer:
         self._last = self._emitter.unstored(self._last or [])
 
 
-_unended: WeakValueDictionary[str, KeptAnswer] = WeakValueDictionary()
+_unended: WeakValueDictionary[str, StoringEmitter] = WeakValueDictionary()
 """The answers that are being generated, and some that have ended, by their ids."""
 
 
@@ -199,7 +203,7 @@ async def forget(key: str, tenant: str) -> bool:
     return answer is not None and answer.tenant == tenant and await answer.forget()
 
 
-async def keeping(deltas: Deltas, answer: KeptAnswer, *, known: bool) -> Deltas:
+async def storing(deltas: Deltas, answer: StoringEmitter, *, known: bool) -> Deltas:
     """``deltas``, as they come, with the answer kept before the last of them is handed on.
 
     A failed answer is kept, too, if a client has its id: it is ``known`` from the start, or once
@@ -214,7 +218,7 @@ async def keeping(deltas: Deltas, answer: KeptAnswer, *, known: bool) -> Deltas:
                     yield group[-1:]
                 else:
                     yield group
-                known = known or answer._asked.stream
+                known = known or answer._parsed.stream
     except Exception as error:
         failure = _failure(error)
         if known:
@@ -229,8 +233,8 @@ def _failure(error: Exception) -> HarmonyFailure:
     return OutputError(INTERNAL, code="internal_error")
 
 
-async def told(deltas: Deltas, answer: KeptAnswer) -> Events:
-    """The events of ``deltas``, which are ``keeping``'s, group by group."""
+async def stored_events(deltas: Deltas, answer: StoringEmitter) -> Events:
+    """The events of ``deltas``, which are ``storing``'s, group by group."""
     ended = False
     try:
         async with aclosing(deltas):

@@ -16,28 +16,35 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import Stamp
+from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.body import Document, in_thread
 from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
-from vllm_mlx_harmony.server.errors import refusing_in
+from vllm_mlx_harmony.server.errors import with_error_body
 from vllm_mlx_harmony.server.generation import run
 from vllm_mlx_harmony.server.host import Lease, host_of, tenant_of
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, read, written_input
 from vllm_mlx_harmony.server.responses.compact import COMPACT
-from vllm_mlx_harmony.server.responses.persistence import KeptAnswer, forget, keeping, new_key
-from vllm_mlx_harmony.server.responses.store import Kept, server_store
+from vllm_mlx_harmony.server.responses.persistence import (
+    StoringEmitter,
+    forget,
+    new_id_seed,
+    storing,
+)
+from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
 from vllm_mlx_harmony.server.responses.websocket import converse
-from vllm_mlx_harmony.server.serving import Api, begin, count, refusing, respond, serve
+from vllm_mlx_harmony.server.serving import Api, answer_or_error, count, prepare, respond, serve
 from vllm_mlx_harmony.server.streams import EventStream
 
 
-def _writer(asked: ResponsesRequest, stamp: Stamp, context: Any, tenant: str) -> KeptAnswer:
+def _writer(
+    parsed: ResponsesRequest, info: ResponseInfo, context: Any, tenant: str
+) -> StoringEmitter:
     """Who asks for an answer in the background may ask for its events later."""
-    told = asked.stream or asked.background
-    return KeptAnswer(replace(asked, stream=told), stamp, context, tenant)
+    stored_events = parsed.stream or parsed.background
+    return StoringEmitter(replace(parsed, stream=stored_events), info, context, tenant)
 
 
 RESPONSES = Api("responses", read, responses.error_body, writer=_writer, blocks=True)
@@ -52,22 +59,22 @@ async def create_response(request: Request) -> Response:
 
 
 async def _answer(api: Api, request: Request, document: Document, lease: Lease) -> Response:
-    begun = await begin(api, host_of(request), document, lease, new_key())
-    if not begun.asked.background:
-        deltas = keeping(run(begun.job), begun.emitter, known=False)
-        return await respond(request, begun, deltas)
+    prepared = await prepare(api, host_of(request), document, lease, new_id_seed())
+    if not prepared.parsed.background:
+        deltas = storing(run(prepared.job), prepared.emitter, known=False)
+        return await respond(request, prepared, deltas)
     try:
-        asked = await in_thread(written_input, begun.emitter)
-        running = BACKGROUND.start(begun.job, begun.emitter, asked)
+        parsed = await in_thread(written_input, prepared.emitter)
+        running = BACKGROUND.start(prepared.job, prepared.emitter, parsed)
     except BaseException:
-        begun.job.tracker.finish(result="error")
+        prepared.job.tracker.finish(result="error")
         raise
-    return _events(request, running) if begun.asked.stream else JSONResponse(running.document())
+    return _events(request, running) if prepared.parsed.stream else JSONResponse(running.document())
 
 
 async def compact_response(request: Request) -> Response:
     """``POST /v1/responses/compact``: the conversation in fewer tokens, as the model tells it."""
-    return await serve(COMPACT, request, new_key())
+    return await serve(COMPACT, request, new_id_seed())
 
 
 async def count_input_tokens(request: Request) -> Response:
@@ -85,7 +92,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     if request.query_params.get("stream") == "true":
         start = _starting_after(request.query_params.get("starting_after"))
         if running is None:
-            await _kept(response_id, tenant)
+            await _stored(response_id, tenant)
             raise RequestError(
                 "the events of this response are not kept: only those of responses that were "
                 "created with background, and not for ever",
@@ -94,7 +101,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
         return _events(request, running, start)
     if running is not None:
         return JSONResponse(running.document())
-    return JSONResponse((await _kept(response_id, tenant)).document)
+    return JSONResponse((await _stored(response_id, tenant)).document)
 
 
 async def delete_response(request: Request, response_id: str) -> Response:
@@ -113,7 +120,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     tenant = tenant_of(request)
     running = BACKGROUND.get(response_id, tenant)
     if running is None:
-        items = (await _kept(response_id, tenant)).input_items
+        items = (await _stored(response_id, tenant)).input_items
     else:
         items = await in_thread(running.input_items)
     page = resource.page(items, request.query_params)
@@ -128,7 +135,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     if running is not None:
         await running.cancel()
         return JSONResponse(running.document())
-    document = (await _kept(response_id, tenant)).document
+    document = (await _stored(response_id, tenant)).document
     if not document["background"]:
         raise RequestError(
             "only a response that was created with background can be cancelled", param="response_id"
@@ -136,11 +143,11 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     return JSONResponse(document)
 
 
-async def _kept(key: str, tenant: str) -> Kept:
-    kept = await in_thread(server_store().get, key, tenant)
-    if kept is None:
+async def _stored(key: str, tenant: str) -> StoredResponse:
+    stored = await in_thread(server_store().get, key, tenant)
+    if stored is None:
         raise resource.not_found(key)
-    return kept
+    return stored
 
 
 def _starting_after(number: str | None) -> int:
@@ -160,13 +167,13 @@ def _events(request: Request, running: Running, start: int = 0) -> Response:
 # --- Where they are.
 
 
-def _refused(
+def _errors_as_responses(
     endpoint: Callable[[Request, str], Awaitable[Response]],
 ) -> Callable[[Request, str], Awaitable[Response]]:
     """``endpoint``, whose errors are answers."""
 
     async def answering(request: Request, response_id: str) -> Response:
-        return await refusing(RESPONSES, endpoint(request, response_id))
+        return await answer_or_error(RESPONSES, endpoint(request, response_id))
 
     return answering
 
@@ -177,19 +184,24 @@ _ONE = "/v1/responses/{response_id}"
 
 def _route(path: str, method: str, endpoint: Callable[..., Any], why: str) -> Endpoint:
     like = None if (path, method) == CREATE else CREATE
-    return refusing_in(responses.error_body, Endpoint(path, (method,), endpoint, why, like))
+    return with_error_body(responses.error_body, Endpoint(path, (method,), endpoint, why, like))
 
 
-_KEEPS_NONE = "the host keeps answers, but does not tell of them"
+_HOST_HAS_NONE = "the host keeps answers, but does not tell of them"
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     _route(*CREATE, create_response, "items and events from token ids"),
     _route("/v1/responses/compact", "POST", compact_response, "the host cannot do it"),
     _route("/v1/responses/input_tokens", "POST", count_input_tokens, "the host cannot do it"),
-    _route(_ONE, "GET", _refused(retrieve_response), _KEEPS_NONE),
-    _route(_ONE, "DELETE", _refused(delete_response), _KEEPS_NONE),
-    _route(f"{_ONE}/input_items", "GET", _refused(list_input_items), _KEEPS_NONE),
-    _route(f"{_ONE}/cancel", "POST", _refused(cancel_response), "the host has no background"),
+    _route(_ONE, "GET", _errors_as_responses(retrieve_response), _HOST_HAS_NONE),
+    _route(_ONE, "DELETE", _errors_as_responses(delete_response), _HOST_HAS_NONE),
+    _route(f"{_ONE}/input_items", "GET", _errors_as_responses(list_input_items), _HOST_HAS_NONE),
+    _route(
+        f"{_ONE}/cancel",
+        "POST",
+        _errors_as_responses(cancel_response),
+        "the host has no background",
+    ),
 )
 
 SOCKETS = (SocketEndpoint("/v1/responses", converse, "the same events over a WebSocket"),)

@@ -60,7 +60,7 @@ class StoreError(HostError):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredResponse:
     """An answer as it was given: its ``document``, the ``input_items`` of its request, and the
     conversation up to and with it as ``messages`` (without the request's own instructions).
     It belongs to ``tenant``."""
@@ -75,13 +75,13 @@ class Kept:
 class Store(Protocol):
     """Where answers are kept. Every call may block on a disk, and raise ``StoreError``."""
 
-    def put(self, kept: Kept) -> bool:
+    def put(self, stored: StoredResponse) -> bool:
         """Keeps it, in place of one with the same id; the least recently used go first.
 
         False for one that is larger than the store: all the others would have to go for it.
         """
 
-    def get(self, id: str, tenant: str) -> Kept | None:  # noqa: A002 - the field's name for it
+    def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002 - the field's name for it
         """What ``tenant`` has kept under ``id``, which counts as a use; ``None`` for all else."""
 
     def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
@@ -97,9 +97,9 @@ class MemoryStore:
         self._lock = threading.Lock()
         self.bytes = 0
 
-    def put(self, kept: Kept) -> bool:
+    def put(self, stored: StoredResponse) -> bool:
         """See ``Store``."""
-        text, key = _written(kept), (kept.tenant, kept.id)
+        text, key = _written(stored), (stored.tenant, stored.id)
         if len(text) > self._max_bytes:
             return False
         with self._lock:
@@ -110,7 +110,7 @@ class MemoryStore:
                 self._drop(next(iter(self._texts)))
         return True
 
-    def get(self, id: str, tenant: str) -> Kept | None:  # noqa: A002
+    def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002
         """See ``Store``."""
         with self._lock:
             text = self._texts.get((tenant, id))
@@ -188,12 +188,12 @@ class FileStore:
             self.close()
             raise StoreError(f"{_UNUSABLE.format(path)}: it is damaged ({damage}). {_REMEDY}")
 
-    def put(self, kept: Kept) -> bool:
+    def put(self, stored: StoredResponse) -> bool:
         """See ``Store``."""
-        text = _written(kept)
+        text = _written(stored)
         if len(text) > self._max_bytes:
             return False
-        key = (kept.tenant, kept.id)
+        key = (stored.tenant, stored.id)
         with self._writing() as file:
             file.execute(
                 f"INSERT OR REPLACE INTO responses VALUES (?, ?, {_NEXT}, ?)", (*key, len(text))
@@ -202,7 +202,7 @@ class FileStore:
             file.execute(_DROP_OLDEST, (self._max_count, self._max_bytes))
         return True
 
-    def get(self, id: str, tenant: str) -> Kept | None:  # noqa: A002
+    def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002
         """See ``Store``."""
         with self._failing():
             self._follow()
@@ -337,17 +337,17 @@ class SharedStore:
     def __init__(self, shared: Shared, max_bytes: int = MAX_BYTES) -> None:
         self._shared, self._max_bytes = shared, max_bytes
 
-    def put(self, kept: Kept) -> bool:
+    def put(self, stored: StoredResponse) -> bool:
         """See ``Store``. What goes first when Redis is full is a setting of it (maxmemory)."""
-        text = zlib.compress(_written(kept).encode(), 1)
+        text = zlib.compress(_written(stored).encode(), 1)
         if len(text) > self._max_bytes:
             return False
-        name = shared_key("response", kept.tenant, kept.id)
+        name = shared_key("response", stored.tenant, stored.id)
         with _as_store_error():
             self._shared.call(lambda redis: redis.set(name, text, ex=self._shared.seconds))
         return True
 
-    def get(self, id: str, tenant: str) -> Kept | None:  # noqa: A002
+    def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002
         """See ``Store``."""
         name = shared_key("response", tenant, id)
         with _as_store_error():
@@ -399,18 +399,18 @@ def _opened() -> Store:
 _MESSAGES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
-def _written(kept: Kept) -> str:
+def _written(stored: StoredResponse) -> str:
     """One by one, so that other threads run in between: of 20,000 items it would be 100 ms."""
-    messages = ([type(message).__name__, *asdict(message).values()] for message in kept.messages)
-    several = (f"[{','.join(map(encode_slowly, each))}]" for each in (kept.input_items, messages))
-    document = encode_slowly(kept.document)
-    return f"[{encode(kept.id)},{document},{','.join(several)},{encode(kept.tenant)}]"
+    messages = ([type(message).__name__, *asdict(message).values()] for message in stored.messages)
+    several = (f"[{','.join(map(encode_slowly, each))}]" for each in (stored.input_items, messages))
+    document = encode_slowly(stored.document)
+    return f"[{encode(stored.id)},{document},{','.join(several)},{encode(stored.tenant)}]"
 
 
-def _read(text: str) -> Kept:
+def _read(text: str) -> StoredResponse:
     # Many times as fast as `json` with long strings.
     key, document, input_items, messages, tenant = from_json(text, cache_strings="none")
-    return Kept(key, document, input_items, tuple(starmap(_message, messages)), tenant)
+    return StoredResponse(key, document, input_items, tuple(starmap(_message, messages)), tenant)
 
 
 def _message(name: str, *values: Any) -> Message:

@@ -25,19 +25,19 @@ from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
-from vllm_mlx_harmony.server.body import Document, in_thread, parsed
-from vllm_mlx_harmony.server.errors import admit, failure_of, refuse
-from vllm_mlx_harmony.server.generation import Deltas, refused, run, stopped
+from vllm_mlx_harmony.server.body import Document, in_thread, parse_body
+from vllm_mlx_harmony.server.errors import admit, error_response, failure_of
+from vllm_mlx_harmony.server.generation import Deltas, rejection, run, stopped
 from vllm_mlx_harmony.server.host import Lease, host_of
 from vllm_mlx_harmony.server.responses.background import read
 from vllm_mlx_harmony.server.responses.persistence import (
-    KeptAnswer,
-    keeping,
-    new_key,
-    told,
+    StoringEmitter,
+    new_id_seed,
+    stored_events,
+    storing,
 )
-from vllm_mlx_harmony.server.responses.store import Kept
-from vllm_mlx_harmony.server.serving import Api, Begun, answered, begin
+from vllm_mlx_harmony.server.responses.store import StoredResponse
+from vllm_mlx_harmony.server.serving import Api, PreparedRequest, answered, prepare
 from vllm_mlx_harmony.server.streams import EventBuffer, client_seconds, unread_until_left, within
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -59,7 +59,7 @@ async def converse(socket: WebSocket) -> None:
     try:
         await admit(socket)
     except HTTPException as error:
-        await socket.send_denial_response(refuse(responses.error_body, failure_of(error)))
+        await socket.send_denial_response(error_response(responses.error_body, failure_of(error)))
         return
     await socket.accept()
     await Conversation(socket).last()
@@ -72,10 +72,10 @@ class Conversation:
         self._socket = socket
         self._until = time.monotonic() + lifetime
         self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MOST_WAITING)
-        self._local: dict[str, Kept] = {}
+        self._local: dict[str, StoredResponse] = {}
         self._say: Callable[[str], Awaitable[None]] = self._write
         self._api = Api(
-            "responses", self._read, responses.error_body, writer=KeptAnswer, blocks=True
+            "responses", self._read, responses.error_body, writer=StoringEmitter, blocks=True
         )
 
     async def last(self) -> None:
@@ -125,32 +125,32 @@ class Conversation:
                     break
                 with unread_until_left():  # or it would be cut: nobody else waits for it
                     await self._answer(coming.result())
-            await self._refuse(_OVER)
+            await self._send_error(_OVER)
             await self._socket.close()
 
     async def _answer(self, text: str | None) -> None:
         document: dict[str, Any] = {}
         try:
-            message = await parsed((text or "").encode("utf-8", "surrogatepass"))
+            message = await parse_body((text or "").encode("utf-8", "surrogatepass"))
             document = _creating(message.value)
             await self._run(document, message.large)
         except (HarmonyFailure, HTTPException) as error:
             self._evict(document)
-            await self._refuse(failure_of(error))
+            await self._send_error(failure_of(error))
         except WebSocketDisconnect:
             raise
         except Exception as error:
             logger.error("a response failed", exc_info=error)
-            await self._refuse(OutputError(INTERNAL, code="internal_error"))
+            await self._send_error(OutputError(INTERNAL, code="internal_error"))
 
     async def _run(self, document: dict[str, Any], large: bool) -> None:
         await host_of(self._socket).check_rate_limit(self._socket)
-        if failure := refused():
+        if failure := rejection():
             raise failure
-        asked = {key: value for key, value in document.items() if key not in _TRANSPORT}
+        parsed = {key: value for key, value in document.items() if key not in _TRANSPORT}
         request = Request({**self._socket.scope, "type": "http", "method": "POST"}, _nothing_more)
         send = partial(self._send, generate=document.get("generate") is not False)
-        read = Document({**asked, "stream": True}, large)
+        read = Document({**parsed, "stream": True}, large)
         await answered(self._api, request, send, _not_here, read)
 
     def _read(self, body: object, defaults: Any, tenant: str) -> Any:
@@ -165,28 +165,30 @@ class Conversation:
         *,
         generate: bool,
     ) -> Response:
-        begun = await begin(api, host_of(request), document, lease, new_key())
-        deltas = run(begun.job) if generate else _nothing(begun)
-        kept = keeping(deltas, begun.emitter, known=True)
-        async with aclosing(EventBuffer(told(kept, begun.emitter))) as events:
+        prepared = await prepare(api, host_of(request), document, lease, new_id_seed())
+        deltas = run(prepared.job) if generate else _nothing(prepared)
+        stored = storing(deltas, prepared.emitter, known=True)
+        async with aclosing(EventBuffer(stored_events(stored, prepared.emitter))) as events:
             async for event in events:
                 if event is not DONE:
                     await self._say(event.data)
-        await self._remember(begun)
+        await self._remember(prepared)
         return Response()
 
-    async def _remember(self, begun: Begun) -> None:
-        kept = await in_thread(begun.emitter.kept)  # an item for each of thousands of messages
-        if begun.emitter.forgotten or kept.document["status"] == "failed":
-            self._local.pop(begun.asked.previous_response_id or "", None)
+    async def _remember(self, prepared: PreparedRequest) -> None:
+        stored = await in_thread(
+            prepared.emitter.stored
+        )  # an item for each of thousands of messages
+        if prepared.emitter.forgotten or stored.document["status"] == "failed":
+            self._local.pop(prepared.parsed.previous_response_id or "", None)
         else:
-            self._local = {kept.id: kept}
+            self._local = {stored.id: stored}
 
     def _evict(self, document: dict[str, Any]) -> None:
         """What a turn that failed wanted to go on with is gone, as the specification has it."""
         self._local.pop(responses.previous_response_id(document) or "", None)
 
-    async def _refuse(self, failure: HarmonyFailure) -> None:
+    async def _send_error(self, failure: HarmonyFailure) -> None:
         event = {"type": "error", "status": failure.status, **responses.error_body(failure)}
         await self._say(dumps(event))
 
@@ -214,15 +216,15 @@ async def _not_here(_: Request) -> Response:
     raise RequestError("this model is not served over a WebSocket", param="model")
 
 
-async def _nothing(begun: Begun) -> Deltas:
+async def _nothing(prepared: PreparedRequest) -> Deltas:
     """The deltas of a turn that only says what comes later: ``generate`` is false."""
-    prompt_tokens = len(begun.job.context.render_for_completion())
+    prompt_tokens = len(prepared.job.context.render_for_completion())
     try:
         yield [Started(prompt_tokens)]
         yield [Finished("stop", None, Usage(prompt_tokens))]
     finally:
-        begun.job.tracker.finish(result="success", prompt_tokens=prompt_tokens)
-        await begun.job.lease.release()
+        prepared.job.tracker.finish(result="success", prompt_tokens=prompt_tokens)
+        await prepared.job.lease.release()
 
 
 UVICORN = "uvicorn.error"
