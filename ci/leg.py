@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Runs legs of the CI matrix, each in a fresh virtual environment: `leg.py NAME…` or `leg.py all`.
+"""Runs legs of the CI matrix in fresh virtual environments: `leg.py NAME…` or `leg.py all`.
 
-Two legs run at a time, unless `--jobs` says otherwise. Standard library only; what else is needed
-is installed by it, `uv` included. What the legs are is in `legs.py`.
+Two legs run at a time, unless `--jobs` says otherwise, and legs that install the same share an
+environment. Standard library only; what else is needed is installed by it, `uv` included. What the
+legs are is in `legs.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from legs import LEGS, Leg
+from legs import LEGS, Leg, environment_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BUILD = REPOSITORY / "build" / "legs"
@@ -61,10 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(f"Python {'.'.join(map(str, OLDEST))} or later is needed")
     legs = chosen(parsed.legs)
     find_uv()  # once: two legs that install it at a time would be in each other's way
+    environments = Environments(legs, keep=parsed.keep)
     # What is measured is measured alone, and a single leg has the terminal to itself.
     jobs = 1 if any(leg.alone for leg in legs) else min(parsed.jobs, len(legs))
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
-        one = partial(run, keep=parsed.keep, prefixed=jobs > 1)
+        one = partial(run, environments=environments, prefixed=jobs > 1)
         return summarise(list(pool.map(one, legs)))
 
 
@@ -72,7 +76,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     listed = "\n".join(f"  {leg.name:14} {leg.what}" for leg in LEGS)
     apart = ", ".join(leg.name for leg in LEGS if not leg.in_all)
     parser = argparse.ArgumentParser(
-        description="Runs legs of the CI matrix, each in a fresh virtual environment.",
+        description="Runs legs of the CI matrix, in fresh virtual environments.",
         epilog=f"legs (all but {apart} are in `all`):\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -106,17 +110,55 @@ def matrix() -> list[dict[str, Any]]:
 # --- One leg
 
 
-def run(leg: Leg, *, keep: bool = False, prefixed: bool = False) -> Outcome:
-    """Makes the environment, checks that it is what the leg is about, runs the commands.
+class Environments:
+    """The environments of the legs of this run: each is made once, for the first leg that wants it,
+    and removed behind the last one, unless they are to be kept."""
+
+    def __init__(self, legs: Sequence[Leg], *, keep: bool) -> None:
+        self._keep = keep
+        self._users = Counter(environment_of(leg) for leg in legs)
+        self._made: set[str] = set()
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+
+    def prepare(self, leg: Leg) -> Path:
+        """The environment of a leg, made and checked. Raises ``LegFailed`` and ``CannotRun``."""
+        if platform.system() not in leg.systems:
+            raise CannotRun(f"only on {' and '.join(leg.systems)}")
+        missing = [program for program in leg.programs if shutil.which(program) is None]
+        if missing:
+            raise CannotRun(f"no {' and no '.join(missing)} here")
+        name = environment_of(leg)
+        environment = BUILD / name
+        with self._locks[name]:
+            if name not in self._made and not (self._keep and environment.exists()):
+                shutil.rmtree(environment, ignore_errors=True)
+                install(leg, environment)
+            self._made.add(name)
+        check(leg, environment)
+        return environment
+
+    def ended(self, leg: Leg) -> None:
+        """A leg has no more use for its environment."""
+        name = environment_of(leg)
+        with self._locks[name]:
+            self._users[name] -= 1
+            if not self._users[name] and not self._keep:
+                shutil.rmtree(BUILD / name, ignore_errors=True)
+
+
+def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outcome:
+    """Has the environment made, checks that it is what the leg is about, runs the commands.
 
     With ``prefixed`` every line that a command prints begins with the leg's name.
     """
     began = time.monotonic()
     prefix = f"{leg.name:14} | " if prefixed else ""
     print(f"\n=== {leg.name}: {leg.what}", flush=True)
+    for report in BUILD.glob(f"{leg.name}-*.xml"):
+        report.unlink()
     reports = [BUILD / f"{leg.name}-{number}.xml" for number in range(len(leg.commands))]
     try:
-        environment = prepare(leg, keep=keep)
+        environment = environments.prepare(leg)
         steps = zip(leg.commands, reports, strict=True)
         failures = [execute(environment, *step, dict(leg.variables), prefix) for step in steps]
         why = "; ".join(filter(None, failures))
@@ -125,29 +167,11 @@ def run(leg: Leg, *, keep: bool = False, prefixed: bool = False) -> Outcome:
         result, why = FAILED, str(error)
     except CannotRun as error:
         result, why = (FAILED if os.environ.get("CI") == "true" else NOT_RUN), str(error)
-    if not keep:
-        shutil.rmtree(BUILD / leg.name, ignore_errors=True)
+    environments.ended(leg)
     tests = sum(len(cases(report)) for report in reports if report.exists())
     outcome = Outcome(leg.name, result, time.monotonic() - began, tests, why)
     print(f"\n=== {line_of(outcome)}", flush=True)
     return outcome
-
-
-def prepare(leg: Leg, *, keep: bool) -> Path:
-    """The environment of a leg, made and checked. Raises ``LegFailed`` and ``CannotRun``."""
-    if platform.system() not in leg.systems:
-        raise CannotRun(f"only on {' and '.join(leg.systems)}")
-    missing = [program for program in leg.programs if shutil.which(program) is None]
-    if missing:
-        raise CannotRun(f"no {' and no '.join(missing)} here")
-    environment = BUILD / leg.name
-    for report in BUILD.glob(f"{leg.name}-*.xml"):
-        report.unlink()
-    if not (keep and environment.exists()):
-        shutil.rmtree(environment, ignore_errors=True)
-        install(leg, environment)
-    check(leg, environment)
-    return environment
 
 
 def install(leg: Leg, environment: Path) -> None:
@@ -155,7 +179,7 @@ def install(leg: Leg, environment: Path) -> None:
     uv, python = find_uv(), find_python(leg.python)
     BUILD.mkdir(parents=True, exist_ok=True)
     must([uv, "venv", "--quiet", "--python", python, str(environment)])
-    overrides = BUILD / f"{leg.name}.overrides"
+    overrides = BUILD / f"{environment.name}.overrides"
     # An override replaces what anybody requires of a package: here, by nothing on any system.
     overrides.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in leg.without))
     target = ["--python", str(environment / "bin" / "python"), "--override", str(overrides)]
@@ -191,8 +215,15 @@ def execute(
     is_pytest = "pytest" in command
     arguments = [*command, f"--junit-xml={report}"] if is_pytest else list(command)
     executable = environment / "bin" / command[0]
-    own = {"VIRTUAL_ENV": str(environment), "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
-    without = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    own = {
+        "VIRTUAL_ENV": str(environment),
+        "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
+        # A server imports thousands of files: compiled each time, they are half of its start.
+        # Apart, so that an environment has nothing in it but what was installed.
+        "PYTHONPYCACHEPREFIX": str(environment / "bytecode"),
+    }
+    unset = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
+    without = {k: v for k, v in os.environ.items() if k not in unset}
     print(f"{prefix}$ {' '.join(command)}", flush=True)
     with subprocess.Popen(
         [str(executable), *arguments[1:]],

@@ -36,7 +36,7 @@ HARMONY = ("openai-harmony", "oss-harmony")
 
 @dataclass(frozen=True)
 class Leg:
-    """One fresh virtual environment and the commands that must succeed in it.
+    """A fresh virtual environment and the commands that must succeed in it.
 
     ``install`` are arguments of ``uv pip install``; packages in ``without`` are left out of it,
     although something depends on them. ``present`` and ``absent`` are looked up afterwards: they
@@ -260,3 +260,10 @@ LEGS: tuple[Leg, ...] = (
         alone=True,
     ),
 )
+
+
+def environment_of(leg: Leg) -> str:
+    """The name of the environment of a leg: of the first leg that installs the same."""
+    wanted = leg.python, leg.install, leg.without
+    alike = (one for one in LEGS if (one.python, one.install, one.without) == wanted)
+    return next((one.name for one in alike), leg.name)

@@ -37,6 +37,24 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The environments that were made, by name: each is this one."""
+    made: list[str] = []
+
+    def install(one: Any, environment: Path) -> None:
+        made.append(environment.name)
+        environment.symlink_to(HERE)
+
+    monkeypatch.setattr(leg, "install", install)
+    monkeypatch.setattr(leg.shutil, "rmtree", lambda path, **_: Path(path).unlink(missing_ok=True))
+    return made
+
+
+def run(one: Any) -> Any:
+    return leg.run(one, leg.Environments([one], keep=False))
+
+
 @pytest.mark.parametrize(
     ("what", "why"),
     [
@@ -49,24 +67,25 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_leg_fails_for_what_it_did_not_test(
-    build: Path, monkeypatch: pytest.MonkeyPatch, what: str, why: str
+    build: Path, made: list[str], what: str, why: str
 ) -> None:
     (build / "test_it.py").write_text(TESTS[what])
     (build / "test_beside.py").write_text(TESTS["passes"] if TESTS[what] else "")
-    monkeypatch.setattr(leg, "prepare", lambda one, keep: HERE)
     command = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull)
     one = legs.Leg("x", "a leg", (), ((*command, "--rootdir", str(build), str(build)),))
-    outcome = leg.run(one)
+    outcome = run(one)
     assert outcome.result == ("failed" if why else "passed"), outcome
     assert why in outcome.why
 
 
 def test_legs_side_by_side_say_whose_line_it_is(
-    build: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    build: Path,
+    made: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     both = [legs.Leg(name, "a leg", (), (("python", "-c", "print('one\\ntwo')"),)) for name in "xy"]
     monkeypatch.setattr(leg, "LEGS", both)
-    monkeypatch.setattr(leg, "prepare", lambda one, keep: HERE)
     assert leg.main(["x", "y"]) == 0
     printed = capfd.readouterr().out.splitlines()
     for name in "xy":
@@ -80,9 +99,79 @@ def test_legs_side_by_side_say_whose_line_it_is(
     assert capfd.readouterr().out.splitlines().count("one") == 2
 
 
-def test_the_two_halves_of_the_served_tests_are_all_of_them() -> None:
-    halves = [one.commands[0][-1] for one in legs.LEGS if one.name.startswith("served-")]
-    assert halves == ["not batched", "batched"]
+def test_legs_that_install_the_same_share_an_environment(
+    build: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made once, there as long as anybody uses it, and gone at the end unless it is kept."""
+    there = ("python", "-c", "import os; assert os.path.exists(os.environ['VIRTUAL_ENV'])")
+    of = {"a": ("x",), "b": ("y",), "c": ("x",), "d": ("x",)}
+    several = [leg.Leg(name, "a leg", install, (there,)) for name, install in of.items()]
+    monkeypatch.setattr(leg, "LEGS", several)
+    monkeypatch.setattr(legs, "LEGS", several)
+    assert leg.main(["all"]) == 0
+    assert sorted(made) == ["a", "b"]
+    assert not (leg.BUILD / "a").exists()
+    assert leg.main(["c", "--keep"]) == 0
+    assert leg.main(["d", "--keep"]) == 0
+    assert made[2:] == ["a"]
+    assert (leg.BUILD / "a").exists()
+
+
+def test_what_is_imported_is_compiled_once(build: Path, made: list[str]) -> None:
+    code = "import sys; assert not sys.dont_write_bytecode and sys.pycache_prefix"
+    one = leg.Leg("x", "a leg", (), (("python", "-c", code),))
+    assert run(one).result == "passed"
+
+
+HALVES = """
+import pytest
+
+@pytest.fixture(params=["simple", "batched"])
+def engine(request): pass
+
+def test_on_each(engine): pass
+def test_on_none(): pass
+@pytest.mark.parametrize("engine", ["batched"])
+def test_on_one(engine): pass
+"""
+
+
+def test_the_two_halves_of_the_served_tests_are_all_of_them(build: Path) -> None:
+    """Each test is in exactly one, and both look at the same files."""
+    (build / "test_it.py").write_text(HALVES)
+    every, *halves = (
+        {line for line in collected(build, *chosen).splitlines() if "::" in line}
+        for chosen in ((), *(("-k", _chosen(name)) for name in ("simple", "batched")))
+    )
+    assert len(every) == 4
+    assert sorted([*halves[0], *halves[1]]) == sorted(every)
+    paths = [_paths(leg_called(f"served-{name}")) for name in ("simple", "batched")]
+    assert paths[0] == paths[1]
+
+
+def collected(build: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", os.devnull]
+    own = ["-p", "no:cacheprovider", "--rootdir", str(build), str(build / "test_it.py")]
+    return subprocess.run(
+        [*command, *own, *arguments], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def leg_called(name: str) -> Any:
+    (found,) = (one for one in legs.LEGS if one.name == name)
+    return found
+
+
+def _chosen(name: str) -> str:
+    """What the commands of a half look for, each the same."""
+    (chosen,) = {
+        command[command.index("-k") + 1] for command in leg_called(f"served-{name}").commands
+    }
+    return str(chosen)
+
+
+def _paths(one: Any) -> list[list[str]]:
+    return [[part for part in command if part.startswith("tests/")] for command in one.commands]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +203,7 @@ def test_what_cannot_run_here_fails_in_ci(
     monkeypatch.setenv("CI", ci)
     monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
     one = legs.Leg("x", "a leg", (), (), **missing)
-    assert leg.run(one).result == result
+    assert run(one).result == result
 
 
 def test_pythons_are_found() -> None:

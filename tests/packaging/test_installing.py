@@ -58,11 +58,9 @@ GATE_OPENED = "vllm-mlx-harmony: not active: openai-harmony cannot be imported"
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in {"PYTHONPATH", "VIRTUAL_ENV", "VLLM_MLX_HARMONY", "PYTHONDONTWRITEBYTECODE"}
-    }
+    python = {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
+    unset = {*python, "VIRTUAL_ENV", "VLLM_MLX_HARMONY"}
+    clean = {name: value for name, value in os.environ.items() if name not in unset}
     return subprocess.run(
         [str(word) for word in command],
         env={**clean, **environment},

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from preloaded import POSSIBLE, Forked, Process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -53,7 +54,7 @@ class DidNotStart(RuntimeError):
 class Server:
     """A running host. ``base_url`` has no path: ``http://127.0.0.1:PORT``."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     base_url: str
     model: Path
     home: Path
@@ -92,34 +93,44 @@ def start(
     command: Sequence[str] = HOST,
     env: Mapping[str, str] | None = None,
     ready: bool = True,
+    preloaded: bool = True,
 ) -> Server:
     """Starts ``command model --host 127.0.0.1 --port FREE flags…`` and waits until it is healthy.
 
     ``home`` becomes the process's home directory, and holds its log: the host keeps a prefix cache
     in the user's cache directory, which two tests must not share. ``env`` is added to this
     process's environment. Without ``ready`` it returns at once (for servers that must not start).
+    ``preloaded``: with the host's libraries imported already, where that is possible.
     Raises ``DidNotStart``.
     """
     port = free_port()
     home.mkdir(parents=True, exist_ok=True)
     log_path = home / "server.log"
     arguments = [*command, str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=home,
-            env=_environment(home, env or {}),
-        )
     began = time.monotonic()
+    process = _process(arguments, log_path, home, _environment(home, env or {}), preloaded)
     url = f"http://127.0.0.1:{port}"
     server = Server(process, url, model, home, log_path, ready_after=0.0)
     if not ready:
         return server
     _wait_until_healthy(server, began)
     return Server(process, url, model, home, log_path, time.monotonic() - began)
+
+
+def _process(
+    command: Sequence[str], log_path: Path, cwd: Path, env: Mapping[str, str], preloaded: bool
+) -> Process:
+    if preloaded and POSSIBLE:
+        return Forked(command, log_path, cwd, env)
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env=env,
+        )
 
 
 def free_port() -> int:

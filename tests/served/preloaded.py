@@ -1,0 +1,124 @@
+"""Processes that begin with the libraries of a host already imported: a server starts in a second.
+
+Importing torch, transformers and FastAPI is most of what a server does until it is healthy, and
+the same each time. A process that has imported them and nothing else is forked for each server
+(`multiprocessing`'s fork server). ``vllm_mlx``, ``mlx`` and the plugin are not among them: they are
+imported behind the fork, as in any process, so that what the plugin does then is what is tested.
+Only on Linux: elsewhere a process cannot be forked once system libraries have been used.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, get_context
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Protocol
+from unittest.mock import patch
+
+POSSIBLE = sys.platform == "linux"
+
+LIBRARIES = (
+    *("torch", "torch.nn", "transformers", "transformers.tokenization_utils_fast"),
+    *("fastapi", "uvicorn", "numpy", "openai_harmony", "httpx"),
+)
+
+
+class Process(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Forked:
+    """``command`` in a process forked from one that has the libraries."""
+
+    def __init__(
+        self, command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str]
+    ) -> None:
+        _fork_server(env)
+        self._command = [*command]
+        # A daemon: it ends with the process that asked for it, whatever becomes of that.
+        self._process = get_context("forkserver").Process(
+            target=_become, args=(self._command, str(log), str(cwd), dict(env)), daemon=True
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, the negative number of a signal, or None while it runs."""
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once there is one. Raises ``subprocess.TimeoutExpired``."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired(self._command, timeout or 0.0)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        """Does nothing when it has ended."""
+        if self.returncode is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _fork_server(env: Mapping[str, str]) -> None:
+    """Starts it, once: with the environment of a server, as libraries read it when imported."""
+    context = get_context("forkserver")
+    assert isinstance(context, ForkServerContext)
+    context.set_forkserver_preload(list(LIBRARIES))
+    with patch.dict(os.environ, env):
+        forkserver.ensure_running()
+
+
+def _become(command: Sequence[str], log: str, cwd: str, env: Mapping[str, str]) -> None:
+    """Runs a command of Python's in this process: a script, ``-m module`` or ``-c code``."""
+    with open(os.devnull) as nothing, open(log, "ab") as file:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    if command[0] == sys.executable:
+        command = command[1:]
+    match command:
+        case ["-m", module, *arguments]:
+            sys.argv = [module, *arguments]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case ["-c", code, *arguments]:
+            sys.argv = ["-c", *arguments]
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        case [script, *arguments]:
+            sys.argv = [script, *arguments]
+            runpy.run_path(script, run_name="__main__")
