@@ -433,6 +433,7 @@ class Engine:
     def __init__(self, generate: Generate, *, one_at_a_time: bool = True) -> None:
         self.generate = generate
         self.one_at_a_time = one_at_a_time
+        self.remote = False
 
 
 def job(engine: Engine, total: float = 5.0) -> Job:

@@ -39,6 +39,7 @@ class Replay:
     scripts: dict[str, str]
     at_once: int = 1
     one_at_a_time: bool = False
+    remote: bool = False
     model: str = MODEL
     context_length: int | None = 4096
     prompts: list[tuple[int, ...]] = field(default_factory=list)

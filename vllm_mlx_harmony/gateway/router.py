@@ -98,6 +98,7 @@ class Fleet:
     """The engines of one model as one ``Engine``."""
 
     one_at_a_time = False
+    remote = True
 
     def __init__(
         self, model: str, backends: Sequence[Backend], router: Router | None = None
@@ -126,37 +127,44 @@ class Fleet:
         """See ``server.engine.Engine``. Raises ``EngineUnavailable`` when no engine takes it."""
         request = Routed(prompt, tenant)
         tried: list[Backend] = []
+        taken = False
         while True:
-            left = [each for each in self.backends if each.up and each not in tried]
-            if not left:
-                raise EngineUnavailable(
-                    "no engine is there to answer", retry_after=max(1, round(DOWN_SECONDS))
-                )
-            backend = self.router.choose(request, left)
+            backend, engine = self._chosen(request, tried)
             tried.append(backend)
-            assert backend.engine is not None
+            last = len(tried) >= min(MOST_TRIES, len(self.backends))
             said: list[int] = []
             begun = False
             backend.in_flight += 1
             try:
-                steps = backend.engine.generate(prompt, settings, tenant, constraint)
-                async with aclosing(steps):
+                async with aclosing(engine.generate(prompt, settings, tenant, constraint)) as steps:
                     async for step in steps:
-                        if not begun:
+                        if step.ids and not begun:
                             begun = True
                             backend.succeeded()
                         said += step.ids
-                        yield step
+                        if step.ids or step.finish is not None or not taken:
+                            taken = True
+                            yield step
                 return
             except EngineUnavailable as error:
                 backend.failed(error.message, error.retry_after or DOWN_SECONDS)
-                if len(tried) >= min(MOST_TRIES, len(self.backends)):
+                if last:
                     raise
             except OutputError as error:
                 backend.failed(error.message, 0.0)
-                if begun or len(tried) >= min(MOST_TRIES, len(self.backends)):
+                if begun or last:
                     raise
             finally:
                 backend.in_flight -= 1
                 if begun:
                     self.router.generated(request, backend, said)
+
+    def _chosen(self, request: Routed, tried: Sequence[Backend]) -> tuple[Backend, HttpEngine]:
+        """Where ``request`` goes now. Raises ``EngineUnavailable`` when nothing is left."""
+        left = [each for each in self.backends if each.up and each not in tried]
+        if not left:
+            seconds = max(1, round(DOWN_SECONDS))
+            raise EngineUnavailable("no engine is there to answer", retry_after=seconds)
+        backend = self.router.choose(request, left)
+        assert backend.engine is not None
+        return backend, backend.engine

@@ -44,6 +44,7 @@ class MlxEngine:
         self._engine = engine
         self.model = str(engine._model_path)
         self.one_at_a_time = engines.one_at_a_time(engine)
+        self.remote = False
 
     @property
     def context_length(self) -> int | None:

@@ -50,6 +50,14 @@ class Engine(Protocol):
     def one_at_a_time(self) -> bool:
         """Whether it refuses a second request while one runs: then they wait in front of it."""
 
+    @property
+    def remote(self) -> bool:
+        """Whether it runs elsewhere, behind a connection of this request's own.
+
+        Then its first step is empty: the engine has taken the request, and a failure before it has
+        a status of its own. And it can wait for a slow reader without holding anybody else up.
+        """
+
     def generate(
         self,
         prompt: tuple[int, ...],

@@ -184,11 +184,14 @@ async def _generated(job: Job) -> Deltas:
     finish: Finish | None = None
     cached_tokens = 0
     async with _engine_slot(job.lease):
-        yield context.start(await _cached(job))
-        generated = job.lease.harmony.generate(
-            prompt, job.settings, job.lease.tenant, job.constraint
-        )
-        async with aclosing(generated) as steps:
+        engine = job.lease.harmony
+        cached = await _cached(job)
+        async with aclosing(
+            engine.generate(prompt, job.settings, job.lease.tenant, job.constraint)
+        ) as steps:
+            if engine.remote:
+                await anext(steps, None)
+            yield context.start(cached)
             async for step in steps:
                 finish, cached_tokens = step.finish, max(cached_tokens, step.cached_tokens)
                 job.tracker.observe_ttft()

@@ -309,4 +309,7 @@ async def _streamed(
     come = await host_of(request).unless_gone(anext(deltas), request, patience, total)
     if come is None:
         return Response(status_code=CLIENT_CLOSED)
-    return EventStream(request, EventBuffer(written(come, deltas, prepared.emitter), ping))
+    waits = prepared.job.lease.harmony.remote
+    return EventStream(
+        request, EventBuffer(written(come, deltas, prepared.emitter), ping, waits=waits)
+    )

@@ -1,6 +1,8 @@
 """An answer on its way to a reader: generated at the engine's pace, read at the client's.
 
-An engine that waited for its readers would be held by the slowest of them. So it waits for nobody:
+An engine that waited for its readers would be held by the slowest of them. So it waits for nobody,
+unless each request has a connection of its own to it (``Engine.remote``: then nothing is read from
+that while the reader has enough to read):
 what it generates goes into a buffer (``EventBuffer``), which is bounded. An answer that outgrows it
 ends with an error, and the engine is free. Whatever is left in the buffer can still be read, unless
 the client takes nothing for so long that its connection is given up (``within``).
@@ -35,6 +37,9 @@ CAPACITY_VARIABLE = "VLLM_MLX_HARMONY_STREAM_BYTES"
 """Environment variable: bytes of an answer that may wait for its reader."""
 
 DEFAULT_CAPACITY = 8 * 1024 * 1024
+
+HIGH_WATER = 128 * 1024
+"""Unread bytes of an answer above which an engine that can wait does, until half are read."""
 
 SECONDS_VARIABLE = "VLLM_MLX_HARMONY_STREAM_SECONDS"
 """Environment variable: seconds after which a client that takes nothing is given up."""
@@ -101,13 +106,21 @@ class EventBuffer:
     While more than ``capacity`` bytes wait to be read the answer is ended: ``HostError`` is thrown
     into ``events``, and what they make of it is the last that is read. The first group does not
     count: it repeats what the client has sent. ``ping`` is read after each silence of
-    ``PING_SECONDS``. For one reader; closed, it frees the engine.
+    ``PING_SECONDS``. ``waits``: the answer is not ended, but waits while ``HIGH_WATER`` bytes are
+    unread. For one reader; closed, it frees the engine.
     """
 
     def __init__(
-        self, events: Events, ping: Event | None = None, capacity: int | None = None
+        self,
+        events: Events,
+        ping: Event | None = None,
+        capacity: int | None = None,
+        *,
+        waits: bool = False,
     ) -> None:
         self._events = events
+        self._waits = waits
+        self._read: asyncio.Future[None] | None = None
         self._ping = ping
         self._capacity = (
             number(CAPACITY_VARIABLE, DEFAULT_CAPACITY) if capacity is None else capacity
@@ -136,6 +149,8 @@ class EventBuffer:
                 return self._ping
         event = self._waiting.popleft()
         self._bytes -= len(event.data)
+        if self._read is not None and self._bytes <= HIGH_WATER // 2 and not self._read.done():
+            self._read.set_result(None)
         return event
 
     async def aclose(self) -> None:
@@ -158,7 +173,11 @@ class EventBuffer:
         async with aclosing(self._events) as groups:
             async for group in groups:
                 self._put(group)
-                if capacity is None:
+                if self._waits:
+                    while self._bytes > HIGH_WATER:
+                        self._read = asyncio.get_running_loop().create_future()
+                        await self._read
+                elif capacity is None:
                     capacity = self._bytes + self._capacity
                 elif self._bytes > capacity:
                     logger.info("an answer was ended: %d bytes of it waited to be read", capacity)

@@ -47,6 +47,16 @@ class Grammar:
     begun: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def without_analysis(self) -> str:
+        """``text`` of what may follow behind reasoning that was ended, and another
+        ``<|start|>assistant``: everything but more of it.
+
+        For engines that are given a grammar, and do not take part in following it. A rule must
+        have something: here a reserved id, which no model writes.
+        """
+        return self.text.replace(_ANALYSIS, f"analysis: <[{_RESERVED}]>\n")
+
 
 _START, _END, _MESSAGE, _CHANNEL, _CONSTRAIN, _CALL, _RETURN = (
     f"<[{token}]>"
@@ -61,9 +71,13 @@ _START, _END, _MESSAGE, _CHANNEL, _CONSTRAIN, _CALL, _RETURN = (
     )
 )
 
+_RESERVED = vocab.CONTROL[-2]
+
+_ANALYSIS = f'analysis: {_CHANNEL} "analysis" {_MESSAGE} text {_END}\n'
+
 _COMMON = f"""\
 next: {_START} "assistant"
-analysis: {_CHANNEL} "analysis" {_MESSAGE} text {_END}
+{_ANALYSIS}\
 preamble: {_CHANNEL} "commentary" {_MESSAGE} text {_END}
 type: " "? {_CONSTRAIN} ("json" | "code")
 typed: " json" | " code" | type

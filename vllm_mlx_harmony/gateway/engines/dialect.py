@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -116,6 +116,16 @@ def parsed(data: str) -> dict[str, Any]:
 def garbled(data: object) -> OutputError:
     """For what no event of this engine looks like; how it begins stands in the message."""
     return OutputError(f"the engine sent what cannot be read: {str(data)[:80]!r}")
+
+
+def failure_in(event: Mapping[str, Any]) -> HarmonyFailure:
+    """What the ``error`` of an event says: of the request (4xx), or of the engine."""
+    error = event["error"]
+    status = error.get("code") if isinstance(error, Mapping) else None
+    said = message_of(event) or "it did not say why"
+    if type(status) is int and 400 <= status < 500:  # noqa: PLR2004
+        return RequestError(f"the engine refused the request: {said}", code="engine_refused")
+    return OutputError(f"the engine failed: {said}")
 
 
 def ids_of(value: object) -> tuple[int, ...]:

@@ -8,27 +8,27 @@ grammar would make it write.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import httpx
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
+from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, Generation
 from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
 from vllm_mlx_harmony.gateway.engines.llamacpp import LlamaCpp
 from vllm_mlx_harmony.gateway.engines.plugin import Plugin
 from vllm_mlx_harmony.gateway.engines.sglang import SGLang
-from vllm_mlx_harmony.gateway.engines.vllm import Vllm
+from vllm_mlx_harmony.gateway.engines.vllm import Vllm, VllmTokens
 from vllm_mlx_harmony.server.sampling import Settings
 
 LLGUIDANCE = LlamaCpp(Capabilities(grammar=True, cached_tokens=True, min_tokens=False))
 
 KINDS: dict[str, Dialect] = {
     "vllm": Vllm(),
+    "vllm-tokens": VllmTokens(),
     "sglang": SGLang(),
     "llamacpp": LlamaCpp(),
     "llamacpp-llguidance": LLGUIDANCE,
@@ -71,9 +71,29 @@ async def find(http: httpx.AsyncClient, spec: Spec, model: str) -> HttpEngine:
         context_length=context_length,
         key=spec.key,
     )
-    if isinstance(dialect, Vllm) and await keeps_to_grammars(engine, served_name):
-        engine.dialect = replace(dialect, capabilities=replace(dialect.capabilities, grammar=True))
+    engine.dialect = await _tried(engine)
     return engine
+
+
+async def _tried(engine: HttpEngine) -> Dialect:
+    """The engine's dialect, with what a trial has shown of it.
+
+    vLLM has the route of its endpoint of ids always, and refuses (403) what is posted to it unless
+    it was started with it.
+    """
+    dialect = engine.dialect
+    if isinstance(dialect, Vllm):
+        tokens = VllmTokens()
+        engine.dialect = tokens
+        with suppress(EngineUnavailable):
+            grammar = await keeps_to_grammars(engine)
+            return replace(tokens, capabilities=replace(tokens.capabilities, grammar=grammar))
+        engine.dialect = dialect
+    if isinstance(dialect, (Vllm, VllmTokens)):
+        with suppress(EngineUnavailable):
+            grammar = await keeps_to_grammars(engine)
+            return replace(dialect, capabilities=replace(dialect.capabilities, grammar=grammar))
+    return dialect
 
 
 def start_line(engine: HttpEngine) -> str:
@@ -97,6 +117,16 @@ class _Asking:
 
     async def __call__(self, path: str) -> _Json | None:
         """The object at ``path``; ``None`` where there is none. Raises ``EngineUnavailable``."""
+        response = await self._get(path)
+        if response.status_code != httpx.codes.OK:
+            return None
+        try:
+            found = response.json()
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    async def _get(self, path: str) -> httpx.Response:
         try:
             response = await self._http.get(
                 self._url + path, headers=self._headers, timeout=ASK_SECONDS
@@ -105,13 +135,7 @@ class _Asking:
             raise EngineUnavailable(f"{self._url} cannot be reached ({error!r})") from error
         if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
             raise EngineUnavailable(f"{self._url}{path} answered {response.status_code}")
-        if response.status_code != httpx.codes.OK:
-            return None
-        try:
-            found = response.json()
-        except ValueError:
-            return None
-        return found if isinstance(found, dict) else None
+        return response
 
 
 _SIGNS: tuple[tuple[str, str, str], ...] = (
@@ -123,11 +147,13 @@ _SIGNS: tuple[tuple[str, str, str], ...] = (
 """Kind, question, and a field that no other kind's answer has."""
 
 
-async def _kind(ask: Callable[[str], Any], spec: Spec) -> tuple[Dialect, _Json]:
+async def _kind(ask: _Asking, spec: Spec) -> tuple[Dialect, _Json]:
     if spec.kind:
         if spec.kind not in KINDS:
             raise HostError(f"{spec.kind!r} is no kind of engine: {', '.join(KINDS)}", status=500)
-        path = next((path for kind, path, _ in _SIGNS if spec.kind.startswith(kind)), "")
+        # The longest: `vllm-mlx` begins with `vllm`.
+        signs = [sign for sign in _SIGNS if spec.kind.startswith(sign[0])]
+        path = max(signs, key=lambda sign: len(sign[0]))[1] if signs else ""
         return KINDS[spec.kind], (await ask(path) if path else None) or {}
     for kind, path, field in _SIGNS:
         about = await ask(path)
@@ -153,7 +179,7 @@ def _served(listed: _Json, about: _Json, model: str) -> tuple[str, int | None]:
     return str(entry.get("id") or model), length
 
 
-async def _able(dialect: Dialect, ask: Callable[[str], Any]) -> Dialect:
+async def _able(dialect: Dialect, ask: _Asking) -> Dialect:
     """``dialect`` with what this server of its kind can do."""
     if isinstance(dialect, SGLang):
         about = await ask("/get_server_info") or {}
@@ -162,16 +188,19 @@ async def _able(dialect: Dialect, ask: Callable[[str], Any]) -> Dialect:
     return dialect
 
 
-async def keeps_to_grammars(engine: HttpEngine, served_name: str) -> bool:
-    """Whether the engine writes the one control token that a grammar allows."""
+async def keeps_to_grammars(engine: HttpEngine) -> bool:
+    """Whether the engine writes the one control token that a grammar allows.
+
+    Raises ``EngineUnavailable`` when it takes no request.
+    """
     settings = Settings(max_tokens=1, temperature=1.0, top_p=1.0)
     prompt = (vocab.START, *vocab.encode("assistant"))
-    trial = Generation(served_name, prompt, settings, grammar=f"start: <[{vocab.RETURN}]>")
+    trial = Generation(engine.served_name, prompt, settings, grammar=f"start: <[{vocab.RETURN}]>")
     ids: tuple[int, ...] = ()
     try:
         async with aclosing(engine.chunks(trial, seconds=TRY_SECONDS)) as chunks:
             async for chunk in chunks:
                 ids += chunk.ids
-    except HarmonyFailure:
+    except (OutputError, RequestError):
         return False
     return ids == (vocab.RETURN,)

@@ -14,9 +14,10 @@ engine's prefix cache has everything before them.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import logging
-from collections.abc import AsyncGenerator, Sequence
+import socket
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from hashlib import blake2b
@@ -34,14 +35,23 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     Generation,
     message_of,
 )
-from vllm_mlx_harmony.server.engine import Step, Steps
+from vllm_mlx_harmony.server.engine import Finish, Step, Steps
+from vllm_mlx_harmony.server.generation import stopped
 from vllm_mlx_harmony.server.sampling import Settings
-
-logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 LONGEST_ERROR = 65_536
 """Bytes of an error's body that are read."""
+
+PATIENCE_SECONDS = 2.0
+"""After which a request that has no answer yet counts as taken: some engines send no status before
+they have computed the prompt."""
+
+END_SECONDS = 1.0
+"""For what an engine sends behind the last id."""
+
+TAKEN = Chunk()
+"""Says that the engine has taken the request."""
 
 MOST_CONTINUATIONS = 4
 """Requests that one turn is made of, at most: each after the first follows ids that were forced."""
@@ -53,14 +63,22 @@ class EngineUnavailable(HostError):
     code = "engine_unavailable"
 
 
-def client() -> httpx.AsyncClient:
+def client(receive_buffer: int | None = None) -> httpx.AsyncClient:
     """The one client of a process: connections are kept alive, and there is no limit to them.
 
     Silence has no limit here: that of a request is the front end's (``Host.budget``).
+    ``receive_buffer``: bytes that the kernel takes of a stream that is not read; as it likes, where
+    it is not given.
     """
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+    options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)] if receive_buffer else None
+    transport = httpx.AsyncHTTPTransport(
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=1024),
+        socket_options=options,
+        trust_env=False,
+    )
+    return httpx.AsyncClient(
+        transport=transport,
+        timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
         follow_redirects=False,
         trust_env=False,
     )
@@ -74,6 +92,7 @@ class HttpEngine:
     """
 
     one_at_a_time = False
+    remote = True
 
     def __init__(
         self,
@@ -124,29 +143,31 @@ class HttpEngine:
         )
         turn = _Turn(None if constraint is None else constraint.start(grammar=grammar is not None))
         cached = 0
-        for _ in range(MOST_CONTINUATIONS):
+        for number in range(MOST_CONTINUATIONS):
+            finish: Finish | None = None
+            ids: tuple[int, ...] = ()
             async with aclosing(self.chunks(generation)) as chunks:
                 async for chunk in chunks:
                     cached = max(cached, chunk.cached_tokens)
-                    if settings.max_tokens == 0:
-                        if chunk.finish is not None:
-                            yield Step((), "length", cached)
-                            return
-                        continue
-                    ids = turn.take(chunk.ids)
-                    if turn.ended:
-                        yield Step(ids, "stop", cached)
-                        return
-                    if turn.forced:
-                        break
-                    yield Step(ids, chunk.finish, cached)
-                    if chunk.finish is not None:
-                        return
+                    finish = finish or chunk.finish
+                    ids = turn.take(chunk.ids) if settings.max_tokens else ()
+                    if turn.forced or (turn.ended and finish is None):
+                        break  # what it says from here on is not wanted
+                    if ids or (chunk is TAKEN and number == 0):
+                        yield Step(ids, None, cached)
+            if turn.ended or (finish is not None and not turn.forced):
+                last = ids if finish is None else ()
+                if settings.max_tokens == 0:
+                    finish = "length"
+                yield Step(last, "stop" if turn.ended else finish, cached)
+                return
             if not turn.forced:
                 raise OutputError("the engine ended before the answer did")
-            said = ids + turn.force()
-            yield Step(said, None, cached)
+            yield Step(ids + turn.force(), None, cached)
             generation = _behind(generation, prompt, settings, turn.ids)
+            if grammar is not None and constraint is not None and constraint.spec.grammar:
+                text = constraint.spec.grammar.grammar.without_analysis
+                generation = replace(generation, grammar=text)
             if generation.settings.max_tokens < 1:
                 yield Step((), "length", cached)
                 return
@@ -170,7 +191,7 @@ class HttpEngine:
     async def chunks(
         self, generation: Generation, seconds: float | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """What the engine streams; with ``seconds`` it must not be silent for longer.
+        """What the engine streams, ``TAKEN`` first; with ``seconds`` it is never silent for longer.
 
         Raises ``EngineUnavailable`` before anything came, and ``OutputError`` behind that.
         """
@@ -182,23 +203,52 @@ class HttpEngine:
             headers=self._headers,
             timeout=httpx.Timeout(seconds, connect=CONNECT_SECONDS),
         )
+        sending = asyncio.ensure_future(self._http.send(request, stream=True))
         try:
-            response = await self._http.send(request, stream=True)
+            await asyncio.wait({sending}, timeout=PATIENCE_SECONDS)
+            if not sending.done():
+                yield TAKEN
+            response = await sending
         except httpx.HTTPError as error:
             raise EngineUnavailable(f"the engine cannot be reached ({_named(error)})") from error
+        finally:
+            await stopped(sending)
         try:
             await _check(response)
+            yield TAKEN
             read = self.dialect.reader().read
             async with aclosing(_events(response)) as groups:
                 async for group in groups:
                     chunk = _joined([read(data) for data in group])
-                    if chunk is not None:
-                        yield chunk
+                    if chunk is None:
+                        continue
+                    yield chunk
+                    if chunk.finish is not None:
+                        async for last in _rest(groups, read):
+                            yield last
+                        return
         except httpx.HTTPError as error:
             problem = f"the connection to the engine broke ({_named(error)})"
             raise OutputError(problem) from error
         finally:
             await response.aclose()
+
+
+async def _rest(
+    groups: AsyncGenerator[list[str], None], read: Callable[[str], Chunk]
+) -> AsyncGenerator[Chunk, None]:
+    """What comes behind the last id: numbers, and the end, after which the connection is free.
+
+    No engine has a reason to keep us waiting for it.
+    """
+    try:
+        while True:
+            group = await asyncio.wait_for(anext(groups), END_SECONDS)
+            chunk = _joined([read(data) for data in group])
+            if chunk is not None:
+                yield chunk
+    except (StopAsyncIteration, asyncio.TimeoutError):
+        return
 
 
 class _Turn:
@@ -300,9 +350,6 @@ async def _check(response: httpx.Response) -> None:
     said = await _said(response)
     if status in (400, 413, 422):
         raise RequestError(f"the engine refused the request: {said}", code="engine_refused")
-    if status in (401, 403):
-        logger.error("%s refuses this gateway's key (%d): %s", response.url, status, said)
-        raise EngineUnavailable("the engine refuses this gateway's key")
     retry_after = response.headers.get("retry-after", "")
     raise EngineUnavailable(
         f"the engine answered {status}: {said}",

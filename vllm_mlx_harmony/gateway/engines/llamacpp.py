@@ -32,9 +32,9 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     Chunk,
     Generation,
     count_of,
+    failure_in,
     garbled,
     ids_of,
-    message_of,
     parsed,
 )
 from vllm_mlx_harmony.server.engine import Finish
@@ -95,7 +95,7 @@ class LlamaCppReader:
             return NOTHING
         event = parsed(data)
         if "error" in event:
-            raise OutputError(f"the engine failed: {message_of(event)}")
+            raise failure_in(event)
         if "stop" not in event:
             raise garbled(data)
         ids, total = ids_of(event.get("tokens")), count_of(event.get("tokens_predicted"))

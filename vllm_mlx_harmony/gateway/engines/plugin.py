@@ -15,8 +15,8 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     Chunk,
     Generation,
     count_of,
+    failure_in,
     ids_of,
-    message_of,
     parsed,
 )
 
@@ -54,7 +54,7 @@ class PluginReader:
         """See ``Reader``."""
         event = parsed(data)
         if "error" in event:
-            raise OutputError(f"the engine failed: {message_of(event)}")
+            raise failure_in(event)
         finish = event.get("finish")
         if finish not in (None, "stop", "length"):
             raise OutputError(f"the engine gave the answer up ({finish})")

@@ -26,9 +26,9 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     Chunk,
     Generation,
     count_of,
+    failure_in,
     garbled,
     ids_of,
-    message_of,
     parsed,
 )
 from vllm_mlx_harmony.server.engine import Finish
@@ -90,7 +90,7 @@ class SGLangReader:
             return NOTHING
         event = parsed(data)
         if "error" in event:
-            raise OutputError(f"the engine failed: {message_of(event)}")
+            raise failure_in(event)
         about = event.get("meta_info")
         if not isinstance(about, dict):
             raise garbled(data)

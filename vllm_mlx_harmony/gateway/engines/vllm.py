@@ -1,4 +1,4 @@
-"""vLLM: ``POST /v1/completions`` with ids in and out.
+"""vLLM: ``POST /v1/completions`` or ``POST /inference/v1/generate``, with ids in and out.
 
 What is relied on stands in vLLM 0.32, ``vllm/entrypoints/openai/completion/protocol.py``
 (``CompletionRequest``, ``CompletionResponseStreamChoice``): ``prompt`` as a list of ids,
@@ -7,6 +7,13 @@ What is relied on stands in vLLM 0.32, ``vllm/entrypoints/openai/completion/prot
 ``stream_options.include_usage``. A stream ends with ``data: [DONE]``; an error within it is
 ``data: {"error": {"message": …}}``. Closing the connection aborts the request
 (``with_cancellation``). Ray Serve's ingress offers this endpoint, too.
+
+The second one is there with ``--enable-scale-out`` or ``--tokens-only``: ``GenerateRequest`` in
+``vllm/entrypoints/scale_out/token_in_token_out/protocol.py``; its events have the same choices. It
+is taken where it is: nothing is turned into text there, ids of the prompt do not come back, and
+``reasoning_ended`` has a grammar kept to from the first id on, which otherwise needs
+``"enable_in_reasoning": true`` in ``--structured-outputs-config``, as vLLM has a reasoning parser
+for gpt-oss (``vllm/v1/structured_output/__init__.py``).
 
 Grammars go to llguidance (``--structured-outputs-config.backend guidance``; ``auto`` falls back to
 it), as Lark with ids: https://github.com/guidance-ai/llguidance, docs/syntax.md. How many
@@ -27,9 +34,9 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     Chunk,
     Generation,
     count_of,
+    failure_in,
     garbled,
     ids_of,
-    message_of,
     parsed,
 )
 from vllm_mlx_harmony.server.engine import Finish
@@ -85,8 +92,55 @@ class Vllm:
         return VllmReader()
 
 
+@dataclass(frozen=True, slots=True)
+class VllmTokens:
+    """vLLM's endpoint of ids alone."""
+
+    capabilities: Capabilities = CAPABILITIES
+    name: str = "vllm-tokens"
+    path: str = "/inference/v1/generate"
+
+    def body(self, generation: Generation) -> dict[str, Any]:
+        """See ``Dialect``."""
+        settings = generation.settings
+        sampling: dict[str, Any] = {
+            "detokenize": False,
+            "skip_special_tokens": False,
+            "stop_token_ids": TURN_ENDS,
+            "max_tokens": settings.max_tokens,
+            "min_tokens": min(generation.min_tokens, settings.max_tokens),
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k,
+            "min_p": settings.min_p,
+            "presence_penalty": settings.presence_penalty,
+            "frequency_penalty": settings.frequency_penalty,
+            "repetition_penalty": settings.repetition_penalty,
+            "seed": settings.seed,
+        }
+        if settings.logit_bias:
+            sampling["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias}
+        if generation.grammar is not None:
+            sampling["structured_outputs"] = {"grammar": generation.grammar}
+        body = {
+            "model": generation.model,
+            "token_ids": generation.prompt,
+            "sampling_params": sampling,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "reasoning_ended": True,
+        }
+        if generation.salt:
+            body["cache_salt"] = generation.salt
+        return body
+
+    def reader(self) -> VllmReader:
+        """See ``Dialect``."""
+        return VllmReader()
+
+
 class VllmReader:
-    """Events of ``/v1/completions``: each has the ids that are new; the last has the usage."""
+    """Events of both: each has the ids that are new; the last has the usage."""
 
     def read(self, data: str) -> Chunk:
         """See ``Reader``."""
@@ -94,7 +148,7 @@ class VllmReader:
             return NOTHING
         event = parsed(data)
         if "error" in event:
-            raise OutputError(f"the engine failed: {message_of(event)}")
+            raise failure_in(event)
         choices = event.get("choices")
         if not isinstance(choices, list):
             raise garbled(data)

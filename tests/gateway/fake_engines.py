@@ -1,0 +1,410 @@
+"""Engines that replay ids over real sockets, in the exchanges of each kind, byte for byte.
+
+What they send is built from events as the engines write them: vLLM's were recorded from 0.32
+(`data/vllm.sse`), SGLang's and llama.cpp's are those of their sources. A ``Fault`` in ``faults`` is
+what becomes of the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from vllm_mlx_harmony.core import vocab
+
+Json: TypeAlias = "dict[str, Any]"
+
+KINDS = ("vllm", "vllm-tokens", "sglang", "sglang-incremental", "llamacpp", "vllm-mlx")
+
+
+def ids(text: str) -> list[int]:
+    """Text to ids, with control tokens written out."""
+    return list(vocab.encoding().encode(text, allowed_special="all"))
+
+
+def compact(value: Json) -> str:
+    """As pydantic, orjson and nlohmann::json write it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+# --- What each kind takes and sends
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One kind: where it is asked, where the prompt stands, what its events are."""
+
+    path: str
+    prompt: Callable[[Json], list[int]]
+    max_tokens: Callable[[Json], int]
+    events: Callable[[Sequence[int], list[int], str], Iterator[str]]
+    """Of the prompt, the ids that were generated, and how it ended."""
+    error: Callable[[int, str], Json]
+
+
+def _openai_error(status: int, message: str) -> Json:
+    return {"error": {"message": message, "type": "BadRequestError", "param": None, "code": status}}
+
+
+def vllm_events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+    base = {"id": "cmpl-a4a4b042414aac84", "object": "text_completion", "created": 1795351480}
+    for at, token in enumerate(said):
+        last = at == len(said) - 1
+        choice = {
+            "index": 0,
+            "text": vocab.token_bytes(token).decode("utf-8", "replace"),
+            "logprobs": None,
+            "finish_reason": finish if last else None,
+            "stop_reason": token if last and finish == "stop" else None,
+            "prompt_token_ids": None if at else list(prompt),
+            "token_ids": [token],
+        }
+        yield compact({**base, "model": "m", "choices": [choice]})
+    usage = {
+        "prompt_tokens": len(prompt),
+        "total_tokens": len(prompt) + len(said),
+        "completion_tokens": len(said),
+        "prompt_tokens_details": {"cached_tokens": 16},
+    }
+    yield compact({**base, "model": "m", "choices": [], "usage": usage})
+    yield "[DONE]"
+
+
+def vllm_token_events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+    for at, token in enumerate(said):
+        last = at == len(said) - 1
+        choice = {"index": 0, "finish_reason": finish if last else None, "token_ids": [token]}
+        yield compact({"request_id": "generate-tokens-8", "choices": [choice]})
+    usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 16}}
+    yield compact({"request_id": "generate-tokens-8", "choices": [], "usage": usage})
+    yield "[DONE]"
+
+
+def sglang_events(incremental: bool) -> Callable[[Sequence[int], list[int], str], Iterator[str]]:
+    def events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+        for at in range(len(said)):
+            last = at == len(said) - 1
+            reason = {"type": "stop", "matched": said[-1]} if finish == "stop" else None
+            reason = reason or {"type": "length", "length": len(said)}
+            about = {
+                "id": "5b2b0a3f",
+                "finish_reason": reason if last else None,
+                "prompt_tokens": len(prompt),
+                "weight_version": "default",
+                "completion_tokens": at + 1,
+                "cached_tokens": 16,
+            }
+            ids = said[at : at + 1] if incremental else said[: at + 1]
+            yield compact({"text": "…", "output_ids": ids, "meta_info": about})
+        yield "[DONE]"
+
+    return events
+
+
+def llamacpp_events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+    """Nothing is sent while the text ends within a character."""
+    pending = b""
+    for number, token in enumerate(said, start=1):
+        pending += vocab.token_bytes(token)
+        try:
+            content = pending.decode()
+        except UnicodeDecodeError:
+            continue
+        pending = b""
+        yield compact(
+            {
+                "index": 0,
+                "content": content,
+                "tokens": [token],
+                "stop": False,
+                "id_slot": -1,
+                "tokens_predicted": number,
+                "tokens_evaluated": len(prompt),
+            }
+        )
+    yield compact(
+        {
+            "index": 0,
+            "content": "",
+            "tokens": [],
+            "id_slot": 0,
+            "stop": True,
+            "model": "gpt-oss.gguf",
+            "tokens_predicted": len(said),
+            "tokens_evaluated": len(prompt),
+            "stop_type": "eos" if finish == "stop" else "limit",
+            "stopping_word": "",
+            "tokens_cached": len(prompt) + len(said) - 1,
+            "timings": {"cache_n": 16, "prompt_n": 3, "predicted_n": len(said)},
+        }
+    )
+
+
+def plugin_events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+    for at, token in enumerate(said):
+        last = at == len(said) - 1
+        yield compact({"ids": [token], "finish": finish if last else None, "cached_tokens": 16})
+
+
+EXCHANGES: dict[str, Exchange] = {
+    "vllm": Exchange(
+        "/v1/completions",
+        lambda body: body["prompt"],
+        lambda body: body["max_tokens"],
+        vllm_events,
+        _openai_error,
+    ),
+    "vllm-tokens": Exchange(
+        "/inference/v1/generate",
+        lambda body: body["token_ids"],
+        lambda body: body["sampling_params"]["max_tokens"],
+        vllm_token_events,
+        _openai_error,
+    ),
+    **{
+        name: Exchange(
+            "/generate",
+            lambda body: body["input_ids"],
+            lambda body: body["sampling_params"]["max_new_tokens"],
+            sglang_events(incremental),
+            lambda status, message: {"error": {"message": message}},
+        )
+        for name, incremental in (("sglang", False), ("sglang-incremental", True))
+    },
+    "llamacpp": Exchange(
+        "/completion",
+        lambda body: body["prompt"],
+        lambda body: body["n_predict"],
+        llamacpp_events,
+        lambda status, message: {
+            "error": {"code": status, "message": message, "type": "invalid_request_error"}
+        },
+    ),
+    "vllm-mlx": Exchange(
+        "/harmony/v1/generate",
+        lambda body: body["prompt"],
+        lambda body: body["settings"]["max_tokens"],
+        plugin_events,
+        _openai_error,
+    ),
+}
+
+_LISTED: dict[str, Json] = {
+    "vllm": {"/version": {"version": "0.32.0"}},
+    "vllm-tokens": {"/version": {"version": "0.32.0"}},
+    "sglang": {
+        "/get_model_info": {"model_path": "openai/gpt-oss-20b", "is_generation": True},
+        "/get_server_info": {"grammar_backend": "xgrammar"},
+    },
+    "llamacpp": {"/props": {"default_generation_settings": {"n_ctx": 4096}, "total_slots": 4}},
+    "vllm-mlx": {"/harmony/v1/generate": {"harmony": "0.1.0"}},
+}
+
+
+# --- Faults
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What becomes of a request: a ``status``; or, ``after`` so many events, ``then``.
+
+    ``then``: ``die`` (the connection is reset), ``close`` (the stream ends in good order, and the
+    answer has not), ``garbage``, ``error`` (an event says so), ``hang``. ``die`` and ``hang`` with
+    ``after`` ``None`` come before the status.
+    """
+
+    status: int = 200
+    headers: tuple[tuple[str, str], ...] = ()
+    then: str = ""
+    after: int | None = 0
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """Says the script of the last thing in the prompt that has one; ``pause`` between events."""
+
+    kind: str
+    scripts: dict[str, str]
+    pause: float = 0.0
+    at_once: int = 1
+    """Events that are sent in one piece."""
+    grammar: bool = True
+    """Whether it writes what a trial's grammar says."""
+    faults: list[Fault] = field(default_factory=list)
+    bodies: list[Json] = field(default_factory=list)
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+    aborted: int = 0
+    sent: int = 0
+    """Bytes that the sockets took."""
+
+    def said(self, prompt: Sequence[int]) -> list[int]:
+        """The script for a prompt."""
+        text = vocab.encoding().decode(list(prompt))
+        return ids(self.scripts[max(self.scripts, key=text.rfind)])
+
+    async def generate(self, request: Request) -> Response:
+        """The endpoint of ids."""
+        exchange = EXCHANGES[self.kind]
+        body = await request.json()
+        if _is_trial(body):
+            said = [vocab.RETURN if self.grammar else 1]
+            return _stream(exchange.events([1], said, "stop"))
+        self.bodies.append(body)
+        prompt = exchange.prompt(body)
+        self.prompts.append(tuple(prompt))
+        fault = self.faults.pop(0) if self.faults else None
+        if fault is not None and fault.after is None:
+            await self._before(request, fault)
+        if fault is not None and fault.status != 200:
+            return JSONResponse(
+                exchange.error(fault.status, "as it was asked to"),
+                fault.status,
+                dict(fault.headers),
+            )
+        said = self.said(prompt)
+        limit = exchange.max_tokens(body)
+        finish = "length" if len(said) > limit else "stop"
+        events = exchange.events(prompt, said[:limit], finish)
+        return _Abortable(self, request, self._events(request, events, fault))
+
+    async def _before(self, request: Request, fault: Fault) -> None:
+        if fault.then == "hang":
+            await asyncio.sleep(60)
+        _reset(request)
+
+    async def _events(
+        self, request: Request, events: Iterator[str], fault: Fault | None
+    ) -> AsyncIterator[bytes]:
+        piece = b""
+        for number, event in enumerate(events):
+            if fault is not None and number == fault.after and fault.then:
+                if fault.then == "hang":
+                    await asyncio.sleep(60)
+                if fault.then == "die":
+                    await asyncio.sleep(0.05)  # what was sent has arrived
+                    _reset(request)
+                    await asyncio.sleep(60)
+                if fault.then == "error":
+                    yield b'data: {"error": {"message": "CUDA error", "code": 500}}\n\n'
+                if fault.then == "garbage":
+                    yield b"data: \xff\xfe{nonsense\n\n"
+                return
+            piece += f"data: {event}\n\n".encode()
+            if (number + 1) % self.at_once == 0:
+                yield piece
+                self.sent += len(piece)
+                piece = b""
+                await asyncio.sleep(self.pause)
+        if piece:
+            yield piece
+
+    async def list_models(self, request: Request) -> Response:
+        """``GET /v1/models``."""
+        entry = {"id": "m", "object": "model", "owned_by": self.kind, "max_model_len": 4096}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    @property
+    def app(self) -> Starlette:
+        """All that it answers."""
+        routes = [
+            Route(EXCHANGES[self.kind].path, self.generate, methods=["POST"]),
+            Route("/v1/models", self.list_models),
+        ]
+        for path, content in _LISTED[self.kind.removesuffix("-incremental")].items():
+            routes.append(Route(path, _answering(content)))
+        return Starlette(routes=routes)
+
+
+def _is_trial(body: Json) -> bool:
+    sampling = body.get("sampling_params", body)
+    asked = sampling.get("structured_outputs")
+    return isinstance(asked, dict) and asked["grammar"].startswith("start: <[")
+
+
+def _answering(content: Json) -> Callable[[Request], Any]:
+    async def answer(_: Request) -> Response:
+        return JSONResponse(content)
+
+    return answer
+
+
+def _stream(events: Iterator[str]) -> Response:
+    pieces = (f"data: {event}\n\n".encode() for event in events)
+    return StreamingResponse(pieces, media_type="text/event-stream")
+
+
+def _reset(request: Request) -> None:
+    """Breaks the connection off."""
+    request.receive.__self__.transport.abort()  # type: ignore[attr-defined]
+
+
+class _Abortable(StreamingResponse):
+    """Counts those that nobody read to the end."""
+
+    def __init__(self, engine: FakeEngine, request: Request, pieces: AsyncIterator[bytes]) -> None:
+        self._engine = engine
+        super().__init__(self._counted(pieces), media_type="text/event-stream")
+
+    async def _counted(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        engine = self._engine
+        engine.running += 1
+        engine.most_running = max(engine.most_running, engine.running)
+        ended = False
+        try:
+            async for piece in pieces:
+                yield piece
+            ended = True
+        finally:
+            engine.running -= 1
+            engine.aborted += not ended
+
+
+# --- Servers
+
+
+@contextmanager
+def served(app: Any, **options: Any) -> Iterator[str]:
+    """``app`` on a port of this machine, in a thread; its URL.
+
+    ``buffer``: bytes that the kernel takes of what is sent; as it likes, where it is not given.
+    """
+    listening = socket.socket()
+    if buffer := options.pop("buffer", 0):
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(("127.0.0.1", options.pop("port", 0)))
+    listening.listen(1024)
+    config = uvicorn.Config(app, log_level="error", **options)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        until(lambda: server.started, "the server to listen")
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(10)
+        listening.close()
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    """Waits for ``condition``, and not for ever."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.01)

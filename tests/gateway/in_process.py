@@ -1,0 +1,102 @@
+"""A gateway in this process over fake engines on real sockets, as tests look at it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import httpx
+from fake_engines import FakeEngine
+from starlette.requests import Request
+
+from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.gateway.app import Gateway
+from vllm_mlx_harmony.gateway.engines import http
+from vllm_mlx_harmony.gateway.engines.finding import KINDS, Spec
+from vllm_mlx_harmony.gateway.engines.http import HttpEngine
+from vllm_mlx_harmony.gateway.settings import GatewaySettings
+from vllm_mlx_harmony.server.engine import Engine
+from vllm_mlx_harmony.server.host import Budget, Lease, Tracker
+
+MODEL = "gpt-oss-20b"
+
+
+class ClientOfLoop:
+    """An HTTP client for each event loop: tests run one after the other, each in its own."""
+
+    def __init__(self, receive_buffer: int | None = None) -> None:
+        self._receive_buffer = receive_buffer
+        self._clients: WeakKeyDictionary[Any, httpx.AsyncClient] = WeakKeyDictionary()
+
+    @property
+    def _client(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            self._clients[loop] = http.client(self._receive_buffer)
+        return self._clients[loop]
+
+    def build_request(self, *arguments: Any, **keywords: Any) -> httpx.Request:
+        return self._client.build_request(*arguments, **keywords)
+
+    async def send(self, *arguments: Any, **keywords: Any) -> httpx.Response:
+        return await self._client.send(*arguments, **keywords)
+
+
+def engine_at(url: str, kind: str, receive_buffer: int | None = None) -> HttpEngine:
+    """The engine of a kind at a URL, as if it had been found there."""
+    client: Any = ClientOfLoop(receive_buffer)
+    dialect = KINDS[kind.removesuffix("-incremental")]
+    return HttpEngine(client, url, dialect, model=MODEL, served_name="m", context_length=4096)
+
+
+class Recorded:
+    """A tracker, and what it was told."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self.results: list[str] = []
+
+    def observe_ttft(self) -> None:
+        self._tracker.observe_ttft()
+
+    def reasoning_ended(self, reason: str) -> None:
+        self._tracker.reasoning_ended(reason)
+
+    def finish(self, *, result: str, **tokens: int) -> None:
+        self.results.append(result)
+        self._tracker.finish(result=result, **tokens)
+
+
+class Watched(Gateway):
+    """A gateway whose engines are there already, and that counts what it lends."""
+
+    def __init__(self, key: str, *engines: tuple[FakeEngine, str], **settings: Any) -> None:
+        specs = tuple(Spec(url) for _, url in engines)
+        keys = (("test", key),) if key else ()
+        values: dict[str, Any] = {"most_tokens": 1000, "max_tokens": 1000, **settings}
+        super().__init__(GatewaySettings(engines=specs, model=MODEL, keys=keys, **values))
+        for backend, (fake, url) in zip(self.fleet.backends, engines, strict=True):
+            backend.engine = engine_at(url, fake.kind)
+            backend.succeeded()
+        self.engine = engines[0][0]
+        self.lent = 0
+        self.trackers: list[Recorded] = []
+
+    async def acquire(self, request: Request, model: str | None, budget: Budget) -> Lease | None:
+        lease = await super().acquire(request, model, budget)
+        assert lease is not None
+        self.lent += 1
+
+        async def give_back() -> None:
+            self.lent -= 1
+
+        return Lease(lease.engine, lease.tenant, lease.budget, give_back)
+
+    def tracker(self, api: str, *, stream: bool) -> Tracker:
+        self.trackers.append(Recorded(super().tracker(api, stream=stream)))
+        return self.trackers[-1]
+
+    def defaults(self, engine: Engine | None) -> Defaults:
+        """No date: prompts are the same every day."""
+        return Defaults(date=None)

@@ -1,0 +1,38 @@
+"""The rows of the front end, through a gateway and every kind of engine, over real sockets.
+
+The tests are those of `tests/server/test_front_end.py`; only what they ask is another host.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+pytest.importorskip("openai")
+pytest.importorskip("anthropic")
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+
+from fake_engines import KINDS, FakeEngine, served
+from in_process import Watched
+from test_front_end import (  # noqa: F401
+    KEY,
+    SCRIPTS,
+    _nothing_kept,
+    test_a_tool_loop,
+    test_refusals_have_the_shape_of_their_api,
+    test_the_same_events_over_a_websocket,
+)
+
+
+@pytest.fixture(params=KINDS)
+def host(request: pytest.FixtureRequest) -> Iterator[Watched]:
+    """One engine of each kind."""
+    engine = FakeEngine(request.param, SCRIPTS)
+    with served(engine.app) as url:
+        yield Watched(KEY, (engine, url))
