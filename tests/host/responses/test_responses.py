@@ -85,7 +85,7 @@ SAID: list[list[Delta]] = [
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     store = MemoryStore()
     monkeypatch.setattr(f"{RESPONSES}.persistence.server_store", lambda: store)
-    monkeypatch.setattr(f"{RESPONSES}.routes.server_store", lambda: store)
+    monkeypatch.setattr(f"{RESPONSES}.lookup.server_store", lambda: store)
     return store
 
 
@@ -435,7 +435,7 @@ class Slow(MemoryStore):
 def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
     store = Slow()
     monkeypatch.setattr(f"{RESPONSES}.persistence.server_store", lambda: store)
-    monkeypatch.setattr(f"{RESPONSES}.routes.server_store", lambda: store)
+    monkeypatch.setattr(f"{RESPONSES}.lookup.server_store", lambda: store)
     monkeypatch.setattr(routes, "BACKGROUND", Background())
     monkeypatch.setattr(background, "BACKGROUND", routes.BACKGROUND)
     return store

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_mlx_harmony.core.deltas import Usage
-from vllm_mlx_harmony.core.errors import RequestError, quoted
+from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError, quoted
 from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.encryption import Cipher
+from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
 from vllm_mlx_harmony.protocols.responses.schema import Item
@@ -32,6 +33,30 @@ def not_ready(key: str) -> RequestError:
     """The error for a previous response that has not ended: nothing can be said after it yet."""
     problem = f"previous response with id {quoted(key)} has not ended yet: wait until it has"
     return RequestError(problem, param="previous_response_id", code="previous_response_not_ready")
+
+
+def is_running(document: Mapping[str, Any]) -> bool:
+    """Whether a response that was stored had not ended then."""
+    return document.get("status") in ("queued", "in_progress")
+
+
+def lost(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A response of which nothing more will come: what generated it has gone."""
+    error = {"code": "server_error", "message": "the server that generated this response has gone"}
+    return {**document, "status": "failed", "error": error}
+
+
+def failed_event(document: Mapping[str, Any], number: int) -> Event:
+    """The last event of a response that has failed, the one with this sequence number."""
+    kind = "response.failed"
+    told = {"type": kind, "sequence_number": number, "response": document}
+    return Event(encode(told), kind)
+
+
+def error_event(failure: HarmonyFailure, number: int) -> Event:
+    """The last event of a stream that ends for a reason which is not the response's."""
+    told = {"type": "error", "sequence_number": number, "code": failure.code}
+    return Event(encode({**told, "message": failure.message, "param": failure.param}), "error")
 
 
 def deleted(key: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Answers in the background of other servers: that they run, what they said, who wants what.
 
 Knows what servers that share a Redis tell each other of their background. Refuses to know how an
-answer is generated (background) and stored (store).
+answer is generated (background).
 
 Only the server that generates an answer can stop it. It says every ``BEAT`` seconds that the answer
 runs, hands on the events that have come since, and asks what others want of it. Who wants something
@@ -18,7 +18,7 @@ from json import dumps, loads
 from typing import Any
 
 from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.server.shared import Shared, server_shared, shared_key
+from vllm_mlx_harmony.server.shared import Shared, SharedError, server_shared, shared_key
 
 BEAT = 0.5
 """Seconds between two times that a server says what runs."""
@@ -95,6 +95,15 @@ class Elsewhere:
         name = shared_key("events", tenant, key)
         found = self._shared.call(lambda redis: redis.lrange(name, start, -1))
         return [Event(*loads(event)) for event in found]
+
+
+def runs_elsewhere(key: str, tenant: str) -> bool:
+    """Whether another server generates it, as far as that can be known. For a thread."""
+    elsewhere = server_elsewhere()
+    try:
+        return elsewhere is not None and elsewhere.runs(key, tenant)
+    except SharedError:
+        return True  # it is not said to be lost because Redis is
 
 
 def server_elsewhere() -> Elsewhere | None:

@@ -27,6 +27,7 @@ from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.generation import Deltas
+from vllm_mlx_harmony.server.responses.elsewhere import runs_elsewhere
 from vllm_mlx_harmony.server.responses.store import StoredResponse, StoreError, server_store
 from vllm_mlx_harmony.server.streams import Events, ends
 
@@ -66,12 +67,17 @@ class References:
         return self._known[key]
 
     def messages(self, key: str | None) -> tuple[Message, ...]:
-        """The conversation that a request goes on with. Raises ``RequestError`` 404."""
+        """The conversation that a request goes on with.
+
+        Raises ``RequestError``: 404, and 400 for one that another server still generates.
+        """
         if key is None:
             return ()
         stored = self.stored(key)
         if stored is None:
             raise resource.not_found(key, param="previous_response_id")
+        if resource.is_running(stored.document) and runs_elsewhere(key, self.tenant):
+            raise resource.not_ready(key)
         return stored.messages
 
     def item(self, key: str) -> Mapping[str, Any] | None:

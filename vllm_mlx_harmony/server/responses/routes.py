@@ -7,7 +7,6 @@ request is run (serving), and how answers are kept, watched in the background an
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -25,15 +24,18 @@ from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
 from vllm_mlx_harmony.server.errors import with_error_body
 from vllm_mlx_harmony.server.generation import run
 from vllm_mlx_harmony.server.host import Lease, host_of, tenant_of
+from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, read, written_input
 from vllm_mlx_harmony.server.responses.compact import COMPACT
+from vllm_mlx_harmony.server.responses.elsewhere import server_elsewhere
+from vllm_mlx_harmony.server.responses.heartbeat import Heartbeat, announce, withdraw
 from vllm_mlx_harmony.server.responses.persistence import (
     StoringEmitter,
     forget,
     new_id_seed,
     storing,
 )
-from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
+from vllm_mlx_harmony.server.responses.store import StoreError, server_store
 from vllm_mlx_harmony.server.responses.websocket import converse
 from vllm_mlx_harmony.server.serving import Api, answer_or_error, count, prepare, respond, serve
 from vllm_mlx_harmony.server.streams import EventStream
@@ -48,6 +50,10 @@ def _writer(
 
 
 RESPONSES = Api("responses", read, responses.error_body, writer=_writer, blocks=True)
+
+
+HEARTBEAT = Heartbeat(BACKGROUND)
+"""What tells other servers of the answers in the background of this one."""
 
 
 # --- New answers.
@@ -65,10 +71,13 @@ async def _answer(api: Api, request: Request, document: Document, lease: Lease) 
         return await respond(request, prepared, deltas)
     try:
         parsed = await in_thread(written_input, prepared.emitter)
+        await announce(prepared.emitter)
         running = BACKGROUND.start(prepared.job, prepared.emitter, parsed)
     except BaseException:
         prepared.job.tracker.finish(result="error")
+        await withdraw(prepared.emitter)
         raise
+    HEARTBEAT.watch(running)
     return _events(request, running) if prepared.parsed.stream else JSONResponse(running.document())
 
 
@@ -88,11 +97,13 @@ async def count_input_tokens(request: Request) -> Response:
 async def retrieve_response(request: Request, response_id: str) -> Response:
     """``GET /v1/responses/{response_id}``; ``stream`` and ``starting_after`` for its events."""
     tenant = tenant_of(request)
-    running = BACKGROUND.get(response_id, tenant)
+    running = await _running(response_id, tenant)
     if request.query_params.get("stream") == "true":
         start = _starting_after(request.query_params.get("starting_after"))
         if running is None:
-            await _stored(response_id, tenant)
+            await lookup.find(response_id, tenant)
+            if await lookup.has_events(response_id, tenant):
+                return EventStream(request, lookup.follow(response_id, tenant, start))
             raise RequestError(
                 "the events of this response are not kept: only those of responses that were "
                 "created with background, and not for ever",
@@ -101,7 +112,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
         return _events(request, running, start)
     if running is not None:
         return JSONResponse(running.document())
-    return JSONResponse((await _stored(response_id, tenant)).document)
+    return JSONResponse((await lookup.find(response_id, tenant)).document)
 
 
 async def delete_response(request: Request, response_id: str) -> Response:
@@ -109,7 +120,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     tenant = tenant_of(request)
     forgotten = await forget(response_id, tenant)
     cancelled = await BACKGROUND.forget(response_id, tenant)
-    deleted = await asyncio.to_thread(server_store().delete, response_id, tenant)
+    deleted = await lookup.delete(response_id, tenant)
     if not (forgotten or cancelled or deleted):
         raise resource.not_found(response_id)
     return JSONResponse(resource.deleted(response_id))
@@ -118,9 +129,9 @@ async def delete_response(request: Request, response_id: str) -> Response:
 async def list_input_items(request: Request, response_id: str) -> Response:
     """``GET /v1/responses/{response_id}/input_items``: one page of what was asked."""
     tenant = tenant_of(request)
-    running = BACKGROUND.get(response_id, tenant)
+    running = await _running(response_id, tenant)
     if running is None:
-        items = (await _stored(response_id, tenant)).input_items
+        items = (await lookup.find(response_id, tenant)).input_items
     else:
         items = await in_thread(running.input_items)
     page = resource.page(items, request.query_params)
@@ -131,23 +142,30 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 async def cancel_response(request: Request, response_id: str) -> Response:
     """``POST /v1/responses/{response_id}/cancel``; what has ended stays as it is."""
     tenant = tenant_of(request)
-    running = BACKGROUND.get(response_id, tenant)
+    running = await _running(response_id, tenant)
     if running is not None:
         await running.cancel()
         return JSONResponse(running.document())
-    document = (await _stored(response_id, tenant)).document
-    if not document["background"]:
+    stored = await lookup.find(response_id, tenant)
+    if not stored.document["background"]:
         raise RequestError(
             "only a response that was created with background can be cancelled", param="response_id"
         )
-    return JSONResponse(document)
+    if resource.is_running(stored.document):
+        stored = await lookup.cancel(stored)
+    return JSONResponse(stored.document)
 
 
-async def _stored(key: str, tenant: str) -> StoredResponse:
-    stored = await in_thread(server_store().get, key, tenant)
-    if stored is None:
-        raise resource.not_found(key)
-    return stored
+async def _running(key: str, tenant: str) -> Running | None:
+    """The answer, if it is in this server's background and no other server has deleted it."""
+    running = BACKGROUND.get(key, tenant)
+    if running is None or not running.done or server_elsewhere() is None:
+        return running
+    try:
+        known = await in_thread(server_store().get, key, tenant)
+    except StoreError:
+        return running
+    return None if known is None else running
 
 
 def _starting_after(number: str | None) -> int:
