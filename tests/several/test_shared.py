@@ -92,7 +92,7 @@ def test_a_turn_of_another_server_is_placed_again(server: RedisServer) -> None:
     history = (User("Hi"), Answer("Hello."), User("And?"))
     found = [[turn for _, _, turn in view.history(history)] for view in views]
     assert found[0] == found[1] and found[1][1] is not None
-    assert found[1][1].segments[0][1:-1] == IDS
+    assert found[1][1].spans[0][1:-1] == IDS
     assert found[2] == [None, None, None]
     assert all(view.blocks for view in views)
 
