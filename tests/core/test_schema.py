@@ -28,7 +28,7 @@ def printed(schema: dict[str, Any] | None) -> str:
     ids = vocab.encoding().render(Message.from_role_and_content(Role.DEVELOPER, content))
     text = vocab.encoding().decode(ids)
     ours = typescript.section("functions", [typescript.tool("t", "", schema)])
-    assert ours == text.removeprefix(BEFORE).removesuffix("<|end|>")
+    assert f"# Tools\n\n{ours}" == text.removeprefix(BEFORE).removesuffix("<|end|>")
     return text.partition("type t = ")[2].rpartition(";\n\n} // namespace functions")[0]
 
 

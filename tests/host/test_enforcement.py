@@ -36,9 +36,9 @@ from vllm_mlx_harmony.host.engine import generate
 from vllm_mlx_harmony.host.patching import Patch
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.body import Document
+from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.messages import MESSAGES
 from vllm_mlx_harmony.server.responses.routes import RESPONSES
-from vllm_mlx_harmony.server.routes import CHAT
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script
 

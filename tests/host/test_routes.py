@@ -30,11 +30,11 @@ from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import generation, serving
+from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.errors import error_response, failure_of
 from vllm_mlx_harmony.server.generation import Job, run
 from vllm_mlx_harmony.server.host import Budget, install
-from vllm_mlx_harmony.server.routes import CHAT
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.streams import EventBuffer, EventStream, written
 
@@ -309,10 +309,7 @@ def test_a_timeout_counts_when_it_is_one(timeout: object, used: float | None) ->
 
 
 def test_who_leaves_while_asking_gets_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    async def gone() -> Any:
-        raise ClientDisconnect
-
-    answer = asyncio.run(serving.answer_or_error(CHAT, gone()))
+    answer = serving.error_answer(CHAT, ClientDisconnect())
     assert answer.status_code == serving.CLIENT_CLOSED
     assert not caplog.records
 

@@ -30,7 +30,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols import chat, messages, responses
-from vllm_mlx_harmony.protocols.events import DONE, Event
+from vllm_mlx_harmony.protocols.events import DONE, Event, frame
 from vllm_mlx_harmony.server import streams
 from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.streams import EventBuffer, unread, within, written
@@ -275,7 +275,7 @@ def test_an_end_that_nobody_waits_for_any_more_is_no_error(error: Exception | No
             for event in ():
                 yield event
 
-        frames = streams._Frames(events())
+        frames = streams._Frames(events(), frame)
         asked = asyncio.ensure_future(anext(frames))
         await asyncio.wait({asked})
         del asked

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Protocol, TypeVar
@@ -67,6 +68,15 @@ class Lease:
         """The engine, where it is known that there is one."""
         assert self.engine is not None
         return self.engine
+
+    @asynccontextmanager
+    async def released_on_error(self) -> AsyncIterator[None]:
+        """Releases it when the block raises; otherwise whoever it was handed to does."""
+        try:
+            yield
+        except BaseException:
+            await self.release()
+            raise
 
     async def release(self) -> None:
         """Gives the engine back."""

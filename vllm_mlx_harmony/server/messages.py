@@ -41,7 +41,12 @@ def _read_to_count(body: object, defaults: Defaults, tenant: str) -> messages.Me
 
 
 MESSAGES = Api(
-    "anthropic_messages", _read, messages.error_body, ping=messages.PING, reports_cached=True
+    "anthropic_messages",
+    _read,
+    messages.error_body,
+    prefix="/v1/messages",
+    ping=messages.PING,
+    reports_cached=True,
 )
 
 

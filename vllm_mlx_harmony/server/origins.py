@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols import chat, messages
+from vllm_mlx_harmony.server.apis import api_at
 from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.host import host_of
 
@@ -133,8 +133,7 @@ class OriginCheck:
         if problem not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(problem)
             logger.warning("refused: %s", problem)
-        of_messages = scope["path"].startswith("/v1/messages")
-        body = messages.error_body if of_messages else chat.error_body
+        body = api_at(scope["path"]).error_body
         response = error_response(
             body, RequestError(problem, status=403, code="origin_not_allowed")
         )

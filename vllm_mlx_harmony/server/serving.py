@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol, TypeAlias
 from uuid import uuid4
 
@@ -24,7 +23,7 @@ from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, 
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
-from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server import replay
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
 from vllm_mlx_harmony.server.enforcement import holding
@@ -71,7 +70,9 @@ class ParsedRequest(Protocol):
 class Api:
     """What makes one API out of ``serve``.
 
-    ``name`` is what the host's metrics call it; ``ping`` goes out while a stream is silent, where
+    ``name`` is what the host's metrics call it; ``prefix`` is what its paths begin with: errors
+    there have the shape of ``error_body``, whoever refuses a request. ``frame`` writes an event of
+    a stream; ``ping`` goes out while a stream is silent, where
     the API has such an event; ``writer`` replaces the request's own emitter; ``blocks`` says that
     ``read`` may wait for a disk, so that it is kept off the event loop; ``reports_cached`` that a
     stream begins with the usage of the prompt.
@@ -80,6 +81,8 @@ class Api:
     name: str
     read: Callable[[object, Defaults, str], ParsedRequest]
     error_body: Callable[[HarmonyFailure], dict[str, Any]]
+    prefix: str = ""
+    frame: Callable[[Event], str] = frame
     ping: Event | None = None
     writer: Callable[[Any, ResponseInfo, Any, str], Emitter] | None = None
     blocks: bool = False
@@ -106,13 +109,14 @@ class Api:
 class PreparedRequest:
     """A request that was read and rendered: what is left is to run it."""
 
+    api: Api
     parsed: Any
     info: ResponseInfo
     job: Job
     emitter: Any
 
 
-Answer: TypeAlias = "Callable[[Api, Request, Document, Lease], Awaitable[Response]]"
+Answer: TypeAlias = "Callable[[Request, PreparedRequest], Awaitable[Response]]"
 
 
 async def serve(
@@ -121,78 +125,77 @@ async def serve(
     """The answer to a request in ``api``'s shape, errors included.
 
     ``id_seed`` is what the answer's ids are made from; a new one when it is not given. ``answer``
-    runs the request in another way than ``prepare`` and ``respond``, one after the other, would. A
-    request for a model that is not Harmony is answered by the host, as if we were not there.
+    runs the prepared request in another way than ``respond`` does. A request for a model that is
+    not Harmony is answered by the host, as if we were not there.
     """
-    usual = partial(_answer, id_seed=id_seed or uuid4().hex)
-    return await answer_or_error(api, answered(api, request, answer or usual))
+    try:
+        request = bounded(request)
+        document = await parse_body(await request.body())
+        lease = await acquire(api, request, document)
+        if lease is None:
+            return Response(status_code=CLIENT_CLOSED)
+        async with lease.released_on_error():
+            if lease.engine is None:
+                return await _forwarded(request, lease)
+            host = host_of(request)
+            prepared = await prepare(api, host, document, lease, id_seed or uuid4().hex)
+            if answer is not None:
+                return await answer(request, prepared)
+            return await respond(request, prepared, run(prepared.job))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+        return error_answer(api, error)
 
 
 async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
     """How many tokens a request's prompt has, as ``body`` writes it; nothing is generated."""
-
-    async def counted(api: Api, request: Request, document: Document, lease: Lease) -> Response:
-        host = host_of(request)
-        parsed = await api.parsed(document, host.defaults(None), lease.tenant)
-        turn = replace(parsed.turn, tenant=lease.tenant)
-        turns = replay.view(host, lease)
-        await lease.release()
-        context = await _context(host, turn, ResponseInfo("", 0, ""), turns, document.large)
-        return JSONResponse(body(len(context.render_for_completion())))
-
-    return await answer_or_error(api, answered(api, request, counted))
-
-
-async def answer_or_error(api: Api, answer: Awaitable[Response]) -> Response:
-    """``answer``, or what it raises in ``api``'s shape."""
     try:
-        return await answer
-    except (HarmonyFailure, HTTPException) as error:
-        return error_response(api.error_body, failure_of(error))
-    except ClientDisconnect:
-        return Response(status_code=CLIENT_CLOSED)
-    except Exception:
-        logger.exception("a request failed")
-        return error_response(api.error_body, OutputError(INTERNAL, code="internal_error"))
-
-
-async def answered(
-    api: Api,
-    request: Request,
-    answer: Answer,
-    other: Callable[[Request], Awaitable[Response]] | None = None,
-    document: Document | None = None,
-) -> Response:
-    """What ``answer`` makes of the request and its engine; ``other``, if that is not Harmony.
-
-    Without ``other`` the host answers, or nobody where it has no such route: 404. ``document`` is
-    the request's, where it has no body to read it from. ``answer`` has to release the lease, unless
-    it raises. Raises ``HarmonyFailure`` and the host's ``HTTPException``.
-    """
-    if document is None:
         request = bounded(request)
         document = await parse_body(await request.body())
+        lease = await acquire(api, request, document)
+        if lease is None:
+            return Response(status_code=CLIENT_CLOSED)
+        async with lease.released_on_error():
+            if lease.engine is None:
+                return await _forwarded(request, lease)
+            host = host_of(request)
+            parsed = await api.parsed(document, host.defaults(None), lease.tenant)
+            turn = replace(parsed.turn, tenant=lease.tenant)
+            turns = replay.view(host, lease)
+            await lease.release()
+            context = await _context(host, turn, ResponseInfo("", 0, ""), turns, document.large)
+            return JSONResponse(body(len(context.render_for_completion())))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+        return error_answer(api, error)
+
+
+def error_answer(api: Api, error: Exception) -> Response:
+    """What a client is answered when its request raises ``error``, in ``api``'s shape."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_CLOSED)
+    if isinstance(error, (HarmonyFailure, HTTPException)):
+        return error_response(api.error_body, failure_of(error))
+    logger.error("a request failed", exc_info=error)
+    return error_response(api.error_body, OutputError(INTERNAL, code="internal_error"))
+
+
+async def acquire(api: Api, request: Request, document: Document) -> Lease | None:
+    """The engine that ``document`` is for, lent for as long as the request may take.
+
+    ``None`` when the client has gone meanwhile. Raises ``HarmonyFailure`` and the host's
+    ``HTTPException``.
+    """
     host = host_of(request)
     model, timeout = _routing(document.value)
     if model is None and host.model_name is None:  # there are several
         await api.parsed(document, host.defaults(None), tenant_of(request))
         raise RequestError("model must be a string", param="model")
-    budget = host.budget(timeout)
     own = None if model is None else own_name(model, host.model_name)
-    lease = await host.acquire(request, own, budget)
-    if lease is None:
-        return Response(status_code=CLIENT_CLOSED)
-    try:
-        if lease.engine is not None:
-            return await answer(api, request, document, lease)
-        await lease.release()
-        return await (other or _hosts_own)(request)
-    except BaseException:
-        await lease.release()
-        raise
+    return await host.acquire(request, own, host.budget(timeout))
 
 
-async def _hosts_own(request: Request) -> Response:
+async def _forwarded(request: Request, lease: Lease) -> Response:
+    """The host's own answer: the model is not Harmony. 404 where it has no such route."""
+    await lease.release()
     try:
         return await host_of(request).forward(request)
     except LookupError as error:
@@ -217,13 +220,6 @@ def _routing(document: object) -> tuple[str | None, float | None]:
         raise RequestError(problem, param="model", code="model_not_found", status=404)
     valid = isinstance(timeout, (int, float)) and 0 < timeout < LONGEST
     return model if isinstance(model, str) else None, timeout if valid else None
-
-
-async def _answer(
-    api: Api, request: Request, document: Document, lease: Lease, *, id_seed: str
-) -> Response:
-    prepared = await prepare(api, host_of(request), document, lease, id_seed)
-    return await respond(request, prepared, run(prepared.job), api.ping)
 
 
 async def prepare(
@@ -251,21 +247,39 @@ async def prepare(
         id_seed=id_seed,
         constraint=constraint,
     )
-    return PreparedRequest(parsed, info, job, api.emitter(parsed, info, context, lease.tenant))
+    emitter = api.emitter(parsed, info, context, lease.tenant)
+    return PreparedRequest(api, parsed, info, job, emitter)
 
 
-async def respond(
-    request: Request, prepared: PreparedRequest, deltas: Deltas, ping: Event | None = None
-) -> Response:
+async def respond(request: Request, prepared: PreparedRequest, deltas: Deltas) -> Response:
     """``deltas``, those of ``prepared``, as its request wants them: streamed or whole."""
+    host, api, budget = host_of(request), prepared.api, prepared.job.lease.budget
     try:
-        seconds = prepared.job.lease.budget.remaining()
+        seconds = budget.remaining()
     except HarmonyFailure:
         prepared.job.tracker.finish(result="timeout")  # nothing has run that would say so
         raise
-    if prepared.parsed.stream:
-        return await _streamed(request, prepared, deltas, seconds, ping)
-    return await _whole(request, prepared, deltas, seconds)
+    if not prepared.parsed.stream:
+        result = await host.unless_gone(
+            _collected(deltas, prepared.emitter), request, seconds, budget.total
+        )
+        return Response(status_code=CLIENT_CLOSED) if result is None else JSONResponse(result)
+    # Headers go out when this request has the engine: until then errors have a status of their own.
+    # The queue has its own limit, which says what the time was spent on.
+    first = await host.unless_gone(anext(deltas), request, seconds + 1.0, budget.total)
+    if first is None:
+        return Response(status_code=CLIENT_CLOSED)
+    waits = prepared.job.lease.harmony.remote
+    events = EventBuffer(written(first, deltas, prepared.emitter), api.ping, waits=waits)
+    return EventStream(request, events, api.frame)
+
+
+async def _collected(deltas: Deltas, emitter: Emitter) -> dict[str, Any]:
+    async with aclosing(deltas):
+        async for group in deltas:
+            for delta in group:
+                emitter.feed(delta)
+    return emitter.result()
 
 
 async def _context(
@@ -280,36 +294,3 @@ async def _context(
     if not (large or turn.tools or turn.characters >= LARGE or waits):
         return host.context(turn, info, renderer)
     return await in_thread(host.context, turn, info, renderer)
-
-
-async def _whole(
-    request: Request, prepared: PreparedRequest, deltas: Deltas, seconds: float
-) -> Response:
-    collected = _collected(deltas, prepared.emitter)
-    total = prepared.job.lease.budget.total
-    result = await host_of(request).unless_gone(collected, request, seconds, total)
-    return Response(status_code=CLIENT_CLOSED) if result is None else JSONResponse(result)
-
-
-async def _collected(deltas: Deltas, emitter: Emitter) -> dict[str, Any]:
-    async with aclosing(deltas):
-        async for group in deltas:
-            for delta in group:
-                emitter.feed(delta)
-    return emitter.result()
-
-
-async def _streamed(
-    request: Request, prepared: PreparedRequest, deltas: Deltas, seconds: float, ping: Event | None
-) -> Response:
-    """Headers go out at this request's turn: until then errors have a status of their own."""
-    total = prepared.job.lease.budget.total
-    # The queue has its own limit, which says what the time was spent on.
-    patience = seconds + 1.0
-    come = await host_of(request).unless_gone(anext(deltas), request, patience, total)
-    if come is None:
-        return Response(status_code=CLIENT_CLOSED)
-    waits = prepared.job.lease.harmony.remote
-    return EventStream(
-        request, EventBuffer(written(come, deltas, prepared.emitter), ping, waits=waits)
-    )

@@ -33,8 +33,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
-from vllm_mlx_harmony.protocols import chat, messages
 from vllm_mlx_harmony.server import generation, streams
+from vllm_mlx_harmony.server.apis import api_at
 from vllm_mlx_harmony.server.errors import error_response
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -131,8 +131,7 @@ class RejectDuringShutdown:
         if failure is None or scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        of_messages = scope["path"].startswith("/v1/messages")
-        response = error_response(messages.error_body if of_messages else chat.error_body, failure)
+        response = error_response(api_at(scope["path"]).error_body, failure)
         response.headers["Connection"] = "close"
         if scope["type"] == "websocket":
             await WebSocket(scope, receive, send).send_denial_response(response)

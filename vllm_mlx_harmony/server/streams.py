@@ -223,14 +223,19 @@ def unread_until_left() -> Iterator[None]:
 
 
 class EventStream(StreamingResponse):
-    """``events`` as server-sent ones, closed when nobody reads them any more.
+    """``events`` as server-sent ones, each as ``frame`` writes it; closed when nobody reads more.
 
     Starlette leaves the iterator of a client that has gone to the garbage collector, which may
     come much later, and the engine stays busy until then.
     """
 
-    def __init__(self, request: Request, events: AsyncIterator[Event]) -> None:
-        self._frames = _Frames(events)
+    def __init__(
+        self,
+        request: Request,
+        events: AsyncIterator[Event],
+        frame: Callable[[Event], str] = frame,
+    ) -> None:
+        self._frames = _Frames(events, frame)
         guarded = host_of(request).until_gone(self._frames, request)
         super().__init__(guarded, media_type="text/event-stream")
         self._request = request
@@ -258,8 +263,8 @@ _closing: set[asyncio.Future[None]] = set()
 class _Frames:
     """``events`` as they stand on the wire. No generator: those cannot be closed while they run."""
 
-    def __init__(self, events: AsyncIterator[Event]) -> None:
-        self._events = events
+    def __init__(self, events: AsyncIterator[Event], frame: Callable[[Event], str]) -> None:
+        self._events, self._frame = events, frame
 
     def __aiter__(self) -> _Frames:
         return self
@@ -272,7 +277,7 @@ class _Frames:
         return coming
 
     async def _next(self) -> str:
-        return frame(await anext(self._events))
+        return self._frame(await anext(self._events))
 
     async def aclose(self) -> None:
         with suppress(RuntimeError):  # a generator, which has nothing to free

@@ -19,11 +19,11 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
-from vllm_mlx_harmony.server.body import Document, in_thread
+from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
 from vllm_mlx_harmony.server.errors import with_error_body
 from vllm_mlx_harmony.server.generation import run
-from vllm_mlx_harmony.server.host import Lease, host_of, tenant_of
+from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, read, written_input
 from vllm_mlx_harmony.server.responses.compact import COMPACT
@@ -37,7 +37,14 @@ from vllm_mlx_harmony.server.responses.persistence import (
 )
 from vllm_mlx_harmony.server.responses.store import StoreError, server_store
 from vllm_mlx_harmony.server.responses.websocket import converse
-from vllm_mlx_harmony.server.serving import Api, answer_or_error, count, prepare, respond, serve
+from vllm_mlx_harmony.server.serving import (
+    Api,
+    PreparedRequest,
+    count,
+    error_answer,
+    respond,
+    serve,
+)
 from vllm_mlx_harmony.server.streams import EventStream
 
 
@@ -45,11 +52,13 @@ def _writer(
     parsed: ResponsesRequest, info: ResponseInfo, context: Any, tenant: str
 ) -> StoringEmitter:
     """Who asks for an answer in the background may ask for its events later."""
-    stored_events = parsed.stream or parsed.background
-    return StoringEmitter(replace(parsed, stream=stored_events), info, context, tenant)
+    streamed = parsed.stream or parsed.background
+    return StoringEmitter(replace(parsed, stream=streamed), info, context, tenant)
 
 
-RESPONSES = Api("responses", read, responses.error_body, writer=_writer, blocks=True)
+RESPONSES = Api(
+    "responses", read, responses.error_body, prefix="/v1/responses", writer=_writer, blocks=True
+)
 
 
 HEARTBEAT = Heartbeat(BACKGROUND)
@@ -61,11 +70,10 @@ HEARTBEAT = Heartbeat(BACKGROUND)
 
 async def create_response(request: Request) -> Response:
     """``POST /v1/responses``."""
-    return await serve(RESPONSES, request, answer=_answer)
+    return await serve(RESPONSES, request, new_id_seed(), _answer)
 
 
-async def _answer(api: Api, request: Request, document: Document, lease: Lease) -> Response:
-    prepared = await prepare(api, host_of(request), document, lease, new_id_seed())
+async def _answer(request: Request, prepared: PreparedRequest) -> Response:
     if not prepared.parsed.background:
         deltas = storing(run(prepared.job), prepared.emitter, known=False)
         return await respond(request, prepared, deltas)
@@ -191,7 +199,10 @@ def _errors_as_responses(
     """``endpoint``, whose errors are answers."""
 
     async def answering(request: Request, response_id: str) -> Response:
-        return await answer_or_error(RESPONSES, endpoint(request, response_id))
+        try:
+            return await endpoint(request, response_id)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+            return error_answer(RESPONSES, error)
 
     return answering
 

@@ -11,13 +11,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
-from functools import partial
 from json import dumps
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -28,7 +26,7 @@ from vllm_mlx_harmony.protocols.events import DONE
 from vllm_mlx_harmony.server.body import Document, in_thread, parse_body
 from vllm_mlx_harmony.server.errors import admit, error_response, failure_of
 from vllm_mlx_harmony.server.generation import Deltas, rejection, run, stopped
-from vllm_mlx_harmony.server.host import Lease, host_of
+from vllm_mlx_harmony.server.host import host_of
 from vllm_mlx_harmony.server.responses.background import read
 from vllm_mlx_harmony.server.responses.persistence import (
     StoringEmitter,
@@ -37,7 +35,7 @@ from vllm_mlx_harmony.server.responses.persistence import (
     storing,
 )
 from vllm_mlx_harmony.server.responses.store import StoredResponse
-from vllm_mlx_harmony.server.serving import Api, PreparedRequest, answered, prepare
+from vllm_mlx_harmony.server.serving import Api, PreparedRequest, acquire, prepare
 from vllm_mlx_harmony.server.streams import EventBuffer, client_seconds, unread_until_left, within
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -147,33 +145,27 @@ class Conversation:
         await host_of(self._socket).check_rate_limit(self._socket)
         if failure := rejection():
             raise failure
-        parsed = {key: value for key, value in document.items() if key not in _TRANSPORT}
+        fields = {key: value for key, value in document.items() if key not in _TRANSPORT}
+        body = Document({**fields, "stream": True}, large)
         request = Request({**self._socket.scope, "type": "http", "method": "POST"}, _nothing_more)
-        send = partial(self._send, generate=document.get("generate") is not False)
-        read = Document({**parsed, "stream": True}, large)
-        await answered(self._api, request, send, _not_here, read)
+        lease = await acquire(self._api, request, body)
+        if lease is None:
+            return
+        async with lease.released_on_error():
+            if lease.engine is None:
+                raise RequestError("this model is not served over a WebSocket", param="model")
+            prepared = await prepare(self._api, host_of(request), body, lease, new_id_seed())
+            generates = document.get("generate") is not False
+            deltas = run(prepared.job) if generates else _nothing(prepared)
+            stored = storing(deltas, prepared.emitter, known=True)
+            async with aclosing(EventBuffer(stored_events(stored, prepared.emitter))) as events:
+                async for event in events:
+                    if event is not DONE:
+                        await self._say(event.data)
+            await self._remember(prepared)
 
     def _read(self, body: object, defaults: Any, tenant: str) -> Any:
         return read(body, defaults, tenant, self._local)
-
-    async def _send(
-        self,
-        api: Api,
-        request: Request,
-        document: Document,
-        lease: Lease,
-        *,
-        generate: bool,
-    ) -> Response:
-        prepared = await prepare(api, host_of(request), document, lease, new_id_seed())
-        deltas = run(prepared.job) if generate else _nothing(prepared)
-        stored = storing(deltas, prepared.emitter, known=True)
-        async with aclosing(EventBuffer(stored_events(stored, prepared.emitter))) as events:
-            async for event in events:
-                if event is not DONE:
-                    await self._say(event.data)
-        await self._remember(prepared)
-        return Response()
 
     async def _remember(self, prepared: PreparedRequest) -> None:
         stored = await in_thread(
@@ -210,10 +202,6 @@ def _creating(document: object) -> dict[str, Any]:
 async def _nothing_more() -> Message:
     """What is left of a request whose document was read from a message."""
     return {"type": "http.request", "body": b"", "more_body": False}
-
-
-async def _not_here(_: Request) -> Response:
-    raise RequestError("this model is not served over a WebSocket", param="model")
 
 
 async def _nothing(prepared: PreparedRequest) -> Deltas:

@@ -1,0 +1,81 @@
+"""The routes of Chat Completions, and of the list of models.
+
+Knows paths and methods. Refuses to know how a request is run (serving), and what the API's bodies
+and events look like (protocols.chat).
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.protocols import chat
+from vllm_mlx_harmony.server.endpoint import Endpoint
+from vllm_mlx_harmony.server.errors import error_response, with_error_body
+from vllm_mlx_harmony.server.host import host_of
+from vllm_mlx_harmony.server.model_names import other_names, own_name
+from vllm_mlx_harmony.server.serving import Api, serve
+
+
+def _read(body: object, defaults: Defaults, _tenant: str) -> chat.ChatRequest:
+    return chat.read(body, defaults)
+
+
+CHAT = Api("chat_completions", _read, chat.error_body, prefix="/v1/chat")
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """``POST /v1/chat/completions``."""
+    return await serve(CHAT, request)
+
+
+async def retrieve_model(request: Request, model_id: str) -> Response:
+    """``GET /v1/models/{model_id}``: the entry in the host's list; without an id, the list."""
+    host = host_of(request)
+    listed = await host.models()
+    entries = listed["data"]
+    if not model_id:
+        others = [{**entries[0], "id": name} for name in other_names(host.model_name)]
+        return JSONResponse({**listed, "data": entries + others})
+    own = own_name(model_id, host.model_name)
+    for entry in entries:
+        if entry["id"] == own:
+            return JSONResponse({**entry, "id": model_id})
+    missing = RequestError(
+        f"the model {model_id!r} does not exist", param="model", code="model_not_found", status=404
+    )
+    return error_response(chat.error_body, missing)
+
+
+async def list_models(request: Request) -> Response:
+    """``GET /v1/models``: the host's list, and the other names of its model, as they were given."""
+    return await retrieve_model(request, "")
+
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    with_error_body(
+        chat.error_body,
+        Endpoint(
+            "/v1/chat/completions",
+            ("POST",),
+            create_chat_completion,
+            "token ids in and out instead of text",
+        ),
+    ),
+    with_error_body(
+        chat.error_body,
+        Endpoint("/v1/models", ("GET",), list_models, "the host tells no other names"),
+    ),
+    with_error_body(
+        chat.error_body,
+        Endpoint(
+            "/v1/models/{model_id:path}",
+            ("GET",),
+            retrieve_model,
+            "the host lists its models, but does not tell of one",
+            like=("/v1/models", "GET"),
+        ),
+    ),
+)
