@@ -24,6 +24,7 @@ THROUGH_THE_HOST = {
     "numpy",
     "tokenizers",
     "transformers",
+    "yaml",
     "uvicorn",
 }
 """What `vllm-mlx` itself depends on: whichever version it wants is the right one."""
@@ -50,7 +51,7 @@ def test_names_say_something() -> None:
     assert {path.stem for path in MODULES} & EMPTY_NAMES == set()
 
 
-EXTRAS = {"redis"}
+EXTRAS = {"anyio", "mcp", "mcp_types", "redis"}
 """What an extra brings: imported where it is asked for."""
 
 LOADED_BY_OTHERS = {"websockets"}

@@ -20,6 +20,7 @@ from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.server.engine import Engine, Finish, Step, Steps
 from vllm_mlx_harmony.server.host import Budget, Lease, tenant_of
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 T = TypeVar("T")
 
@@ -102,6 +103,7 @@ class Alone:
     requires_key = True
     reasoning_tokens: int | None = None
     archive = None
+    toolbox: Toolbox | None = None
     renderer: Callable[..., Any] = staticmethod(render)
     context: Callable[..., Any] = StreamingHarmonyContext
 

@@ -161,5 +161,12 @@ def _alias(name: str, taken: set[str], numbers: dict[str, int]) -> str:
     return alias
 
 
+def carryable(name: str, taken: set[str]) -> str:
+    """``name``, or one like it that a header can carry and that is not ``taken``; it is then."""
+    free = name if name not in taken and _is_carryable(name) else _alias(name, taken, {})
+    taken.add(free)
+    return free
+
+
 def _is_carryable(name: str) -> bool:
     return len(name) <= _LONGEST and _CARRYABLE.fullmatch(name) is not None

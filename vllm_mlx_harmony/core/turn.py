@@ -153,7 +153,8 @@ class Tool:
     ``strict``: the caller wants arguments that are valid for the schema, or an error when that
     cannot be promised. ``syntax`` is what the input of a freeform tool must match: the string
     ``input`` that is its only parameter. ``origin`` is what the client's API knows the tool by,
-    where ``name`` does not say all of it: for that API alone.
+    where ``name`` does not say all of it: for that API alone. ``read_only``: it changes nothing, as
+    the server that has it says.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Tool:
     strict: bool = False
     syntax: Syntax | None = None
     origin: tuple[str, ...] = field(default=(), compare=False)
+    read_only: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +173,16 @@ class Namespace:
 
     One with the name of a built-in is shown as gpt-oss was trained to see it, whatever its
     ``tools`` say; ``python`` is called by that name alone, and what is written to it is code.
-    ``label`` is what clients and the operator call it. ``approval`` are the names of tools that
-    the caller wants to be asked about before one of their calls is run.
+    ``label`` is what clients and the operator call it, ``problem`` why it has no tools now.
+    ``approval`` are the names of tools that the caller wants to be asked about before one of their
+    calls is run.
     """
 
     name: str
     tools: tuple[Tool, ...]
     description: str = ""
     label: str = ""
+    problem: str = ""
     approval: frozenset[str] = frozenset()
 
     @property

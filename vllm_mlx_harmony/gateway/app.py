@@ -42,6 +42,7 @@ from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import Budget, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.shutdown import at_once, gracefully
+from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -57,6 +58,7 @@ class Gateway:
     """A server of its own as the front end's ``Host``."""
 
     archive: Archive | None = None
+    toolbox: Toolbox | None = None
     renderer: Callable[..., Any] = staticmethod(render)
     context: Callable[..., Any] = StreamingHarmonyContext
 

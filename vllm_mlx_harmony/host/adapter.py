@@ -30,6 +30,7 @@ from vllm_mlx_harmony.server.engine import Engine, Steps
 from vllm_mlx_harmony.server.host import Budget, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.model_files import GENERATION, configuration, length_of
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 T = TypeVar("T")
 
@@ -87,6 +88,8 @@ def _archive(disk: Disk) -> Archive:
 
 class VllmMlx:
     """The host's server as the front end's ``Host``."""
+
+    toolbox: Toolbox | None = None
 
     @property
     def model_name(self) -> str | None:

@@ -10,20 +10,21 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 from vllm_mlx_harmony.core.constraint import Constraint
-from vllm_mlx_harmony.core.deltas import Delta, Finished
+from vllm_mlx_harmony.core.deltas import Delta, Finished, Opened, ToolFinished, ToolStarted
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.core.replay import ReplayScope
-from vllm_mlx_harmony.core.turn import Message
+from vllm_mlx_harmony.core.turn import Message, ServerResult
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.host import TIMED_OUT, Lease, Tracker
 from vllm_mlx_harmony.server.queue import queue_before, reject_all_waiting
 from vllm_mlx_harmony.server.replay import remember
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.tools.turn_tools import TurnTools
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ class Job:
 
     ``id_seed`` is what the answer's ids are made from: it can be cancelled by it.
     ``echoed`` is how a message of it is read when a client gives it back. ``reports_cached``: the
-    answer begins with how much of the prompt is cached. ``constraint``: what its output must match.
+    answer begins with how much of the prompt is cached. ``constraint``: what its output must match,
+    ``tools`` are those that the server runs in this turn.
     """
 
     lease: Lease
@@ -48,6 +50,7 @@ class Job:
     reports_cached: bool = False
     id_seed: str = ""
     constraint: Constraint | None = None
+    tools: TurnTools | None = None
 
 
 _running: dict[tuple[str, str], asyncio.Future[HarmonyFailure]] = {}
@@ -169,43 +172,125 @@ async def _cached(job: Job) -> int | None:
 
 
 @asynccontextmanager
-async def _engine_slot(lease: Lease) -> AsyncIterator[None]:
-    """A batching engine takes everybody; the other one at a time."""
+async def _engine_slot(lease: Lease, seconds: float) -> AsyncIterator[None]:
+    """A batching engine takes everybody; the other one at a time, who waits ``seconds`` for it."""
     if not lease.harmony.one_at_a_time:
         yield
         return
-    async with queue_before(lease.harmony).slot(lease.budget.left):
+    async with queue_before(lease.harmony).slot(seconds):
         yield
 
 
 async def _generated(job: Job) -> Deltas:
-    """What ``run`` gives, with the engine's place and the engine held until it is closed."""
-    context, prompt = job.context, job.context.render_for_completion()
-    finish: Finish | None = None
-    cached_tokens = 0
-    async with _engine_slot(job.lease):
-        engine = job.lease.harmony
-        cached = await _cached(job)
-        async with aclosing(
-            engine.generate(prompt, job.settings, job.lease.tenant, job.constraint)
-        ) as steps:
-            if engine.remote:
-                await anext(steps, None)
-            yield context.start(cached)
-            async for step in steps:
-                finish, cached_tokens = step.finish, max(cached_tokens, step.cached_tokens)
-                job.tracker.observe_ttft()
-                enforcement.check(job.constraint)
-                yield context.append_output(step.ids)
-                if finish is not None or context.done:
-                    break
-        last = context.finish(finish or "stop", cached_tokens)
-        if job.turns is not None and job.turns.blocks:  # before the client can ask another server
-            await asyncio.to_thread(remember, job.turns, context, job.echoed)
+    """What ``run`` gives: the model generates, what it calls of the server's tools is run, and it
+    goes on behind that, until it answers or calls a tool of its client's.
+
+    Every output but the first continues exactly the ids so far. While a tool runs, the engine is
+    free for others; whoever closes this cancels the tool, or frees the engine.
+    """
+    context, tools, said = job.context, job.tools, _Said()
+    settings, constraint = job.settings, job.constraint
+    length = job.lease.harmony.context_length
+    ended: Literal["stop", "length", "pause"] = "stop"
+    approved = None if tools is None else context.server_call  # since the turn before
+    async with _engine_slot(job.lease, job.lease.budget.left):
+        if approved is not None:
+            said.started = True
+            yield context.start(await _cached(job))
         else:
-            remember(job.turns, context, job.echoed)
-        _account(job.tracker, last)
-        yield last
+            async with aclosing(_output(job, settings, constraint, said)) as output:
+                async for deltas in output:
+                    yield deltas
+    while tools is not None:
+        call = context.server_call
+        if call is None or tools.over or (approved is None and tools.needs_approval(call)):
+            break
+        index = said.index if approved is None else BEFORE_THE_FIRST
+        yield [ToolStarted(index, approved)]
+        approved = None
+        answered = await tools.run(call, len(context.render_for_completion()), length)
+        closed = context.append_tool_output([ServerResult(call.id, call.name, answered.text)])
+        yield [*closed, ToolFinished(index, answered.text, answered.failure)]
+        if tools.paused:
+            ended = "pause"
+            break
+        prompt_tokens = len(context.render_for_completion())
+        going_on = await tools.going_on(settings, constraint, prompt_tokens, length, said.generated)
+        if going_on is None:
+            ended = "length"
+            break
+        settings, constraint = going_on
+        slot = _engine_slot(job.lease, job.lease.budget.total)
+        async with slot, aclosing(_output(job, settings, constraint, said)) as output:
+            async for deltas in output:
+                yield deltas
+    if ended == "stop" and said.finish is not None:
+        ended = said.finish
+    yield await _finished(job, ended, said.cached_tokens)
+
+
+async def _finished(
+    job: Job, ended: Literal["stop", "length", "pause"], cached_tokens: int
+) -> list[Delta]:
+    """The deltas that end the turn, when it has been remembered and accounted for."""
+    last: list[Delta] = job.context.finish("length" if ended == "length" else "stop", cached_tokens)
+    if ended == "pause":
+        last = [replace(d, reason="pause") if isinstance(d, Finished) else d for d in last]
+    if job.turns is not None and job.turns.blocks:  # before the client can ask another server
+        await asyncio.to_thread(remember, job.turns, job.context, job.echoed)
+    else:
+        remember(job.turns, job.context, job.echoed)
+    _account(job.tracker, last)
+    return last
+
+
+@dataclass(slots=True)
+class _Said:
+    """What is known of the outputs so far: ``generated`` ids and ``finish`` are of the last one,
+    ``cached_tokens`` those of the turn's own prompt, ``index`` that of the last message.
+    ``started``: that the turn has begun was said."""
+
+    started: bool = False
+    outputs: int = 0
+    generated: int = 0
+    cached_tokens: int = 0
+    index: int = 0
+    finish: Finish | None = None
+
+
+async def _output(
+    job: Job, settings: Settings, constraint: Constraint | None, said: _Said
+) -> Deltas:
+    """What the model says next, up to the end of its turn or of a call."""
+    context, prompt = job.context, job.context.render_for_completion()
+    engine = job.lease.harmony
+    cached = None if said.started else await _cached(job)
+    said.generated, said.finish = 0, None
+    said.outputs += 1
+    generated = engine.generate(prompt, settings, job.lease.tenant, constraint)
+    async with aclosing(generated) as steps:
+        if engine.remote:
+            await anext(steps, None)
+        if not said.started:
+            said.started = True
+            yield context.start(cached)
+        async for step in steps:
+            said.finish = step.finish
+            said.generated += len(step.ids)
+            if said.outputs == 1:
+                said.cached_tokens = max(said.cached_tokens, step.cached_tokens)
+            job.tracker.observe_ttft()
+            enforcement.check(constraint)
+            deltas = context.append_output(step.ids)
+            for delta in deltas:
+                said.index = delta.index if isinstance(delta, Opened) else said.index
+            yield deltas
+            if said.finish is not None or context.done:
+                break
+
+
+BEFORE_THE_FIRST = 0x7FFF
+"""The index of a call that was made in an earlier turn and approved since: no message has it."""
 
 
 def _account(tracker: Tracker, last: list[Delta]) -> None:

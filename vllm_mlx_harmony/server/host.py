@@ -12,7 +12,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import HTTPConnection, Request
@@ -22,6 +22,9 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.server.engine import Engine
+
+if TYPE_CHECKING:
+    from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 T = TypeVar("T")
 
@@ -137,6 +140,10 @@ class Host(Protocol):
     @property
     def archive(self) -> Archive | None:
         """Where generated turns outlive the process, if anywhere: always the same object."""
+
+    @property
+    def toolbox(self) -> Toolbox | None:
+        """The tools that the server runs for requests; ``None`` when it runs none."""
 
     # --- Who may ask
 

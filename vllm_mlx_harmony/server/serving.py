@@ -33,6 +33,7 @@ from vllm_mlx_harmony.server.host import Host, Lease, host_of, tenant_of
 from vllm_mlx_harmony.server.model_names import own_name, response_name
 from vllm_mlx_harmony.server.sampling import fit, settle
 from vllm_mlx_harmony.server.streams import Emitter, EventBuffer, EventStream, written
+from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ class Api:
     a stream; ``ping`` goes out while a stream is silent, where
     the API has such an event; ``writer`` replaces the request's own emitter; ``blocks`` says that
     ``read`` may wait for a disk, so that it is kept off the event loop; ``reports_cached`` that a
-    stream begins with the usage of the prompt.
+    stream begins with the usage of the prompt; ``pauses`` that a turn may end at the limit of calls
+    that the server runs, to be continued.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Api:
     writer: Callable[[Any, ResponseInfo, Any, str], Emitter] | None = None
     blocks: bool = False
     reports_cached: bool = False
+    pauses: bool = False
 
     async def parsed(self, document: Document, defaults: Defaults, tenant: str) -> Any:
         """The request in ``document``, from ``tenant``. Raises ``RequestError``."""
@@ -158,7 +161,9 @@ async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]
             if lease.engine is None:
                 return await _forwarded(request, lease)
             host = host_of(request)
-            parsed = await api.parsed(document, host.defaults(None), lease.tenant)
+            parsed = await api.parsed(
+                document, with_tools(host.defaults(None), host.toolbox), lease.tenant
+            )
             turn = replace(parsed.turn, tenant=lease.tenant)
             turns = replay.view(host, lease)
             await lease.release()
@@ -226,7 +231,7 @@ async def prepare(
     api: Api, host: Host, document: Document, lease: Lease, id_seed: str
 ) -> PreparedRequest:
     """The request, read and rendered; ``id_seed`` signs it. Raises ``RequestError``."""
-    defaults = host.defaults(lease.engine)
+    defaults = with_tools(host.defaults(lease.engine), host.toolbox)
     parsed = await api.parsed(document, defaults, lease.tenant)
     info = ResponseInfo(id_seed, int(time.time()), response_name(parsed.model, host.model_name))
     settings = settle(parsed.turn.sampling, parsed.turn.limits, host.max_tokens, defaults.sampling)
@@ -246,6 +251,7 @@ async def prepare(
         reports_cached=api.reports_cached and parsed.stream,
         id_seed=id_seed,
         constraint=constraint,
+        tools=TurnTools.of(host, turn, names, lease.budget, pauses=api.pauses),
     )
     emitter = api.emitter(parsed, info, context, lease.tenant)
     return PreparedRequest(api, parsed, info, job, emitter)

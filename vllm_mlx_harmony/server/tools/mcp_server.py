@@ -1,0 +1,291 @@
+"""One MCP server: started or connected to, kept that way, asked for its tools, called.
+
+https://modelcontextprotocol.io/specification, by the official package ``mcp``, which is imported
+when the first server is made and not before.
+
+A connection lives in a task of its own (`_keep_connected`), because the package's connections can
+be left only by the task that entered them. It ends when the server's process does, when a server
+over HTTP no longer answers, and with `stop`; after an end that nobody wanted another is made, each
+time after twice the pause of the time before. Calls come from other tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.turn import Tool, omitted
+from vllm_mlx_harmony.server.tools.config import ServerConfig
+from vllm_mlx_harmony.server.tools.tool_server import Answer, ToolError
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
+"""Seconds before a server is started again, and the most that doubling them comes to."""
+
+STEADY = 30.0
+"""Seconds of a connection after which the next pause is the first one again."""
+
+STARTING = 60.0
+"""Seconds until a server has to be there: a command may download it first."""
+
+MOST_PAGES = 100
+"""Of a list of tools: one that never ends must not hold anybody up."""
+
+
+def check_package() -> None:
+    """Raises ``HostError`` that says what to install, where the package ``mcp`` is not 2.x."""
+    try:
+        importlib.import_module("mcp.client.client")
+        importlib.import_module("mcp_types")
+    except ImportError as error:
+        raise HostError(
+            f"tool servers need mcp 2.x ({error}): pip install 'vllm-mlx-harmony[tools]'"
+        ) from error
+
+
+class McpServer:
+    """An MCP server as a ``ToolServer``."""
+
+    def __init__(self, label: str, config: ServerConfig, default_timeout: float) -> None:
+        self.label = label
+        self.description = config.description
+        self.timeout = config.timeout or default_timeout
+        self._config = config
+        self._tools: tuple[Tool, ...] = ()
+        self._problem = "it has not been started"
+        self._client: Client | None = None
+        self._look = asyncio.Event()  # something may have changed: the tools, or that it answers
+        self._lost = False
+        self._ready, self._tried = asyncio.Event(), asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """See ``ToolServer``."""
+        return self._tools
+
+    @property
+    def problem(self) -> str:
+        """See ``ToolServer``."""
+        return self._problem
+
+    async def start(self) -> None:
+        """Connects for the first time; from then on the connection is kept in the background."""
+        self._task = asyncio.create_task(self._keep_connected(), name=f"mcp {self.label}")
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._tried.wait(), STARTING)
+
+    async def stop(self) -> None:
+        """Closes the connection, and ends the process of a server over stdio."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Answer:
+        """See ``ToolServer``."""
+        from mcp import MCPError
+
+        client = self._client
+        if client is None:
+            raise ToolError(f"the tool server {self.label} is not available now: {self._problem}")
+        try:
+            result = await client.call_tool(tool, dict(arguments))
+        except MCPError as error:
+            self._look.set()  # it may be that it has died, or that its tools are others now
+            raise ToolError(error.message) from error
+        except Exception as error:
+            self._look.set()
+            raise ToolError(f"{type(error).__name__}: {error}") from error
+        return Answer(text_of(result), bool(result.is_error))
+
+    # The connection
+
+    async def _keep_connected(self) -> None:
+        pause = FIRST_PAUSE
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            connection = asyncio.create_task(self._connected(), name=f"mcp {self.label} connection")
+            ready = asyncio.create_task(self._ready.wait())
+            try:
+                first = asyncio.FIRST_COMPLETED
+                await asyncio.wait({connection, ready}, timeout=STARTING, return_when=first)
+                late = not (ready.done() or connection.done())
+                if late:
+                    connection.cancel()
+                await asyncio.wait({connection})
+            finally:
+                connection.cancel()
+                ready.cancel()
+                await asyncio.wait({connection, ready})
+                self._client, self._tools = None, ()
+                self._ready.clear()
+            error = None if connection.cancelled() else connection.exception()
+            lost = "it does not answer" if late else "its connection was lost"
+            self._problem = lost if error is None else _reason(error)
+            self._tried.set()
+            if loop.time() - began > STEADY:
+                pause = FIRST_PAUSE
+            logger.warning(
+                "tool server %s: %s; next try in %.1f s", self.label, self._problem, pause
+            )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _connected(self) -> None:
+        """One connection, until it is lost."""
+        from mcp import Client
+        from mcp_types import ToolListChangedNotification
+
+        async def noticed(message: Any) -> None:
+            if isinstance(message, ToolListChangedNotification):
+                self._look.set()
+
+        self._lost = False
+        self._look.clear()
+        async with Client(self._watched(), message_handler=noticed, cache=None) as client:
+            self._tools = await self._listed(client)
+            self._client, self._problem = client, ""
+            names = ", ".join(each.name for each in self._tools)
+            logger.info("tool server %s: %s", self.label, names or "no tools")
+            self._ready.set()
+            self._tried.set()
+            listening = asyncio.create_task(self._listen(client))
+            try:
+                while not self._lost:
+                    await self._look.wait()
+                    self._look.clear()
+                    if not self._lost:
+                        await self._list_again(client)
+            finally:
+                self._client = None
+                listening.cancel()
+                await asyncio.wait({listening})
+
+    async def _list_again(self, client: Client) -> None:
+        """Raises when the server does not answer any more."""
+        tools = await asyncio.wait_for(self._listed(client), self.timeout)
+        if tools != self._tools:
+            self._tools = tools
+            names = ", ".join(each.name for each in tools)
+            logger.info("tool server %s has other tools now: %s", self.label, names or "none")
+
+    @asynccontextmanager
+    async def _watched(self) -> AsyncIterator[Any]:
+        """The transport, which notices that the other side has hung up."""
+        import anyio
+
+        async with self._transport() as (received, sent):
+            passed_on, incoming = anyio.create_memory_object_stream[Any](0)
+
+            async def pass_on() -> None:
+                with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+                    async with passed_on:
+                        async for message in received:
+                            await passed_on.send(message)
+                self._lost = True
+                self._look.set()
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(pass_on)
+                try:
+                    yield incoming, sent
+                finally:
+                    group.cancel_scope.cancel()
+                    incoming.close()
+
+    def _transport(self) -> Any:
+        config = self._config
+        if config.transport == "stdio":
+            from mcp import StdioServerParameters, stdio_client
+
+            return stdio_client(
+                StdioServerParameters(
+                    command=config.command, args=list(config.args), env=config.env, cwd=config.cwd
+                )
+            )
+        if config.transport == "sse":
+            from mcp.client.sse import sse_client
+
+            return sse_client(config.url, headers=config.headers, timeout=self.timeout)
+        return self._streamable_http()
+
+    @asynccontextmanager
+    async def _streamable_http(self) -> AsyncIterator[Any]:
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
+
+        async with (
+            create_mcp_http_client(headers=self._config.headers) as http,
+            streamable_http_client(self._config.url, http_client=http) as streams,
+        ):
+            yield streams
+
+    async def _listed(self, client: Client) -> tuple[Tool, ...]:
+        """All its tools that the operator wants used, page by page."""
+        tools: list[Tool] = []
+        cursor: str | None = None
+        for _ in range(MOST_PAGES):
+            page = await client.list_tools(cursor=cursor)
+            tools += [
+                Tool(
+                    name=each.name,
+                    description=each.description or "",
+                    parameters=each.input_schema,
+                    where=f"tool server {self.label}",
+                    read_only=None if each.annotations is None else each.annotations.read_only_hint,
+                )
+                for each in page.tools
+                if self._config.tools is None or each.name in self._config.tools
+            ]
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        return tuple(tools)
+
+    async def _listen(self, client: Client) -> None:
+        """Hears of changes where the protocol has a stream for them (from 2026-07-28 on)."""
+        with suppress(Exception):  # a server that has none tells of them in notifications, or never
+            async with client.listen(tools_list_changed=True) as changes:
+                async for _ in changes:
+                    self._look.set()
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, out of the groups that anyio's tasks raise."""
+    inner = getattr(error, "exceptions", ())
+    if inner:
+        return _reason(inner[0])
+    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+        return "it does not answer"
+    return f"{error}" or type(error).__name__
+
+
+def text_of(result: Any) -> str:
+    """What a model can read of a tool's result; of images and the like, that they were there."""
+    texts = [_text_of_part(part) for part in result.content]
+    if not texts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(texts)
+
+
+def _text_of_part(part: Any) -> str:
+    if part.type == "text":
+        return str(part.text)
+    if part.type == "resource":
+        text = getattr(part.resource, "text", None)
+        return omitted("file") if text is None else str(text)
+    if part.type == "resource_link":
+        return f"{part.name}: {part.uri}"
+    return omitted(part.type)

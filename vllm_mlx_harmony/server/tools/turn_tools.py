@@ -1,0 +1,165 @@
+"""The tools of one turn while its loop runs: what is left of its calls, its time and its tokens."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from vllm_mlx_harmony.core.constraint import Constraint
+from vllm_mlx_harmony.core.deltas import ToolFailure
+from vllm_mlx_harmony.core.errors import PromptTooLong
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.turn import Defaults, ServerCall, ToolChoice, Turn
+from vllm_mlx_harmony.server.enforcement import holding
+from vllm_mlx_harmony.server.host import Budget, Host
+from vllm_mlx_harmony.server.sampling import Settings, fit
+from vllm_mlx_harmony.server.tools.config import Use
+from vllm_mlx_harmony.server.tools.toolbox import Answered, Toolbox
+
+LEFT_FOR_THE_ANSWER = 512
+"""Tokens of the model's context that no answer of a tool takes."""
+
+MOST_REFUSED = 3
+"""Calls beyond the limit that are refused before the turn is ended."""
+
+
+@dataclass(slots=True)
+class TurnTools:
+    """What a turn may still have run. ``patience``: seconds in which an answer may say nothing.
+
+    ``pauses``: at the limit of calls the turn is ended, to be continued by another request;
+    without, the model is made to answer with what it has.
+    """
+
+    toolbox: Toolbox
+    turn: Turn
+    names: Names
+    patience: float
+    by_flag: int | None = None
+    pauses: bool = False
+    _calls: int = 0
+    _refused: int = 0
+    _until: float | None = None
+
+    @classmethod
+    def of(
+        cls, host: Host, turn: Turn, names: Names, budget: Budget, *, pauses: bool
+    ) -> TurnTools | None:
+        """The tools that ``host`` runs in ``turn``, if there are any."""
+        if host.toolbox is None or not turn.namespaces:
+            return None
+        # An answer that is silent for as long as a request may take is ended: a tool is before.
+        patience = max(budget.total - 1.0, budget.total / 2)
+        return cls(host.toolbox, turn, names, patience, host.reasoning_tokens, pauses)
+
+    @property
+    def _allowed(self) -> int:
+        own = self.toolbox.config.max_tool_calls
+        asked = self.turn.max_tool_calls
+        return own if asked is None else min(own, asked)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no more calls are run: there were as many as may be, or the time is over."""
+        late = self._until is not None and time.monotonic() >= self._until
+        return self._calls >= self._allowed or late
+
+    @property
+    def paused(self) -> bool:
+        """Whether the turn ends here, to be continued."""
+        return self.pauses and self.exhausted
+
+    def needs_approval(self, call: ServerCall) -> bool:
+        """Whether the caller wants to be asked before ``call`` is run."""
+        for namespace in self.turn.namespaces:
+            for recipient, tool in zip(namespace.recipients, namespace.tools, strict=False):
+                if recipient == call.name:
+                    return tool.name in namespace.approval
+        return False
+
+    @property
+    def over(self) -> bool:
+        """Whether the model has called on and on, though it was told that no call is run."""
+        return self._refused >= MOST_REFUSED
+
+    async def run(
+        self, call: ServerCall, prompt_tokens: int, context_length: int | None
+    ) -> Answered:
+        """The answer to ``call``, of a conversation that has ``prompt_tokens`` by now."""
+        now = time.monotonic()
+        if self._until is None:
+            self._until = now + self.toolbox.config.max_seconds
+        if self.exhausted:
+            self._refused += 1
+            return Answered(f"Error: {_NO_MORE}", ToolFailure(_NO_MORE))
+        self._calls += 1
+        room = self.toolbox.config.max_output_tokens
+        if context_length is not None:
+            room = context_length - prompt_tokens - LEFT_FOR_THE_ANSWER
+        seconds = min(self._until - now, self.patience)
+        return await self.toolbox.run(call, self.turn.namespaces, seconds, room)
+
+    async def going_on(
+        self,
+        settings: Settings,
+        constraint: Constraint | None,
+        prompt_tokens: int,
+        context_length: int | None,
+        generated: int,
+    ) -> tuple[Settings, Constraint | None] | None:
+        """How the model goes on after ``generated`` ids, behind what was answered.
+
+        ``settings`` and ``constraint`` are those of the output before. ``None`` when there is no
+        token left, of the request's or of the model's context.
+        """
+        if settings.max_tokens <= generated:
+            return None
+        try:
+            left = replace(settings, max_tokens=settings.max_tokens - generated)
+            left = fit(left, prompt_tokens, context_length)
+        except PromptTooLong:
+            return None
+        if constraint is None:
+            return left, None
+        # A call was required, and was made: of what follows nothing is. What cannot be run is not
+        # in the language any more.
+        choice = replace(self.turn.tool_choice, required=False)
+        turn = replace(self.turn, tool_choice=choice, prefill=None)
+        if self.exhausted:
+            turn = _without_calls(turn)
+        spec = constraint.spec
+        if spec.grammar is not None:
+            fresh = await holding(turn, self.names, self.by_flag)
+            spec = replace(spec, grammar=None if fresh is None else fresh.spec.grammar)
+        budget = spec.reasoning_tokens
+        return left, Constraint(
+            replace(
+                spec,
+                reasoning_tokens=None
+                if budget is None
+                else max(0, budget - constraint.reasoning_tokens),
+                min_tokens=max(0, spec.min_tokens - generated),
+                answering=False,
+            )
+        )
+
+
+def with_tools(defaults: Defaults, toolbox: Toolbox | None) -> Defaults:
+    """``defaults`` with the tools that the server can run, as they are now."""
+    if toolbox is None:
+        return defaults
+    for_all = toolbox.use is Use.ALL
+    return replace(defaults, namespaces=toolbox.namespaces, tools_for_all=for_all)
+
+
+_NO_MORE = "no more tools can be called in this turn: answer with what you have"
+
+
+def _without_calls(turn: Turn) -> Turn:
+    """``turn`` with no call of the server's tools in its language; the client's stay."""
+    served = {name for namespace in turn.namespaces for name in namespace.recipients}
+    names = turn.tool_choice.names
+    if names is None:
+        names = tuple(tool.name for tool in turn.callable_tools)
+    left = tuple(name for name in names if name not in served)
+    return replace(turn, tool_choice=ToolChoice(False, left))
