@@ -42,8 +42,8 @@ def test_a_short_text_as_the_library(text: str) -> None:
 @example(text="don't  A1\r\n/\n\n  !")
 def test_every_cut_leaves_the_ids_as_they_are(text: str) -> None:
     spans = [end for end, _ in pretokens._long_span(text, 0, len(text))]
-    seams = [seam.end() for seam in pretokens._SEAM.finditer(text)]
-    for cuts in (spans, seams):
+    boundaries = [boundary.end() for boundary in pretokens._BOUNDARY.finditer(text)]
+    for cuts in (spans, boundaries):
         bounds = [0, *cuts, len(text)]
         parts = [text[a:b] for a, b in pairwise(bounds)]
         assert [token for part in parts for token in library(part)] == library(text)
@@ -114,14 +114,14 @@ class Looked:
 
 def check(text: str) -> None:
     """Whatever ``text`` is, it is linear work: in a number of pieces, each of them bounded."""
-    seams, pretokens_ = Looked(pretokens._SEAM), Looked(pretokens._PRETOKEN)
-    with patch.multiple(pretokens, _SEAM=seams, _PRETOKEN=pretokens_):
+    boundaries, pretokens_ = Looked(pretokens._BOUNDARY), Looked(pretokens._PRETOKEN)
+    with patch.multiple(pretokens, _BOUNDARY=boundaries, _PRETOKEN=pretokens_):
         parts = list(pieces(text))
     assert "".join(parts) == text
     assert max(map(len, parts)) <= AT_ONCE + 2 * LONGEST
     assert max(map(work, parts)) <= 2 * MOST_WORK
     assert len(parts) <= 4 + 3 * len(text) // LONGEST
-    assert seams.characters + pretokens_.characters <= 3 * len(text)
+    assert boundaries.characters + pretokens_.characters <= 3 * len(text)
 
 
 @lru_cache

@@ -69,7 +69,9 @@ def plain(text: str) -> str:
 @example([("a", "x", {"oneOf": [{"type": "string", "enum": ["b"], "default": "b"}]})])
 def test_as_the_library(tools: list[tuple[str, str, Any]]) -> None:
     ours = typescript.section("functions", [typescript.tool(*one) for one in tools])
-    assert plain(f"# Tools\n\n{ours}") == plain(library(*(ToolDescription.new(*one) for one in tools)))
+    assert plain(f"# Tools\n\n{ours}") == plain(
+        library(*(ToolDescription.new(*one) for one in tools))
+    )
 
 
 NUMERALS = [1e16, 123456789012345680.0, 1e21, 1.5e300, -1.5e-7, 1.25e-5, -1e-5, 1e-4, 5e-324, -0.0]

@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core.header import Header
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import EndReason, Parser
 from vllm_mlx_harmony.core.render import Rendered, opening, render, render_messages
-from vllm_mlx_harmony.core.replay import SPOKEN, Output
+from vllm_mlx_harmony.core.replay import ASSISTANT_KINDS, Output
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.turn import (
     Turn,
 )
 
-_SPOKEN: dict[Kind, Callable[[str], Message]] = {
+_MESSAGE_OF: dict[Kind, Callable[[str], Message]] = {
     Kind.REASONING: Reasoning,
     Kind.PREAMBLE: Preamble,
     Kind.ANSWER: Answer,
@@ -64,7 +64,7 @@ class StreamingHarmonyContext:
         self._open: Opened | None = None
         self._parts: list[str] = []
         self._prompt_tokens = len(rendered.ids)
-        self._answered = False  # a tool has, and the assistant's next message is not begun
+        self._has_results = False  # a tool has, and the assistant's next message is not begun
         self._goes_on = False  # what it answered is within the output, which is not kept yet
         self._tool_tokens = 0
         self._outputs: list[Output] = []
@@ -83,7 +83,7 @@ class StreamingHarmonyContext:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far; a message that is still being generated is its last."""
-        tail = [] if self._open is None else [self._spoken()]
+        tail = [] if self._open is None else [self._open_message()]
         return (*self._messages, *tail)
 
     @property
@@ -106,8 +106,8 @@ class StreamingHarmonyContext:
 
     def append_output(self, ids: Sequence[int]) -> list[Delta]:
         """What the model generated next: any number of ids, none and ids after the end included."""
-        if self._answered:
-            self._ids, self._answered = [*self.render_for_completion()], False
+        if self._has_results:
+            self._ids, self._has_results = [*self.render_for_completion()], False
             if self._goes_on:
                 self._go_on()
             else:
@@ -133,7 +133,7 @@ class StreamingHarmonyContext:
         calls = self._calls()
         rendered = [render_messages([each], self._names, calls, self._tenant) for each in results]
         goes_on = all(isinstance(each, ServerResult) for each in results)
-        deltas = [] if self._answered else self._end_output()
+        deltas = [] if self._has_results else self._end_output()
         if not goes_on:
             self._keep_output()
         for result, ids in zip(results, rendered, strict=True):
@@ -143,12 +143,12 @@ class StreamingHarmonyContext:
             self._ids.extend(ids)
             self._messages.append(result)
         self._ended_at = len(self._ids) - self._started_at
-        self._answered, self._goes_on = True, goes_on
+        self._has_results, self._goes_on = True, goes_on
         return deltas
 
     def render_for_completion(self) -> tuple[int, ...]:
         """The ids to generate from: what was prompted and generated, as it was, and the results."""
-        return (*self._ids, *opening()) if self._answered else tuple(self._ids)
+        return (*self._ids, *opening()) if self._has_results else tuple(self._ids)
 
     def finish(self, reason: EndReason, cached_tokens: int = 0) -> list[Delta]:
         """The deltas that end the turn; ``Finished`` carries the usage of all of it.
@@ -211,7 +211,7 @@ class StreamingHarmonyContext:
 
     def _note_end(self) -> None:
         """Notes up to where messages have ended, as long as what is open has not been closed."""
-        if not self._answered:
+        if not self._has_results:
             self._ended_at = self._place(self._parser.ended_at)
 
     def _keep_output(self) -> None:
@@ -223,7 +223,7 @@ class StreamingHarmonyContext:
         before = self._messages_before
         said = tuple(self._messages[:before]), tuple(self._messages[before:])
         # What continues a turn of the history cannot be placed without the rest of it.
-        continues = bool(said[0]) and type(said[0][-1]) in SPOKEN
+        continues = bool(said[0]) and type(said[0][-1]) in ASSISTANT_KINDS
         if ids[: len(opening())] == opening() and said[1] and not continues:
             self._outputs.append(Output(*said, tuple(ids), tuple(self._begins), self._ended_at))
 
@@ -235,18 +235,18 @@ class StreamingHarmonyContext:
                 self._open, self._parts = delta, []
                 self._begins.append(self._place(delta.at))
             elif isinstance(delta, Closed):
-                self._messages.append(self._spoken())
+                self._messages.append(self._open_message())
                 self._open, self._cut = None, not delta.complete
         return deltas
 
-    def _spoken(self) -> Message:
+    def _open_message(self) -> Message:
         """The message that is open, as far as it goes."""
         assert self._open is not None
         text = "".join(self._parts)
         if self._open.kind in _CALLS:
             key = self._info.call_id(self._open.index)
             return _CALLS[self._open.kind](key, self._open.name, text)
-        return _SPOKEN[self._open.kind](text)
+        return _MESSAGE_OF[self._open.kind](text)
 
     def _calls(self) -> dict[str, str]:
         return {call.id: call.name for call in self.messages if isinstance(call, Call)}

@@ -54,7 +54,7 @@ as much, and takes some 5 ms."""
 
 _STEP = LONGEST // 4
 
-_SEAM = re.compile(
+_BOUNDARY = re.compile(
     r"\S(?=[ \t])"  # none of the alternatives goes on with white space, but (3) and (4) with ends
     r"|[\r\n](?=[^\s/])"  # nor behind a line end, but (3) with `/` and (4) with white space
     r"|[^\W_](?=[\r\n])"  # words and numbers end before line ends,
@@ -96,23 +96,25 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
     """Where ``text`` may be cut, and how much work stands before that, at most."""
     at = 0
     while len(text) - at > LONGEST:
-        seam = _SEAM.search(text, at + _STEP, at + LONGEST)
-        if seam is not None:
-            yield seam.end(), _work(text[at : seam.end()])
-            at = seam.end()
+        boundary = _BOUNDARY.search(text, at + _STEP, at + LONGEST)
+        if boundary is not None:
+            yield boundary.end(), _work(text[at : boundary.end()])
+            at = boundary.end()
         else:
-            end = _next_seam(text, at + LONGEST - 1)
+            end = _next_boundary(text, at + LONGEST - 1)
             yield from _long_span(text, at, end)
             at = end
     yield len(text), _work(text[at:])
 
 
-def _next_seam(text: str, start: int) -> int:
+def _next_boundary(text: str, start: int) -> int:
     """Where the next seam is, or the end. In steps: a search, too, holds the lock until it ends."""
     for at in range(start, len(text), AT_ONCE):
-        seam = _SEAM.search(text, at, at + AT_ONCE + 1)  # which may look at the last one only
-        if seam is not None:
-            return seam.end()
+        boundary = _BOUNDARY.search(
+            text, at, at + AT_ONCE + 1
+        )  # which may look at the last one only
+        if boundary is not None:
+            return boundary.end()
     return len(text)
 
 

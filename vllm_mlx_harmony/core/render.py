@@ -82,13 +82,13 @@ def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     ids = list(_system(turn, bool(tools)))
     budget = schema.SizeBudget()
     ids += _developer(turn, instructions, tools, names, budget)
-    kept = _kept(_stretches(rest, replay))
-    written = _written(kept, names, budget, tenant=turn.tenant)
+    shown = _without_stale_reasoning(_stretches(rest, replay))
+    written = _written(shown, names, budget, tenant=turn.tenant)
     boundaries = tuple(accumulate(map(len, written), initial=len(ids)))
     for message in written:
         ids += message
     ids += opening(turn.prefill)
-    return Rendered(tuple(ids), names, boundaries, boundaries[_first_reasoning(kept)])
+    return Rendered(tuple(ids), names, boundaries, boundaries[_first_reasoning(shown)])
 
 
 def render_messages(
@@ -125,7 +125,7 @@ def _ids_of(
     if isinstance(message, Call):
         text, tool = message.arguments, names.recipient(message.name)
     elif isinstance(message, Result):
-        text, tool = message.text, names.recipient(_answered(message, calls))
+        text, tool = message.text, names.recipient(_called(message, calls))
     elif isinstance(message, ServerCall):
         kind, text, tool = Call, message.arguments, message.name
     elif isinstance(message, ServerResult):
@@ -142,7 +142,7 @@ def _ids_of(
     return _message(tenant, kind, text, tool)
 
 
-def _answered(result: Result, calls: Mapping[str, str]) -> str:
+def _called(result: Result, calls: Mapping[str, str]) -> str:
     """The name of the tool whose call ``result`` answers."""
     name = calls.get(result.call_id)
     if name is None:
@@ -284,21 +284,21 @@ def _stretches(messages: Sequence[Message], replay: ReplayScope | None) -> list[
     if replay is None:
         return [_as_sent(messages)]
     return [
-        (found.kinds, sent, found.spans) if found else _as_sent(sent, said)
-        for said, sent, found in replay.history(messages)
+        (found.kinds, sent, found.spans) if found else _as_sent(sent, from_assistant)
+        for from_assistant, sent, found in replay.history(messages)
     ]
 
 
-def _as_sent(messages: Sequence[Message], said: bool = True) -> _Stretch:
-    return list(map(type, messages)) if said else (), messages, None
+def _as_sent(messages: Sequence[Message], from_assistant: bool = True) -> _Stretch:
+    return list(map(type, messages)) if from_assistant else (), messages, None
 
 
-def _kept(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
+def _without_stale_reasoning(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
     """``stretches`` without the reasoning that led to an answer already given (A6)."""
-    answered = [at for at, (kinds, _, _) in enumerate(stretches) if Answer in kinds]
-    if not answered:
+    answers = [at for at, (kinds, _, _) in enumerate(stretches) if Answer in kinds]
+    if not answers:
         return stretches
-    at = answered[-1]
+    at = answers[-1]
     latest = _without_reasoning(stretches[at], _past_answer(stretches[at]))
     return [*map(_without_reasoning, stretches[:at]), latest, *stretches[at + 1 :]]
 

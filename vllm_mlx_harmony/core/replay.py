@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.turn import (
     User,
 )
 
-SPOKEN = frozenset({Reasoning, Preamble, Answer, Call, ServerCall, ServerResult})
+ASSISTANT_KINDS = frozenset({Reasoning, Preamble, Answer, Call, ServerCall, ServerResult})
 """What an assistant says, and what it had run on the server in between. A turn is as much of that
 as stands in a row in a history."""
 
@@ -152,11 +152,11 @@ class ReplayScope:
         groups = turns(messages)
         seen = self._seen(groups)
         found = iter(self._found([shown[0] for shown in seen if shown is not None]))
-        for (said, group), shown in zip(groups, seen, strict=True):
+        for (from_assistant, group), shown in zip(groups, seen, strict=True):
             if shown is None:
-                yield said, group, None
+                yield from_assistant, group, None
                 continue
-            yield said, group, _unedited(next(found), *shown[1:])
+            yield from_assistant, group, _unedited(next(found), *shown[1:])
 
     def _seen(
         self, groups: Sequence[tuple[bool, list[Message]]]
@@ -164,8 +164,8 @@ class ReplayScope:
         """Per group the key of what the assistant said, what was seen of it, and what ran here."""
         seen: list[tuple[_Key, str, list[Call], str] | None] = []
         before, counted = _HistoryHash(), 0
-        for at, (said, group) in enumerate(groups):
-            if not said:
+        for at, (from_assistant, group) in enumerate(groups):
+            if not from_assistant:
                 seen.append(None)
                 continue
             content, calls = visible(group)
@@ -250,8 +250,8 @@ def served(turn: Iterable[Message]) -> str:
         return ""
     parts: list[str] = []
     for each in ran:
-        said = each.text if isinstance(each, ServerResult) else _as_json(each.arguments)
-        parts += (type(each).__name__, each.name, said)
+        text = each.text if isinstance(each, ServerResult) else _as_json(each.arguments)
+        parts += (type(each).__name__, each.name, text)
     return _digest(*parts).hex()
 
 
@@ -267,12 +267,12 @@ def _as_json(text: str) -> str:
 def turns(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
     """``messages`` in groups: what the assistant says in a row (true), and what stands between."""
     groups: list[tuple[bool, list[Message]]] = []
-    said, group = None, list[Message]()
+    from_assistant, group = None, list[Message]()
     for message in messages:
-        speaks = type(message) in SPOKEN
-        if speaks is not said:
-            said, group = speaks, []
-            groups.append((said, group))
+        speaks = type(message) in ASSISTANT_KINDS
+        if speaks is not from_assistant:
+            from_assistant, group = speaks, []
+            groups.append((from_assistant, group))
         group.append(message)
     return groups
 
@@ -283,9 +283,9 @@ def history_hash(messages: Iterable[Message]) -> int:
     The same however the client's API joins content, and whatever it does to reasoning,
     instructions, call ids and arguments; the same in every process.
     """
-    said = _HistoryHash()
-    said.update(turns(messages))
-    return said.number
+    hashed = _HistoryHash()
+    hashed.update(turns(messages))
+    return hashed.number
 
 
 class _HistoryHash:
@@ -303,8 +303,8 @@ class _HistoryHash:
 
     def update(self, groups: Iterable[tuple[bool, Sequence[Message]]]) -> None:
         """Takes in groups of `turns`."""
-        for said, group in groups:
-            if said:
+        for from_assistant, group in groups:
+            if from_assistant:
                 content, calls = visible(group)
                 self._take_in(b"said", content)
                 for call in calls:

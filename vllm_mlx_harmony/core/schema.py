@@ -140,13 +140,13 @@ class _Reading:
 
     def __init__(self, root: object, budget: SizeBudget) -> None:
         self._root = root
-        self._room = budget
+        self._budget = budget
         self._left = MAX_SCHEMAS
 
     def schema(self, value: object, depth: int = 0, refs: frozenset[str] = _ROOT) -> Schema:
         """``value`` as a schema; ``refs`` are the references that lead here: again is recursion."""
         self._left -= 1
-        self._room.take(0, schemas=1)
+        self._budget.take(0, schemas=1)
         if value is False:
             return {"enum": []}
         if not isinstance(value, Mapping) or depth >= MAX_DEPTH or self._left < 0:
@@ -166,7 +166,7 @@ class _Reading:
                 name, read = _PLAIN_KEYWORDS[key]
                 plain = read(content)
                 if plain is not None:
-                    self._room.take(_characters(plain[0]))
+                    self._budget.take(_characters(plain[0]))
                     yield name, plain[0]
             elif key in _SCHEMA_KEYWORDS:
                 yield from self._nested(key, content, depth + 1, refs)
@@ -183,13 +183,13 @@ class _Reading:
             yield key, [self.schema(one, depth, refs) for one in content]
         elif kind is Mapping and isinstance(content, Mapping):
             named = content.items()
-            self._room.take(sum(len(str(name)) for name in content))
+            self._budget.take(sum(len(str(name)) for name in content))
             yield key, {clean(str(name)): self.schema(one, depth, refs) for name, one in named}
 
     def _target(self, ref: str, depth: int, refs: frozenset[str]) -> Schema:
         if ref in refs or not ref.startswith("#/"):
             return {}
-        self._room.take(len(ref))
+        self._budget.take(len(ref))
         return self.schema(pointed(self._root, ref), depth + 1, refs | {ref})
 
 

@@ -182,8 +182,8 @@ def _loading() -> Group:
     if files:
         findings.append(Finding(True, "startup file", str(files[0])))
     else:
-        said = f"no {STARTUP_FILE} in a site directory"
-        findings.append(Finding(False, "startup file", said, f"reinstall, or {explicit}"))
+        message = f"no {STARTUP_FILE} in a site directory"
+        findings.append(Finding(False, "startup file", message, f"reinstall, or {explicit}"))
     if _startup.registered():
         findings.append(Finding(True, "import hook", f"waits for {_startup.HOST} in this process"))
     elif not _startup.switched_off():
@@ -210,7 +210,7 @@ def _vocabulary() -> Group:
         vocab.encoding()
     except Exception as error:
         fix = "pip install --force-reinstall vllm-mlx-harmony openai-harmony"
-        return Group("vocabulary", (Finding(False, "vocabulary", _said(error), fix),))
+        return Group("vocabulary", (Finding(False, "vocabulary", _message(error), fix),))
     cached = f"o200k_harmony, cached in {vocab.cache_dir()}"
     return Group("vocabulary", (Finding(True, "vocabulary", cached),))
 
@@ -223,10 +223,10 @@ def _host() -> Iterator[Group]:
 
         reason = contract.unsupported()
     except Exception as error:
-        yield Group("host", (Finding(False, "supported", _said(error), supported),))
+        yield Group("host", (Finding(False, "supported", _message(error), supported),))
         return
-    said = reason or f"vllm-mlx {contract.host_version()} is supported"
-    yield Group("host", (Finding(reason is None, "supported", said, supported),))
+    message = reason or f"vllm-mlx {contract.host_version()} is supported"
+    yield Group("host", (Finding(reason is None, "supported", message, supported),))
     if reason is not None:
         return
     try:
@@ -234,7 +234,7 @@ def _host() -> Iterator[Group]:
         rows = contract.table(found)
     except Exception as error:
         fix = "uninstall what replaces a part, or reinstall vllm-mlx-harmony"
-        yield Group("parts", (Finding(False, "parts", _said(error), fix),))
+        yield Group("parts", (Finding(False, "parts", _message(error), fix),))
         return
     sources = tuple(Finding(True, group, source) for group, source in found.sources.items())
     yield Group("parts", sources, f"{len(sources)} found")
@@ -293,20 +293,20 @@ def _cache(directory: Path) -> Group:
 
     place = next(path for path in (directory, *directory.parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        said, fix = f"{place} cannot be written", "name another directory, or change its mode"
-        return Group("disk cache", (Finding(False, "disk cache", said, fix),))
+        message, fix = f"{place} cannot be written", "name another directory, or change its mode"
+        return Group("disk cache", (Finding(False, "disk cache", message, fix),))
     try:
         found = looked_at(directory / DIRECTORY)
     except (OSError, sqlite3.Error) as error:
         fix = f"remove {directory / DIRECTORY}: it is made anew"
-        return Group("disk cache", (Finding(False, "disk cache", _said(error), fix),))
-    said = f"nothing in {directory} yet"
+        return Group("disk cache", (Finding(False, "disk cache", _message(error), fix),))
+    message = f"nothing in {directory} yet"
     if found is not None:
-        said = (
+        message = (
             f"{size(found.nbytes)}, {found.pieces:,} pieces of {found.conversations:,} "
             f"conversations, {found.turns:,} turns, in {directory}"
         )
-    return Group("disk cache", (Finding(True, "disk cache", said),))
+    return Group("disk cache", (Finding(True, "disk cache", message),))
 
 
 def _model(name: str) -> Group:
@@ -317,7 +317,7 @@ def _model(name: str) -> Group:
         harmony = None if directory is None else is_harmony_directory(directory)
     except Exception as error:
         fix = "download it again: vllm-mlx download"
-        return Group("model", (Finding(False, "model", _said(error), fix),))
+        return Group("model", (Finding(False, "model", _message(error), fix),))
     details = {
         True: (f"{name} is a Harmony model", ""),
         False: (
@@ -345,5 +345,5 @@ def _directory(name: str) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

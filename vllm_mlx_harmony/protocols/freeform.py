@@ -100,14 +100,14 @@ class FreeformInput:
             return self._string()
         if self._state is _State.OPENING:
             return ""
-        held, self._pending = self._pending, ""
-        return held if self._state is _State.WHOLE else ""
+        pending, self._pending = self._pending, ""
+        return pending if self._state is _State.WHOLE else ""
 
     def close(self) -> str:
         """The rest: the arguments end here, whole or cut."""
-        held, self._pending = self._pending, ""
+        pending, self._pending = self._pending, ""
         if self._state is _State.OPENING:
-            return "" if _EMPTY.fullmatch(held) else held
+            return "" if _EMPTY.fullmatch(pending) else pending
         return self._lone()
 
     def _open(self) -> None:
@@ -120,30 +120,30 @@ class FreeformInput:
             self._state = _State.WHOLE
 
     def _string(self) -> str:
-        out, at, held = [], 0, self._pending
-        while at < len(held) and self._state is _State.STRING:
-            end = self._end_of_piece(held, at)
+        out, at, pending = [], 0, self._pending
+        while at < len(pending) and self._state is _State.STRING:
+            end = self._end_of_piece(pending, at)
             if end is None:
                 break
-            out.append(self._piece(held[at:end]))
+            out.append(self._piece(pending[at:end]))
             at = end
-        self._pending = held[at:]
+        self._pending = pending[at:]
         return "".join(out)
 
-    def _end_of_piece(self, held: str, at: int) -> int | None:
+    def _end_of_piece(self, pending: str, at: int) -> int | None:
         """Where what stands ``at`` ends: plain text, an escape or a quote; ``None``: wait for more.
 
         The quote before another member is not passed: there the string has ended.
         """
-        if held[at] == "\\":
-            return _escape_end(held, at)
-        if held[at] != '"':
-            plain = _PLAIN.match(held, at)
+        if pending[at] == "\\":
+            return _escape_end(pending, at)
+        if pending[at] != '"':
+            plain = _PLAIN.match(pending, at)
             return plain.end() if plain else at
-        if _MEMBER.match(held, at):
+        if _MEMBER.match(pending, at):
             self._state = _State.ENDED
             return at
-        return None if len(held) - at <= _LONGEST and _MAY_END.fullmatch(held, at) else at + 1
+        return None if len(pending) - at <= _LONGEST and _MAY_END.fullmatch(pending, at) else at + 1
 
     def _piece(self, piece: str) -> str:
         """What ``piece`` stands for."""

@@ -71,7 +71,7 @@ def _server_key() -> bytes:
     if given:
         return sha256(given.encode()).digest()
     shared = server_shared()
-    return _kept_key(state_dir() / FILE_NAME) if shared is None else shared.encryption_key
+    return _stored_key(state_dir() / FILE_NAME) if shared is None else shared.encryption_key
 
 
 def state_dir() -> Path:
@@ -83,7 +83,7 @@ def state_dir() -> Path:
     return Path(os.path.expanduser(base)) / "vllm-mlx-harmony"
 
 
-def _kept_key(path: Path) -> bytes:
+def _stored_key(path: Path) -> bytes:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         _make(path)

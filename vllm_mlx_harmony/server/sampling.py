@@ -83,8 +83,8 @@ def _allowed(limits: Limits, max_tokens: Callable[[int | None], int]) -> int:
     try:
         return max_tokens(limits.max_tokens)
     except HTTPException as error:
-        said = str(error.detail).replace("max_tokens", limits.where)
-        raise RequestError(said, param=limits.where, code="invalid_value") from error
+        message = str(error.detail).replace("max_tokens", limits.where)
+        raise RequestError(message, param=limits.where, code="invalid_value") from error
 
 
 def _checked(logit_bias: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:

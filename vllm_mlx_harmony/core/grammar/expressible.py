@@ -81,8 +81,8 @@ def _expressed(value: Mapping[str, Any], of_object: bool) -> Expressed:
         if not _compile_error(rewritten):
             break
     else:
-        rewritten, refused = _weakened(tried[0][0])
-        tried.append((rewritten, [*tried[0][1], *refused]))
+        rewritten, rejected = _weakened(tried[0][0])
+        tried.append((rewritten, [*tried[0][1], *rejected]))
     rewritten, given = tried[-1]
     dropped += given
     return Expressed(_text(rewritten), tuple(dict.fromkeys(dropped)))
@@ -433,14 +433,14 @@ def _weakened(copied: Schema) -> tuple[Schema, list[str]]:
         weaker, changed = _without(copied, [keyword])
         if changed and not _compile_error(weaker):
             return weaker, [keyword]
-    weaker, refused = copied, []
+    weaker, rejected = copied, []
     for keyword in _REFUSABLE:
         less, changed = _without(weaker, [keyword])
         if changed:
             weaker = less
-            refused.append(keyword)
+            rejected.append(keyword)
             if not _compile_error(weaker):
-                return weaker, refused
+                return weaker, rejected
     return {"type": "object"} if _is_object(copied) else {}, ["the schema as a whole"]
 
 

@@ -227,7 +227,7 @@ class Disk:
         self._cleared = 0
         self._closing = False
         self._hurry = False
-        self._held: WeakValueDictionary[bytes, Fetched] = WeakValueDictionary()
+        self._recent: WeakValueDictionary[bytes, Fetched] = WeakValueDictionary()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._index = self._opened()
         self._found = self._index.found()
@@ -512,8 +512,8 @@ class Disk:
         return ()
 
     def _piece(self, row: Row, fits: Callable[[int, Tensors], bool]) -> Fetched | None:
-        held = self._held.get(row.key)
-        if held is None:
+        read = self._recent.get(row.key)
+        if read is None:
             began = time.perf_counter()
             try:
                 tensors = decoded(memoryview(self._content(row)))
@@ -522,11 +522,11 @@ class Disk:
             except (OSError, Damaged) as error:
                 self._set_aside(row, error)
                 return None
-            held = Fetched(row.start, row.end, tensors)
-            self._held[row.key] = held  # prompts that come together are served from one reading
+            read = Fetched(row.start, row.end, tensors)
+            self._recent[row.key] = read  # prompts that come together are served from one reading
             self._counts["read_seconds"] += time.perf_counter() - began
             self._counts["bytes_read"] += row.size
-        return held
+        return read
 
     def _content(self, row: Row) -> bytearray:
         """The bytes of a file, checked. Raises ``OSError``, ``Damaged``."""

@@ -338,7 +338,9 @@ def _write(disk: Disk, whose: Owner, sequence: bytes) -> None:
     key, tenant = whose
     if key in _identities:
         pieces = memory().pieces(whose, sequence)
-        offered = [Offered(end, held.nbytes, partial(exported, held)) for end, held in pieces]
+        offered = [
+            Offered(end, segment.nbytes, partial(exported, segment)) for end, segment in pieces
+        ]
         disk.offer(identity.root(*_identities[key], tenant), sequence, offered)
 
 

@@ -56,7 +56,7 @@ class _Node(Generic[T]):
     owner: Hashable
     ids: bytes = b""
     end: int = 0
-    held: T | None = None
+    value: T | None = None
     parent: _Node[T] | None = None
     children: dict[bytes, _Node[T]] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class _Node(Generic[T]):
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.held is None else self.held.nbytes
+        return 0 if self.value is None else self.value.nbytes
 
 
 class Tree(Generic[T]):
@@ -127,7 +127,7 @@ class Tree(Generic[T]):
             if node is None:
                 return 0, ()
             self._use(node)
-            return known, tuple(step.held for step in node.path() if step.held is not None)[::-1]
+            return known, tuple(step.value for step in node.path() if step.value is not None)[::-1]
 
     def pieces(self, owner: Hashable, sequence: bytes) -> tuple[tuple[int, T], ...]:
         """What is held for ``sequence``, first to last, each with where it ends, in ids.
@@ -138,8 +138,8 @@ class Tree(Generic[T]):
             node = self._deepest(owner, sequence, len(sequence) // WIDTH)
             if node is None or node.end * WIDTH != len(sequence):
                 return ()
-            found = ((step.end, step.held) for step in node.path())
-            return tuple((end, held) for end, held in found if held is not None)[::-1]
+            found = ((step.end, step.value) for step in node.path())
+            return tuple((end, value) for end, value in found if value is not None)[::-1]
 
     def reach(self, owner: Hashable, sequence: bytes, shared: Hashable = None) -> int:
         """How many ids `find` would find; a look that counts for nothing."""
@@ -159,8 +159,8 @@ class Tree(Generic[T]):
             start = self._known(owner, sequence, end)
             if start == end:
                 return True
-            held = cut(start, end)
-            added = self._attach(owner, sequence, start, held)
+            value = cut(start, end)
+            added = self._attach(owner, sequence, start, value)
             if added is not None:
                 return added
 
@@ -229,7 +229,7 @@ class Tree(Generic[T]):
                 self._use(node)
             return node.end
 
-    def _attach(self, owner: Hashable, sequence: bytes, start: int, held: T) -> bool | None:
+    def _attach(self, owner: Hashable, sequence: bytes, start: int, value: T) -> bool | None:
         """Whether the piece fits; ``None`` when what it continues is not what it was before."""
         end = len(sequence) // WIDTH
         with self._locked():
@@ -237,21 +237,21 @@ class Tree(Generic[T]):
             parent = found or self._roots.get(owner) or _Node(owner)
             if parent.end != start:
                 return None
-            if sum(step.nbytes for step in parent.path()) + held.nbytes > self._budget:
+            if sum(step.nbytes for step in parent.path()) + value.nbytes > self._budget:
                 self._refused += 1
                 return False
-            self._grow(parent, sequence[start * WIDTH :], held)
+            self._grow(parent, sequence[start * WIDTH :], value)
             return True
 
-    def _grow(self, parent: _Node[T], ids: bytes, held: T) -> _Node[T]:
+    def _grow(self, parent: _Node[T], ids: bytes, value: T) -> _Node[T]:
         """A new piece behind ``parent``. There has to be room for it and for those before it."""
         self._use(parent)
-        self._make_room(held.nbytes)
+        self._make_room(value.nbytes)
         if parent.parent is None:
             self._roots[parent.owner] = parent
-        node = _Node(parent.owner, ids, parent.end + len(ids) // WIDTH, held, parent)
+        node = _Node(parent.owner, ids, parent.end + len(ids) // WIDTH, value, parent)
         parent.children[ids] = node
-        self._nbytes += held.nbytes
+        self._nbytes += value.nbytes
         self._use(node)
         return node
 
@@ -267,8 +267,8 @@ class Tree(Generic[T]):
         node = self._roots.get(owner) or _Node(owner)
         for step in steps:
             known = node.children.get(step.ids)
-            if known is None and step.held is not None:
-                known = self._grow(node, step.ids, step.held)
+            if known is None and step.value is not None:
+                known = self._grow(node, step.ids, step.value)
             assert known is not None  # only beginnings hold nothing
             node = known
 

@@ -106,7 +106,7 @@ class _Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _ReadMessage:
     """The blocks of a message, and the effort that holds from it on, where it says one."""
 
     role: str
@@ -114,7 +114,7 @@ class _Said:
     effort: EffortUpdate | None
 
 
-_Spoken: TypeAlias = Sequence[_Said]
+_Run: TypeAlias = Sequence[_ReadMessage]
 """A run of messages of one speaker."""
 
 
@@ -126,15 +126,15 @@ def _conversation(
     last_user = max((index for index, role in enumerate(roles) if role == "user"), default=-1)
     answered = _answered(roles)
 
-    def said(message: AnthropicMessage, at: int) -> _Said:
+    def read_message(message: AnthropicMessage, at: int) -> _ReadMessage:
         """What is cleared is the text."""
         cleared = message.clear_at == "next_user_message" and at < last_user
         blocks = [] if cleared else _placed(message, at, at < answered)
-        return _Said(message.role, blocks, _effort_update(message, at, body, defaults))
+        return _ReadMessage(message.role, blocks, _effort_update(message, at, body, defaults))
 
     shown = [
         each
-        for each in (said(message, index) for index, message in enumerate(body.messages))
+        for each in (read_message(message, index) for index, message in enumerate(body.messages))
         if each.role != "system" or each.blocks or each.effort
     ]
     runs = [(role, list(run)) for role, run in groupby(shown, key=lambda each: each.role)]
@@ -182,7 +182,7 @@ def _placed(message: AnthropicMessage, at: int, answered: bool) -> list[_Placed]
     return [each for each in placed if each.block.type != "text" or _text(each)]
 
 
-def _prefill(run: _Spoken) -> str | None:
+def _prefill(run: _Run) -> str | None:
     """The text that the answer continues; it is taken out of ``run``.
 
     Anthropic's API refuses the same: white space at the end (the model's next token brings its
@@ -204,7 +204,7 @@ def _prefill(run: _Spoken) -> str | None:
     return text
 
 
-def _instructions(run: _Spoken, _: Cipher) -> Iterator[Message]:
+def _instructions(run: _Run, _: Cipher) -> Iterator[Message]:
     for message in run:
         for adds, blocks in groupby(message.blocks, lambda each: each.block.type == _ADDITION):
             if adds:
@@ -231,7 +231,7 @@ def _addition(placed: _Placed) -> Iterator[Tool]:
         yield from _tool(change.definition, where)
 
 
-def _user(run: _Spoken, _: Cipher) -> Iterator[Message]:
+def _user(run: _Run, _: Cipher) -> Iterator[Message]:
     """What tools answered, then what the user says: the order that the API demands anyway."""
     for message in run:
         blocks = message.blocks
@@ -242,7 +242,7 @@ def _user(run: _Spoken, _: Cipher) -> Iterator[Message]:
             yield User(_lines(map(_user_text, texts)))
 
 
-def _assistant(run: _Spoken, cipher: Cipher) -> Iterator[Message]:
+def _assistant(run: _Run, cipher: Cipher) -> Iterator[Message]:
     """In the model's own order (A4). Messages in a row are one turn of the assistant."""
     if any(each.block.type == "tool_use" for message in run for each in message.blocks):
         yield from _unanswered(run, cipher)
@@ -254,20 +254,20 @@ def _assistant(run: _Spoken, cipher: Cipher) -> Iterator[Message]:
             if each is answer:
                 yield Answer(_text(each))
             else:
-                yield from _said(each, cipher)
+                yield from _assistant_block(each, cipher)
 
 
-def _unanswered(run: _Spoken, cipher: Cipher) -> Iterator[Message]:
+def _unanswered(run: _Run, cipher: Cipher) -> Iterator[Message]:
     """What the assistant said while its answer is still to come: before calls or a prefill.
 
     Calls come last: results follow them, and nothing that is said stands between (A4).
     """
-    said = (each for message in run for each in message.blocks)
-    for each in sorted(said, key=lambda each: each.block.type == "tool_use"):
-        yield from _said(each, cipher)
+    read = (each for message in run for each in message.blocks)
+    for each in sorted(read, key=lambda each: each.block.type == "tool_use"):
+        yield from _assistant_block(each, cipher)
 
 
-def _said(placed: _Placed, cipher: Cipher) -> Iterator[Message]:
+def _assistant_block(placed: _Placed, cipher: Cipher) -> Iterator[Message]:
     block = placed.block
     if block.type == "text":
         yield Preamble(_text(placed))
@@ -280,7 +280,7 @@ def _said(placed: _Placed, cipher: Cipher) -> Iterator[Message]:
         raise _unreadable(block.type, placed.where)
 
 
-_ROLES: dict[str, Callable[[_Spoken, Cipher], Iterator[Message]]] = {
+_ROLES: dict[str, Callable[[_Run, Cipher], Iterator[Message]]] = {
     "system": _instructions,
     "user": _user,
     "assistant": _assistant,
@@ -395,7 +395,7 @@ def _block_text(block: ResultBlock | Block, where: str, otherwise: _Otherwise) -
 
 
 def _headed(text: str, **heading: str | None) -> str:
-    return _lines([*(f"{name}: {said}" for name, said in heading.items() if said), text])
+    return _lines([*(f"{name}: {read}" for name, read in heading.items() if read), text])
 
 
 def _document_text(block: Readable, where: str, otherwise: _Otherwise) -> str:

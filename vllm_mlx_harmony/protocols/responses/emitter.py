@@ -214,7 +214,7 @@ class Emitter:
         }
         self._queues = request.background
         self._status = _QUEUED if self._queues else IN_PROGRESS
-        self._begun = False
+        self._in_progress = False
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._item: OutputItem | None = None
@@ -284,9 +284,9 @@ class Emitter:
         return self._begin()
 
     def _begin(self) -> list[Event]:
-        if self._begun:
+        if self._in_progress:
             return []
-        self._begun = True
+        self._in_progress = True
         created = self.create()
         self._status = IN_PROGRESS
         return [*created, *self._write_response("response.in_progress")]

@@ -81,7 +81,7 @@ class Running:
         return DONE in self.events[-1:]
 
     @property
-    def held(self) -> int:
+    def bytes_taken(self) -> int:
         """Bytes that it takes now, at most."""
         return self.bytes if self.done else TURN_BYTES + 3 * self.bytes
 
@@ -164,8 +164,8 @@ class Background:
         Raises ``HostError`` 503 when those that run take all the room there is.
         """
         self._make_room()
-        held = sum(each.held for each in self._all.values() if not each.done)
-        if held > self._running_limit():
+        bytes_taken = sum(each.bytes_taken for each in self._all.values() if not each.done)
+        if bytes_taken > self._running_limit():
             raise HostError(
                 "the answers in the background take all the room there is; try again later",
                 code="background_full",
