@@ -77,8 +77,7 @@ class Watched(Gateway):
         values: dict[str, Any] = {"most_tokens": 1000, "max_tokens": 1000, **settings}
         super().__init__(GatewaySettings(engines=specs, model=MODEL, keys=keys, **values))
         for backend, (fake, url) in zip(self.fleet.backends, engines, strict=True):
-            backend.engine = engine_at(url, fake.kind)
-            backend.succeeded()
+            backend.found(engine_at(url, fake.kind))
         self.engine = engines[0][0]
         self.lent = 0
         self.trackers: list[Recorded] = []

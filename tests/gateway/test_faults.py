@@ -13,6 +13,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -23,6 +24,9 @@ import httpx
 from fake_engines import EXCHANGES, KINDS, FakeEngine, Fault, served, until
 from in_process import MODEL, Watched, engine_at
 
+from vllm_mlx_harmony.gateway import routing
+from vllm_mlx_harmony.gateway.app import _Outer
+from vllm_mlx_harmony.gateway.routing import Rule
 from vllm_mlx_harmony.server.app import application
 
 TEXT = "The answer is long enough to be cut anywhere: été, ☀, 你好, and an end."
@@ -44,6 +48,9 @@ class Setting:
     def __init__(self, stack: ExitStack, *engines: FakeEngine, **settings: Any) -> None:
         self.engines = engines
         urls = [stack.enter_context(served(engine.app)) for engine in engines]
+        # The first engine is every conversation's home.
+        order = patch.object(routing, "_weight", lambda name, _: -urls.index(name))
+        stack.enter_context(order)
         self.host = Watched("", *zip(engines, urls, strict=True), **settings)
         self.url = stack.enter_context(served(application(self.host)))
 
@@ -156,16 +163,18 @@ def test_an_engine_that_is_started_again_is_used_again() -> None:
         running = ExitStack()
         url = running.enter_context(served(first.app))
         host = Watched("", (first, url))
-        gateway = stack.enter_context(served(application(host)))
+        gateway = stack.enter_context(served(_Outer(host, application(host))))
         body = {"model": MODEL, **BODIES[CHAT]}
         assert httpx.post(gateway + CHAT, json=body).status_code == 200
         running.close()
-        refused = httpx.post(gateway + CHAT, json=body)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
+        for _ in range(Rule().failures):
+            refused = httpx.post(gateway + CHAT, json=body)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (503, "engine_unavailable")
         assert not host.fleet.backends[0].up
         second = FakeEngine("vllm", SCRIPTS)
         stack.enter_context(served(second.app, port=int(url.rpartition(":")[2])))
-        until(lambda: host.fleet.backends[0].up, "the time to try again")
+        until(lambda: host.fleet.backends[0].up, "a probe")
         assert httpx.post(gateway + CHAT, json=body).status_code == 200
         assert len(second.bodies) == 1
 

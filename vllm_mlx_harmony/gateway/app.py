@@ -31,11 +31,12 @@ from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.gateway.engines import http as engine_http
-from vllm_mlx_harmony.gateway.engines.finding import find, start_line
+from vllm_mlx_harmony.gateway.engines.finding import Spec, find, start_line
 from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable
 from vllm_mlx_harmony.gateway.limits import Keys, RateLimit
 from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
-from vllm_mlx_harmony.gateway.router import Backend, Fleet, Router
+from vllm_mlx_harmony.gateway.router import NOT_FOUND, Backend, Fleet
+from vllm_mlx_harmony.gateway.routing import Health, Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server import defaults, enforcement, generation
 from vllm_mlx_harmony.server.app import application
@@ -48,8 +49,11 @@ logger = logging.getLogger("vllm_mlx_harmony")
 
 T = TypeVar("T")
 
-PROBE_SECONDS = 2.0
-"""Between two questions to an engine that is not up."""
+TICK = 0.1
+"""Seconds between two looks which engines are to be probed."""
+
+PROBE_SECONDS = 5.0
+"""In which an engine has to say that it is well."""
 
 _TRANSPORT = "vllm_mlx_harmony.transport"
 
@@ -62,10 +66,10 @@ class Gateway:
     renderer: Callable[..., Any] = staticmethod(render)
     context: Callable[..., Any] = StreamingHarmonyContext
 
-    def __init__(self, settings: GatewaySettings, router: Router | None = None) -> None:
+    def __init__(self, settings: GatewaySettings, rule: Rule | None = None) -> None:
         self.settings = settings
-        self.fleet = Fleet(settings.model, [Backend(spec) for spec in settings.engines], router)
-        self.metrics = Metrics(self.fleet.backends)
+        self.fleet = Fleet(settings.model, settings.engines, rule)
+        self.metrics = Metrics(self.fleet)
         self._keys = Keys(settings.keys)
         self._limit = RateLimit(settings.rate_limit)
         self._created = int(time.time())
@@ -194,9 +198,9 @@ async def _gone(request: Request) -> None:
 # --- The application
 
 
-def gateway(settings: GatewaySettings, router: Router | None = None) -> ASGIApp:
+def gateway(settings: GatewaySettings, rule: Rule | None = None) -> ASGIApp:
     """The whole of it as one ASGI application, engines included: found while it runs."""
-    host = Gateway(settings, router)
+    host = Gateway(settings, rule)
     return _Outer(host, application(host))
 
 
@@ -223,7 +227,7 @@ class _Outer:
         enforcement.get_ready()
         async with engine_http.client() as http:
             fleet = self.host.fleet
-            watching = [asyncio.ensure_future(watch(http, each, fleet)) for each in fleet.backends]
+            watching = asyncio.ensure_future(watch(http, fleet))
             # Who is ready when it listens needs no retries of its clients.
             await asyncio.wait(
                 [asyncio.ensure_future(_found(each)) for each in fleet.backends], timeout=10.0
@@ -231,35 +235,57 @@ class _Outer:
             try:
                 yield
             finally:
-                for task in watching:
-                    task.cancel()
-                await asyncio.gather(*watching, return_exceptions=True)
+                await generation.stopped(watching)
 
 
 async def _found(backend: Backend) -> None:
     """Ends when it is known whether the engine is there."""
-    while backend.engine is None and not backend.failures:
+    while backend.engine is None and backend.problem == NOT_FOUND:
         await asyncio.sleep(0.02)
 
 
-async def watch(http: httpx.AsyncClient, backend: Backend, fleet: Fleet) -> None:
-    """Finds an engine, and finds it again whenever it was down: it may be another one then."""
-    while True:
-        if not backend.up or backend.engine is None:
-            try:
-                engine = await find(http, backend.spec, fleet.model)
-            except EngineUnavailable as error:
-                if error.message != backend.problem:
-                    backend.failed(error.message, 0.0)
-                backend.retry_at = time.monotonic() + 2 * PROBE_SECONDS
-            except HostError as error:
-                backend.failed(error.message, 10 * PROBE_SECONDS)
-                await asyncio.sleep(9 * PROBE_SECONDS)
-            else:
-                backend.engine = engine
-                backend.succeeded()
-                logger.info("engine %s", start_line(engine))
-        await asyncio.sleep(PROBE_SECONDS)
+async def watch(http: httpx.AsyncClient, fleet: Fleet) -> None:
+    """Probes engines when they are due, each beside the others."""
+    probes: dict[Backend, asyncio.Future[None]] = {}
+    try:
+        while True:
+            due = fleet.routing.due(time.monotonic())
+            for backend in fleet.backends:
+                if backend.name in due and backend not in probes:
+                    probes[backend] = asyncio.ensure_future(probe(http, backend, fleet.model))
+            probes = {backend: task for backend, task in probes.items() if not task.done()}
+            await asyncio.sleep(TICK)
+    finally:
+        for task in probes.values():
+            task.cancel()
+
+
+async def probe(http: httpx.AsyncClient, backend: Backend, model: str) -> None:
+    """Asks an engine how it is; one that was down may be another one now, and is found anew."""
+    try:
+        if backend.routing.health(backend.name) is Health.UP:
+            await is_well(http, backend.spec)
+            backend.probed("")
+        else:
+            engine = await find(http, backend.spec, model)
+            backend.found(engine)
+            logger.info("engine %s", start_line(engine))
+    except HostError as error:
+        backend.probed(error.message)
+    except Exception as error:  # whatever it is, the engine is asked again
+        logger.exception("engine %s could not be probed", backend.spec.url)
+        backend.probed(str(error) or type(error).__name__)
+
+
+async def is_well(http: httpx.AsyncClient, spec: Spec) -> None:
+    """Raises ``EngineUnavailable`` for one that does not say so; every kind has ``/health``."""
+    try:
+        response = await http.get(f"{spec.url.rstrip('/')}/health", timeout=PROBE_SECONDS)
+    except httpx.HTTPError as error:
+        problem = f"it does not say how it is ({str(error) or type(error).__name__})"
+        raise EngineUnavailable(problem) from error
+    if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+        raise EngineUnavailable(f"it is not well: /health says {response.status_code}")
 
 
 def _health(host: Gateway) -> Response:
@@ -291,10 +317,10 @@ _OWN: dict[str, Callable[[Gateway], Response]] = {
 # --- The process
 
 
-def run(settings: GatewaySettings, router: Router | None = None) -> int:
+def run(settings: GatewaySettings, rule: Rule | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the process's exit code."""
     config = uvicorn.Config(
-        gateway(settings, router),
+        gateway(settings, rule),
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,

@@ -7,13 +7,15 @@ the configuration gives them, never by themselves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vllm_mlx_harmony.gateway.router import Backend
+from vllm_mlx_harmony.gateway.router import Backend, Fleet
+from vllm_mlx_harmony.gateway.routing import Why
 
 _NAME = "vllm_mlx_harmony"
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -22,7 +24,7 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class Metrics:
     """The metrics of one gateway."""
 
-    def __init__(self, backends: Iterable[Backend]) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             f"{_NAME}_requests",
@@ -62,7 +64,7 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
-        self.registry.register(_Engines(tuple(backends)))
+        self.registry.register(_Engines(fleet))
 
     def text(self) -> bytes:
         """All of them, as Prometheus reads them."""
@@ -72,19 +74,31 @@ class Metrics:
 class _Engines(Collector):
     """The engines, as they are when they are asked for."""
 
-    def __init__(self, backends: tuple[Backend, ...]) -> None:
-        self._backends = backends
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         rows: tuple[tuple[str, str, Callable[[Backend], float]], ...] = (
             ("up", "Whether requests go to the engine.", lambda each: float(each.up)),
             ("requests", "Requests that the engine runs.", lambda each: float(each.in_flight)),
         )
         for name, about, value in rows:
             family = GaugeMetricFamily(f"{_NAME}_engine_{name}", about, labels=["engine"])
-            for each in self._backends:
+            for each in self._fleet.backends:
                 family.add_metric([each.spec.url], value(each))
             yield family
+        routed = CounterMetricFamily(
+            f"{_NAME}_routed",
+            "Requests by why they went to their engine: it has the prefix, it has it not any more "
+            "or is too full, or the conversation is new.",
+            labels=["why"],
+        )
+        for why in get_args(Why):
+            routed.add_metric([why], self._fleet.routed[why])
+        yield routed
+        yield CounterMetricFamily(
+            f"{_NAME}_retried", "Tries on another engine.", value=self._fleet.retried
+        )
 
 
 class RequestTracker:

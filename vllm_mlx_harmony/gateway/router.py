@@ -1,33 +1,39 @@
 """Which of several engines gets a request, and what becomes of it when that one fails.
 
-A ``Fleet`` is all engines of one model as the front end's one ``Engine``. It asks a ``Router`` for
-each request, tells it how the request went, and tries another engine as long as nothing was
-generated: afterwards an answer has begun, and ends with an error.
+A ``Fleet`` is all engines of one model as the front end's one ``Engine``. `routing` says where each
+request goes, and is told how it went; another engine is tried as long as nothing was generated:
+afterwards an answer has begun, and ends with an error.
 
-An engine that could not be reached, or answered 5xx or 429, gets no requests for a while
-(``retry_at``); whoever watches it (`app`) sets it up again when it answers.
+Knows requests under way and the engines that they are on. Refuses to know the rule (`routing`), how
+an engine is spoken to (`engines`), and who probes it (`app`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.gateway.engines.finding import Spec
 from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
+from vllm_mlx_harmony.gateway.routing import Health, Routing, Rule, conversation
 from vllm_mlx_harmony.server.engine import Steps
 from vllm_mlx_harmony.server.sampling import Settings
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
-DOWN_SECONDS = 2.0
-"""For how long an engine that failed gets no requests, unless it says another time."""
+NOT_FOUND = "not found yet"
+
+TOO_MANY = 429
+
+BUSY_SECONDS = 1
+"""For how long an engine that had no room gets no requests, unless it says another time."""
 
 MOST_TRIES = 3
 """Engines that one request is tried on, at most."""
@@ -38,60 +44,55 @@ class Backend:
     """One engine of the fleet, and what is known of it now. Of the event loop alone."""
 
     spec: Spec
+    routing: Routing
     engine: HttpEngine | None = None
     """``None`` until it was found."""
     in_flight: int = 0
-    failures: int = 0
-    """In a row."""
-    retry_at: float = 0.0
-    """When it may be tried again, on the monotonic clock."""
-    problem: str = field(default="not found yet")
-    """Why it is not up; empty when it is."""
+    busy_until: float = 0.0
+    """It had no room: until when it said so, on the monotonic clock."""
+    problem: str = NOT_FOUND
+    """What was wrong with it last; empty when nothing is."""
+
+    @property
+    def name(self) -> str:
+        """What `routing` calls it."""
+        return self.spec.url
 
     @property
     def up(self) -> bool:
         """Whether requests may go there."""
-        return self.engine is not None and time.monotonic() >= self.retry_at
+        healthy = self.engine is not None and self.routing.health(self.name) is Health.UP
+        return healthy and time.monotonic() >= self.busy_until
+
+    def found(self, engine: HttpEngine) -> None:
+        """It is there, and well."""
+        self.engine = engine
+        self.probed("")
+
+    def probed(self, problem: str) -> None:
+        """It was asked how it is: empty when it is well."""
+        self.routing.probed(self.name, not problem, time.monotonic())
+        self._say(problem)
 
     def succeeded(self) -> None:
         """It generates."""
-        self.failures, self.retry_at, self.problem = 0, 0.0, ""
+        self.routing.answered(self.name)
+        self.busy_until = 0.0
+        self._say("")
 
-    def failed(self, problem: str, seconds: float = DOWN_SECONDS) -> None:
-        """It gets no requests for ``seconds``."""
-        self.failures += 1
-        self.retry_at = time.monotonic() + seconds
+    def failed(self, problem: str) -> None:
+        """It took no request, or lost it."""
+        self.routing.failed(self.name, time.monotonic())
+        self._say(problem)
+
+    def busy(self, seconds: int) -> None:
+        """It has no room for ``seconds``, which is no fault of it."""
+        self.busy_until = time.monotonic() + seconds
+
+    def _say(self, problem: str) -> None:
+        if problem and problem != self.problem:
+            logger.warning("engine %s: %s", self.spec.url, problem)
         self.problem = problem
-        logger.warning("engine %s: %s", self.spec.url, problem)
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """What a router sees of a request."""
-
-    prompt: tuple[int, ...]
-    tenant: str
-
-
-class Router(Protocol):
-    """Chooses engines. Of the event loop alone; no call may wait."""
-
-    def choose(self, request: Routed, backends: Sequence[Backend]) -> Backend:
-        """One of ``backends``, which are up and were not tried yet: at least one."""
-
-    def generated(self, request: Routed, backend: Backend, ids: Sequence[int]) -> None:
-        """``backend`` has computed the prompt of ``request`` and ``ids`` behind it."""
-
-
-class LeastLoaded:
-    """The engine with the fewest requests; the first of several."""
-
-    def choose(self, request: Routed, backends: Sequence[Backend]) -> Backend:
-        """See ``Router``."""
-        return min(backends, key=lambda each: each.in_flight)
-
-    def generated(self, request: Routed, backend: Backend, ids: Sequence[int]) -> None:
-        """It remembers nothing."""
 
 
 class Fleet:
@@ -100,12 +101,14 @@ class Fleet:
     one_at_a_time = False
     remote = True
 
-    def __init__(
-        self, model: str, backends: Sequence[Backend], router: Router | None = None
-    ) -> None:
+    def __init__(self, model: str, specs: Sequence[Spec], rule: Rule | None = None) -> None:
         self.model = model
-        self.backends = tuple(backends)
-        self.router: Router = router or LeastLoaded()
+        self.routing = Routing((spec.url for spec in specs), rule, up=False)
+        self.backends = tuple(Backend(spec, self.routing) for spec in specs)
+        self.routed: Counter[str] = Counter()
+        """Requests by why they went where they went (`routing.Why`)."""
+        self.retried = 0
+        """How often a request was tried on another engine."""
 
     @property
     def context_length(self) -> int | None:
@@ -125,14 +128,14 @@ class Fleet:
         constraint: Constraint | None,
     ) -> Steps:
         """See ``server.engine.Engine``. Raises ``EngineUnavailable`` when no engine takes it."""
-        request = Routed(prompt, tenant)
+        # Of one engine there is nothing to choose, and a long prompt takes a while to digest.
+        key = conversation(prompt, tenant) if len(self.backends) > 1 else b""
         tried: list[Backend] = []
         taken = False
         while True:
-            backend, engine = self._chosen(request, tried)
+            backend, engine = self._chosen(key, tried)
             tried.append(backend)
             last = len(tried) >= min(MOST_TRIES, len(self.backends))
-            said: list[int] = []
             begun = False
             backend.in_flight += 1
             try:
@@ -141,30 +144,38 @@ class Fleet:
                         if step.ids and not begun:
                             begun = True
                             backend.succeeded()
-                        said += step.ids
+                            self.routing.went(key, backend.name)
                         if step.ids or step.finish is not None or not taken:
                             taken = True
                             yield step
                 return
             except EngineUnavailable as error:
-                backend.failed(error.message, error.retry_after or DOWN_SECONDS)
+                if error.retry_after is not None or error.status == TOO_MANY:
+                    backend.busy(error.retry_after or BUSY_SECONDS)
+                else:
+                    backend.failed(error.message)
                 if last:
                     raise
             except OutputError as error:
-                backend.failed(error.message, 0.0)
+                backend.failed(error.message)
                 if begun or last:
                     raise
             finally:
                 backend.in_flight -= 1
-                if begun:
-                    self.router.generated(request, backend, said)
+            self.retried += 1
 
-    def _chosen(self, request: Routed, tried: Sequence[Backend]) -> tuple[Backend, HttpEngine]:
-        """Where ``request`` goes now. Raises ``EngineUnavailable`` when nothing is left."""
-        left = [each for each in self.backends if each.up and each not in tried]
-        if not left:
-            seconds = max(1, round(DOWN_SECONDS))
-            raise EngineUnavailable("no engine is there to answer", retry_after=seconds)
-        backend = self.router.choose(request, left)
+    def _chosen(self, key: bytes, tried: Collection[Backend]) -> tuple[Backend, HttpEngine]:
+        """Where a request goes now. Raises ``EngineUnavailable`` when nothing is left."""
+        now = time.monotonic()
+        excluded = {each.name for each in self.backends if each in tried or not each.up}
+        loads = {each.name: each.in_flight for each in self.backends}
+        choice = self.routing.choose(key, loads, excluded)
+        if choice is None:
+            busy = [each.busy_until - now for each in self.backends if each.busy_until > now]
+            seconds = min([*busy, self.routing.retry_after(now)] if busy else [BUSY_SECONDS])
+            problem = "every engine is busy" if busy else "no engine is there to answer"
+            raise EngineUnavailable(problem, retry_after=max(BUSY_SECONDS, math.ceil(seconds)))
+        self.routed[choice.why] += 1
+        backend = next(each for each in self.backends if each.name == choice.engine)
         assert backend.engine is not None
         return backend, backend.engine

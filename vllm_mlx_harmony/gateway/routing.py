@@ -188,9 +188,14 @@ class _Engine:
 class Routing:
     """Engines by name, and where conversations went. For one thread; times in seconds."""
 
-    def __init__(self, engines: Iterable[str], rule: Rule | None = None) -> None:
+    def __init__(
+        self, engines: Iterable[str], rule: Rule | None = None, *, up: bool = True
+    ) -> None:
+        """Engines are ``up``, or down until a probe finds them, which is due at once."""
         self._rule = rule or Rule()
-        self._engines = {name: _Engine() for name in engines}
+        pause = 0.0 if up else self._rule.pause
+        health = Health.UP if up else Health.DOWN
+        self._engines = {name: _Engine(health, pause=pause) for name in engines}
         self._went: ByteLRU[bytes, str] = ByteLRU(self._rule.remembered)
 
     def choose(
