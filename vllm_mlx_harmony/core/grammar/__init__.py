@@ -62,6 +62,7 @@ grammar, because it is no property of a text: that is ``core.reasoning``.
 
 from __future__ import annotations
 
+from vllm_mlx_harmony.core.grammar.expressible import with_compact_json
 from vllm_mlx_harmony.core.grammar.language import Grammar, Policy, grammar_of
 from vllm_mlx_harmony.core.grammar.matching import (
     WORDS,
@@ -82,4 +83,5 @@ __all__ = [
     "compiled",
     "grammar_of",
     "prepare",
+    "with_compact_json",
 ]

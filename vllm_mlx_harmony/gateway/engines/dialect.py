@@ -28,11 +28,13 @@ class Capabilities:
     """What an engine can do of what the front end could ask of it.
 
     ``ids``: a prompt of ids in, every generated id out. ``grammar``: llguidance's Lark, with
-    control tokens as ids. ``tenant_salt``: prefixes of one tenant are never another's hits.
+    control tokens as ids; ``grammar_white_space``: JSON may have some, as llguidance 1.9 bounds it.
+    ``tenant_salt``: prefixes of one tenant are never another's hits.
     """
 
     ids: bool = True
     grammar: bool = False
+    grammar_white_space: bool = False
     cached_tokens: bool = False
     logit_bias: bool = True
     min_tokens: bool = True
@@ -41,9 +43,10 @@ class Capabilities:
     @property
     def missing(self) -> tuple[str, ...]:
         """What it cannot do, in words."""
-        return tuple(
-            field.name.replace("_", " ") for field in fields(self) if not getattr(self, field.name)
-        )
+        names = [field.name for field in fields(self) if not getattr(self, field.name)]
+        if not self.grammar:
+            names.remove("grammar_white_space")
+        return tuple(name.replace("_", " ") for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,25 +16,25 @@ import httpx
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
+from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT
 from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, Generation
 from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
-from vllm_mlx_harmony.gateway.engines.llamacpp import LlamaCpp
+from vllm_mlx_harmony.gateway.engines.llamacpp import LLGUIDANCE, LlamaCpp
 from vllm_mlx_harmony.gateway.engines.plugin import Plugin
 from vllm_mlx_harmony.gateway.engines.sglang import SGLang
 from vllm_mlx_harmony.gateway.engines.vllm import Vllm, VllmTokens
 from vllm_mlx_harmony.server.sampling import Settings
 
-LLGUIDANCE = LlamaCpp(Capabilities(grammar=True, cached_tokens=True, min_tokens=False))
-
 KINDS: dict[str, Dialect] = {
     "vllm": Vllm(),
+    "vllm-completions": Vllm(),
     "vllm-tokens": VllmTokens(),
     "sglang": SGLang(),
     "llamacpp": LlamaCpp(),
-    "llamacpp-llguidance": LLGUIDANCE,
+    "llamacpp-llguidance": LlamaCpp(LLGUIDANCE),
     "vllm-mlx": Plugin(),
 }
-"""What ``--engine KIND=URL`` takes."""
+"""What ``--engine KIND=URL`` takes. ``vllm`` is whichever endpoint that one has."""
 
 ASK_SECONDS = 5.0
 TRY_SECONDS = 60.0
@@ -71,29 +71,55 @@ async def find(http: httpx.AsyncClient, spec: Spec, model: str) -> HttpEngine:
         context_length=context_length,
         key=spec.key,
     )
-    engine.dialect = await _tried(engine)
+    engine.dialect = await _tried(engine, spec)
     return engine
 
 
-async def _tried(engine: HttpEngine) -> Dialect:
+async def _tried(engine: HttpEngine, spec: Spec) -> Dialect:
     """The engine's dialect, with what a trial has shown of it.
 
     vLLM has the route of its endpoint of ids always, and refuses (403) what is posted to it unless
     it was started with it.
     """
-    dialect = engine.dialect
-    if isinstance(dialect, Vllm):
-        tokens = VllmTokens()
-        engine.dialect = tokens
-        with suppress(EngineUnavailable):
-            grammar = await keeps_to_grammars(engine)
-            return replace(tokens, capabilities=replace(tokens.capabilities, grammar=grammar))
+    found = engine.dialect
+    dialects: tuple[Vllm | VllmTokens, ...] = ()
+    if isinstance(found, (Vllm, VllmTokens)):
+        dialects = (found,) if spec.kind in _ENDPOINTS else (VllmTokens(), Vllm())
+    for dialect in dialects:
         engine.dialect = dialect
-    if isinstance(dialect, (Vllm, VllmTokens)):
         with suppress(EngineUnavailable):
-            grammar = await keeps_to_grammars(engine)
-            return replace(dialect, capabilities=replace(dialect.capabilities, grammar=grammar))
-    return dialect
+            return replace(dialect, capabilities=await _grammars(engine))
+    return found
+
+
+_ENDPOINTS = ("vllm-completions", "vllm-tokens")
+
+
+async def _grammars(engine: HttpEngine) -> Capabilities:
+    """Whether the engine writes what a grammar says. Raises ``EngineUnavailable``."""
+    can = replace(engine.capabilities, grammar=False)
+    if await _first_id(engine, f"start: <[{vocab.RETURN}]>") != vocab.RETURN:
+        return can
+    spaced = await _first_id(engine, f"start: %json {ANY_OBJECT.text}") is not None
+    return replace(can, grammar=True, grammar_white_space=spaced)
+
+
+async def _first_id(engine: HttpEngine, grammar: str) -> int | None:
+    """What the engine writes first under a grammar; ``None`` where it refuses it.
+
+    Raises ``EngineUnavailable`` when it takes no request.
+    """
+    settings = Settings(max_tokens=1, temperature=1.0, top_p=1.0)
+    prompt = (vocab.START, *vocab.encode("assistant"))
+    trial = Generation(engine.served_name, prompt, settings, grammar=grammar)
+    first: int | None = None
+    try:
+        async with aclosing(engine.chunks(trial, seconds=TRY_SECONDS)) as chunks:
+            async for chunk in chunks:
+                first = chunk.ids[0] if chunk.ids else first
+    except (OutputError, RequestError):
+        return None
+    return first
 
 
 def start_line(engine: HttpEngine) -> str:
@@ -186,21 +212,3 @@ async def _able(dialect: Dialect, ask: _Asking) -> Dialect:
         grammar = about.get("grammar_backend") == "llguidance"
         return replace(dialect, capabilities=replace(dialect.capabilities, grammar=grammar))
     return dialect
-
-
-async def keeps_to_grammars(engine: HttpEngine) -> bool:
-    """Whether the engine writes the one control token that a grammar allows.
-
-    Raises ``EngineUnavailable`` when it takes no request.
-    """
-    settings = Settings(max_tokens=1, temperature=1.0, top_p=1.0)
-    prompt = (vocab.START, *vocab.encode("assistant"))
-    trial = Generation(engine.served_name, prompt, settings, grammar=f"start: <[{vocab.RETURN}]>")
-    ids: tuple[int, ...] = ()
-    try:
-        async with aclosing(engine.chunks(trial, seconds=TRY_SECONDS)) as chunks:
-            async for chunk in chunks:
-                ids += chunk.ids
-    except (OutputError, RequestError):
-        return False
-    return ids == (vocab.RETURN,)

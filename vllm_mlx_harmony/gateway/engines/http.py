@@ -28,6 +28,7 @@ from httpx_sse._decoders import SSEDecoder, SSELineDecoder  # see `_events`
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher, ConstraintSpec
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
+from vllm_mlx_harmony.core.grammar import with_compact_json
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
     Chunk,
@@ -141,7 +142,8 @@ class HttpEngine:
             grammar=grammar,
             min_tokens=constraint.spec.min_tokens if constraint is not None else 0,
         )
-        turn = _Turn(None if constraint is None else constraint.start(grammar=grammar is not None))
+        # The grammar is the engine's to follow: its llguidance may be another version than ours.
+        turn = _Turn(None if constraint is None else constraint.start(grammar=False))
         cached = 0
         for number in range(MOST_CONTINUATIONS):
             finish: Finish | None = None
@@ -167,7 +169,7 @@ class HttpEngine:
             generation = _behind(generation, prompt, settings, turn.ids)
             if grammar is not None and constraint is not None and constraint.spec.grammar:
                 text = constraint.spec.grammar.grammar.without_analysis
-                generation = replace(generation, grammar=text)
+                generation = replace(generation, grammar=self._written(text))
             if generation.settings.max_tokens < 1:
                 yield Step((), "length", cached)
                 return
@@ -179,7 +181,7 @@ class HttpEngine:
         if grammar is None:
             return None
         if self.capabilities.grammar and not grammar.grammar.begun:
-            return grammar.grammar.text
+            return self._written(grammar.grammar.text)
         if spec.binding:
             raise RequestError(
                 f"this server's engine ({self.dialect.name}) cannot be held to a grammar: required "
@@ -187,6 +189,10 @@ class HttpEngine:
                 code="unsupported_value",
             )
         return None
+
+    def _written(self, text: str) -> str:
+        """A grammar, as this engine's llguidance reads it."""
+        return text if self.capabilities.grammar_white_space else with_compact_json(text)
 
     async def chunks(
         self, generation: Generation, seconds: float | None = None

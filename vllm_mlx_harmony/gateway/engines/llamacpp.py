@@ -41,6 +41,7 @@ from vllm_mlx_harmony.server.engine import Finish
 
 FINISHES: dict[object, Finish] = {"eos": "stop", "word": "stop", "limit": "length"}
 
+LLGUIDANCE = Capabilities(grammar=True, cached_tokens=True, min_tokens=False)
 CAPABILITIES = Capabilities(cached_tokens=True, min_tokens=False)
 
 

@@ -20,7 +20,9 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     parsed,
 )
 
-CAPABILITIES = Capabilities(grammar=True, cached_tokens=True, tenant_salt=True)
+CAPABILITIES = Capabilities(
+    grammar=True, grammar_white_space=True, cached_tokens=True, tenant_salt=True
+)
 
 
 @dataclass(frozen=True, slots=True)
