@@ -6,9 +6,10 @@ request (chat/schema.py, chat/request.py), tokens, channels and sockets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from typing_extensions import assert_never
 
 from vllm_mlx_harmony.core.deltas import (
     Closed,
@@ -20,6 +21,8 @@ from vllm_mlx_harmony.core.deltas import (
     Opened,
     Started,
     Text,
+    ToolFinished,
+    ToolStarted,
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
@@ -156,7 +159,24 @@ class Emitter:
 
     def feed(self, delta: Delta) -> list[Event]:
         """What goes on the wire for ``delta``. Always nothing when the answer is not streamed."""
-        return _FEEDS[type(delta)](self, delta)
+        match delta:
+            case Text():
+                return self._text(delta)
+            case Started():
+                return self._send('{"role":"assistant","content":null,"refusal":null}')
+            case Opened():
+                return self._opened(delta)
+            case Closed():
+                return [] if self._input is None else self._show(self._input.close())
+            case Finished():
+                return self._finished(delta)
+            case Failed():
+                self._error = delta.error
+                return [Event(encode(error_body(delta.error))), DONE] if self._stream else []
+            case ToolStarted() | ToolFinished():
+                return []  # the API has no words for what the server runs
+            case _:
+                assert_never(delta)
 
     def result(self) -> dict[str, Any]:
         """The whole answer, not streamed: a ``chat.completion``.
@@ -175,9 +195,6 @@ class Emitter:
         }
         document = self._signed("chat.completion")
         return {**document, "choices": [choice], "usage": _usage(self._usage)}
-
-    def _started(self, _: Started) -> list[Event]:
-        return self._send('{"role":"assistant","content":null,"refusal":null}')
 
     def _opened(self, delta: Opened) -> list[Event]:
         self._hidden = delta.kind is Kind.REASONING and not self._shows_reasoning
@@ -218,17 +235,10 @@ class Emitter:
         self._parts.append(text)
         return []
 
-    def _closed(self, _: Closed) -> list[Event]:
-        return [] if self._input is None else self._show(self._input.close())
-
     def _finished(self, delta: Finished) -> list[Event]:
         self._reason, self._usage = delta.reason, delta.usage
         last = "{}" if self._says_something() else '{"content":""}'
         return [*self._send(last, quote(delta.reason)), *self._end()]
-
-    def _failed(self, delta: Failed) -> list[Event]:
-        self._error = delta.error
-        return [Event(encode(error_body(delta.error))), DONE] if self._stream else []
 
     def _end(self) -> list[Event]:
         if not self._stream:
@@ -275,17 +285,6 @@ class Emitter:
 
     def _says_something(self) -> bool:
         return _CONTENT in self._texts or bool(self._calls)
-
-
-_FEEDS: dict[type[Any], Callable[[Emitter, Any], list[Event]]] = {
-    Started: Emitter._started,
-    Opened: Emitter._opened,
-    Text: Emitter._text,
-    Closed: Emitter._closed,
-    Finished: Emitter._finished,
-    Failed: Emitter._failed,
-}
-"""What each delta does. A missing key is the error."""
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -6,10 +6,11 @@ request (messages/schema.py, messages/request.py), tokens, channels and sockets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from json import loads
 from typing import Any, Literal, Protocol, TypeAlias
+
+from typing_extensions import assert_never
 
 from vllm_mlx_harmony.core.deltas import (
     Closed,
@@ -21,6 +22,8 @@ from vllm_mlx_harmony.core.deltas import (
     Opened,
     Started,
     Text,
+    ToolFinished,
+    ToolStarted,
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, PromptTooLong
@@ -269,7 +272,25 @@ class Emitter:
 
     def feed(self, delta: Delta) -> list[Event]:
         """What goes on the wire for ``delta``. Always nothing when the answer is not streamed."""
-        return _FEEDS[type(delta)](self, delta)
+        match delta:
+            case Text():
+                return [] if self._block is None else self._more(self._block.take(delta.text))
+            case Started():
+                return self._started(delta)
+            case Opened():
+                return self._opened(delta)
+            case Closed():
+                return self._closed()
+            case Finished():
+                return self._ended(delta)
+            case Failed():
+                self._error = delta.error
+                body = error_body(delta.error, request_id(self._info))
+                return [Event(encode(body), "error")] if self._stream else []
+            case ToolStarted() | ToolFinished():
+                return []
+            case _:
+                assert_never(delta)
 
     def result(self) -> dict[str, Any]:
         """The whole answer, not streamed: a ``message``.
@@ -313,9 +334,6 @@ class Emitter:
             return None
         return _ThinkingBlock(self._cipher, shown=self._thinking == "shown")
 
-    def _text(self, delta: Text) -> list[Event]:
-        return [] if self._block is None else self._more(self._block.take(delta.text))
-
     def _more(self, text: str) -> list[Event]:
         if not text:
             return []
@@ -324,7 +342,7 @@ class Emitter:
         self._parts.append(text)
         return []
 
-    def _closed(self, _: Closed) -> list[Event]:
+    def _closed(self) -> list[Event]:
         block, self._block = self._block, None
         if block is None:
             return []
@@ -345,11 +363,6 @@ class Emitter:
             *self._send("message_stop"),
         ]
 
-    def _failed(self, delta: Failed) -> list[Event]:
-        self._error = delta.error
-        body = error_body(delta.error, request_id(self._info))
-        return [Event(encode(body), "error")] if self._stream else []
-
     def _send(self, kind: str, **fields: Any) -> list[Event]:
         return [Event(encode({"type": kind, **fields}), kind)] if self._stream else []
 
@@ -365,17 +378,6 @@ class Emitter:
             **stopped,
             "usage": usage,
         }
-
-
-_FEEDS: dict[type[Any], Callable[[Emitter, Any], list[Event]]] = {
-    Started: Emitter._started,
-    Opened: Emitter._opened,
-    Text: Emitter._text,
-    Closed: Emitter._closed,
-    Finished: Emitter._ended,
-    Failed: Emitter._failed,
-}
-"""What each delta does. A missing key is the error."""
 
 
 def _stopped(finished: Finished) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import assert_never
+
 from vllm_mlx_harmony.core.deltas import (
     Closed,
     Delta,
@@ -19,6 +21,8 @@ from vllm_mlx_harmony.core.deltas import (
     Opened,
     Started,
     Text,
+    ToolFinished,
+    ToolStarted,
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
@@ -225,7 +229,25 @@ class Emitter:
 
     def feed(self, delta: Delta) -> list[Event]:
         """What goes on the wire for ``delta``. Always nothing when the answer is not streamed."""
-        return _FEEDS[type(delta)](self, delta)
+        match delta:
+            case Text():
+                return self._text(delta)
+            case Started():
+                return self._start()
+            case Opened():
+                return self._opened(delta)
+            case Closed():
+                return self._close(complete=delta.complete)
+            case Finished():
+                self._usage = delta.usage
+                return self._end(INCOMPLETE if delta.reason == "length" else COMPLETED)
+            case Failed():
+                self._error = delta.error
+                return [*self._start(), *self._close(complete=False), *self._end(_FAILED)]
+            case ToolStarted() | ToolFinished():
+                return []
+            case _:
+                assert_never(delta)
 
     def create(self) -> list[Event]:
         """There is a response, though its turn may come later: what goes on the wire for that.
@@ -239,7 +261,7 @@ class Emitter:
 
     def cancel(self) -> list[Event]:
         """The turn ends because it was cancelled: what goes on the wire for that."""
-        return [*self._begin(), *self._close(complete=False), *self._end(_CANCELLED)]
+        return [*self._start(), *self._close(complete=False), *self._end(_CANCELLED)]
 
     def unstored(self, last: list[Event]) -> list[Event]:
         """``last``, the events of the end, of a response that could not be stored after all.
@@ -280,10 +302,7 @@ class Emitter:
 
     # What each delta does
 
-    def _started(self, _: Started) -> list[Event]:
-        return self._begin()
-
-    def _begin(self) -> list[Event]:
+    def _start(self) -> list[Event]:
         if self._in_progress:
             return []
         self._in_progress = True
@@ -313,9 +332,6 @@ class Emitter:
         quoted = quote(text)
         return [Event(head.event(self._next(), quoted), head.type) for head in item.deltas]
 
-    def _closed(self, delta: Closed) -> list[Event]:
-        return self._close(complete=delta.complete)
-
     def _close(self, *, complete: bool) -> list[Event]:
         item, self._item = self._item, None
         if item is None or not self._shown:
@@ -324,14 +340,6 @@ class Emitter:
         document = item.document(COMPLETED if complete else INCOMPLETE)
         self._output.append(document)
         return [*rest, *self._write_events(item.done(document))]
-
-    def _finished(self, delta: Finished) -> list[Event]:
-        self._usage = delta.usage
-        return self._end(INCOMPLETE if delta.reason == "length" else COMPLETED)
-
-    def _failed(self, delta: Failed) -> list[Event]:
-        self._error = delta.error
-        return [*self._begin(), *self._close(complete=False), *self._end(_FAILED)]
 
     def _end(self, status: str) -> list[Event]:
         self._status = status
@@ -359,16 +367,6 @@ class Emitter:
     def _event(self, kind: str, fields: dict[str, Any]) -> Event:
         return Event(encode({"type": kind, "sequence_number": self._next(), **fields}), kind)
 
-
-_FEEDS: dict[type[Any], Callable[[Emitter, Any], list[Event]]] = {
-    Started: Emitter._started,
-    Opened: Emitter._opened,
-    Text: Emitter._text,
-    Closed: Emitter._closed,
-    Finished: Emitter._finished,
-    Failed: Emitter._failed,
-}
-"""What each delta does. A missing key is the error."""
 
 _CUT = {"reason": "max_output_tokens"}
 _TOO_MANY = 429
