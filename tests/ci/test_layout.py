@@ -30,6 +30,7 @@ THROUGH_THE_HOST = {
 """What `vllm-mlx` itself depends on: whichever version it wants is the right one."""
 
 DISTRIBUTIONS = {
+    "typing_extensions": "typing-extensions",
     "httpx_sse": "httpx-sse",
     "openai_harmony": "openai-harmony",
     "prometheus_client": "prometheus-client",

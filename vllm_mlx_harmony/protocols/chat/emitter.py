@@ -1,12 +1,12 @@
-"""Chat Completions, both directions: what a route reads from a request and writes as the answer.
+"""Chat Completions, outwards: deltas into chunks, or into a completion.
 
-Knows how OpenAI's chunks, completions and errors are shaped. Refuses to know the fields of a
-request (chat/schema.py, chat/request.py), tokens, channels and sockets.
+Knows how OpenAI's chunks and completions are shaped. Refuses to know the fields of a request
+(chat/schema.py, chat/request.py), tokens, channels and sockets.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import assert_never
@@ -26,63 +26,10 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
-from vllm_mlx_harmony.core.turn import Call, Defaults, Message, ResponseInfo, Turn
-from vllm_mlx_harmony.protocols.chat.request import is_freeform, read_turn
-from vllm_mlx_harmony.protocols.chat.schema import read_body
+from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
-from vllm_mlx_harmony.protocols.freeform import FreeformInput, unwrapped, wrap
+from vllm_mlx_harmony.protocols.freeform import FreeformInput
 from vllm_mlx_harmony.protocols.openai_error import error_body
-
-__all__ = ["ChatRequest", "Emitter", "error_body", "read"]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A request that can be run: what to ask the model, and how the caller wants the answer."""
-
-    turn: Turn
-    model: str
-    stream: bool
-    include_usage: bool
-    shows_reasoning: bool = True
-    freeform: frozenset[str] = frozenset()
-
-    def emitter(self, info: ResponseInfo) -> Emitter:
-        """The writer of this request's answer, signed with ``info``."""
-        return Emitter(
-            info,
-            stream=self.stream,
-            include_usage=self.include_usage,
-            shows_reasoning=self.shows_reasoning,
-            freeform=self.freeform,
-        )
-
-    def echoed(self, message: Message) -> Message:
-        """A message the model said, as it is read when a client gives it back."""
-        if isinstance(message, Call) and message.name in self.freeform:
-            return replace(message, arguments=wrap(unwrapped(message.arguments)))
-        return message
-
-
-def read(body: object, defaults: Defaults) -> ChatRequest:
-    """The request in ``body``, the parsed JSON of ``POST /v1/chat/completions``.
-
-    Raises ``RequestError`` naming the field, and nothing else, whatever JSON value ``body`` is.
-    """
-    chat = read_body(body)
-    options = chat.stream_options
-    return ChatRequest(
-        turn=read_turn(chat, defaults),
-        model=chat.model,
-        stream=bool(chat.stream),
-        include_usage=bool(options and options.include_usage),
-        shows_reasoning=chat.include_reasoning is not False
-        and not (chat.reasoning and chat.reasoning.exclude),
-        freeform=frozenset(
-            tool.custom.name for tool in chat.tools or () if tool.custom and is_freeform(tool)
-        ),
-    )
-
 
 _CALLERS_FAULT = range(400, 500)
 _REASONING, _CONTENT = "reasoning", "content"

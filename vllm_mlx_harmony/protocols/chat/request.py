@@ -1,13 +1,13 @@
-"""Chat Completions, inwards, second half: a checked body into a Turn.
+"""Chat Completions, inwards: a request body into a Turn, and how its caller wants the answer.
 
-Knows what every field and message means (semantics A2 to A11). Refuses to know how a Turn is
-rendered, and how the answer is written (chat/emitter.py).
+Knows what every field and message means (semantics A2 to A11). Refuses to know which fields there
+are (chat/schema.py), how a Turn is rendered, and how the answer is written (chat/emitter.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
@@ -23,6 +23,7 @@ from vllm_mlx_harmony.core.turn import (
     Message,
     Preamble,
     Reasoning,
+    ResponseInfo,
     Result,
     Sampling,
     Tool,
@@ -30,6 +31,7 @@ from vllm_mlx_harmony.core.turn import (
     Turn,
     User,
 )
+from vllm_mlx_harmony.protocols.chat.emitter import Emitter
 from vllm_mlx_harmony.protocols.chat.formats import response_format
 from vllm_mlx_harmony.protocols.chat.schema import (
     ChatBody,
@@ -40,8 +42,9 @@ from vllm_mlx_harmony.protocols.chat.schema import (
     ChatToolChoice,
     ReasoningOptions,
     TemplateOptions,
+    read_body,
 )
-from vllm_mlx_harmony.protocols.freeform import freeform_tool, wrap
+from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
 from vllm_mlx_harmony.protocols.openai_content import (
     call_arguments,
     message_text,
@@ -49,6 +52,54 @@ from vllm_mlx_harmony.protocols.openai_content import (
     user_text,
 )
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request that can be run: what to ask the model, and how the caller wants the answer."""
+
+    turn: Turn
+    model: str
+    stream: bool
+    include_usage: bool
+    shows_reasoning: bool = True
+    freeform: frozenset[str] = frozenset()
+
+    def emitter(self, info: ResponseInfo) -> Emitter:
+        """The writer of this request's answer, signed with ``info``."""
+        return Emitter(
+            info,
+            stream=self.stream,
+            include_usage=self.include_usage,
+            shows_reasoning=self.shows_reasoning,
+            freeform=self.freeform,
+        )
+
+    def echoed(self, message: Message) -> Message:
+        """A message the model said, as it is read when a client gives it back."""
+        if isinstance(message, Call) and message.name in self.freeform:
+            return replace(message, arguments=wrap(unwrapped(message.arguments)))
+        return message
+
+
+def read(body: object, defaults: Defaults) -> ChatRequest:
+    """The request in ``body``, the parsed JSON of ``POST /v1/chat/completions``.
+
+    Raises ``RequestError`` naming the field, and nothing else, whatever JSON value ``body`` is.
+    """
+    chat = read_body(body)
+    options = chat.stream_options
+    return ChatRequest(
+        turn=read_turn(chat, defaults),
+        model=chat.model,
+        stream=bool(chat.stream),
+        include_usage=bool(options and options.include_usage),
+        shows_reasoning=chat.include_reasoning is not False
+        and not (chat.reasoning and chat.reasoning.exclude),
+        freeform=frozenset(
+            tool.custom.name for tool in chat.tools or () if tool.custom and is_freeform(tool)
+        ),
+    )
 
 
 def read_turn(body: ChatBody, defaults: Defaults) -> Turn:

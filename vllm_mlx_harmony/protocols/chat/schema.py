@@ -1,4 +1,4 @@
-"""Chat Completions, inwards, first half: the shape of a request body, field by field.
+"""Chat Completions, inwards: the shape of a request body, field by field.
 
 Knows which fields there are, their types and ranges, and what is refused because ignoring it
 would change the answer. Refuses to know what they mean for a Turn (chat/request.py).

@@ -4,12 +4,11 @@ from vllm_mlx_harmony.protocols.messages.emitter import (
     PING,
     Display,
     Emitter,
-    MessagesRequest,
     counted,
     error_body,
-    read,
     request_id,
 )
+from vllm_mlx_harmony.protocols.messages.request import MessagesRequest, read
 
 __all__ = [
     "PING",

@@ -1,4 +1,4 @@
-"""The Messages API, both directions: what a route reads from a request and writes as the answer.
+"""The Messages API, outwards: deltas into events, or into a message.
 
 Knows how Anthropic's events, messages and errors are shaped. Refuses to know the fields of a
 request (messages/schema.py, messages/request.py), tokens, channels and sockets.
@@ -6,7 +6,6 @@ request (messages/schema.py, messages/request.py), tokens, channels and sockets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from json import loads
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -27,12 +26,11 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, PromptTooLong
-from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
+from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Event, encode, quote
 from vllm_mlx_harmony.protocols.messages.partial_json import ObjectText
-from vllm_mlx_harmony.protocols.messages.request import UPDATE, notes, read_turn
-from vllm_mlx_harmony.protocols.messages.schema import THREAD_UNSUPPORTED, MessagesBody, read_body
+from vllm_mlx_harmony.protocols.messages.schema import THREAD_UNSUPPORTED
 
 PING = Event('{"type":"ping"}', "ping")
 """What keeps a connection alive while a long prompt is prefilled; allowed at any place."""
@@ -45,58 +43,8 @@ the model says between its calls comes as thinking, and the text of an answer is
 """
 
 
-@dataclass(frozen=True, slots=True)
-class MessagesRequest:
-    """A request that can be run: what to ask the model, and how the caller wants the answer.
-
-    ``notes`` are for the log: what was accepted but has no effect.
-    """
-
-    turn: Turn
-    model: str
-    stream: bool
-    thinking: Display
-    notes: tuple[str, ...]
-    cipher: Cipher = field(repr=False)
-
-    def emitter(self, info: ResponseInfo) -> Emitter:
-        """The writer of this request's answer, signed with ``info``."""
-        return Emitter(info, self.cipher, stream=self.stream, thinking=self.thinking)
-
-    def echoed(self, message: Message) -> Message:
-        """A message the model said, as it is read when a client gives it back: the same."""
-        return message
-
-
-def read(
-    body: object, defaults: Defaults, cipher: Cipher, *, counting: bool = False
-) -> MessagesRequest:
-    """The request in ``body``, the parsed JSON of ``POST /v1/messages``.
-
-    ``counting``: of ``POST /v1/messages/count_tokens``, where ``max_tokens`` is not required.
-    Raises ``RequestError`` naming the field, and nothing else, whatever JSON value ``body`` is.
-    """
-    request = read_body(body, counting=counting)
-    return MessagesRequest(
-        turn=read_turn(request, defaults, cipher),
-        model=request.model,
-        stream=bool(request.stream),
-        thinking=_display(request),
-        notes=notes(request),
-        cipher=cipher,
-    )
-
-
-def _display(request: MessagesBody) -> Display:
-    thinking = request.thinking
-    if thinking is None:
-        return "shown"
-    if thinking.type in _DISPLAYS:
-        return _DISPLAYS[thinking.type]
-    return "shown" if thinking.display in (None, "summarized") else "encrypted"
-
-
-_DISPLAYS: dict[str, Display] = {"disabled": "hidden", "between_tools": "updates"}
+UPDATE = "<|channel|>commentary<|message|>"
+"""What a encrypted text begins with that is no reasoning: a preamble that was shown as thinking."""
 
 
 def counted(prompt_tokens: int) -> dict[str, Any]:

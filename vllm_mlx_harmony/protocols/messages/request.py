@@ -1,13 +1,14 @@
-"""The Messages API, inwards, second half: a checked body into a Turn.
+"""The Messages API, inwards: a request body into a Turn, and how its caller wants the answer.
 
-Knows what every field, message and block means (semantics A2 to A11). Refuses to know how a Turn
-is rendered, and how the answer is written (messages/emitter.py).
+Knows what every field, message and block means (semantics A2 to A11). Refuses to know which fields
+there are (messages/schema.py), how a Turn is rendered, and how the answer is written
+(messages/emitter.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from json import dumps
 from typing import TypeAlias
@@ -27,6 +28,7 @@ from vllm_mlx_harmony.core.turn import (
     Preamble,
     Reasoning,
     ResponseFormat,
+    ResponseInfo,
     Result,
     Sampling,
     Tool,
@@ -36,6 +38,7 @@ from vllm_mlx_harmony.core.turn import (
     omitted,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
+from vllm_mlx_harmony.protocols.messages.emitter import UPDATE, Display, Emitter
 from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
 from vllm_mlx_harmony.protocols.messages.schema import (
     CUSTOM,
@@ -46,8 +49,63 @@ from vllm_mlx_harmony.protocols.messages.schema import (
     Part,
     Readable,
     ResultBlock,
+    read_body,
 )
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesRequest:
+    """A request that can be run: what to ask the model, and how the caller wants the answer.
+
+    ``notes`` are for the log: what was accepted but has no effect.
+    """
+
+    turn: Turn
+    model: str
+    stream: bool
+    thinking: Display
+    notes: tuple[str, ...]
+    cipher: Cipher = field(repr=False)
+
+    def emitter(self, info: ResponseInfo) -> Emitter:
+        """The writer of this request's answer, signed with ``info``."""
+        return Emitter(info, self.cipher, stream=self.stream, thinking=self.thinking)
+
+    def echoed(self, message: Message) -> Message:
+        """A message the model said, as it is read when a client gives it back: the same."""
+        return message
+
+
+def read(
+    body: object, defaults: Defaults, cipher: Cipher, *, counting: bool = False
+) -> MessagesRequest:
+    """The request in ``body``, the parsed JSON of ``POST /v1/messages``.
+
+    ``counting``: of ``POST /v1/messages/count_tokens``, where ``max_tokens`` is not required.
+    Raises ``RequestError`` naming the field, and nothing else, whatever JSON value ``body`` is.
+    """
+    request = read_body(body, counting=counting)
+    return MessagesRequest(
+        turn=read_turn(request, defaults, cipher),
+        model=request.model,
+        stream=bool(request.stream),
+        thinking=_display(request),
+        notes=notes(request),
+        cipher=cipher,
+    )
+
+
+def _display(request: MessagesBody) -> Display:
+    thinking = request.thinking
+    if thinking is None:
+        return "shown"
+    if thinking.type in _DISPLAYS:
+        return _DISPLAYS[thinking.type]
+    return "shown" if thinking.display in (None, "summarized") else "encrypted"
+
+
+_DISPLAYS: dict[str, Display] = {"disabled": "hidden", "between_tools": "updates"}
 
 
 def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
@@ -321,10 +379,6 @@ def _thought(placed: _Placed, cipher: Cipher) -> str:
     return encrypted or block.thinking or ""
 
 
-UPDATE = "<|channel|>commentary<|message|>"
-"""What a encrypted text begins with that is no reasoning: a preamble that was shown as thinking."""
-
-
 def _thought_of(encrypted: str) -> Message:
     if encrypted.startswith(UPDATE):
         return Preamble(encrypted.removeprefix(UPDATE))
@@ -333,9 +387,9 @@ def _thought_of(encrypted: str) -> Message:
 
 def _call(placed: _Placed) -> Call:
     block = placed.block
-    for field in ("id", "name", "input"):
-        if getattr(block, field) is None:
-            raise required(f"{placed.where}.{field}")
+    for name in ("id", "name", "input"):
+        if getattr(block, name) is None:
+            raise required(f"{placed.where}.{name}")
     return Call(block.id or "", block.name or "", _arguments(block.input or {}))
 
 

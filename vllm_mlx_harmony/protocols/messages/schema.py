@@ -1,4 +1,4 @@
-"""The Messages API, inwards, first half: the shape of a request body, field by field.
+"""The Messages API, inwards: the shape of a request body, field by field.
 
 Knows which fields and blocks there are, their types and ranges.
 Refuses to know what they mean for a Turn (messages/request.py).

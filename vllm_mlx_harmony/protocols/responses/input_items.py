@@ -1,4 +1,4 @@
-"""Responses, inwards, second part: the items of the input into messages.
+"""Responses, inwards: the items of the input into messages.
 
 Knows what each item says (semantics A4 to A6, A11) and whose reasoning to believe.
 Refuses to know tools' declarations (tools) and the rest of a request.

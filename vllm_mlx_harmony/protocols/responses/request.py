@@ -1,4 +1,4 @@
-"""Responses, inwards, third part: a checked body into a Turn, and into what the answer repeats.
+"""Responses, inwards: a request body into a Turn, and into what the answer repeats of it.
 
 Knows what every field means (semantics A2, A8) and what the public schema says of it again.
 Refuses to know items (input_items), tools (tools) and the answer (responses/emitter.py).
@@ -6,30 +6,164 @@ Refuses to know items (input_items), tools (tools) and the answer (responses/emi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, characters
 from vllm_mlx_harmony.core.turn import (
     NO_THINKING,
     AdditionalTools,
+    Call,
     Defaults,
     EffortUpdate,
+    FormatUpdate,
+    Instructions,
     Limits,
     Message,
+    ResponseInfo,
     Sampling,
     Turn,
 )
+from vllm_mlx_harmony.protocols.encryption import Cipher
+from vllm_mlx_harmony.protocols.responses.emitter import Emitter
+from vllm_mlx_harmony.protocols.responses.input_items import ItemReader, Stored, nothing_stored
+from vllm_mlx_harmony.protocols.responses.output_items import Writing
+from vllm_mlx_harmony.protocols.responses.resource import compaction, input_items
 from vllm_mlx_harmony.protocols.responses.schema import (
+    Item,
     NamespacedTool,
     ResponsesBody,
     ResponsesTool,
     TemplateOptions,
     TextFormat,
+    read_body,
     response_format,
 )
-from vllm_mlx_harmony.protocols.responses.tools import Tools
+from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
+from vllm_mlx_harmony.protocols.validation import required
+
+ENCRYPTED_CONTENT = "reasoning.encrypted_content"
+"""What ``include`` says when reasoning is wanted encrypted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """A request that can be run: what to ask the model, and how the caller wants the answer.
+
+    ``notes`` says, for the log, what of the input could not be used.
+    """
+
+    turn: Turn
+    model: str
+    stream: bool
+    store: bool
+    background: bool
+    previous_response_id: str | None
+    notes: tuple[str, ...]
+    _items: tuple[Item, ...]
+    _said: tuple[Message, ...]
+    _writing: Writing
+    _repeated: Mapping[str, Any]
+
+    def emitter(self, info: ResponseInfo, now: Callable[[], float] | None = None) -> Emitter:
+        """The writer of this request's answer, signed with ``info``.
+
+        ``now`` is the unix time, asked once, for ``completed_at``; without it that is null.
+        """
+        return Emitter(
+            info,
+            self._writing,
+            self._repeated,
+            now,
+            stream=self.stream,
+            queues=self.background,
+        )
+
+    def input_items(self, info: ResponseInfo) -> list[dict[str, Any]]:
+        """The input as items, oldest first, for ``GET /v1/responses/{id}/input_items``."""
+        return input_items(self._items, info)
+
+    def compaction(
+        self, text: str, cipher: Cipher, info: ResponseInfo, usage: Usage
+    ) -> dict[str, Any]:
+        """The input compacted, for ``POST /v1/responses/compact``: ``text`` stands for the rest."""
+        return compaction(self._items, text, cipher, info, usage)
+
+    def echoed(self, message: Message) -> Message:
+        """A message the model said, as it is read when a client gives it back."""
+        return self._writing.tools.echoed(message) if isinstance(message, Call) else message
+
+    def conversation(self, messages: Iterable[Message]) -> tuple[Message, ...]:
+        """What the next response continues, when ``messages`` is the context's conversation.
+
+        All but this request's ``instructions``: they hold for this request only. With the tools
+        that were declared, though it may have wanted none (``tool_choice: none``).
+        """
+        answer = tuple(messages)[len(self.turn.messages) :]
+        return (*self._said, *map(self.echoed, answer))
+
+
+def read(
+    body: object,
+    defaults: Defaults,
+    cipher: Cipher,
+    history: tuple[Message, ...] = (),
+    stored: Stored = nothing_stored,
+) -> ResponsesRequest:
+    """The request in ``body``, the parsed JSON of ``POST /v1/responses``.
+
+    ``history`` is the conversation of ``previous_response_id``; ``stored`` looks up an item of an
+    earlier response, for ``item_reference``. Raises ``RequestError`` naming the field, and nothing
+    else, whatever JSON value ``body`` is.
+    """
+    request = read_body(body)
+    declared = ToolReader()
+    shown = declared.declare(request.tools or (), "tools")
+    declared.known(history)
+    calls = {message.id for message in history if isinstance(message, Call)}
+    reader = ItemReader(cipher, declared, defaults, stored, calls)
+    said = (*history, *reader.messages(_input(request, history)))
+    if not any(map(_asks, said)):
+        raise RequestError("input is empty: there is nothing to answer", param="input")
+    instructions = (Instructions(request.instructions),) if request.instructions else ()
+    tools = declared.tools(shown, request.tool_choice)
+    return ResponsesRequest(
+        turn=read_turn(request, defaults, (*instructions, *said), tools),
+        model=request.model,
+        stream=bool(request.stream),
+        store=request.store is not False,
+        background=bool(request.background),
+        previous_response_id=request.previous_response_id,
+        notes=tuple(reader.notes),
+        _items=tuple(request.input or ()),
+        _said=said,
+        _writing=Writing(
+            tools=tools,
+            summarised=summary(request) is not None,
+            cipher=cipher if ENCRYPTED_CONTENT in (request.include or ()) else None,
+        ),
+        _repeated=repeated(request, defaults),
+    )
+
+
+def _asks(message: Message) -> bool:
+    """Whether there is something to answer in it: not in what only declares."""
+    return not isinstance(message, (AdditionalTools, EffortUpdate, FormatUpdate))
+
+
+def _input(request: ResponsesBody, history: tuple[Message, ...]) -> list[Item]:
+    if request.input is None and not history:
+        raise required("input")
+    return request.input or []
+
+
+def previous_response_id(body: object) -> str | None:
+    """The response that ``body``, not read yet, continues: what its history is looked up by."""
+    key = body.get("previous_response_id") if isinstance(body, dict) else None
+    return key if isinstance(key, str) else None
 
 
 def read_turn(

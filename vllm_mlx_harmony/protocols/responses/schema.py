@@ -1,4 +1,4 @@
-"""Responses, inwards, first part: the shape of a request body, field by field.
+"""Responses, inwards: the shape of a request body, field by field.
 
 Knows which fields there are, their types and ranges, and what is refused because ignoring it
 would change the answer. Refuses to know what they mean for a Turn (responses/request.py).
