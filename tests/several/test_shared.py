@@ -207,6 +207,7 @@ def test_nobody_waits_for_a_redis_that_has_gone_and_it_is_found_again(
             time.sleep(0.1)
     assert stored == (None if fault == "stopped" else KEPT)
     assert responses.put(KEPT) and responses.get("resp_1", "alice") == KEPT
+    assert Shared(own.url).encryption_key == connection.encryption_key
 
 
 def test_a_redis_that_is_full_refuses_and_still_answers(own: RedisServer) -> None:

@@ -20,6 +20,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -49,6 +50,7 @@ CONNECT, ANSWER, PAUSE = 0.5, 1.0, 2.0
 """Seconds: to connect, for one answer, and in which nothing is tried after a failure."""
 
 _KEY_BYTES = 32
+_KEY_NAME = "vllm-mlx-harmony:encryption-key"
 
 
 class SharedError(HostError):
@@ -120,6 +122,8 @@ class Shared:
             with self._lock:
                 self._paused_until = 0.0
             logger.warning("%s answers again", self._name)
+            with suppress(*self._unreachable, self._refused):  # it may have forgotten everything
+                self._client.set(_KEY_NAME, self.encryption_key, nx=True)
 
 
 def shared_key(kind: str, *parts: str) -> str:
@@ -133,11 +137,10 @@ def shared_key(kind: str, *parts: str) -> str:
 
 def _encryption_key(client: Any) -> bytes:
     """The key of encrypted reasoning, made by whoever needs it first."""
-    name = "vllm-mlx-harmony:encryption-key"
-    client.set(name, secrets.token_bytes(_KEY_BYTES), nx=True)
-    found: bytes | None = client.get(name)
+    client.set(_KEY_NAME, secrets.token_bytes(_KEY_BYTES), nx=True)
+    found: bytes | None = client.get(_KEY_NAME)
     if found is None or len(found) != _KEY_BYTES:
-        raise SharedError(f"{name} is no key")
+        raise SharedError(f"{_KEY_NAME} is no key")
     return found
 
 
