@@ -30,6 +30,8 @@ FRAMEWORKS = (
 )
 
 HOST_PYTHON = "3.11"
+FORK_PYTHON = "3.12"
+OLDEST, NEWEST = "3.10", "3.13"
 HOST = ("vllm-mlx", "mlx", "mlx-lm")
 HARMONY = ("openai-harmony", "oss-harmony")
 
@@ -43,7 +45,9 @@ class Leg:
     are what makes the leg a leg of its own. A test that is skipped fails the leg.
     ``systems`` and ``runners`` are where it can run, and where GitHub runs it; ``programs`` are
     what it needs on the path beside Python, ``variables`` are set in the environment of its
-    commands. A leg that measures runs ``alone``.
+    commands. A leg that measures runs ``alone``; an ``optional`` one fails nothing where a program
+    it needs is missing, but on GitHub. ``group`` is another name to run it by, with the
+    others of its group: those of ``all`` are what CI runs, the longest first.
     """
 
     name: str
@@ -57,52 +61,98 @@ class Leg:
     programs: tuple[str, ...] = ()
     systems: tuple[str, ...] = ("Linux", "Darwin")
     runners: tuple[str, ...] = ("ubuntu-latest",)
-    in_all: bool = True
+    group: str = "all"
     variables: tuple[tuple[str, str], ...] = ()
     alone: bool = False
+    optional: bool = False
 
 
-BELOW_HOST = (*PYTEST, "tests/core", "tests/protocols", "tests/ci", "tests/cli", "-m", "not served")
+BELOW_HOST = ("tests/core", "tests/protocols", "tests/ci", "tests/cli")
 
-FLOOR = 95
+FLOOR = 98
 """Per cent of the lines and branches of `core` and `protocols` that their own tests must run."""
 
+FEW = (("EXAMPLES", "few"),)
+"""Of what tests draw: a tenth. All of it is drawn once, by the leg `once`."""
+
+WHOLE = ((*PYTEST, *BELOW_HOST, "-m", "not served"),)
+
+EACH = ((*PYTEST, *BELOW_HOST, "-m", "not served and not once"),)
+"""What may come out otherwise on another Python."""
+
 MEASURED = (
-    (*BELOW_HOST, "--cov=vllm_mlx_harmony", "--cov-branch", "--cov-report="),
+    (*EACH[0], "--cov=vllm_mlx_harmony", "--cov-branch", "--cov-report="),
     ("coverage", "report", f"--fail-under={FLOOR}", "--include=*/core/*,*/protocols/*"),
 )
 
+ONCE = ((*PYTEST, *BELOW_HOST, "-m", "(once or hypothesis) and not served"),)
+"""What is much computing, and all examples of what is drawn."""
+
 SMOKE = (
-    *PYTEST,
-    *("tests/ci", "tests/cli"),
-    *(f"tests/core/test_{name}.py" for name in ("context", "replay", "schema", "vocab")),
-    *(f"tests/protocols/test_{name}_client.py" for name in ("chat", "messages", "responses")),
-    *("-m", "not served"),
+    (
+        *PYTEST,
+        *("tests/cli", "tests/core/test_context.py", "tests/core/test_replay.py"),
+        *("tests/core/test_vocab.py",),
+        *(f"tests/protocols/test_{name}_client.py" for name in ("anthropic", "chat", "responses")),
+        *("-m", "not served and not once"),
+    ),
 )
 """What imports everything below the host and runs it once: for the Pythons between the oldest and
 the newest, on which all of it is run."""
 
+OF_THE_LIBRARY = (
+    (*PYTEST, "tests/core", "tests/protocols/test_chat_client.py", "-m", "not once"),
+    (*PYTEST, "tests/cli", "-m", "not served"),
+)
+"""What comes to openai-harmony: protocols do not (import-linter holds them to it)."""
+
 
 def core(
     python: str,
-    harmony: str = "openai-harmony",
-    commands: tuple[tuple[str, ...], ...] = (BELOW_HOST,),
+    commands: tuple[tuple[str, ...], ...],
+    *,
+    harmony: str = HARMONY[0],
+    name: str = "",
+    what: str = "core and protocols",
+    variables: tuple[tuple[str, str], ...] = FEW,
+    group: str = "all",
 ) -> Leg:
-    """A leg without a host: the packages below it, and the command line as far as it needs none."""
-    other = next(name for name in HARMONY if name != harmony)
+    """A leg without a host: what is below it, and the command line as far as it needs none."""
+    other = next(each for each in HARMONY if each != harmony)
     return Leg(
-        name=f"core-{python}" if harmony == HARMONY[0] else harmony,
-        what=f"core and protocols on Python {python} with {harmony}, no host installed",
+        name=name or (f"core-{python}" if harmony == HARMONY[0] else harmony),
+        what=f"{what} on Python {python} with {harmony}, no host installed",
         python=python,
         install=("-e", ".", harmony, *TEST_TOOLS),
         without=("vllm-mlx", "fastapi", "starlette", other),
         present=(harmony, "pydantic"),
         absent=(*HOST, "fastapi", other),
         commands=commands,
+        variables=variables,
+        group=group,
     )
 
 
-SERVED_INSTALL = ("-e", ".[cpu,test]", "openai-agents>=0.3")
+EVERYTHING = tuple(
+    core(
+        python,
+        WHOLE,
+        harmony=harmony,
+        name=f"whole-{python}" if harmony == HARMONY[0] else f"whole-{harmony}",
+        what="everything below the host",
+        variables=(),
+        group="everything",
+    )
+    for harmony, python in (
+        *((HARMONY[0], f"3.{minor}") for minor in range(10, 14)),
+        (HARMONY[1], FORK_PYTHON),
+    )
+)
+"""All of it on every Python and with the fork: nothing is left to another leg."""
+
+
+HOSTED = ("-e", ".[cpu,test]", *FRAMEWORKS)
+"""With the host and everything that talks to it: most legs with a host share this environment."""
 
 
 def served(engine: str, chosen: str) -> Leg:
@@ -113,7 +163,7 @@ def served(engine: str, chosen: str) -> Leg:
     return Leg(
         name=f"served-{engine}",
         what=f"the real server, its {engine} engine, official clients",
-        install=SERVED_INSTALL,
+        install=HOSTED,
         present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
         commands=(
             (*PYTEST, "tests/served", "tests/cli", "-k", chosen),
@@ -124,35 +174,44 @@ def served(engine: str, chosen: str) -> Leg:
 
 
 LEGS: tuple[Leg, ...] = (
-    Leg(
-        name="lint",
-        what="style, types and who may import whom",
-        install=("-e", ".", "--group", "lint"),
-        without=("vllm-mlx",),
-        absent=HOST,
-        commands=(
-            ("ruff", "check", "."),
-            ("ruff", "format", "--check", "."),
-            ("mypy", "vllm_mlx_harmony", "scripts", "ci"),
-            ("lint-imports",),
-        ),
-    ),
     served("simple", "not batched"),
+    core(NEWEST, MEASURED),
     served("batched", "batched"),
+    Leg(
+        name="packaging",
+        what="wheel, editable and tool installs: active, and gone when uninstalled",
+        install=("-e", ".[cpu,test]", "--group", "dev"),
+        present=HOST,
+        commands=((*PYTEST, "tests/packaging"),),
+        runners=("ubuntu-latest", "macos-14"),
+    ),
     Leg(
         name="host",
         what="the plugin inside the host's own objects, both engines, no sockets",
-        install=SERVED_INSTALL,
+        install=HOSTED,
         present=(*HOST, "openai-harmony"),
         # Apart: the host gives mlx's default stream to its own thread, for the rest of the process.
         commands=((*PYTEST, "tests/standin"), (*PYTEST, "tests/host")),
         runners=("ubuntu-latest", "macos-14"),
     ),
-    core("3.10"),
-    core("3.11", commands=(SMOKE,)),
-    core("3.12", commands=(SMOKE,)),
-    core("3.13", commands=MEASURED),
-    core("3.12", "oss-harmony"),
+    Leg(
+        name="frameworks",
+        what="typed answers and forced calls, through frameworks for Python",
+        install=HOSTED,
+        present=(*HOST, "openai", "anthropic", "openai-agents", "langchain-openai", "instructor"),
+        commands=((*PYTEST, "tests/frameworks/test_python.py"),),
+    ),
+    core(NEWEST, ONCE, name="once", what="what need not run on every Python,", variables=()),
+    core(OLDEST, EACH),
+    Leg(
+        name="ai-sdk",
+        what="typed answers and forced calls, through the AI SDK for JavaScript",
+        install=HOSTED,
+        present=HOST,
+        programs=("node", "npm"),
+        commands=((*PYTEST, "tests/frameworks/test_ai_sdk.py"),),
+    ),
+    core(FORK_PYTHON, OF_THE_LIBRARY, harmony=HARMONY[1]),
     Leg(
         name="front-end",
         what="the three APIs over a fake engine, in an environment without vllm-mlx and mlx",
@@ -171,22 +230,9 @@ LEGS: tuple[Leg, ...] = (
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/several"),),
         programs=("redis-server",),
+        optional=True,
     ),
-    Leg(
-        name="frameworks",
-        what="typed answers and forced calls, through frameworks for Python",
-        install=("-e", ".[cpu,test]", *FRAMEWORKS),
-        present=(*HOST, "openai", "anthropic", "openai-agents", "langchain-openai", "instructor"),
-        commands=((*PYTEST, "tests/frameworks/test_python.py"),),
-    ),
-    Leg(
-        name="ai-sdk",
-        what="typed answers and forced calls, through the AI SDK for JavaScript",
-        install=("-e", ".[cpu,test]"),
-        present=HOST,
-        programs=("node", "npm"),
-        commands=((*PYTEST, "tests/frameworks/test_ai_sdk.py"),),
-    ),
+    core("3.11", SMOKE),
     Leg(
         name="no-harmony",
         what="no openai-harmony: a warning, and the host's own path",
@@ -195,6 +241,16 @@ LEGS: tuple[Leg, ...] = (
         present=HOST,
         absent=HARMONY,
         commands=((*PYTEST, "tests/no_harmony"),),
+    ),
+    core("3.12", SMOKE),
+    Leg(
+        name="demo",
+        what="the demo, without the extra `test`",
+        install=(".[cpu]",),
+        present=(*HOST, "openai-harmony"),
+        absent=("pytest",),
+        commands=(("vllm-mlx-harmony", "demo"),),
+        runners=("ubuntu-latest", "macos-14"),
     ),
     Leg(
         name="no-cpu",
@@ -206,21 +262,17 @@ LEGS: tuple[Leg, ...] = (
         systems=("Linux",),
     ),
     Leg(
-        name="packaging",
-        what="wheel, editable and tool installs: active, and gone when uninstalled",
-        install=("-e", ".[cpu,test]", "--group", "dev"),
-        present=HOST,
-        commands=((*PYTEST, "tests/packaging"),),
-        runners=("ubuntu-latest", "macos-14"),
-    ),
-    Leg(
-        name="demo",
-        what="the demo, without the extra `test`",
-        install=(".[cpu]",),
-        present=(*HOST, "openai-harmony"),
-        absent=("pytest",),
-        commands=(("vllm-mlx-harmony", "demo"),),
-        runners=("ubuntu-latest", "macos-14"),
+        name="lint",
+        what="style, types and who may import whom",
+        install=("-e", ".", "--group", "lint"),
+        without=("vllm-mlx",),
+        absent=HOST,
+        commands=(
+            ("ruff", "check", "."),
+            ("ruff", "format", "--check", "."),
+            ("mypy", "vllm_mlx_harmony", "scripts", "ci"),
+            ("lint-imports",),
+        ),
     ),
     Leg(
         name="grammar",
@@ -232,7 +284,7 @@ LEGS: tuple[Leg, ...] = (
             (*PYTEST, "-n", "2", "-rP", "tests/host/test_enforcement.py"),
         ),
         variables=(("GRAMMAR_SEEDS", "500"),),
-        in_all=False,
+        group="",
     ),
     Leg(
         name="attack",
@@ -241,7 +293,7 @@ LEGS: tuple[Leg, ...] = (
         present=(*HOST, "openai-harmony"),
         commands=((*PYTEST, "tests/attack"),),
         variables=(("ATTACK", "full"),),
-        in_all=False,
+        group="",
         alone=True,
     ),
     Leg(
@@ -256,9 +308,10 @@ LEGS: tuple[Leg, ...] = (
             ("python", "ci/bench_reuse.py"),
             ("python", "ci/bench_decode.py"),
         ),
-        in_all=False,
+        group="",
         alone=True,
     ),
+    *EVERYTHING,
 )
 
 

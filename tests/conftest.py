@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
+from sizes import examples
 
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "untimed",
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("untimed")

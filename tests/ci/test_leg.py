@@ -193,16 +193,24 @@ def test_the_environment_is_what_the_leg_is_about(
         leg.check(one, HERE)
 
 
-@pytest.mark.parametrize(("ci", "result"), [("", "not run"), ("true", "failed")])
+@pytest.mark.parametrize(
+    ("ci", "optional", "result"),
+    [("", False, "not run"), ("true", False, "failed"), ("true", True, "not run")],
+)
 @pytest.mark.parametrize(
     "missing", [{"python": "3.99"}, {"systems": ("Plan 9",)}, {"programs": ("no-such-program",)}]
 )
 def test_what_cannot_run_here_fails_in_ci(
-    build: Path, monkeypatch: pytest.MonkeyPatch, ci: str, result: str, missing: dict[str, Any]
+    build: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ci: str,
+    optional: bool,
+    result: str,
+    missing: dict[str, Any],
 ) -> None:
     monkeypatch.setenv("CI", ci)
     monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
-    one = legs.Leg("x", "a leg", (), (), **missing)
+    one = legs.Leg("x", "a leg", (), (), **missing, optional=optional)
     assert run(one).result == result
 
 
@@ -233,8 +241,11 @@ def test_closing_line(
 def test_the_names_are_unique_and_all_leaves_out_the_long_ones() -> None:
     names = [one.name for one in legs.LEGS]
     assert len(names) == len(set(names))
-    assert {one.name for one in leg.chosen(["all"])} == set(names) - {"attack", "bench", "grammar"}
-    assert [one.name for one in leg.chosen(["host", "lint"])] == ["lint", "host"]
+    everything = {one.name for one in leg.chosen(["everything"])}
+    assert {one.python for one in leg.chosen(["everything"])} == {"3.10", "3.11", "3.12", "3.13"}
+    long = {"attack", "bench", "grammar", *everything}
+    assert {one.name for one in leg.chosen(["all"])} == set(names) - long
+    assert [one.name for one in leg.chosen(["host", "lint"])] == ["host", "lint"]
 
 
 def test_an_unknown_leg_is_an_error() -> None:

@@ -47,7 +47,7 @@ def test_a_wrong_command_line_is_a_2(arguments: tuple[str, ...]) -> None:
 
 def test_nobody_reads_the_output(tmp_path: Path) -> None:
     file = tmp_path / "completion"
-    file.write_text("<|channel|>final<|message|>" + "a line\n" * 200_000)
+    file.write_text("<|channel|>final<|message|>" + "a line\n" * 30_000)
     command = subprocess.Popen(
         [*PROGRAM, "parse", str(file)],
         stdout=subprocess.PIPE,

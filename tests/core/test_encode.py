@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sizes import examples
 
 from vllm_mlx_harmony.core import pretokens, vocab
 from vllm_mlx_harmony.core.pretokens import AT_ONCE, LONGEST, MOST_WORK, pieces
@@ -136,6 +137,7 @@ SIZE = 200_000
 CATEGORIES = sorted(by_category())
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("category", CATEGORIES)
 def test_long_runs_of_each_category(category: str) -> None:
     characters = by_category()[category]
@@ -165,13 +167,14 @@ def mixed(draw: st.DrawFn, size: int, runs: Sequence[int] = RUNS) -> str:
     raise AssertionError("there is no end of runs")
 
 
-@settings(max_examples=25)
+@pytest.mark.once
+@settings(max_examples=examples(25))
 @given(text=mixed(SIZE))
 def test_long_runs_of_several_categories(text: str) -> None:
     check(text)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(text=mixed(10_000, runs=RUNS[:-3]))
 def test_runs_of_several_categories_as_the_library(text: str) -> None:
     ids = vocab.encode(text)
@@ -199,6 +202,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("text", ATTACKS.values(), ids=ATTACKS.keys())
 def test_no_text_is_much_work_in_one_go(text: str) -> None:
     check(text)

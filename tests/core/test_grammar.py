@@ -330,6 +330,7 @@ SEEDS = int(os.environ.get("GRAMMAR_SEEDS", "30"))
 """Outputs of each kind. ``GRAMMAR_SEEDS=500`` is the full run."""
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("choice", SAMPLED)
 def test_whatever_is_drawn_is_what_was_asked_for(choice: str) -> None:
     asked = SAMPLED[choice]

@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import examples
 from tool_shapes import DIALECTS, SHAPES, Dialect, changed, fitting, schema_of
 
 from vllm_mlx_harmony.core import vocab
@@ -250,6 +251,7 @@ def test_row(row: Row) -> None:
 # --- the tools of agents, as libraries write them ---
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("name", SHAPES)
 def test_tool(name: str, dialect: Dialect) -> None:
@@ -433,7 +435,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.dictionaries(KEYS, JSON, max_size=5))
 def test_whatever_a_schema_is_it_has_a_grammar(schema: dict[str, Any]) -> None:
     asked = answering(schema)
@@ -442,6 +444,7 @@ def test_whatever_a_schema_is_it_has_a_grammar(schema: dict[str, Any]) -> None:
     compiled(grammar)
 
 
+@pytest.mark.once
 def test_depth_and_size_are_bounded() -> None:
     deep: Any = {"type": "integer"}
     for _ in range(400):

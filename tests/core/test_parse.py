@@ -19,6 +19,7 @@ from rows import (
     Row,
     noisy,
 )
+from sizes import examples
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Text
@@ -90,6 +91,7 @@ def test_any_chunking_gives_the_same(row: Row) -> None:
         assert deltas_of(parser_of(row), chunks, cut=row.cut) == whole
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_noisy_headers(position: str, prefix: str) -> None:
@@ -253,7 +255,7 @@ ANY_IDS = st.lists(
     stop=st.sampled_from([(), ("a",), (" the", "he")]),
     data=st.data(),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_invariants_hold_for_any_ids(
     ids: list[int], cut: bool, stop: tuple[str, ...], data: st.DataObject
 ) -> None:
@@ -314,7 +316,7 @@ def transcripts(draw: st.DrawFn) -> list[int]:
 
 
 @given(ids=transcripts())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_agrees_with_openai_harmony_on_well_formed_output(ids: list[int]) -> None:
     assert said(deltas_of(Parser(), [ids])) == reference(ids)
 
@@ -358,6 +360,7 @@ def test_no_control_token_is_ever_shown_as_such(text: str) -> None:
     assert said(deltas_of(Parser(), [ids])) in (((ANSWER, shown),), ((ANSWER, expected),))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "repeated",
     [

@@ -18,6 +18,7 @@ from openai_harmony import (
     ToolDescription,
 )
 from openai_harmony import Message as HarmonyMessage
+from sizes import examples
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
@@ -491,7 +492,7 @@ ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=12) | st.sampl
 
 
 @given(ANY_TEXT, ANY_TEXT)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_no_text_makes_a_control_token(text: str, name: str) -> None:
     shown = controls(render(filled(text, name=name or "x")).ids)
     plain = [vocab.START, vocab.MESSAGE, vocab.END]
@@ -549,7 +550,7 @@ SAME = {
 
 @pytest.mark.parametrize(("ours", "theirs"), SAME.values(), ids=SAME.keys())
 @given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.just(CONTROL))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_messages_are_rendered_as_openai_harmony_does(ours: Any, theirs: Any, text: str) -> None:
     rendered = render_message(ours(text), Names(), {"c1": "weather"})
     assert unaddressed(rendered) == unaddressed(vocab.encoding().render(theirs(text)))
@@ -676,7 +677,7 @@ def reasoning_first(messages: Sequence[Message]) -> int:
 
 
 @given(CONVERSATIONS, CONVERSATIONS)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_a_prompt_starts_with_the_one_before(before: list[Message], more: list[Message]) -> None:
     """Without a new answer all of it; with one, up to the first reasoning that this one drops."""
     answered = any(isinstance(one, Answer) for one in more)

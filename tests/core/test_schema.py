@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai_harmony import DeveloperContent, Message, Role, ToolDescription
+from sizes import examples
 
 from vllm_mlx_harmony.core import typescript, vocab
 from vllm_mlx_harmony.core.errors import RequestError
@@ -605,6 +606,7 @@ def nested(depth: int, inner: str) -> dict[str, Any]:
 KINDS = ["properties", "items", "anyOf", "allOf", "default", "prefixItems", "widened"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [MAX_DEPTH - 1, MAX_DEPTH, 1_000, 20_000])
 def test_deep_schemas_are_cut_not_refused(kind: str, depth: int) -> None:
@@ -660,7 +662,7 @@ JSON = st.recursive(
 @example({"type": ["null"], "default": float("nan")})
 @example({"properties": {"\ud800": {"enum": ["\ud800"]}}, "required": ["\ud800"]})
 @example({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#"}]}}})
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_any_json_value_is_expressed_and_accepted(value: object) -> None:
     before = copy.deepcopy(value)
     expressed = express(value)
@@ -670,7 +672,7 @@ def test_any_json_value_is_expressed_and_accepted(value: object) -> None:
 
 
 @given(JSON)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_a_property_never_leaves_its_lines(value: object) -> None:
     """Whatever stands in a schema: what follows it is still read as a property of its own."""
     whole = express({"type": "object", "properties": {"p": value, "end": {"type": "string"}}})

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai_harmony import DeveloperContent, Message, Role, ToolDescription
+from sizes import examples
 
 from vllm_mlx_harmony.core import typescript, vocab
 
@@ -64,8 +65,9 @@ def plain(text: str) -> str:
     return re.sub(r"(?<=\d)e\+(?=\d)", "e", text)
 
 
+@pytest.mark.once
 @given(st.lists(st.tuples(TEXT, TEXT, st.none() | SCHEMAS), min_size=1, max_size=3))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @example([("a", "x", {"oneOf": [{"type": "string", "enum": ["b"], "default": "b"}]})])
 def test_as_the_library(tools: list[tuple[str, str, Any]]) -> None:
     ours = typescript.section("functions", [typescript.tool(*one) for one in tools])

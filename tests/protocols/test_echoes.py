@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import ROWS, Row
+from sizes import examples
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
@@ -269,7 +270,7 @@ def test_where_nothing_is_dropped_all_of_it_is_placed(client: type[Client], row:
     assert last[: len(generated)] == generated
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(CLIENTS), st.lists(st.sampled_from(CALLS), min_size=1, max_size=6))
 def test_any_loop_goes_on(client: type[Client], rows: list[Row]) -> None:
     *turns, last = converse(client(), rows, Replay(MIB).view("m"))
@@ -277,7 +278,7 @@ def test_any_loop_goes_on(client: type[Client], rows: list[Row]) -> None:
         assert after[: len(before) - 1] == before[:-1]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.sampled_from(SHOWN), min_size=1, max_size=6))
 def test_every_api_comes_to_the_same_prompts(rows: list[Row]) -> None:
     """As soon as replay knows what the contents were: Chat joins them."""
@@ -285,7 +286,7 @@ def test_every_api_comes_to_the_same_prompts(rows: list[Row]) -> None:
     assert all(history == histories[0] for history in histories)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(CLIENTS), st.lists(st.sampled_from(SHOWN), min_size=1, max_size=6))
 def test_answered_turns_lose_their_reasoning(client: type[Client], rows: list[Row]) -> None:
     """A6 on what was generated: behind the last answer all of it stands, before it none."""
@@ -347,7 +348,7 @@ def generated(ids: Sequence[int], cut: bool, chunks: int = 0) -> StreamingHarmon
     return context
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.lists(TOKENS, max_size=40), st.booleans(), st.integers(1, 3))
 def test_segments_are_the_output_in_a_row(ids: list[int], cut: bool, chunks: int) -> None:
     context = generated(ids, cut, chunks)
@@ -374,7 +375,7 @@ def test_segments_are_the_output_in_a_row(ids: list[int], cut: bool, chunks: int
         assert placed[-2] not in (vocab.START, vocab.CHANNEL)  # nothing of a header before it
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(TOKENS, max_size=40), st.booleans(), st.integers(1, 7))
 def test_any_chunks_give_the_same_output(ids: list[int], cut: bool, chunks: int) -> None:
     """As far as the model's turn goes: no chunk goes on behind its end here."""
@@ -383,7 +384,7 @@ def test_any_chunks_give_the_same_output(ids: list[int], cut: bool, chunks: int)
     assert generated(ids, cut, chunks).outputs == generated(ids, cut).outputs
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(TOKENS, max_size=40), st.booleans())
 def test_a_segment_is_read_as_its_message(ids: list[int], cut: bool) -> None:
     """Each one that stands alone, between others: junk behind it is none before a ``<|start|>``."""

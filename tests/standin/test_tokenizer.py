@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import examples
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
@@ -49,7 +50,7 @@ def test_text_becomes_the_same_ids(tokenizer: Any, encode: Encode, text: str) ->
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_any_text_becomes_the_same_ids(tokenizer: Any, encode: Encode, text: str) -> None:
     assert tokenizer.encode(text, add_special_tokens=False).ids == encode(text)
 

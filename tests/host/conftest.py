@@ -1,0 +1,50 @@
+"""For engines in this process: the tokenizer of all models is read from its file once.
+
+Every model of these tests has the same 28 MB of it, which take transformers and mlx-lm seconds,
+many times what the rest of an engine's start takes. Each engine has an object of its own around it,
+as it has without. Real servers read it each time (`tests/served`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tokenizer_read_once() -> Iterator[None]:
+    utils = pytest.importorskip("mlx_lm.utils")
+    load = utils._load_tokenizer
+    read: dict[Any, Any] = {}
+
+    @functools.wraps(load)
+    def remembered(path: Path, *args: Any, **keywords: Any) -> Any:
+        contents = [(path / name).read_bytes() for name in FILES if (path / name).exists()]
+        digests = [hashlib.blake2b(content).digest() for content in contents]
+        key = repr((digests, args, keywords))
+        if key not in read:
+            read[key] = load(path, *args, **keywords)
+        return own(read[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "_load_tokenizer", remembered)
+        yield
+
+
+def own(wrapper: Any) -> Any:
+    """Another wrapper, around another Python object, around the same table."""
+    there = object.__new__(type(wrapper))
+    there.__dict__.update(wrapper.__dict__)
+    inner = copy.copy(wrapper._tokenizer)
+    inner.init_kwargs = dict(inner.init_kwargs)
+    there.__dict__["_tokenizer"] = inner
+    there.__dict__["_eos_token_ids"] = set(wrapper._eos_token_ids)
+    return there
