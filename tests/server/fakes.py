@@ -62,12 +62,13 @@ class Replay:
             text = vocab.encoding().decode(list(prompt))
             last = max(self.scripts, key=text.rfind)
             said = ids(self.scripts[last])[: settings.max_tokens]
+            at_limit = len(said) == settings.max_tokens and said[-1] not in vocab.TURN_ENDS
             for at in range(0, len(said), self.at_once):
                 step = said[at : at + self.at_once]
                 ended = at + self.at_once >= len(said)
                 finish: Finish | None = None
                 if ended:
-                    finish = "stop" if step[-1] in vocab.TURN_ENDS else "length"
+                    finish = "length" if at_limit else "stop"
                 yield Step(step, finish)
                 await asyncio.sleep(0)
         finally:

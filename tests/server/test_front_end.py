@@ -22,6 +22,7 @@ from starlette.testclient import TestClient
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 from fakes import KEY, MODEL, Alone, Replay
+from official_clients import clients
 
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
 from vllm_mlx_harmony.server import enforcement
@@ -56,30 +57,6 @@ def host(request: pytest.FixtureRequest) -> Alone:
     """Ids one by one, a few and all at once; and one request at a time."""
     at_once, one_at_a_time = request.param
     return Alone(Replay(SCRIPTS, at_once, one_at_a_time))
-
-
-def clients(host: Alone, key: str = KEY) -> tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic]:
-    app = application(host)
-    return (
-        openai.AsyncOpenAI(
-            base_url="http://localhost/v1",
-            api_key=key,
-            max_retries=0,
-            http_client=in_process(openai.DefaultAsyncHttpxClient, app),
-        ),
-        anthropic.AsyncAnthropic(
-            base_url="http://localhost",
-            auth_token=key,
-            max_retries=0,
-            http_client=in_process(anthropic.DefaultAsyncHttpxClient, app),
-        ),
-    )
-
-
-def in_process(client: type[Any], app: Any) -> Any:
-    """An HTTP client of the library an SDK is built on (httpx, or httpx2), without a socket."""
-    library = sys.modules[client.__mro__[1].__module__.partition(".")[0]]
-    return client(transport=library.ASGITransport(app))
 
 
 async def by_chat(host: Alone, stream: bool) -> tuple[str, str, str]:

@@ -1,0 +1,178 @@
+"""What each API is asked for a row of `rows`, and whether what came back says what the row says.
+
+Used in process, for every row, and on sockets, for some (`served_rows`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from anthropic_checker import prompt_tokens
+from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row, can_be_generated, ids
+
+GENERATED = [row for row in ROWS if can_be_generated(row)]
+
+ON_SOCKETS = 40
+"""Rows of each API that go over sockets, on each engine."""
+
+
+def served_rows(rows: list[Row]) -> list[Row]:
+    """Some of all kinds: every so many of ``rows``; all of them with ``SERVED=full``."""
+    if os.environ.get("SERVED") == "full":
+        return rows
+    return rows[:: -(-len(rows) // ON_SOCKETS)]
+
+
+def joined(row: Row, *kinds: str) -> str:
+    """Texts of these kinds, as an API that has one field for them joins them."""
+    return "\n".join(part[1] for part in row.said if part[0] in kinds)
+
+
+# --- Chat Completions.
+
+
+def chat_tools(*names: str) -> list[dict[str, Any]]:
+    """Functions without a schema."""
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+def chat_request(row: Row, model: str) -> dict[str, Any]:
+    """The request whose answer is ``row.output``."""
+    limit = {"max_tokens": len(ids(row.output))} if row.cut else {}
+    stop = {"stop": list(row.stop)} if row.stop else {}
+    calls = {"parallel_tool_calls": False} if row.one_call else {}
+    user = {"role": "user", "content": row.id}
+    request = {"model": model, "messages": [user], "tools": chat_tools(*row.tools)}
+    return {**request, **limit, **stop, **calls, "temperature": 0}
+
+
+def chat_answer(completion: Any) -> dict[str, Any]:
+    """What a completion says, whatever way it came."""
+    message = completion.choices[0].message.model_dump()
+    calls = message["tool_calls"] or []
+    usage = completion.usage
+    assert usage is not None
+    assert message.get("reasoning") == message.get("reasoning_content")
+    return {
+        "reasoning": message.get("reasoning") or "",
+        "content": message["content"] or "",
+        "calls": [(c["function"]["name"], c["function"]["arguments"]) for c in calls],
+        "finish": completion.choices[0].finish_reason,
+        "usage": usage.model_dump(exclude={"prompt_tokens_details"}, exclude_none=True),
+    }
+
+
+def check_chat(row: Row, whole: Any, *streamed: Any) -> None:
+    """Of one completion, and of streams as the client's own accumulator puts them together."""
+    answer = chat_answer(whole)
+    assert all(chat_answer(each) == answer for each in streamed)
+    assert answer["reasoning"] == joined(row, REASONING)
+    assert answer["content"] == joined(row, PREAMBLE, ANSWER)
+    assert answer["calls"] == [part[1:] for part in row.said if part[0] == CALL]
+    assert answer["finish"] == row.finish
+    usage = answer["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+# --- Responses.
+
+
+def responses_tools(*names: str) -> list[dict[str, Any]]:
+    """Functions without properties."""
+    return [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in names]
+
+
+def responses_request(row: Row, model: str) -> dict[str, Any]:
+    """The request whose answer is ``row.output``. The API has no stop strings."""
+    limit = max(1, len(ids(row.output))) if row.cut else 1000
+    return {
+        "model": model,
+        "input": row.id,
+        "tools": responses_tools(*row.tools),
+        "max_output_tokens": limit,
+        "parallel_tool_calls": not row.one_call,
+        "reasoning": {"summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+    }
+
+
+_CHANGING = ("id", "call_id", "created_at", "completed_at", "encrypted_content")
+
+
+def response_document(document: dict[str, Any]) -> dict[str, Any]:
+    """What a response says, whatever way it came and whenever."""
+    same = {key: value for key, value in document.items() if key not in _CHANGING}
+    same["usage"] = {**same["usage"], "input_tokens_details": None}
+    same["output"] = [
+        {key: value for key, value in item.items() if key not in _CHANGING}
+        for item in same["output"]
+    ]
+    return same
+
+
+_PHASES = {"commentary": PREAMBLE, "final_answer": ANSWER}
+_ITEMS: dict[str, Callable[[dict[str, Any]], tuple[str, ...]]] = {
+    "reasoning": lambda item: (REASONING, item["content"][0]["text"]),
+    "message": lambda item: (_PHASES[item["phase"]], item["content"][0]["text"]),
+    "function_call": lambda item: (CALL, item["name"], item["arguments"]),
+}
+
+
+def check_responses(row: Row, whole: dict[str, Any], *streamed: dict[str, Any]) -> None:
+    """Of the document of a response, and of those that streams ended with."""
+    assert all(response_document(each) == response_document(whole) for each in streamed)
+    assert [_ITEMS[item["type"]](item) for item in whole["output"]] == list(row.said)
+    assert whole["status"] == ("incomplete" if row.finish == "length" else "completed")
+
+
+# --- Messages.
+
+
+def messages_tools(*names: str) -> list[dict[str, Any]]:
+    """Tools without properties."""
+    return [{"name": name, "input_schema": {"type": "object"}} for name in names]
+
+
+def messages_request(row: Row, model: str) -> dict[str, Any]:
+    """The request whose answer is ``row.output``."""
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": row.id}],
+        "tools": messages_tools(*row.tools),
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": row.one_call},
+        "max_tokens": len(ids(row.output)) if row.cut else 1000,
+        **({"stop_sequences": list(row.stop)} if row.stop else {}),
+    }
+
+
+def message_document(message: Any) -> dict[str, Any]:
+    """What a message says, whatever way it came and whenever."""
+    document: dict[str, Any] = message.model_dump(exclude={"id"}, exclude_none=True)
+    usage = document["usage"]
+    usage["prompt_tokens"] = prompt_tokens(usage)
+    for part in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"):
+        usage.pop(part, None)
+    for block in document["content"]:
+        for changing in ("signature", "id", "parsed_output", "caller"):
+            block.pop(changing, None)
+    return document
+
+
+_STOPPED = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+_BLOCKS = {REASONING: "thinking", PREAMBLE: "text", ANSWER: "text"}
+
+
+def check_messages(row: Row, whole: Any, *streamed: Any) -> None:
+    """Of one message, and of streams as the client's own accumulator puts them together."""
+    document = message_document(whole)
+    assert all(message_document(each) == document for each in streamed)
+    texts = [block for block in document["content"] if block["type"] != "tool_use"]
+    assert [(block["type"], block[block["type"]]) for block in texts] == [
+        (_BLOCKS[part[0]], part[1]) for part in row.said if part[0] != CALL
+    ]
+    names = [block["name"] for block in document["content"] if block["type"] == "tool_use"]
+    assert names == [part[1] for part in row.said if part[0] == CALL]
+    stopped = "stop_sequence" if row.stopped_by else _STOPPED[row.finish]
+    assert (document["stop_reason"], document.get("stop_sequence")) == (stopped, row.stopped_by)

@@ -1,0 +1,37 @@
+"""The official clients of an application in this process, without a socket."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import anthropic
+import openai
+from fakes import KEY, Alone
+
+from vllm_mlx_harmony.server.app import application
+
+
+def clients(host: Alone, key: str = KEY) -> tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic]:
+    """Those of OpenAI and of Anthropic for the front end on ``host``."""
+    app = application(host)
+    return (
+        openai.AsyncOpenAI(
+            base_url="http://localhost/v1",
+            api_key=key,
+            max_retries=0,
+            http_client=in_process(openai.DefaultAsyncHttpxClient, app),
+        ),
+        anthropic.AsyncAnthropic(
+            base_url="http://localhost",
+            auth_token=key,
+            max_retries=0,
+            http_client=in_process(anthropic.DefaultAsyncHttpxClient, app),
+        ),
+    )
+
+
+def in_process(client: type[Any], app: Any) -> Any:
+    """An HTTP client of the library an SDK is built on (httpx, or httpx2), without a socket."""
+    library = sys.modules[client.__mro__[1].__module__.partition(".")[0]]
+    return client(transport=library.ASGITransport(app))
