@@ -14,15 +14,16 @@ from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row, can_be_generated,
 
 GENERATED = [row for row in ROWS if can_be_generated(row)]
 
+FULL = os.environ.get("SERVED") == "full"
+"""Whether all rows go over sockets, for once."""
+
 ON_SOCKETS = 40
 """Rows of each API that go over sockets, on each engine."""
 
 
 def served_rows(rows: list[Row]) -> list[Row]:
     """Some of all kinds: every so many of ``rows``; all of them with ``SERVED=full``."""
-    if os.environ.get("SERVED") == "full":
-        return rows
-    return rows[:: -(-len(rows) // ON_SOCKETS)]
+    return rows if FULL else rows[:: -(-len(rows) // ON_SOCKETS)]
 
 
 def joined(row: Row, *kinds: str) -> str:

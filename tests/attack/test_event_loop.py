@@ -69,7 +69,9 @@ def observed(
     place = tmp_path_factory.mktemp("event_loop")
     directory = standin.write(place / "gpt-oss-standin", SCRIPTS)
     flags = (*served.ENGINES[request.param], *served.FLAG)
-    server = served.start(directory, *flags, home=place / "home", command=served.HARMONY)
+    home = place / "home"
+    # As users start it: what a fork shares with others is no part of what is measured.
+    server = served.start(directory, *flags, home=home, command=served.HARMONY, preloaded=False)
     try:
         model = _ready(server)
         with closing(Observer(server.base_url, server.pid, model)) as observer:

@@ -335,7 +335,7 @@ def test_no_sequence_loses_its_list_of_processors(held: list[Any], joining: list
     assert first.logits_processors == [held, joining]
 
 
-LONG = "".join(f" {n}" for n in range(12_000))
+LONG = "".join(f" {n}" for n in range(4_000))
 """A prompt that takes several steps to compute, so that others join it meanwhile."""
 
 

@@ -40,7 +40,8 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterator[Start]:
     """Starts servers; see `served.start`. Those still running at the end are stopped.
 
-    ``start(*flags, engine="simple", model=standin_dir, command=HOST, env=None, ready=True)``
+    ``start(*flags, engine="simple", model=standin_dir, command=HOST, env=None, ready=True,
+    preloaded=True)``
     """
     running: list[served.Server] = []
 
@@ -51,6 +52,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterat
         command: Sequence[str] = served.HOST,
         env: Mapping[str, str] | None = None,
         ready: bool = True,
+        preloaded: bool = True,
     ) -> served.Server:
         one = served.start(
             model or standin_dir,
@@ -60,6 +62,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterat
             command=command,
             env={**AS_SCRIPTED, **(env or {})},
             ready=ready,
+            preloaded=preloaded,
         )
         running.append(one)
         return one
@@ -79,3 +82,31 @@ def engine(request: pytest.FixtureRequest) -> str:
 def bare_host(start: Start, engine: str) -> served.Server:
     """The host with the stand-in on one engine, without any Harmony flag: the host's own path."""
     return start(engine=engine)
+
+
+# One server of each kind per engine and session: starting one takes longer than most modules do.
+# A module gives it its own scripts (`standin.rescript`), and asks with an API key of its own where
+# it looks at what is reused: keys share nothing.
+
+
+@pytest.fixture(scope="session")
+def open_server(start: Start, engine: str) -> served.Server:
+    """Without an API key: whatever key is sent is a tenant. A process like any user's."""
+    return start(*served.FLAG, engine=engine, command=served.HARMONY, preloaded=False)
+
+
+@pytest.fixture(scope="session")
+def keyed_server(start: Start, engine: str) -> served.Server:
+    """With an API key."""
+    flags = (*served.FLAG, "--api-key", served.KEY)
+    return start(*flags, engine=engine, command=served.HARMONY)
+
+
+@pytest.fixture(scope="session")
+def enforcing_server(start: Start, engine: str) -> served.Server:
+    """As it is by default: what is asked for is enforced. It goes by other names, too."""
+    env = {
+        "VLLM_MLX_HARMONY_GRAMMAR": "auto",
+        "VLLM_MLX_HARMONY_MODEL_NAMES": "claude-*,gpt-4o",
+    }
+    return start(*served.FLAG, engine=engine, command=served.HARMONY, env=env)

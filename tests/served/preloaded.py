@@ -14,8 +14,9 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, parent_process
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Protocol
@@ -55,7 +56,6 @@ class Forked:
     ) -> None:
         _fork_server(env)
         self._command = [*command]
-        # A daemon: it ends with the process that asked for it, whatever becomes of that.
         self._process = get_context("forkserver").Process(
             target=_become, args=(self._command, str(log), str(cwd), dict(env)), daemon=True
         )
@@ -101,12 +101,21 @@ def _fork_server(env: Mapping[str, str]) -> None:
         forkserver.ensure_running()
 
 
+def _end_with_the_tests() -> None:
+    """Nobody else stops this process when whoever asked for it was killed."""
+    tests = parent_process()
+    assert tests is not None
+    tests.join()
+    os._exit(1)
+
+
 def _become(command: Sequence[str], log: str, cwd: str, env: Mapping[str, str]) -> None:
     """Runs a command of Python's in this process: a script, ``-m module`` or ``-c code``."""
     with open(os.devnull) as nothing, open(log, "ab") as file:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

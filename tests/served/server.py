@@ -42,7 +42,10 @@ HARMONY = HOST if INSTALLED else EXPLICIT
 FLAG = ("--tool-call-parser", "harmony")
 """What switches it on."""
 
-STARTING = 120.0
+KEY = "secret"
+"""The API key of servers that have one."""
+
+STARTING = 300.0
 """Seconds a server may take until it is ready; two busy cores need about 15."""
 
 

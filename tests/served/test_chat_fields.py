@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import openai
 import pytest
-from server import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -28,18 +27,15 @@ SCRIPTS = [
     Script("Who are you?", "<|channel|>final<|message|>A stand-in.<|return|>"),
     Script("Sing.", f"<|channel|>final<|message|>{' la' * 30}<|return|>"),
 ]
-ENV = {"VLLM_MLX_HARMONY_GRAMMAR": "auto", "VLLM_MLX_HARMONY_MODEL_NAMES": "claude-*,gpt-4o"}
 WHO = [{"role": "user", "content": "Who are you?"}]
 TOOL = {"type": "custom", "custom": {"name": "patch", "description": "Edits files."}}
 PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 
 
 @pytest.fixture(scope="module")
-def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+def server(enforcing_server: Server, standin_dir: Path) -> Server:
     standin.rescript(standin_dir, SCRIPTS)
-    server = start(*FLAG, engine=engine, command=HARMONY, env=ENV)
-    yield server
-    server.stop()
+    return enforcing_server
 
 
 @pytest.fixture(scope="module")

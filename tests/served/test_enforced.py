@@ -35,11 +35,9 @@ CITY = {
 
 
 @pytest.fixture(scope="module")
-def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+def server(enforcing_server: Server, standin_dir: Path) -> Server:
     standin.rescript(standin_dir, SCRIPTS)
-    server = start(*FLAG, engine=engine, command=HARMONY, env={VARIABLE: "auto"})
-    yield server
-    server.stop()
+    return enforcing_server
 
 
 @pytest.fixture(scope="module")

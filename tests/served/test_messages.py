@@ -1,4 +1,7 @@
-"""The Messages API through the real server and the official client: every row, streamed and not."""
+"""The Messages API through the real server and the official client: rows of all kinds, and more.
+
+Every row goes through the front end in process (`tests/server/test_rows.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import pytest
 from anthropic_checker import checked, prompt_tokens
-from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row, can_be_generated, ids
-from server import FLAG, HARMONY
+from row_answers import (
+    GENERATED,
+    check_messages,
+    messages_request,
+    messages_tools,
+    served_rows,
+)
+from rows import Row, ids
+from server import KEY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -25,12 +35,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.served
 
-KEY = "secret"
 
-
-GENERATED = [row for row in ROWS if can_be_generated(row)]
-SERVED = [row for n, row in enumerate(GENERATED) if row.one_call or n % 5 == 0]
-"""Some of each kind: all of them go through the emitter without a server, and here as chats."""
+SERVED = served_rows(GENERATED)
 ASKED = "Weather in Paris?"
 CALLS = (
     "<|channel|>analysis<|message|>Ask the tool.<|end|><|start|>assistant<|channel|>commentary"
@@ -67,11 +73,9 @@ SCRIPTS = [
 
 
 @pytest.fixture(scope="module")
-def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+def server(keyed_server: Server, standin_dir: Path) -> Server:
     standin.rescript(standin_dir, SCRIPTS)
-    server = start(*FLAG, "--api-key", KEY, engine=engine, command=HARMONY)
-    yield server
-    server.stop()
+    return keyed_server
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +108,6 @@ def bearer() -> Any:
     return {"headers": {"Authorization": f"Bearer {KEY}"}}
 
 
-def tools(*names: str) -> list[dict[str, Any]]:
-    return [{"name": name, "input_schema": {"type": "object"}} for name in names]
-
-
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
@@ -126,50 +126,15 @@ def total(message: Message) -> int:
     return prompt_tokens(message.usage.model_dump())
 
 
-def story(message: Message) -> dict[str, Any]:
-    """What an answer says, whatever way it came and whenever."""
-    document = message.model_dump(exclude={"id"}, exclude_none=True)
-    usage = document["usage"]
-    usage["prompt_tokens"] = prompt_tokens(usage)
-    for part in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"):
-        usage.pop(part, None)
-    for block in document["content"]:
-        for changing in ("signature", "id", "parsed_output", "caller"):
-            block.pop(changing, None)
-    return document
-
-
-def request_for(row: Row, model: str) -> dict[str, Any]:
-    limit = len(ids(row.output)) if row.cut else 1000
-    stop = {"stop_sequences": list(row.stop)} if row.stop else {}
-    choice = {"type": "auto", "disable_parallel_tool_use": row.one_call}
-    request = {"model": model, "messages": [user(row.id)], "tools": tools(*row.tools)}
-    return {**request, **stop, "tool_choice": choice, "max_tokens": limit}
-
-
-STOPPED = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
-BLOCKS = {REASONING: "thinking", PREAMBLE: "text", ANSWER: "text"}
-
-
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED])
 def test_row(client: Anthropic, model: str, row: Row) -> None:
-    whole, streamed = (
-        story(ask(client, stream=stream, **request_for(row, model))) for stream in (False, True)
-    )
-    assert whole == streamed
-    texts = [block for block in whole["content"] if block["type"] != "tool_use"]
-    assert [(block["type"], block[block["type"]]) for block in texts] == [
-        (BLOCKS[part[0]], part[1]) for part in row.said if part[0] != CALL
-    ]
-    names = [block["name"] for block in whole["content"] if block["type"] == "tool_use"]
-    assert names == [part[1] for part in row.said if part[0] == CALL]
-    expected = "stop_sequence" if row.stopped_by else STOPPED[row.finish]
-    assert (whole["stop_reason"], whole.get("stop_sequence")) == (expected, row.stopped_by)
+    request = messages_request(row, model)
+    check_messages(row, *(ask(client, stream=stream, **request) for stream in (False, True)))
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED[::3]])
 def test_counted_is_what_is_used(client: Anthropic, model: str, row: Row) -> None:
-    request = request_for(row, model)
+    request = messages_request(row, model)
     counted = {key: request[key] for key in ("model", "messages", "tools")}
     answer = ask(client, stream=False, **request)
     assert client.messages.count_tokens(**counted).input_tokens == total(answer)
@@ -177,7 +142,12 @@ def test_counted_is_what_is_used(client: Anthropic, model: str, row: Row) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_loop_with_thinking(client: Anthropic, model: str, stream: bool) -> None:
-    request = {"model": model, "tools": tools("weather"), "max_tokens": 500, "stream": stream}
+    request = {
+        "model": model,
+        "tools": messages_tools("weather"),
+        "max_tokens": 500,
+        "stream": stream,
+    }
     answer = ask(client, messages=[user(ASKED)], **request)
     assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
     call = answer.content[-1]
@@ -329,7 +299,7 @@ def test_keys(server: Server, model: str, headers: dict[str, Any], status: int, 
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice"),
         (
-            {"tools": tools("f"), "tool_choice": {"type": "tool", "name": "g"}},
+            {"tools": messages_tools("f"), "tool_choice": {"type": "tool", "name": "g"}},
             anthropic.BadRequestError,
             "tool_choice.name",
         ),

@@ -1,4 +1,7 @@
-"""The Responses API on the real server, with the official client: every row, and what is kept."""
+"""The Responses API on the real server, with the official client: rows, loops, and what is kept.
+
+Every row goes through the front end in process (`tests/server/test_rows.py`).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,15 @@ import openai
 import pytest
 from event_checker import check, from_wire
 from pydantic import BaseModel
-from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row, can_be_generated, ids
-from server import FLAG, HARMONY
+from row_answers import (
+    GENERATED,
+    check_responses,
+    responses_request,
+    responses_tools,
+    served_rows,
+)
+from rows import Row, ids
+from server import KEY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -26,11 +36,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.served
 
-KEY = "secret"
 DATA = Path(__file__).parents[1] / "protocols" / "data"
 
 
-SERVED = [row for row in ROWS if can_be_generated(row) and not row.stop]
+SERVED = served_rows([row for row in GENERATED if not row.stop])
 START = "<|start|>assistant"
 THOUGHT = "<|channel|>analysis<|message|>Ask the tool.<|end|>"
 PREAMBLE_TEXT = "<|channel|>commentary<|message|>One moment: é 😀.<|end|>"
@@ -78,11 +87,9 @@ SCRIPTS = [
 
 
 @pytest.fixture(scope="module")
-def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+def server(keyed_server: Server, standin_dir: Path) -> Server:
     standin.rescript(standin_dir, SCRIPTS)
-    server = start(*FLAG, "--api-key", KEY, engine=engine, command=HARMONY)
-    yield server
-    server.stop()
+    return keyed_server
 
 
 @pytest.fixture(scope="module")
@@ -116,67 +123,23 @@ def events(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     return check(from_wire(response.text))
 
 
-def story(document: dict[str, Any]) -> dict[str, Any]:
-    """What an answer says, whatever way it came and whenever."""
-    changing = ("id", "call_id", "created_at", "completed_at", "encrypted_content")
-    told = {key: value for key, value in document.items() if key not in changing}
-    told["usage"] = {**told["usage"], "input_tokens_details": None}
-    told["output"] = [
-        {key: value for key, value in item.items() if key not in changing}
-        for item in told["output"]
-    ]
-    return told
-
-
-def tools(*names: str) -> list[dict[str, Any]]:
-    return [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in names]
-
-
-def request_for(row: Row, model: str) -> dict[str, Any]:
-    limit = max(1, len(ids(row.output))) if row.cut else 1000
-    return {
-        "model": model,
-        "input": row.id,
-        "tools": tools(*row.tools),
-        "max_output_tokens": limit,
-        "parallel_tool_calls": not row.one_call,
-        "reasoning": {"summary": "auto"},
-        "include": ["reasoning.encrypted_content"],
-    }
-
-
-def said(output: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The items of an answer as a row tells them."""
-    return [_said[item["type"]](item) for item in output]
-
-
-_PHASES = {"commentary": PREAMBLE, "final_answer": ANSWER}
-_said: dict[str, Callable[[dict[str, Any]], tuple[str, ...]]] = {
-    "reasoning": lambda item: (REASONING, item["content"][0]["text"]),
-    "message": lambda item: (_PHASES[item["phase"]], item["content"][0]["text"]),
-    "function_call": lambda item: (CALL, item["name"], item["arguments"]),
-}
-
-
-# --- The same story, streamed and not.
+# --- The same answer, streamed and not.
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED])
 def test_row(server: Server, client: OpenAI, model: str, row: Row) -> None:
-    request = request_for(row, model)
+    request = responses_request(row, model)
     whole = client.responses.create(**request).model_dump(mode="json", exclude_unset=True)
-    assert story(events(server, request)) == story(whole)
-    assert said(whole["output"]) == list(row.said)
-    assert whole["status"] == ("incomplete" if row.finish == "length" else "completed")
+    check_responses(row, whole, events(server, request))
 
 
 ENDED = [row for row in SERVED if row.finish != "length"]
 """The client's accumulator has no final response for one that is incomplete."""
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ENDED[::6]])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ENDED[::3]])
 def test_the_clients_accumulator_agrees(client: OpenAI, model: str, row: Row) -> None:
-    request = request_for(row, model)
+    request = responses_request(row, model)
     whole, streamed = (ask(client, stream=stream, **request) for stream in (False, True))
     assert streamed.output_text == whole.output_text
     assert [item.type for item in streamed.output] == [item.type for item in whole.output]
@@ -205,7 +168,7 @@ def grown(first: Response, final: Response, result: str) -> bool:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_tool_loop(client: OpenAI, model: str, stream: bool, stored: bool) -> None:
-    asked = {"model": model, "tools": tools("weather"), "store": stored,
+    asked = {"model": model, "tools": responses_tools("weather"), "store": stored,
              "include": ["reasoning.encrypted_content"]}  # fmt: skip
     user = {"role": "user", "content": "Weather in Paris?"}
     first = ask(client, stream=stream, input=[user], **asked)
@@ -260,14 +223,16 @@ def test_a_tool_loop_as_codex_sends_it(
 
 
 def test_an_item_of_an_earlier_answer_is_referred_to(client: OpenAI, model: str) -> None:
-    first = client.responses.create(model=model, input="Weather in Paris?", tools=tools("weather"))
+    first = client.responses.create(
+        model=model, input="Weather in Paris?", tools=responses_tools("weather")
+    )
     references = [{"type": "item_reference", "id": item.id} for item in first.output]
     call = first.output[-1]
     assert call.type == "function_call"
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 °C"}
     user = {"role": "user", "content": "Weather in Paris?"}
     final = client.responses.create(
-        model=model, input=[user, *references, result], tools=tools("weather")
+        model=model, input=[user, *references, result], tools=responses_tools("weather")
     )
     assert final.output_text == "It is 18 °C."
 
@@ -386,9 +351,9 @@ def test_a_missing_previous_response(client: OpenAI, model: str, stream: bool) -
     assert caught.value.param == "previous_response_id"
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED[::6]])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED[::3]])
 def test_counted_is_what_is_used(client: OpenAI, model: str, row: Row) -> None:
-    asked = {"model": model, "input": row.id, "tools": tools(*row.tools)}
+    asked = {"model": model, "input": row.id, "tools": responses_tools(*row.tools)}
     answer = client.responses.create(**asked, max_output_tokens=1)
     assert answer.usage
     counted = client.responses.input_tokens.count(**asked)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from openai import AsyncOpenAI
-from server import HARMONY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -39,12 +38,9 @@ SCRIPTS = [
 
 
 @pytest.fixture(scope="module")
-def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+def server(enforcing_server: Server, standin_dir: Path) -> Server:
     standin.rescript(standin_dir, SCRIPTS)
-    env = {"VLLM_MLX_HARMONY_GRAMMAR": "auto"}
-    server = start("--tool-call-parser", "harmony", engine=engine, command=HARMONY, env=env)
-    yield server
-    server.stop()
+    return enforcing_server
 
 
 def weather(city: str) -> str:

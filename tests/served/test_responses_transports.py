@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 from event_checker import check, check_documents, from_wire
-from server import FLAG, HARMONY
+from server import FLAG, HARMONY, KEY
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.served
 
-KEY = "secret"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 WORDS = " word é 😀" * 20
 SCRIPTS = [
@@ -54,11 +53,9 @@ SLOWLY = "Hm." + " word" * 30
 
 
 @pytest.fixture(scope="module")
-def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+def server(keyed_server: Server, standin_dir: Path) -> Server:
     standin.rescript(standin_dir, SCRIPTS)
-    server = start(*FLAG, "--api-key", KEY, engine=engine, command=HARMONY)
-    yield server
-    server.stop()
+    return keyed_server
 
 
 @pytest.fixture(scope="module")
