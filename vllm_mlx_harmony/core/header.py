@@ -3,6 +3,9 @@
 Knows what a word means where it stands (semantics B, "Header"), and which text is no header at all.
 Never raises and holds a bounded amount of text. Refuses to know bodies and what a message means.
 
+The grammar of a header: https://cookbook.openai.com/articles/openai-harmony#message-format. What
+models write beside it stands row by row in ``tests/core/test_parse.py``.
+
 A header as the model was trained to write it is one of
 
     <|start|>assistant<|channel|>analysis<|message|>

@@ -3,6 +3,10 @@
 Knows messages, terminators and what a header makes of a body (semantics B).
 Refuses to know prompts, APIs and engines. Never raises on any ids, never grows with the output.
 
+The format: https://cookbook.openai.com/articles/openai-harmony. On output that follows it this
+parser agrees with ``StreamableParser`` of https://github.com/openai/harmony (a differential test
+holds them together); that one raises where a model does not, and a server must not.
+
 A message is a header, ``<|message|>``, a body and a terminator. The parser is in one of these
 **states**, and every control token is a **sign** that leads from one to the next (`TRANSITIONS`):
 

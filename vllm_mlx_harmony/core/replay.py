@@ -3,6 +3,32 @@
 Knows which turns of a history it has seen generated, and what a client may change in them unseen.
 An ``Archive`` may have turns that memory has not: those of a process that ran before, say.
 Refuses to know prompts (render), which analysis is dropped (render, A6), time, disks and API keys.
+
+**Why.** A model writes one text in more than one way: `" the"` is one id or two, JSON has spaces or
+not, a header comes in either order. Rendering what a client gives back is therefore not what was
+generated, and with the first id that differs everything behind it has to be computed again: an
+engine's cache knows ids, not meanings. So the ids are remembered, and a turn that comes back is
+placed as it was.
+
+**Which turn is it?** APIs are stateless, and none has an id for a turn. A turn with calls has that
+of its first call, which was made up here and is in no other turn. A turn without calls is known by
+its content and the **history hash**: a digest (BLAKE2b, RFC 7693) of what a client sees of all that
+was said before. Both are the same for every API, so that a conversation can change from one to the
+other, and in every process, so that an archive can be shared.
+
+**What may a client change?** Whatever clients do change without meaning to:
+
+- Reasoning: left out, shortened, summarised. It is in the remembered ids, and A6 says where those
+  of the analysis are dropped (which is why a turn is kept as one **span** of ids per message).
+- White space and the order of keys in a call's arguments: clients parse them and write them anew.
+- How several texts of one turn are joined: Chat has one content for all of them.
+
+Anything else is an edit, and makes it another turn: it is not found, and its messages are rendered.
+Content and calls of what was found are compared with what the client sent.
+
+**Invariants.** Spans in a row are the ids of the output, as a history has them: what ended the turn
+(``<|return|>``, a limit) ends a message (``<|end|>``) there. No ids of one scope (a model and whom
+it speaks with) are ever found from another. Bounded in bytes, least recently used out first.
 """
 
 from __future__ import annotations

@@ -2,6 +2,31 @@
 
 Knows JSON Schema, and what openai-harmony's template prints, drops and prints wrong.
 Refuses to know messages, names and tokens. Pure, and bounded in depth and in size.
+
+**Why.** The model was trained on tools declared as TypeScript types
+(https://cookbook.openai.com/articles/openai-harmony#function-calling). openai-harmony prints them
+from JSON Schema, but from a small part of it: no ``$ref``, no ``allOf``, ``anyOf`` or ``const``, no
+list of types but as it is written. What it does not know it drops without a word, and a model
+guesses at parameters. Clients send all of it: pydantic writes ``$defs`` and ``anyOf``, zod
+``allOf`` and ``const``, MCP servers whatever they like.
+
+**How.** A schema is rewritten into one that the template prints whole and right, in four steps:
+
+1. *Reading* (``_Reading``): of any JSON value the known keywords of the right type, and no more. A
+   ``$ref`` (a JSON pointer, RFC 6901) is replaced by what it points to; one that leads back to
+   itself is ``any``, because a printed type cannot be recursive.
+2. *Merging*: every ``allOf`` is laid over what stands beside it, the outermost keyword wins. It is
+   not what it means in general (https://json-schema.org/draft/2020-12/json-schema-core#section-10.2)
+   but what it is used for: a base with additions.
+3. *Expressing*: ``anyOf`` becomes ``oneOf``, null becomes ``nullable`` or a variant, ``const`` an
+   ``enum``, tuples and unions a type that the template prints.
+4. *Noting*: what no type says (formats, examples, that items are mixed) is put into descriptions.
+
+What is shown is advice. What is enforced comes from the schema itself (`core.grammar`).
+
+**Invariants.** What it is given is never changed. Depth, number of schemas and characters are
+bounded before anything is built: four references to four references, twelve times, is a small
+request and sixteen million types.
 """
 
 from __future__ import annotations

@@ -3,6 +3,34 @@
 The only place where vllm-mlx's names stand in a table. What is put in their place is written in
 `models`, `prompts`, `engine`, `kv` and `server.routes`; how it is put there, in `patching` and
 `mount`.
+
+**Why a table.** vllm-mlx has no interface for what this package does, so that functions of it are
+replaced, and many more used. Each is a promise that nobody made. A plugin that finds out in the
+middle of a request that one was broken is worse than none; one that cannot say which is no help.
+So every name that is used is a row, with the parameters that it must take and what it is for, and
+the whole table is checked before anything is changed: with one row that does not fit, nothing is
+patched, and one message names it (``vllm-mlx-harmony doctor --verbose`` prints all).
+
+**Kinds of rows.**
+
+- ``Fact``: a function, class or global that is used as it is.
+- ``Attribute``: an attribute of the host's objects, which only their methods set. Their source is
+  read for it: no object of the class has to be made.
+- ``Patch``: an attribute of a module or class that is replaced by a function of what was there.
+- ``Entry``: a key of one of the host's dictionaries.
+- ``Mounted``, ``SocketRoute``, ``Around``: routes in front of the host's, middleware around them.
+
+**Parts.** ``COMMAND`` is the one name that is looked at without the flag; ``USED`` are facts;
+``CHANGES`` what is replaced; ``FRONT_END`` the endpoints of `server`. ``table`` puts them in order.
+
+**Invariants.** Applied forwards, undone backwards, all or nothing; a second time nothing happens.
+Undone, every attribute is the very object that it was. Without ``--tool-call-parser harmony``
+nothing is applied. What is used and has no row fails a test (``tests/host/test_contract.py`` reads
+this package's source for names of the host).
+
+The shape is that of OpenTelemetry's instrumentors
+(https://opentelemetry-python-contrib.readthedocs.io): idempotent, reversible, versions as data.
+A new version of vllm-mlx: docs/architecture.md says what to do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Changes to somebody else's program: all checked first, applied in order, undone backwards.
 
 Knows attributes, dictionary entries and signatures in general. Refuses to know the host's names:
-they are in `contract`; how a route is put in front of another is in `mount`.
+they are in `contract`, with the theory; how a route is put in front of another is in `mount`.
 """
 
 from __future__ import annotations

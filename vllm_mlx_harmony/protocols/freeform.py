@@ -2,6 +2,26 @@
 
 The model is shown a function with one string, ``input``. Knows that function, and how its input
 comes out of ``{"input": "…"}`` as the arguments arrive. Refuses to know requests and events.
+
+**Why.** A custom tool (https://platform.openai.com/docs/guides/function-calling#custom-tools) takes
+text: a patch, a program, a query. Harmony knows functions only, whose arguments are JSON, and that
+is what gpt-oss was trained to write. So the text travels as the one member of an object, and the
+object is taken off again while it arrives: a client sees the text grow, as the API has it.
+
+**How.** Three states are read in order: the *opening* up to the quote that begins the string, the
+*string*, and what comes behind it. In the string an escape (RFC 8259, section 7) is decoded when it
+is there whole; ``\\uXXXX`` are halves of UTF-16 and go through a decoder that waits for the second.
+
+Models make two mistakes here, and each has an answer:
+
+- They write the text itself, without the object, above all where they were shown a grammar for it.
+  What does not begin as ``{"input": "`` is handed over whole.
+- They forget to escape a quote in a long text. A quote ends the string only where the object can
+  end behind it, or another member begin; any other one is part of the text. That takes what follows
+  the quote, so that a quote waits for up to ``_LONGEST`` characters.
+
+**Invariants.** Any cut of the arguments gives the same text. ``unwrapped(wrap(text)) == text``.
+Never raises; holds no more than an escape, or what may become the opening or the end.
 """
 
 from __future__ import annotations

@@ -2,7 +2,33 @@
 
 Knows sequences, their common beginnings, order of use and the budget. Refuses to know what is held
 for a sequence: anything that has a size.
-"""
+
+**Theory.** Keys and values of a token depend on it and on all tokens before it, on nothing else.
+So what was computed for a prompt serves every prompt with the same beginning, and a tree of
+beginnings finds the longest one: RadixAttention (https://arxiv.org/abs/2312.07104, section 3), or
+blocks found by hashes of what stands before them in vLLM
+(https://docs.vllm.ai/en/latest/design/prefix_caching.html).
+
+Two things are different here.
+
+- *Pieces, not blocks.* A piece ends where another prompt may leave this one (``prefix.marks``):
+  behind the system message, before the last message of the user, before what a later turn drops.
+  gpt-oss has sliding-window layers, of which a piece must hold the whole window at its end: cutting
+  anywhere would cost that much again, and cutting every 16 tokens would cost it as often. So a node
+  is never split. Prompts that differ within a piece share what is before it.
+- *Owners.* A tree of its own for each tenant: how long a prompt takes says whether its beginning is
+  known, and nobody may learn that of another's (SECURITY.md). What the operator had computed for
+  all is ``shared``; a tenant that uses it has the same pieces under a root of its own, counted
+  twice.
+
+**Order.** Using a node uses all before it, and they are put behind it in the order of use. So the
+least recently used node is always a leaf: dropping it orphans nothing.
+
+**Invariants.** The bytes of all nodes are within the budget, always. A child begins where its
+parent ends, and no two children of one node have the same ids. What was given out stays whole when
+it is dropped: it is only not found any more. Sequences are packed (4 bytes an id), so that
+comparing two is one comparison of memory; a look-up is linear in the ids of the prompt. The lock is
+held for no longer than that, never while something is copied or computed."""
 
 from __future__ import annotations
 

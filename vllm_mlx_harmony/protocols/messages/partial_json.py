@@ -2,6 +2,29 @@
 
 Knows JSON, what clients do with ``partial_json``, and how what is no object is handed over.
 Refuses to know tools, events and Harmony.
+
+**Why.** In Chat Completions arguments are a string, and a client finds out at the end whether they
+are JSON. In Messages they are an object:
+https://docs.claude.com/en/docs/build-with-claude/streaming sends it in pieces of text, and the
+official clients parse what there is after every piece. A piece that can be no part of an object
+raises in the client, in the middle of a stream, and takes all of the answer with it. A model writes
+such pieces: a trailing comma, a lone surrogate, a bare word, a list, half an object at its limit.
+
+**How.** A pushdown automaton over JSON (RFC 8259): ``Expect`` says what may come next, ``_open``
+which objects and arrays are open. Text goes out as it came as soon as it cannot turn out wrong:
+
+- A comma, a key and its colon are held until the value begins: a value that never comes would leave
+  a key without one, and that cannot be taken back.
+- Numbers, literals and escapes go out whole, or not at all.
+
+At the first character that no object can have there, nothing more goes out. ``close`` completes
+what is open (a string, arrays, objects), writes the member that was interrupted once more as null
+(of two members with one name parsers take the last), and adds all of the text under
+``INVALID_JSON``: the tool's owner sees exactly what the model wrote.
+
+**Invariants.** All that was returned, joined, is one JSON object, or nothing at all. Each beginning
+of it can be completed to one by closing what is open. What was an object comes back byte for byte.
+Any cut of the text gives the same result. Nothing is held but what was said, for the last member.
 """
 
 from __future__ import annotations
