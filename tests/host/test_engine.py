@@ -237,6 +237,33 @@ def test_cancelled_it_stops_and_frees_the_engine(engine: Any, run: Run) -> None:
     run(test())
 
 
+def test_cancelled_while_it_is_freed_it_is_freed_to_the_end(directory: Path, run: Run) -> None:
+    """A client may go just as its answer ends: the host's own clean-up would be cut off there, and
+    its status would have the request for ever."""
+    engine = make("simple", directory)
+    closing, submit = asyncio.Event(), engine._submit_to_generation_worker
+
+    async def submitted(*arguments: Any, during_shutdown: bool = False) -> Any:
+        if during_shutdown:  # only the closing of an iterator is
+            closing.set()
+            await asyncio.sleep(0.05)
+        return await submit(*arguments, during_shutdown=during_shutdown)
+
+    async def test() -> None:
+        await engine.start()
+        engine._submit_to_generation_worker = submitted
+        task = asyncio.ensure_future(steps(engine, "answer"))
+        await closing.wait()
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        await asyncio.wait_for(idle(engine), 1.0)
+        assert engine.get_stats()["requests"] == []
+        await engine.stop()
+
+    run(test())
+
+
 def test_several_at_once_do_not_mix(engine: Any, run: Run) -> None:
     """The simple engine would raise EngineBusy: it waits for its turn instead."""
 

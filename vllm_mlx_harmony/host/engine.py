@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -25,6 +25,7 @@ from vllm_mlx_harmony.host.kv.status import model_of
 from vllm_mlx_harmony.host.logit_mask import LogitsMask
 from vllm_mlx_harmony.host.prompts import PromptText
 from vllm_mlx_harmony.host.sampler import LIKELIEST, Sampler
+from vllm_mlx_harmony.server import generation
 from vllm_mlx_harmony.server.engine import Finish, Step, Steps
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -125,7 +126,7 @@ async def _batched(
     core = engine._engine.engine
     known = TenantPrompt(prompt, tenant, fetched)
     request_id = await core.add_request(prompt=known, sampling_params=_params(sampler))
-    async with aclosing(core.stream_outputs(request_id)) as outputs:
+    async with _closed_whole(core.stream_outputs(request_id)) as outputs:
         async for output in outputs:
             finish = _finish(output.finish_reason)
             yield Step(tuple(output.new_token_ids), finish, known.cached)
@@ -156,7 +157,7 @@ async def _simple(
         await _free(engine)
         ids = IdPrompt(prompt, tenant, fetched)
         try:
-            async with aclosing(
+            async with _closed_whole(
                 engine.stream_generate(
                     prompt=ids, prefill_step_size=engine._prefill_step_size, **_keywords(sampler)
                 )
@@ -170,6 +171,21 @@ async def _simple(
             if started or not _busy(error):
                 raise
             await asyncio.sleep(_RETRY_SECONDS)
+
+
+@asynccontextmanager
+async def _closed_whole(outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
+    """``outputs``, closed behind it to the end: a cancellation waits for that.
+
+    The host awaits while it cleans up. Cancelled there, when a client goes just as its answer
+    ends, it would leave out the rest: the request stood in ``/v1/status`` for ever.
+    """
+    try:
+        yield outputs
+    finally:
+        closing = asyncio.ensure_future(outputs.aclose())
+        await generation.end_of(closing)
+        closing.result()
 
 
 async def _free(engine: Any) -> None:

@@ -138,7 +138,7 @@ async def run(job: Job) -> Deltas:
         _stopping.add(stopping)
         stopping.add_done_callback(_stopping.discard)
         if not computing:
-            await _end_of(stopping)
+            await end_of(stopping)
 
 
 _stopping: set[asyncio.Future[None]] = set()
@@ -337,10 +337,10 @@ async def stopped(task: asyncio.Future[Any]) -> None:
     A generator that its task still runs could not be closed.
     """
     task.cancel()
-    await _end_of(task)
+    await end_of(task)
 
 
-async def _end_of(task: asyncio.Future[Any]) -> None:
+async def end_of(task: asyncio.Future[Any]) -> None:
     """Sees the task end, in whatever way; a cancellation of ours waits for that."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
