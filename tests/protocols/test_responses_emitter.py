@@ -322,7 +322,7 @@ def test_the_ids_are_those_that_every_api_gives() -> None:
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 
 
-@given(st.lists(st.tuples(st.sampled_from(Kind), st.lists(TEXT, min_size=1)), max_size=5))
+@given(st.lists(st.tuples(st.sampled_from([*Kind][:4]), st.lists(TEXT, min_size=1)), max_size=5))
 def test_whatever_is_said(messages: list[tuple[Kind, list[str]]]) -> None:
     names = {Kind.CALL: "patch"}
     turn = told(

@@ -161,10 +161,27 @@ def _check(args: Any) -> None:
 
     store.server_store()
     enforcement.read()
+    _check_tools(args)
     if not getattr(args, "models_config", None):
         defaults.read(getattr(args, "default_chat_template_kwargs", None) or {})
         if getattr(args, "mllm", False):
             raise HostError("--mllm: gpt-oss takes text only; leave the flag out")
+
+
+def _check_tools(args: Any) -> None:
+    """Raises HostError for a setting or a file of tool servers that cannot be used."""
+    from vllm_mlx_harmony.server.tools import config
+
+    use = config.use()
+    if use is config.Use.OFF:
+        return
+    path = getattr(args, "mcp_config", None)
+    if not path:
+        raise HostError(f"{config.VARIABLE}={use.value} needs --mcp-config: which servers to run")
+    if config.read(path).servers:
+        from vllm_mlx_harmony.server.tools.mcp_server import check_package
+
+        check_package()
 
 
 def _apply(args: Any) -> None:

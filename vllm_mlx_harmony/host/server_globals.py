@@ -35,6 +35,8 @@ class Server(Protocol):
     _default_top_k: int | None
     _default_top_p: float | None
     _engine: Any
+    _mcp_executor: Any
+    _mcp_manager: Any
     _metrics: Metrics
     _model_manager: Any
     _model_name: str | None

@@ -6,7 +6,7 @@ of a request and the kinds of items (beside this one), tokens, channels, storage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from typing_extensions import assert_never
@@ -38,6 +38,7 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     Writing,
 )
 from vllm_mlx_harmony.protocols.responses.resource import usage_of
+from vllm_mlx_harmony.protocols.responses.server_items import ServerItem, server_item, tool_list
 
 
 def response_id(info: ResponseInfo) -> str:
@@ -94,6 +95,7 @@ class Emitter:
         self._output: list[dict[str, Any]] = []
         self._item: OutputItem | None = None
         self._shown = False  # whether the open item was told of
+        self._call: ServerItem | None = None  # of a tool that the server runs
         self._usage: Usage | None = None
         self._completed_at: int | None = None
         self._error: HarmonyFailure | None = None
@@ -108,15 +110,18 @@ class Emitter:
             case Opened():
                 return self._opened(delta)
             case Closed():
-                return self._close(complete=delta.complete)
+                return self._closed(delta)
+            case ToolStarted():
+                return self._tool_started(delta)
+            case ToolFinished():
+                return self._tool_finished(delta)
             case Finished():
                 self._usage = delta.usage
-                return self._end(INCOMPLETE if delta.reason == "length" else COMPLETED)
+                left = self._close(complete=True)  # a call that was not run
+                return [*left, *self._end(INCOMPLETE if delta.reason == "length" else COMPLETED)]
             case Failed():
                 self._error = delta.error
                 return [*self._start(), *self._close(complete=False), *self._end(_FAILED)]
-            case ToolStarted() | ToolFinished():
-                return []
             case _:
                 assert_never(delta)
 
@@ -161,6 +166,8 @@ class Emitter:
         items = list(self._output)
         if self._item is not None and self._shown:
             items.append(self._item.document())
+        if self._call is not None:
+            items.append(self._call.document())
         return {
             **self._fixed,
             "status": self._status,
@@ -179,19 +186,44 @@ class Emitter:
         self._in_progress = True
         created = self.create()
         self._status = IN_PROGRESS
-        return [*created, *self._write_response("response.in_progress")]
+        begun = [*created, *self._write_response("response.in_progress")]
+        for namespace in self._writing.listed:
+            index = len(self._output)
+            item, events = tool_list(index, self._key(_LISTS + index), namespace)
+            self._output.append(item)
+            begun += self._write_events(events)
+        return begun
 
     def _opened(self, delta: Opened) -> list[Event]:
         """A message is told of when it says something: nothing empty is emitted but calls."""
+        if delta.kind is Kind.SERVER_CALL:
+            self._call = self._server_item(delta.index, delta.name)
+            return self._write_events(self._call.opened())
         self._item = self._writing.item(delta, len(self._output), self._info)
         self._shown = False
         return self._announce(self._item) if delta.kind is Kind.CALL else []
+
+    def _server_item(self, index: int, recipient: str, *, asks: bool | None = None) -> ServerItem:
+        server = self._writing.server
+        return server_item(
+            len(self._output),
+            self._key(index),
+            server.served(recipient),
+            recipient,
+            asks=server.needs_approval(recipient) if asks is None else asks,
+            outputs=self._writing.shows_outputs,
+        )
+
+    def _key(self, index: int) -> str:
+        return f"{self._info.id_seed[:20]}{index:04x}"
 
     def _announce(self, item: OutputItem) -> list[Event]:
         self._shown = True
         return self._write_events(item.added())
 
     def _text(self, delta: Text) -> list[Event]:
+        if self._call is not None:
+            return self._write_events(self._call.take(delta.text))
         assert self._item is not None
         if not self._shown:
             return [*self._announce(self._item), *self._text(delta)]
@@ -203,8 +235,37 @@ class Emitter:
         quoted = quote(text)
         return [Event(head.event(self._next(), quoted), head.type) for head in item.deltas]
 
+    def _closed(self, delta: Closed) -> list[Event]:
+        if self._call is not None and delta.complete:
+            return self._write_events(self._call.closed())
+        return self._close(complete=delta.complete)
+
+    def _tool_started(self, delta: ToolStarted) -> list[Event]:
+        begun: list[PendingEvent] = []
+        if delta.call is not None:
+            self._call = self._server_item(delta.index, delta.call.name, asks=False)
+            self._call.approved = f"mcpr_{delta.call.id.partition('_')[2]}"
+            begun += self._call.opened()
+            begun += self._call.take(delta.call.arguments)
+            begun += self._call.closed()
+        assert self._call is not None
+        return self._write_events([*begun, *self._call.started()])
+
+    def _tool_finished(self, delta: ToolFinished) -> list[Event]:
+        assert self._call is not None
+        return self._end_call(self._call.finished(delta.text, delta.failure))
+
+    def _end_call(self, pending: Iterator[PendingEvent]) -> list[Event]:
+        assert self._call is not None
+        events = self._write_events(pending)  # which is what makes the item what it is at last
+        self._output.append(self._call.document())
+        self._call = None
+        return events
+
     def _close(self, *, complete: bool) -> list[Event]:
         item, self._item = self._item, None
+        if self._call is not None:
+            return self._end_call(self._call.ended())
         if item is None or not self._shown:
             return []
         rest = self._show(item, item.rest())
@@ -233,11 +294,15 @@ class Emitter:
         )
 
     def _write_events(self, pending: Iterable[PendingEvent]) -> list[Event]:
-        return [self._event(kind, fields) for kind, fields in pending] if self._stream else []
+        events = list(pending)
+        return [self._event(kind, fields) for kind, fields in events] if self._stream else []
 
     def _event(self, kind: str, fields: dict[str, Any]) -> Event:
         return Event(encode({"type": kind, "sequence_number": self._next(), **fields}), kind)
 
+
+_LISTS = 0x7F00
+"""Ids of lists of tools are counted from here."""
 
 _CUT = {"reason": "max_output_tokens"}
 _TOO_MANY = 429

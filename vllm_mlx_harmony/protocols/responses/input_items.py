@@ -6,12 +6,13 @@ Refuses to know tools' declarations (tools) and the rest of a request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.errors import quoted
 from vllm_mlx_harmony.core.turn import (
+    PYTHON,
     AdditionalTools,
     Answer,
     Call,
@@ -23,6 +24,8 @@ from vllm_mlx_harmony.core.turn import (
     Preamble,
     Reasoning,
     Result,
+    ServerCall,
+    ServerResult,
     User,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
@@ -35,6 +38,7 @@ from vllm_mlx_harmony.protocols.openai_content import (
     user_text,
 )
 from vllm_mlx_harmony.protocols.responses.schema import Item, read_item, response_format
+from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools, code_in
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader
 from vllm_mlx_harmony.protocols.validation import required
 
@@ -70,6 +74,7 @@ class ItemReader:
     stored: Stored = nothing_stored
     calls: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    server: ServerTools = field(default_factory=ServerTools)
     _lost: bool = False  # whether a reference referred to nothing
 
     def messages(self, items: Sequence[Item]) -> Iterator[Message]:
@@ -191,6 +196,38 @@ class ItemReader:
         if declared:
             yield AdditionalTools(declared)
 
+    def _server_call(self, item: Item, where: str, after: _After) -> Iterator[Message]:
+        """A call that the server ran; what it has no answer of, was not run to its end."""
+        label = _needed(item.server_label, f"{where}.server_label")
+        name = self.server.recipient(label, _needed(item.name, f"{where}.name"))
+        arguments = call_arguments(item.arguments, f"{where}.arguments")
+        key = call_id(item.id or where)
+        yield ServerCall(key, name, code_in(arguments) if name == PYTHON else arguments)
+        if item.type == "mcp_call":
+            text = result_text(item.output or (), f"{where}.output")
+            yield ServerResult(key, name, text or _error_text(item.error) or NOT_RUN)
+
+    def _code_call(self, item: Item, where: str, after: _After) -> Iterator[Message]:
+        """Without its outputs, which a client need not ask for, nothing is known of it."""
+        logs = [
+            str(each.get("logs", ""))
+            for each in item.outputs or ()
+            if isinstance(each, dict) and each.get("type") == "logs"
+        ]
+        if logs and item.code is not None:
+            key = call_id(item.id or where)
+            yield ServerCall(key, PYTHON, item.code)
+            yield ServerResult(key, PYTHON, "\n".join(logs))
+
+    def _approval(self, item: Item, where: str, after: _After) -> Iterator[Message]:
+        """A call that is not approved has an answer; one that is, is run before anything else."""
+        key = _needed(item.approval_request_id, f"{where}.approval_request_id")
+        if item.approve is None:
+            raise required(f"{where}.approve")
+        if not item.approve:
+            reason = f": {item.reason}" if item.reason else ""
+            yield ServerResult(call_id(key), "", f"{NOT_APPROVED}{reason}")
+
     def _update(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         """What holds from here on until another update: the request's fields are what was before.
 
@@ -201,6 +238,44 @@ class ItemReader:
             yield EffortUpdate(*self.defaults.reasoning(requested))
         if item.text is not None and item.text.format is not None:
             yield FormatUpdate(response_format(item.text.format, f"{where}.text.format"))
+
+
+NOT_RUN = "[the call was not run to its end]"
+NOT_APPROVED = "The user did not approve this call"
+
+
+def call_id(item_id: str) -> str:
+    """The id of the call that the item ``item_id`` tells of: in every API it has the same key."""
+    return f"call_{item_id.partition('_')[2] or item_id}"
+
+
+def _error_text(error: Any) -> str:
+    """What the model read of a call that failed: it stands in the item's error."""
+    if not isinstance(error, dict):
+        return str(error) if error else ""
+    parts = error.get("content")
+    if isinstance(parts, list):
+        texts = [str(each.get("text", "")) for each in parts if isinstance(each, dict)]
+        return "\n".join(texts)
+    return str(error.get("message") or "")
+
+
+def answered(messages: Iterable[Message]) -> Iterator[Message]:
+    """``messages`` with an answer to every call that the server should have run, but to a last one.
+
+    An answer stands behind its call, under its name; one to no call is left out.
+    """
+    waiting: ServerCall | None = None
+    for message in messages:
+        if isinstance(message, ServerResult):
+            if waiting is not None and message.call_id == waiting.id:
+                yield replace(message, name=waiting.name)
+                waiting = None
+            continue
+        if waiting is not None:
+            yield ServerResult(waiting.id, waiting.name, NOT_RUN)
+        waiting = message if isinstance(message, ServerCall) else None
+        yield message
 
 
 _FOUND = "Found. The tools can be called from now on."
@@ -226,6 +301,10 @@ _READERS: dict[str, _Read] = {
     "tool_search_output": ItemReader._search_output,
     "additional_tools": ItemReader._additional,
     "configuration_update": ItemReader._update,
+    "mcp_call": ItemReader._server_call,
+    "mcp_approval_request": ItemReader._server_call,
+    "mcp_approval_response": ItemReader._approval,
+    "code_interpreter_call": ItemReader._code_call,
 }
 """What each item says. Any other says nothing: it is no fault of the client's to send it back."""
 

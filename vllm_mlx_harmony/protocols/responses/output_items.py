@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.deltas import Kind, Opened
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import ResponseInfo
+from vllm_mlx_harmony.core.turn import Namespace, ResponseInfo
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
+from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
 from vllm_mlx_harmony.protocols.responses.tools import SEARCH, Declared, Tools
 from vllm_mlx_harmony.protocols.validation import mended
 
@@ -219,11 +220,15 @@ def _addressed(tool: Declared) -> Document:
 @dataclass(frozen=True, slots=True)
 class Writing:
     """How one request wants its output written. ``cipher`` is there when it asked for encrypted
-    reasoning."""
+    reasoning. ``server`` are the tools that the server runs, ``listed`` those of their servers that
+    the client is told the tools of; ``shows_outputs``: what code has printed is shown."""
 
     tools: Tools
     summarised: bool = False
     cipher: Cipher | None = None
+    server: ServerTools = field(default_factory=ServerTools)
+    listed: tuple[Namespace, ...] = ()
+    shows_outputs: bool = False
 
     def item(self, delta: Opened, index: int, info: ResponseInfo) -> OutputItem:
         """The item for the message that ``delta`` opens; it is number ``index`` of the output."""

@@ -29,7 +29,12 @@ from vllm_mlx_harmony.core.turn import (
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.responses.emitter import Emitter
-from vllm_mlx_harmony.protocols.responses.input_items import ItemReader, Stored, nothing_stored
+from vllm_mlx_harmony.protocols.responses.input_items import (
+    ItemReader,
+    Stored,
+    answered,
+    nothing_stored,
+)
 from vllm_mlx_harmony.protocols.responses.output_items import Writing
 from vllm_mlx_harmony.protocols.responses.resource import compaction, input_items
 from vllm_mlx_harmony.protocols.responses.schema import (
@@ -42,11 +47,16 @@ from vllm_mlx_harmony.protocols.responses.schema import (
     read_body,
     response_format,
 )
+from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools, read_server_tools
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
 from vllm_mlx_harmony.protocols.validation import required
 
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"
 """What ``include`` says when reasoning is wanted encrypted."""
+
+
+OUTPUTS = "code_interpreter_call.outputs"
+"""What ``include`` says when what code has printed is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +122,33 @@ def read(
     cipher: Cipher,
     history: tuple[Message, ...] = (),
     stored: Stored = nothing_stored,
+    *,
+    listed: frozenset[str] = frozenset(),
 ) -> ResponsesRequest:
     """The request in ``body``, the parsed JSON of ``POST /v1/responses``.
 
     ``history`` is the conversation of ``previous_response_id``; ``stored`` looks up an item of an
-    earlier response, for ``item_reference``. Raises ``RequestError`` naming the field, and nothing
-    else, whatever JSON value ``body`` is.
+    earlier response, for ``item_reference``; ``listed`` are the labels of the tool servers that the
+    client was told the tools of before. Raises ``RequestError`` naming the field, and nothing else,
+    whatever JSON value ``body`` is.
     """
     request = read_body(body)
     declared = ToolReader()
     shown = declared.declare(request.tools or (), "tools")
     declared.known(history)
+    available, for_all = defaults.namespaces, defaults.tools_for_all
+    server = read_server_tools(request.tools or (), available, for_all=for_all)
     calls = {message.id for message in history if isinstance(message, Call)}
-    reader = ItemReader(cipher, declared, defaults, stored, calls)
-    said = (*history, *reader.messages(_input(request, history)))
+    reader = ItemReader(cipher, declared, defaults, stored, calls, server=server)
+    said = tuple(answered((*history, *reader.messages(_input(request, history)))))
     if not any(map(_asks, said)):
         raise RequestError("input is empty: there is nothing to answer", param="input")
     instructions = (Instructions(request.instructions),) if request.instructions else ()
-    tools = declared.tools(shown, request.tool_choice)
+    tools = declared.tools(shown, request.tool_choice, server)
+    lists = [each.document for each in request.input or () if each.type == "mcp_list_tools"]
+    listed |= {str(each.get("server_label")) for each in lists}
     return ResponsesRequest(
-        turn=read_turn(request, defaults, (*instructions, *said), tools),
+        turn=read_turn(request, defaults, (*instructions, *said), tools, server),
         model=request.model,
         stream=bool(request.stream),
         store=request.store is not False,
@@ -144,6 +161,9 @@ def read(
             tools=tools,
             summarised=summary(request) is not None,
             cipher=cipher if ENCRYPTED_CONTENT in (request.include or ()) else None,
+            server=server,
+            listed=tuple(each for each in server.listed if each.label not in listed),
+            shows_outputs=OUTPUTS in (request.include or ()),
         ),
         _repeated=repeated(request, defaults),
     )
@@ -167,7 +187,11 @@ def previous_response_id(body: object) -> str | None:
 
 
 def read_turn(
-    body: ResponsesBody, defaults: Defaults, messages: tuple[Message, ...], tools: Tools
+    body: ResponsesBody,
+    defaults: Defaults,
+    messages: tuple[Message, ...],
+    tools: Tools,
+    server: ServerTools,
 ) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
     template = body.chat_template_kwargs or TemplateOptions()
@@ -194,6 +218,8 @@ def read_turn(
         ),
         tool_choice=tools.choice,
         thinking=thinking,
+        namespaces=() if tools.none else server.namespaces,
+        max_tool_calls=body.max_tool_calls if server.namespaces else None,
     )
 
 

@@ -97,7 +97,10 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "output_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            **({"tool_output_tokens": usage.tool_tokens} if usage.tool_tokens else {}),
+        },
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
@@ -116,6 +119,10 @@ _PREFIXES = {
     "additional_tools": "at",
     "configuration_update": "cfu",
     "compaction": "cmp",
+    "mcp_call": "mcp",
+    "mcp_approval_request": "mcpr",
+    "mcp_approval_response": "mcpa",
+    "code_interpreter_call": "ci",
 }
 _INPUT = 0x8000  # ids of what was said to the model are counted from here, of what it said from 0
 _WITH_STATUS = frozenset({*CALLS, *OUTPUTS, "message"})

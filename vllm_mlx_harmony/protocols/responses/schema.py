@@ -32,6 +32,10 @@ ITEMS = frozenset(
         "configuration_update",
         "item_reference",
         "compaction",
+        "mcp_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "code_interpreter_call",
     }
 )
 """The items that mean something to the model. Any other is only named."""
@@ -69,6 +73,13 @@ _ONLY_OF: dict[str, tuple[str, ...]] = {
     "tools": ("tool_search_output", "additional_tools"),
     "reasoning": ("configuration_update",),
     "text": ("configuration_update",),
+    "server_label": ("mcp_call", "mcp_approval_request"),
+    "error": ("mcp_call",),
+    "approval_request_id": ("mcp_approval_response",),
+    "approve": ("mcp_approval_response",),
+    "reason": ("mcp_approval_response",),
+    "code": ("code_interpreter_call",),
+    "outputs": ("code_interpreter_call",),
 }
 """Fields that say something in these items only."""
 
@@ -79,9 +90,15 @@ def _as_tool(value: object) -> object:
         return value
     kind = value.get("type")
     hosted = kind == "tool_search" and value.get("execution") != "client"
+    if kind == "mcp":
+        fields = {name: value.get(name) for name in _OF_MCP}
+        return {"type": kind, **fields, "document": value}
     if isinstance(kind, str) and (hosted or kind not in TOOLS):
         return {"type": kind, "document": value}
     return {**value, "document": value}
+
+
+_OF_MCP = ("server_label", "allowed_tools", "require_approval")
 
 
 def _as_choice(value: object) -> object:
@@ -89,6 +106,25 @@ def _as_choice(value: object) -> object:
     if isinstance(value, str):
         return {"type": value, "document": value}
     return {**value, "document": value} if isinstance(value, dict) else value
+
+
+def _as_filter(value: object) -> object:
+    """A list of names is a filter that has only these."""
+    return {"tool_names": value} if isinstance(value, list) else value
+
+
+class ToolFilter(Wire):
+    """Some of a server's tools: those with these names, those that change nothing."""
+
+    tool_names: list[str] | None = None
+    read_only: bool | None = None
+
+
+class ApprovalFilters(Wire):
+    """Of which tools a call has to be approved before it is run, and of which not."""
+
+    always: Annotated[ToolFilter | None, BeforeValidator(_as_filter)] = None
+    never: Annotated[ToolFilter | None, BeforeValidator(_as_filter)] = None
 
 
 class Format(Wire):
@@ -117,6 +153,9 @@ class ResponsesTool(NamespacedTool):
     """A tool, or a ``namespace`` of them."""
 
     tools: list[Annotated[NamespacedTool, BeforeValidator(_as_tool)]] | None = None
+    server_label: str | None = Field(default=None, min_length=1)
+    allowed_tools: Annotated[ToolFilter | None, BeforeValidator(_as_filter)] = None
+    require_approval: str | ApprovalFilters | None = None
 
 
 ToolList: TypeAlias = list[Annotated[ResponsesTool, BeforeValidator(_as_tool)]] | None
@@ -126,6 +165,7 @@ class AllowedTool(Wire):
     type: str
     name: str | None = None
     namespace: str | None = None
+    server_label: str | None = None
 
 
 class ToolChoice(Wire):
@@ -134,6 +174,7 @@ class ToolChoice(Wire):
     mode: str | None = None
     name: str | None = None
     namespace: str | None = None
+    server_label: str | None = None
     tools: list[AllowedTool] | None = None
 
 
@@ -192,6 +233,14 @@ class Item(Wire):
     arguments: Any = None
     input: str | None = None
     output: Parts = None
+
+    server_label: str | None = Field(default=None, min_length=1)
+    error: Any = None
+    approval_request_id: str | None = None
+    approve: bool | None = None
+    reason: str | None = None
+    code: str | None = None
+    outputs: list[Any] | None = None
 
     execution: str | None = None
     tools: ToolList = None

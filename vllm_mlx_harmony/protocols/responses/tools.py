@@ -31,6 +31,7 @@ from vllm_mlx_harmony.protocols.responses.schema import (
     ResponsesTool,
     ToolChoice,
 )
+from vllm_mlx_harmony.protocols.responses.server_tools import NO_SERVER_TOOLS, ServerTools
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 SEARCH = "tool_search"
@@ -140,8 +141,15 @@ class ToolReader:
         names = list(self._names.values())
         return names[0] if len(names) == 1 else None
 
-    def tools(self, shown: tuple[Tool, ...], choice: ToolChoice | None) -> Tools:
+    def tools(
+        self,
+        shown: tuple[Tool, ...],
+        choice: ToolChoice | None,
+        server: ServerTools = NO_SERVER_TOOLS,
+    ) -> Tools:
         """All that was read, ``shown`` at the beginning, with what ``choice`` leaves of it.
+
+        ``server`` are the tools that the server runs.
 
         Raises ``RequestError`` naming ``tool_choice`` when it cannot be obeyed.
         """
@@ -150,7 +158,7 @@ class ToolReader:
         if choice is not None and choice.type == "none":
             return replace(read, shown=(), none=True)
         known = {tool: name for tool, name in names.items() if name in self._shown}
-        return replace(read, choice=_choice(choice, read, known, set(names)))
+        return replace(read, choice=_choice(choice, read, known, set(names), server))
 
     def _name(self, tools: Sequence[Declared]) -> None:
         """Names first for those without namespace: they keep theirs."""
@@ -299,8 +307,10 @@ def _choice(
     tools: Tools,
     known: Mapping[Declared, str],
     declared: set[Declared],
+    server: ServerTools,
 ) -> Choice:
     """``known`` are the tools that can be called, of all that are ``declared``."""
+    served = [name for each in server.namespaces for name in each.recipients]
     if requested is None or requested.type == "auto":
         return Choice()
     if requested.type == "required":
@@ -309,19 +319,34 @@ def _choice(
         chosen = Choice(True, (_chosen(requested, tools, known),))
     elif requested.type == "allowed_tools" and requested.mode in (None, "auto", "required"):
         listed = _listed(requested.tools or (), declared)
-        names = tuple(name for tool, name in known.items() if tool in listed)
-        chosen = Choice(requested.mode == "required", names)
+        names = [name for tool, name in known.items() if tool in listed]
+        for index, tool in enumerate(requested.tools or ()):
+            names += _of_server(tool, f"tool_choice.tools[{index}]", server)
+        chosen = Choice(requested.mode == "required", tuple(names))
+    elif of_server := _of_server(requested, "tool_choice", server):
+        chosen = Choice(True, of_server)
     else:
         raise RequestError(
             "tool_choice must be 'auto', 'none', 'required', a function or custom tool, or "
-            "allowed_tools: the server runs no tools of its own",
+            "allowed_tools, or of a tool that the server runs for this request",
             param="tool_choice",
             code=UNSUPPORTED,
         )
-    if chosen.required and not (known if chosen.names is None else chosen.names):
+    if chosen.required and not ((known or served) if chosen.names is None else chosen.names):
         problem = "tool_choice: a call is required, and there is no tool that can be called"
         raise RequestError(problem, param="tool_choice", code="invalid_value")
     return chosen
+
+
+def _of_server(
+    requested: ToolChoice | AllowedTool, where: str, server: ServerTools
+) -> tuple[str, ...]:
+    """The recipients of tools that the server runs; none for any other choice."""
+    if not server.namespaces:
+        return ()
+    if requested.type == "mcp":
+        return server.named(requested.server_label or "", requested.name, where)
+    return server.of_type(requested.type)
 
 
 def _chosen(requested: ToolChoice, tools: Tools, known: Mapping[Declared, str]) -> str:

@@ -80,6 +80,12 @@ class References:
             raise resource.not_ready(key)
         return stored.messages
 
+    def listed(self, key: str | None) -> frozenset[str]:
+        """The tool servers that a request, or one before it, was told the tools of."""
+        stored = None if key is None else self.stored(key)
+        tools = [] if stored is None else stored.document.get("tools") or []
+        return frozenset(str(each.get("server_label")) for each in tools if each["type"] == "mcp")
+
     def item(self, key: str) -> Mapping[str, Any] | None:
         """The item with the id ``key``, of whatever answer or its input."""
         named = _ITEM.fullmatch(key)
@@ -95,8 +101,10 @@ def read(body: object, defaults: Defaults, recall: References) -> ResponsesReque
 
     Raises ``StoreError``, and ``RequestError``: 404 for a previous response that is not kept.
     """
-    history = recall.messages(responses.previous_response_id(body))
-    parsed = responses.read(body, defaults, server_cipher(recall.tenant), history, recall.item)
+    previous = responses.previous_response_id(body)
+    history, listed = recall.messages(previous), recall.listed(previous)
+    cipher = server_cipher(recall.tenant)
+    parsed = responses.read(body, defaults, cipher, history, recall.item, listed=listed)
     if parsed.background and not parsed.store:
         raise RequestError("background needs store to be true", param="background")
     for note in parsed.notes:

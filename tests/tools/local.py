@@ -1,0 +1,105 @@
+"""A tool server within the process, where what is proved is not how MCP is spoken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_mlx_harmony.core.turn import Tool
+from vllm_mlx_harmony.server.tools.tool_server import Answer, ToolError
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+SECONDS = {"type": "object", "properties": {"seconds": {"type": "number"}}}
+
+Run = Callable[..., Awaitable[Answer]]
+
+
+async def now(city: str) -> Answer:
+    return Answer(f"{city}: 20 °C")
+
+
+async def fails() -> Answer:
+    return Answer("It is broken.", failed=True)
+
+
+async def dies() -> Answer:
+    raise ToolError("the server has died")
+
+
+async def sleep(seconds: float = 60.0) -> Answer:
+    await asyncio.sleep(seconds)
+    return Answer("slept")
+
+
+async def python(code: str) -> Answer:
+    return Answer(repr(eval(code, {"__builtins__": {}})))
+
+
+async def search(query: str) -> Answer:
+    return Answer(f"[0] Results for {query}")
+
+
+async def page(**_: Any) -> Answer:
+    return Answer("[1] A page")
+
+
+@dataclass
+class Local:
+    """Some functions under a label; ``called`` is what they were asked."""
+
+    label: str
+    runs: dict[str, tuple[Mapping[str, Any] | None, Run]]
+    description: str = ""
+    timeout: float = 5.0
+    problem: str = ""
+    called: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    running: int = 0
+    cancelled: int = 0
+
+    def __post_init__(self) -> None:
+        self.tools = tuple(
+            Tool(name, f"Does {name}.", schema, read_only=name == "now")
+            for name, (schema, _) in self.runs.items()
+        )
+
+    async def start(self) -> None:
+        """It is there."""
+
+    async def stop(self) -> None:
+        """It stays."""
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Answer:
+        """Runs the function."""
+        self.called.append((tool, arguments))
+        self.running += 1
+        try:
+            return await self.runs[tool][1](**arguments)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+
+def weather() -> Local:
+    return Local(
+        "weather",
+        {
+            "now": (CITY, now),
+            "fails": (None, fails),
+            "dies": (None, dies),
+            "sleep": (SECONDS, sleep),
+        },
+        "Weather of anywhere.",
+    )
+
+
+def interpreter() -> Local:
+    return Local("python", {"python": (CODE, python)})
+
+
+def browser() -> Local:
+    return Local("browser", {"search": (None, search), "open": (None, page), "find": (None, page)})

@@ -1,0 +1,521 @@
+"""The loop through the Responses API: over a fake engine, in process, by the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("openai")
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "server")]
+
+import openai
+from fakes import KEY, MODEL, Alone, Replay, ids
+from local import Local, browser, interpreter, weather
+from test_front_end import in_process
+
+from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.responses import store
+from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
+from vllm_mlx_harmony.server.tools.toolbox import Toolbox
+
+FIRST = (
+    "<|channel|>analysis<|message|>Ask.<|end|><|start|>assistant<|channel|>commentary "
+    'to=weather.now <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+)
+SECOND = (
+    "<|channel|>analysis<|message|>Compute.<|end|><|start|>assistant<|channel|>analysis "
+    "to=python code<|message|>6 * 7<|call|>"
+)
+THIRD = (
+    "<|channel|>analysis<|message|>Search.<|end|><|start|>assistant<|channel|>analysis "
+    'to=browser.search code<|message|>{"query": "Rome"}<|call|>'
+)
+LAST = (
+    "<|channel|>analysis<|message|>Done.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>It is warm.<|return|>"
+)
+CALLED = "<|channel|>commentary to={} <|constrain|>json<|message|>{}<|call|>"
+SCRIPTS = {
+    "Where is it warm?": FIRST,
+    "Rome: 20 °C": SECOND,
+    "<|message|>42<|end|>": THIRD,
+    "[0] Results for Rome": LAST,
+    "Say hello.": LAST,
+    "Ask something that fails.": CALLED.format("weather.fails", "{}"),
+    "It is broken.": LAST,
+    "Ask something that dies.": CALLED.format("weather.dies", "{}"),
+    "Error: the server has died": LAST,
+    "Ask something unknown.": CALLED.format("weather.later", "{}"),
+    "there is no tool weather.later": LAST,
+    "Ask with bad JSON.": CALLED.format("weather.now", '{"city": '),
+    "not valid JSON": LAST,
+    "Ask me.": CALLED.format("functions.mine", "{}"),
+    "Ask it, then me.": FIRST,
+    "no more tools can be called": LAST,
+    "did not approve": LAST,
+    "Sleep.": CALLED.format("weather.sleep", "{}"),
+    "did not answer within": LAST,
+    "this is mine": LAST,
+}
+OPENING = "<|start|>assistant"
+RESULTS = (
+    "<|start|>weather.now to=assistant<|channel|>commentary<|message|>Rome: 20 °C<|end|>",
+    "<|start|>python to=assistant<|channel|>analysis<|message|>42<|end|>",
+    "<|start|>browser.search to=assistant<|channel|>analysis<|message|>[0] Results for Rome<|end|>",
+)
+TOOLS: list[dict[str, Any]] = [
+    {"type": "mcp", "server_label": "weather", "require_approval": "never"},
+    {"type": "code_interpreter", "container": {"type": "auto"}},
+    {"type": "web_search"},
+]
+MINE = {"type": "function", "name": "mine", "parameters": {"type": "object"}, "strict": False}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+    store._opened.cache_clear()
+    yield
+    store._opened.cache_clear()
+
+
+def serving(
+    *servers: Local, at_once: int = 3, scripts: dict[str, str] | None = None, **limits: Any
+) -> Alone:
+    host = Alone(Replay({**SCRIPTS, **(scripts or {})}, at_once, context_length=100_000))
+    chosen = servers or (weather(), interpreter(), browser())
+    host.toolbox = Toolbox(chosen, ToolsConfig(**limits), Use.ON)
+    return host
+
+
+def client(host: Alone) -> openai.AsyncOpenAI:
+    app = application(host)
+    http = in_process(openai.DefaultAsyncHttpxClient, app)
+    return openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key=KEY, max_retries=0, http_client=http
+    )
+
+
+def finally_(run: Awaitable[Any]) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(run, 120)  # type: ignore[arg-type]
+
+    return asyncio.run(bounded())
+
+
+async def create(host: Alone, stream: bool = False, **request: Any) -> tuple[Any, list[Any]]:
+    """The response, and the events if it was streamed."""
+    request = {"model": MODEL, "tools": TOOLS, **request}
+    if not stream:
+        return await client(host).responses.create(**request), []
+    events = [each async for each in await client(host).responses.create(**request, stream=True)]
+    assert [each.sequence_number for each in events] == list(range(len(events)))
+    return events[-1].response, events
+
+
+def told(response: Any) -> list[tuple[Any, ...]]:
+    """The items, each as what of it matters."""
+    return [_item(each) for each in response.output]
+
+
+def _item(item: Any) -> tuple[Any, ...]:
+    if item.type in ("message", "reasoning"):
+        return item.type, item.content[0].text
+    if item.type == "mcp_list_tools":
+        return item.type, [each.name for each in item.tools], item.error
+    if item.type == "mcp_call":
+        return item.type, item.name, item.arguments, item.output, item.status
+    if item.type == "code_interpreter_call":
+        logs = None if item.outputs is None else item.outputs[0].logs
+        return item.type, item.code, logs, item.status
+    if item.type == "web_search_call":
+        return item.type, item.action.query, item.status
+    return (item.type,)
+
+
+LOOP: list[tuple[Any, ...]] = [
+    ("mcp_list_tools", ["now", "fails", "dies", "sleep"], None),
+    ("reasoning", "Ask."),
+    ("mcp_call", "now", '{"city": "Rome"}', "Rome: 20 °C", "completed"),
+    ("reasoning", "Compute."),
+    ("code_interpreter_call", "6 * 7", "42", "completed"),
+    ("reasoning", "Search."),
+    ("web_search_call", "Rome", "completed"),
+    ("reasoning", "Done."),
+    ("message", "It is warm."),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("at_once", [1, 4, 1000])
+def test_three_calls_and_an_answer(at_once: int, stream: bool) -> None:
+    host = serving(at_once=at_once)
+    include = ["code_interpreter_call.outputs"]
+    request = {"input": "Where is it warm?", "include": include}
+    response, events = finally_(create(host, stream, **request))
+    assert told(response) == LOOP
+    assert response.status == "completed"
+    # Each continuation begins with exactly the ids so far, and nothing else is generated from.
+    first, *others = host.engine.prompts  # type: ignore[attr-defined]
+    so_far = list(first)
+    for said, result, prompt in zip((FIRST, SECOND, THIRD), RESULTS, others, strict=True):
+        so_far += ids(said + result + OPENING)
+        assert list(prompt) == so_far
+    usage = response.usage
+    assert usage.input_tokens == len(first)
+    assert usage.output_tokens == len(ids(FIRST + SECOND + THIRD + LAST))
+    details = usage.output_tokens_details.model_dump()
+    assert details["tool_output_tokens"] == len(ids("".join(RESULTS)))
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert (host.lent, host.engine.running) == (0, 0)  # type: ignore[attr-defined]
+    if stream:
+        done = [each.item for each in events if each.type == "response.output_item.done"]
+        assert [each.model_dump() for each in done] == [
+            each.model_dump() for each in response.output
+        ]
+
+
+ORDERS = {
+    "mcp_list_tools": ["added", "mcp_list_tools.in_progress", "mcp_list_tools.completed", "done"],
+    "mcp_call": [
+        "added",
+        "mcp_call.in_progress",
+        "mcp_call_arguments.delta",
+        "mcp_call_arguments.done",
+        "mcp_call.completed",
+        "done",
+    ],
+    "code_interpreter_call": [
+        "added",
+        "code_interpreter_call.in_progress",
+        "code_interpreter_call_code.delta",
+        "code_interpreter_call_code.done",
+        "code_interpreter_call.interpreting",
+        "code_interpreter_call.completed",
+        "done",
+    ],
+    "web_search_call": [
+        "added",
+        "web_search_call.in_progress",
+        "web_search_call.searching",
+        "web_search_call.completed",
+        "done",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_the_order_of_events(kind: str) -> None:
+    response, events = finally_(create(serving(), True, input="Where is it warm?"))
+    index = next(at for at, each in enumerate(response.output) if each.type == kind)
+    found: list[str] = []
+    text = ""
+    for event in events:
+        if getattr(event, "output_index", None) != index:
+            continue
+        name = event.type.removeprefix("response.").removeprefix("output_item.")
+        text += event.delta if name.endswith(".delta") else ""
+        if not (found and found[-1] == name):
+            found.append(name)
+        if name not in ("added", "done"):
+            assert event.item_id == response.output[index].id
+    assert found == ORDERS[kind]
+    item = response.output[index]
+    assert text == getattr(item, "arguments", "") or getattr(item, "code", "")
+
+
+FAILURES = {
+    "Ask something that fails.": ("mcp_tool_execution_error", "It is broken."),
+    "Ask something that dies.": ("mcp_protocol_error", "Error: the server has died"),
+    "Ask something unknown.": ("mcp_protocol_error", "Error: there is no tool weather.later"),
+    "Ask with bad JSON.": ("mcp_protocol_error", "Error: the arguments are not valid JSON"),
+    "Sleep.": ("mcp_protocol_error", "Error: the tool did not answer within 0 seconds"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("question", FAILURES)
+def test_a_call_that_fails_is_told_to_the_model(question: str, stream: bool) -> None:
+    server = weather()
+    server.timeout = 0.2
+    response, events = finally_(create(serving(server), stream, input=question, tools=TOOLS[:1]))
+    call = next(each for each in response.output if each.type == "mcp_call")
+    kind, text = FAILURES[question]
+    assert (call.status, call.output, call.error.type) == ("failed", None, kind)
+    content = getattr(call.error, "content", None)
+    said = call.error.message if content is None else content[0]["text"]
+    assert said.startswith(text)
+    assert told(response)[-1] == ("message", "It is warm.")
+    names = [each.type for each in events]
+    assert not stream or "response.mcp_call.failed" in names
+    assert server.running == 0
+
+
+def test_what_was_run_is_given_back_by_the_client() -> None:
+    """By itself, or by the id of the response: the prompt begins with the ids as generated."""
+    for by_id in (False, True):
+        host = serving()
+        include = ["code_interpreter_call.outputs"]
+        asked = {"input": "Where is it warm?", "tools": TOOLS[:2], "include": include}
+        scripts = {"<|message|>42<|end|>": LAST}
+        host.engine.scripts.update(scripts)  # type: ignore[attr-defined]
+        first, _ = finally_(create(host, **asked))
+        again = {"role": "user", "content": "Say hello."}
+        history = [{"role": "user", "content": "Where is it warm?"}]
+        output = [each.model_dump(exclude_none=True) for each in first.output]
+        more = (
+            {"input": [again], "previous_response_id": first.id}
+            if by_id
+            else {"input": [*history, *output, again]}
+        )
+        second, _ = finally_(create(host, **{**asked, **more}))
+        assert told(second) == [("reasoning", "Done."), ("message", "It is warm.")]
+        prompts = host.engine.prompts  # type: ignore[attr-defined]
+        start = len(prompts[0])
+        left = FIRST.partition(OPENING)[2] + RESULTS[0] + OPENING
+        left += SECOND.partition(OPENING)[2] + RESULTS[1] + OPENING
+        left += "<|channel|>final<|message|>It is warm.<|end|>"
+        expected = ids(left + "<|start|>user<|message|>Say hello.<|end|>" + OPENING)
+        assert prompts[-1][start:] == expected
+
+
+def test_a_call_of_the_clients_within_the_loop() -> None:
+    host = serving(scripts={"Rome: 20 °C": CALLED.format("functions.mine", "{}")})
+    tools = [*TOOLS, MINE]
+    first, _ = finally_(create(host, input="Ask it, then me.", tools=tools))
+    assert [each[0] for each in told(first)][1:] == ["reasoning", "mcp_call", "function_call"]
+    result = {
+        "type": "function_call_output",
+        "call_id": first.output[-1].call_id,
+        "output": "this is mine",
+    }
+    second, _ = finally_(create(host, input=[result], previous_response_id=first.id, tools=tools))
+    assert told(second) == [("reasoning", "Done."), ("message", "It is warm.")]
+    _, two, three = host.engine.prompts  # type: ignore[attr-defined]
+    whole = list(two) + ids_list(CALLED.format("functions.mine", "{}"))
+    assert list(three[: len(whole)]) == whole
+
+
+def ids_list(text: str) -> list[int]:
+    return list(ids(text))
+
+
+@pytest.mark.parametrize("approve", [True, False])
+@pytest.mark.parametrize("by_id", [True, False])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_approval(approve: bool, by_id: bool, stream: bool) -> None:
+    server = weather()
+    host = serving(server, scripts={"Rome: 20 °C": LAST})
+    tools = [{"type": "mcp", "server_label": "weather"}]  # OpenAI's default is to ask
+    first, _ = finally_(create(host, stream, input="Where is it warm?", tools=tools))
+    assert [each[0] for each in told(first)] == [
+        "mcp_list_tools",
+        "reasoning",
+        "mcp_approval_request",
+    ]
+    request = first.output[-1]
+    assert (request.name, request.server_label) == ("now", "weather")
+    assert (json.loads(request.arguments), server.called) == ({"city": "Rome"}, [])
+    answer = {
+        "type": "mcp_approval_response",
+        "approval_request_id": request.id,
+        "approve": approve,
+        "reason": "too warm",
+    }
+    history: list[Any] = [{"role": "user", "content": "Where is it warm?"}]
+    history += [each.model_dump(exclude_none=True) for each in first.output]
+    more: dict[str, Any] = {"input": [*history, answer]}
+    if by_id:
+        more = {"input": [answer], "previous_response_id": first.id}
+    second, _ = finally_(create(host, stream, tools=tools, **more))
+    called = [each for each in second.output if each.type == "mcp_call"]
+    if approve:
+        assert server.called == [("now", {"city": "Rome"})]
+        assert [(each.output, each.approval_request_id) for each in called] == [
+            ("Rome: 20 °C", request.id)
+        ]
+    else:
+        assert server.called == [] and called == []
+    assert told(second)[-1] == ("message", "It is warm.")
+
+
+def test_filters() -> None:
+    for asked, shown in (
+        ({"allowed_tools": ["now", "sleep"]}, ["now", "sleep"]),
+        ({"allowed_tools": {"read_only": True}}, ["now"]),
+        ({"allowed_tools": {"tool_names": ["dies"]}}, ["dies"]),
+    ):
+        host = serving()
+        tool = {**TOOLS[0], **asked}
+        response, _ = finally_(create(host, input="Say hello.", tools=[tool]))
+        assert told(response)[0] == ("mcp_list_tools", shown, None)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "mcp", "server_label": "nobody"}]}, "tools[0].server_label"),
+    ({"tools": [{"type": "mcp"}]}, "tools[0].server_label"),
+    (
+        {"tools": [{**TOOLS[0], "server_url": "http://169.254.169.254/"}]},
+        "tools[0].server_url",
+    ),
+    ({"tools": [{**TOOLS[0], "headers": {"X": "1"}}]}, "tools[0].headers"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1]"),
+    ({"tools": [{**TOOLS[0], "allowed_tools": ["nothing"]}]}, "tools[0].allowed_tools"),
+    ({"tools": [{**TOOLS[0], "require_approval": "maybe"}]}, "tools[0].require_approval"),
+    ({"tool_choice": {"type": "mcp", "server_label": "nobody"}}, "tool_choice"),
+    (
+        {"tools": [*TOOLS, {"type": "function", "name": "weather.now", "strict": False}]},
+        "tools[3]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("request_", "param"), REFUSED)
+def test_what_is_refused(request_: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        finally_(create(serving(), input="Say hello.", **request_))
+    assert refused.value.param == param
+
+
+def test_a_server_that_is_away() -> None:
+    away = Local("weather", {}, problem="it does not answer")
+    response, events = finally_(create(serving(away), True, input="Say hello.", tools=TOOLS[:1]))
+    assert told(response)[0] == ("mcp_list_tools", [], "it does not answer")
+    assert "response.mcp_list_tools.failed" in [each.type for each in events]
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_more_calls_than_may_be(most: int) -> None:
+    host = serving()
+    response, _ = finally_(create(host, input="Where is it warm?", max_tool_calls=most))
+    kinds = [each.type for each in response.output if each.type.endswith("_call")]
+    ran = [each.status for each in response.output if each.type.endswith("_call")]
+    assert ran == ["completed"] * most + ["failed"]
+    assert kinds == ["mcp_call", "code_interpreter_call", "web_search_call"][: most + 1]
+    assert told(response)[-1] == ("message", "It is warm.")
+
+
+def test_a_model_that_does_not_stop_calling() -> None:
+    call = CALLED.format("weather.now", '{"city": "Rome"}')
+    host = serving(scripts={"Rome: 20 °C": call, "no more tools can be called": call})
+    response, _ = finally_(create(host, input="Where is it warm?", max_tool_calls=2))
+    ran = [each.status for each in response.output if each.type == "mcp_call"]
+    assert ran == ["completed"] * 2 + ["failed"] * 3 + ["incomplete"]
+
+
+def test_the_budget_of_tokens_is_the_whole_loops() -> None:
+    for most in (len(ids(FIRST)), len(ids(FIRST)) + 5):
+        host = serving()
+        response, _ = finally_(create(host, input="Where is it warm?", max_output_tokens=most))
+        assert response.status == "incomplete"
+        assert response.usage.output_tokens == most
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_who_goes_away_cancels_the_tool(stream: bool) -> None:
+    server = weather()
+    host = serving(server)
+
+    async def going() -> None:
+        asked = asyncio.ensure_future(create(host, stream, input="Sleep.", tools=TOOLS[:1]))
+        while not server.running:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        await asyncio.wait({asked})
+        for _ in range(200):
+            if not (server.running or host.lent):
+                break
+            await asyncio.sleep(0.01)
+
+    finally_(going())
+    assert (server.running, server.cancelled, host.lent) == (0, 1, 0)
+
+
+def test_the_engine_is_free_while_a_tool_runs() -> None:
+    server = weather()
+    host = serving(server)
+    host.engine.one_at_a_time = True  # type: ignore[misc]
+
+    async def both() -> Any:
+        sleeping = asyncio.ensure_future(create(host, input="Sleep.", tools=TOOLS[:1]))
+        while not server.running:
+            await asyncio.sleep(0.01)
+        answered, _ = await create(host, input="Say hello.", tools=[])
+        assert server.running == 1
+        sleeping.cancel()
+        await asyncio.wait({sleeping})
+        return answered
+
+    assert told(finally_(both()))[-1] == ("message", "It is warm.")
+
+
+def test_fifty_at_once() -> None:
+    host = serving(max_concurrent_calls=3)
+
+    async def many() -> Sequence[Any]:
+        asked = [create(host, at % 2 == 0, input="Where is it warm?") for at in range(50)]
+        return await asyncio.gather(*asked)
+
+    found = finally_(many())
+    assert {str(told(response)) for response, _ in found} == {
+        str([*LOOP[:4], ("code_interpreter_call", "6 * 7", None, "completed"), *LOOP[5:]])
+    }
+    assert (host.lent, host.engine.running) == (0, 0)  # type: ignore[attr-defined]
+
+
+def test_the_grammar_has_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
+    grammars: list[Any] = []
+    host = serving()
+    generate = host.engine.generate
+
+    def noted(prompt: Any, settings: Any, tenant: str, constraint: Any) -> Any:
+        grammars.append(constraint.spec.grammar.grammar.text)
+        return generate(prompt, settings, tenant, constraint)
+
+    host.engine.generate = noted  # type: ignore[method-assign]
+    choice = {"type": "mcp", "server_label": "weather", "name": "now"}
+    response, _ = finally_(
+        create(host, input="Where is it warm?", tool_choice=choice, max_tool_calls=2)
+    )
+    required, free, *_, exhausted = grammars
+    assert '"weather.now"' in required and "answer:" not in required
+    assert '"weather.now"' in free and "answer:" in free
+    assert "weather.now" not in exhausted and "answer:" in exhausted
+    assert told(response)[-1] == ("message", "It is warm.")
+
+
+def test_off_they_are_left_out_as_ever() -> None:
+    host = Alone(Replay(SCRIPTS))
+    response, _ = finally_(create(host, input="Say hello."))
+    assert told(response) == [("reasoning", "Done."), ("message", "It is warm.")]
+
+
+def test_background_and_its_events_again() -> None:
+    host = serving()
+
+    async def later() -> Any:
+        api = client(host)
+        begun = await api.responses.create(
+            model=MODEL,
+            tools=TOOLS,
+            input="Where is it warm?",
+            background=True,  # type: ignore[arg-type]
+        )
+        for _ in range(500):
+            found = await api.responses.retrieve(begun.id)
+            if found.status == "completed":
+                return found
+            await asyncio.sleep(0.01)
+        raise AssertionError("it does not end")
+
+    assert [each[0] for each in told(finally_(later()))] == [each[0] for each in LOOP]

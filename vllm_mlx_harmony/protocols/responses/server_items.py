@@ -1,0 +1,296 @@
+"""Responses, outwards: items of calls that the server runs, and the events that tell of them.
+
+What happens to such a call comes in this order: it is opened, its arguments come, it is closed, it
+is run, it is finished. Each kind of item (``mcp_call``, ``code_interpreter_call``,
+``web_search_call``, ``mcp_approval_request``) has events of its own for some of these; the item is
+done when the call is finished, or when the turn ends before that.
+
+Knows which events each kind has, in which order, with which fields (the public schema).
+Refuses to know the response around it, and what is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from json import loads
+from typing import Any
+
+from vllm_mlx_harmony.core.deltas import ToolFailure
+from vllm_mlx_harmony.core.turn import PYTHON, Namespace
+from vllm_mlx_harmony.protocols.events import quote
+from vllm_mlx_harmony.protocols.responses.output_items import (
+    COMPLETED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    Document,
+    PendingEvent,
+)
+from vllm_mlx_harmony.protocols.responses.server_tools import Served, as_arguments
+
+FAILED = "failed"
+
+
+class ServerItem:
+    """One call while it is written and run: what happens to it in, events out. ``key``: of its id.
+
+    ``approved`` is the id of the request for approval that came before it. ``outputs``: the request
+    wants to see what code has printed. ``code``: what is called takes code, not JSON.
+    """
+
+    stem = ""
+
+    def __init__(self, index: int, key: str, tool: Served) -> None:
+        self.index, self.key, self.tool = index, key, tool
+        self.approved: str | None = None
+        self.outputs = self.code = False
+        self.arguments = ""
+        self.status = IN_PROGRESS
+        self.text: str | None = None
+        self.failure: ToolFailure | None = None
+
+    def document(self) -> Document:
+        """The item as it is now."""
+        raise NotImplementedError
+
+    def opened(self) -> Iterator[PendingEvent]:
+        """The model begins it."""
+        yield self._item("added")
+        yield self._event("in_progress")
+
+    def take(self, text: str) -> Iterator[PendingEvent]:
+        """More of its arguments."""
+        self.arguments += text
+        yield from ()
+
+    def closed(self) -> Iterator[PendingEvent]:
+        """Its arguments are there."""
+        yield from ()
+
+    def started(self) -> Iterator[PendingEvent]:
+        """It is run."""
+        yield from ()
+
+    def finished(self, text: str, failure: ToolFailure | None) -> Iterator[PendingEvent]:
+        """It has an answer."""
+        self.text, self.failure = text, failure
+        self.status = COMPLETED if failure is None else FAILED
+        if failure is None or self.tells_failure:
+            yield self._event("completed" if failure is None else "failed")
+        yield self._item("done")
+
+    tells_failure = True
+
+    def ended(self) -> Iterator[PendingEvent]:
+        """The turn has ended before it had an answer."""
+        self.status = INCOMPLETE
+        yield self._item("done")
+
+    @property
+    def _id(self) -> str:
+        identity: str = self.document()["id"]
+        return identity
+
+    def _position(self) -> Document:
+        return {"item_id": self._id, "output_index": self.index}
+
+    def _event(self, kind: str, **fields: Any) -> PendingEvent:
+        return PendingEvent(f"{self.stem}.{kind}", {**self._position(), **fields})
+
+    def _item(self, kind: str) -> PendingEvent:
+        fields = {"output_index": self.index, "item": self.document()}
+        return PendingEvent(f"response.output_item.{kind}", fields)
+
+
+class McpCall(ServerItem):
+    """``mcp_call``: a tool of one of the operator's servers. Arguments are JSON, of code too."""
+
+    stem = "response.mcp_call"
+
+    def document(self) -> Document:
+        """See ``ServerItem``."""
+        answered = self.text is not None and self.failure is None
+        return {
+            "id": f"mcp_{self.key}",
+            "type": "mcp_call",
+            "status": self.status,
+            "approval_request_id": self.approved,
+            "arguments": self.arguments,
+            "error": None if self.failure is None else _error(self.failure, self.text or ""),
+            "name": self.tool.name,
+            "output": self.text if answered else None,
+            "server_label": self.tool.label,
+        }
+
+    def take(self, text: str) -> Iterator[PendingEvent]:
+        """See ``ServerItem``."""
+        if self.code:
+            text = quote(text)[1:-1] if self.arguments else f'{{"code":{quote(text)[:-1]}'
+        yield from self._more(text)
+
+    def closed(self) -> Iterator[PendingEvent]:
+        """See ``ServerItem``."""
+        if self.code:
+            yield from self._more('"}')
+        yield PendingEvent(
+            "response.mcp_call_arguments.done", {**self._position(), "arguments": self.arguments}
+        )
+
+    def _more(self, text: str) -> Iterator[PendingEvent]:
+        self.arguments += text
+        yield PendingEvent("response.mcp_call_arguments.delta", {**self._position(), "delta": text})
+
+
+def _error(failure: ToolFailure, text: str) -> Document:
+    if failure.by_tool:
+        return {
+            "type": "mcp_tool_execution_error",
+            "content": [{"type": "text", "text": text}],
+        }
+    return {"type": "mcp_protocol_error", "code": NO_ANSWER, "message": text}
+
+
+NO_ANSWER = -32000
+"""The first of JSON-RPC's numbers for errors of an implementation's own."""
+
+
+class CodeInterpreterCall(ServerItem):
+    """``code_interpreter_call``: code for the server named ``python``."""
+
+    stem = "response.code_interpreter_call"
+    tells_failure = False  # the schema has no event for it
+
+    def document(self) -> Document:
+        """See ``ServerItem``."""
+        shown = self.outputs and self.text is not None
+        return {
+            "id": f"ci_{self.key}",
+            "type": "code_interpreter_call",
+            "status": self.status,
+            "code": self.arguments,
+            "container_id": self.tool.label,
+            "outputs": [{"type": "logs", "logs": self.text}] if shown else None,
+        }
+
+    def take(self, text: str) -> Iterator[PendingEvent]:
+        """See ``ServerItem``."""
+        self.arguments += text
+        fields = {**self._position(), "delta": text}
+        yield PendingEvent("response.code_interpreter_call_code.delta", fields)
+
+    def closed(self) -> Iterator[PendingEvent]:
+        """See ``ServerItem``."""
+        fields = {**self._position(), "code": self.arguments}
+        yield PendingEvent("response.code_interpreter_call_code.done", fields)
+
+    def started(self) -> Iterator[PendingEvent]:
+        """See ``ServerItem``."""
+        self.status = "interpreting"
+        yield self._event("interpreting")
+
+
+class WebSearchCall(ServerItem):
+    """``web_search_call``: a function of the server named ``browser``."""
+
+    stem = "response.web_search_call"
+    tells_failure = False  # the schema has no event for it
+
+    def document(self) -> Document:
+        """See ``ServerItem``."""
+        return {
+            "id": f"ws_{self.key}",
+            "type": "web_search_call",
+            "status": self.status,
+            "action": self._action(),
+        }
+
+    def started(self) -> Iterator[PendingEvent]:
+        """See ``ServerItem``."""
+        self.status = "searching"
+        yield self._event("searching")
+
+    def _action(self) -> Document:
+        given = _object(self.arguments)
+        if self.tool.name == "open":
+            page = given.get("id")
+            return {"type": "open_page", "url": page if isinstance(page, str) else None}
+        if self.tool.name == "find":
+            return {"type": "find_in_page", "pattern": str(given.get("pattern", "")), "url": ""}
+        query = str(given.get("query", ""))
+        return {"type": "search", "query": query, "queries": [query]}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    try:
+        value = loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class ApprovalRequest(ServerItem):
+    """``mcp_approval_request``: a call that is run when its caller has approved it."""
+
+    def document(self) -> Document:
+        """See ``ServerItem``."""
+        return {
+            "id": f"mcpr_{self.key}",
+            "type": "mcp_approval_request",
+            "arguments": as_arguments(self.arguments) if self.code else self.arguments,
+            "name": self.tool.name,
+            "server_label": self.tool.label,
+        }
+
+    def opened(self) -> Iterator[PendingEvent]:
+        """It has no events while it is written."""
+        yield from ()
+
+    def ended(self) -> Iterator[PendingEvent]:
+        """See ``ServerItem``."""
+        yield self._item("added")
+        yield self._item("done")
+
+
+_CLASSES: dict[str, Callable[[int, str, Served], ServerItem]] = {
+    "mcp": McpCall,
+    "code_interpreter": CodeInterpreterCall,
+    "web_search": WebSearchCall,
+}
+
+
+def server_item(
+    index: int, key: str, tool: Served, recipient: str, *, asks: bool, outputs: bool
+) -> ServerItem:
+    """The item of a call to ``recipient``; ``asks``: it is not run before it is approved."""
+    item = (ApprovalRequest if asks else _CLASSES[tool.kind])(index, key, tool)
+    item.outputs, item.code = outputs, recipient == PYTHON
+    return item
+
+
+def tool_list(index: int, key: str, namespace: Namespace) -> tuple[Document, list[PendingEvent]]:
+    """The item ``mcp_list_tools`` of one server, and its events."""
+    item: Document = {
+        "id": f"mcpl_{key}",
+        "type": "mcp_list_tools",
+        "server_label": namespace.label,
+        "tools": [],
+        "error": None,
+    }
+    tools = [
+        {
+            "name": tool.origin[-1],
+            "description": tool.description,
+            "input_schema": tool.parameters,
+            "annotations": None if tool.read_only is None else {"read_only": tool.read_only},
+        }
+        for tool in namespace.tools
+    ]
+    error = namespace.problem or None
+    done = {**item, "tools": tools, "error": error}
+    position = {"item_id": item["id"], "output_index": index}
+    outcome = "completed" if error is None else "failed"
+    return done, [
+        PendingEvent("response.output_item.added", {"output_index": index, "item": item}),
+        PendingEvent("response.mcp_list_tools.in_progress", position),
+        PendingEvent(f"response.mcp_list_tools.{outcome}", position),
+        PendingEvent("response.output_item.done", {"output_index": index, "item": done}),
+    ]

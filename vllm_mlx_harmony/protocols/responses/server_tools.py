@@ -1,0 +1,217 @@
+"""Responses, inwards: the tools of a request that the server runs, and when to ask before.
+
+``mcp`` names one of the operator's tool servers by its ``server_label``; ``code_interpreter`` is
+the server named ``python``, ``web_search`` the one named ``browser``. Where the server runs no
+tools, or has none of that name for the latter two, a tool of these types stays what it is without
+them: left out, since agents declare them whether or not anybody has them.
+
+Knows labels and filters. Refuses to know how calls are written (server_items) and run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from json import dumps, loads
+from typing import Literal, TypeAlias
+
+from vllm_mlx_harmony.core.errors import RequestError, quoted
+from vllm_mlx_harmony.core.names import carryable
+from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
+from vllm_mlx_harmony.protocols.responses.schema import ResponsesTool, ToolFilter
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
+
+Kind: TypeAlias = Literal["mcp", "code_interpreter", "web_search"]
+
+_NAMESPACES: Mapping[str, tuple[Kind, str]] = {
+    "code_interpreter": ("code_interpreter", PYTHON),
+    "web_search": ("web_search", "browser"),
+    "web_search_2025_08_26": ("web_search", "browser"),
+    "web_search_preview": ("web_search", "browser"),
+    "web_search_preview_2025_03_11": ("web_search", "browser"),
+}
+"""Types of tools that stand for a namespace which gpt-oss was trained with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A tool that the server runs, as a client knows it."""
+
+    kind: Kind
+    label: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTools:
+    """What the server runs for a request: ``namespaces``, and which of them were asked for as
+    ``mcp`` and are to be ``listed``, those without tools now included.
+    """
+
+    namespaces: tuple[Namespace, ...] = ()
+    listed: tuple[Namespace, ...] = ()
+    _kinds: Mapping[str, Kind] = field(default_factory=dict)
+    _available: tuple[Namespace, ...] = ()
+
+    def served(self, recipient: str) -> Served:
+        """The tool that a call to ``recipient`` is for, also one that there is not."""
+        head, _, rest = recipient.partition(".")
+        for namespace in self.namespaces:
+            if namespace.name != head:
+                continue
+            kind = self._kinds.get(head, "mcp")
+            for known, tool in zip(namespace.recipients, namespace.tools, strict=False):
+                if known == recipient:
+                    return Served(kind, namespace.label, tool.origin[-1])
+            return Served("mcp", namespace.label, rest)
+        return Served("mcp", head, rest or head)
+
+    def recipient(self, label: str, name: str) -> str:
+        """What the tool ``name`` of the server ``label`` is called by the model."""
+        for namespace in self._available:
+            if namespace.label == label:
+                for known, tool in zip(namespace.recipients, namespace.tools, strict=False):
+                    if tool.origin[-1] == name:
+                        return known
+                return f"{namespace.name}.{carryable(name, set())}"
+        return f"{carryable(label.replace('.', '_'), set())}.{carryable(name, set())}"
+
+    def needs_approval(self, recipient: str) -> bool:
+        """Whether a call to ``recipient`` is asked about before it is run."""
+        return any(
+            known == recipient and tool.name in namespace.approval
+            for namespace in self.namespaces
+            for known, tool in zip(namespace.recipients, namespace.tools, strict=False)
+        )
+
+    def named(self, label: str, name: str | None, where: str) -> tuple[str, ...]:
+        """The recipients of a choice: all tools of ``label``, or one. Raises ``RequestError``."""
+        found = tuple(
+            known
+            for namespace in self.namespaces
+            if namespace.label == label
+            for known, tool in zip(namespace.recipients, namespace.tools, strict=False)
+            if name is None or tool.origin[-1] == name
+        )
+        if not found:
+            problem = f"{where}: {quoted(label)} has no such tool in this request"
+            raise RequestError(problem, param=where, code="invalid_value")
+        return found
+
+    def of_type(self, kind: str) -> tuple[str, ...]:
+        """The recipients of what was declared as ``code_interpreter`` or ``web_search…``."""
+        wanted, name = _NAMESPACES.get(kind, (None, ""))
+        return tuple(
+            recipient
+            for namespace in self.namespaces
+            if namespace.name == name and self._kinds.get(name) == wanted
+            for recipient in namespace.recipients
+        )
+
+
+NO_SERVER_TOOLS = ServerTools()
+
+
+def read_server_tools(
+    tools: Sequence[ResponsesTool], available: tuple[Namespace, ...], *, for_all: bool
+) -> ServerTools:
+    """What ``tools`` ask of the ``available`` namespaces; ``for_all``: all others, too.
+
+    Raises ``RequestError`` naming the field for a server that there is not, and for what only
+    another server could do.
+    """
+    if not available:
+        return ServerTools()
+    chosen: dict[str, Namespace] = {}
+    listed: list[Namespace] = []
+    kinds: dict[str, Kind] = {}
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        kind, name = _NAMESPACES.get(tool.type, ("mcp", ""))
+        if tool.type == "mcp":
+            found = [_mcp(tool, where, available)]
+            if any(each.label == found[0].label for each in (*listed, *chosen.values())):
+                problem = f"{where}: {quoted(found[0].label)} was asked for twice"
+                raise RequestError(problem, param=where)
+            listed += found
+        else:
+            found = [each for each in available if each.name == name]
+        for namespace in found:
+            if namespace.tools:
+                chosen.setdefault(namespace.name, namespace)
+                kinds.setdefault(namespace.name, kind)
+    for namespace in available if for_all else ():
+        if namespace.tools:
+            chosen.setdefault(namespace.name, namespace)
+    return ServerTools(tuple(chosen.values()), tuple(listed), kinds, available)
+
+
+_ELSEWHERE = ("server_url", "connector_id", "tunnel_id", "authorization", "headers")
+
+
+def _mcp(tool: ResponsesTool, where: str, available: Iterable[Namespace]) -> Namespace:
+    for name in _ELSEWHERE:
+        if tool.document.get(name):
+            problem = f"{where}.{name}: only servers that the operator has configured are used"
+            raise RequestError(problem, param=f"{where}.{name}", code=UNSUPPORTED)
+    if tool.server_label is None:
+        raise required(f"{where}.server_label")
+    for namespace in available:
+        if namespace.label == tool.server_label:
+            break
+    else:
+        known = ", ".join(each.label for each in available)
+        problem = f"there is no tool server {quoted(tool.server_label)}; there are: {known}"
+        raise RequestError(problem, param=f"{where}.server_label", code="invalid_value")
+    allowed = _allowed(tool, where, namespace)
+    approval = frozenset(each.name for each in allowed if _asks(tool, where, each))
+    return replace(namespace, tools=allowed, approval=approval)
+
+
+def _allowed(tool: ResponsesTool, where: str, namespace: Namespace) -> tuple[Tool, ...]:
+    wanted = tool.allowed_tools
+    if wanted is None:
+        return namespace.tools
+    known = {each.origin[-1] for each in namespace.tools}
+    unknown = [name for name in wanted.tool_names or () if name not in known]
+    if unknown and namespace.tools:
+        problem = f"{where}.allowed_tools: {namespace.label} has no tool {quoted(unknown[0])}"
+        raise RequestError(problem, param=f"{where}.allowed_tools", code="invalid_value")
+    return tuple(each for each in namespace.tools if _fits(wanted, each))
+
+
+def _fits(wanted: ToolFilter, tool: Tool) -> bool:
+    named = wanted.tool_names is None or tool.origin[-1] in wanted.tool_names
+    return named and (not wanted.read_only or tool.read_only is True)
+
+
+def _asks(tool: ResponsesTool, where: str, each: Tool) -> bool:
+    """As OpenAI has it: always, unless the request says otherwise."""
+    rule = tool.require_approval
+    if isinstance(rule, str) and rule not in ("always", "never"):
+        problem = f"{where}.require_approval must be 'always', 'never' or filters of tools"
+        raise RequestError(problem, param=f"{where}.require_approval", code="invalid_value")
+    if rule is None or isinstance(rule, str):
+        return rule != "never"
+    if rule.never is not None and _fits(rule.never, each):
+        return False
+    # With a filter of what to ask about alone, that is all.
+    return rule.always is None or rule.never is not None or _fits(rule.always, each)
+
+
+# --- Code as the arguments of an ``mcp_call``, which are JSON.
+
+
+def as_arguments(code: str) -> str:
+    """``code`` as the JSON of a call's arguments."""
+    return dumps({"code": code}, separators=(",", ":"))
+
+
+def code_in(arguments: str) -> str:
+    """The code in the arguments of a call of ``python``; all of them, where they are not such."""
+    try:
+        value = loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    code = value.get("code") if isinstance(value, dict) else None
+    return code if isinstance(code, str) else arguments

@@ -1,0 +1,33 @@
+"""Calls of tools as Prometheus sees them: how many, how many failed, and their seconds.
+
+Knows the registry's protocol for what is counted elsewhere. Refuses to know where it is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily
+
+from vllm_mlx_harmony.server.tools.toolbox import Toolbox
+
+PREFIX = "vllm_mlx_harmony_tool"
+
+
+class ToolMetrics:
+    """What ``toolbox`` has counted, for a registry to collect."""
+
+    def __init__(self, toolbox: Toolbox) -> None:
+        self._toolbox = toolbox
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Three counters by ``server`` and ``tool``."""
+        for field, name, about in (
+            ("calls", "calls", "Calls of tools that the server ran."),
+            ("errors", "errors", "Calls that failed, timed out or were cancelled."),
+            ("seconds", "seconds", "Seconds that calls took, the wait for a free place included."),
+        ):
+            family = CounterMetricFamily(f"{PREFIX}_{name}", about, labels=["server", "tool"])
+            for (server, tool), counts in list(self._toolbox.counts.items()):
+                family.add_metric([server, tool], float(getattr(counts, field)))
+            yield family
