@@ -70,3 +70,13 @@ def test_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert recent.size == sum(size for _, size in recent._entries.values()) <= 100
+
+
+def test_no_more_values_than_most() -> None:
+    held = ByteLRU[str, int](100, most=2)
+    for key in "abc":
+        held.put(key, 1, 1)
+    assert [held.get(key) for key in "abc"] == [None, 1, 1]
+    assert held.discard("b")
+    assert not held.discard("b")
+    assert (len(held), held.size) == (1, 1)

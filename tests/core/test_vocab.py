@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.files import write_atomically
 
 CACHED = Path("vllm-mlx-harmony") / vocab.FILE_NAME
 
@@ -219,10 +220,20 @@ def test_a_write_that_fails_half_way_leaves_nothing(
     def fail(source: str, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(vocab.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="No space"):
-        vocab._write(cache, b"content")
+        write_atomically(cache / "file", b"content")
     assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_file_that_is_there_is_replaced_or_stays(tmp_path: Path, replace: bool) -> None:
+    file = tmp_path / "new" / "file"
+    write_atomically(file, b"one", replace=replace)
+    write_atomically(file, b"other", replace=replace)
+    assert file.read_bytes() == (b"other" if replace else b"one")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_what_is_shipped_is_the_official_file(official: bytes) -> None:

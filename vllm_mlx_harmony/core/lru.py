@@ -1,6 +1,6 @@
 """What was used last, within a number of bytes.
 
-Knows the order of use and the sizes it is told. Refuses to know what it holds, and the time.
+Knows the order of use and the sizes it is given. Refuses to know what it holds, and the time.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ Value = TypeVar("Value")
 class ByteLRU(Generic[Key, Value]):
     """A mapping that never holds more than ``limit`` bytes: what was used longest ago goes first.
 
-    A value larger than the limit is not taken in. Any thread may use it at any time.
+    Nor more than ``most`` values. A value larger than the limit is not taken in. Any thread may use
+    it at any time.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, most: int | None = None) -> None:
+        self._limit, self._most = limit, most
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
         self._size = 0
 
     @property
     def size(self) -> int:
-        """Bytes entry, as they were told."""
+        """Bytes of all values, as ``put`` was given them."""
         return self._size
 
     def __len__(self) -> int:
@@ -51,8 +52,14 @@ class ByteLRU(Generic[Key, Value]):
                 return
             self._entries[key] = value, size
             self._size += size
-            while self._size > self._limit:
+            most = len(self._entries) if self._most is None else self._most
+            while self._size > self._limit or len(self._entries) > most:
                 self._forget(next(iter(self._entries)))
+
+    def discard(self, key: Key) -> bool:
+        """Forgets ``key``; whether it was there."""
+        with self._lock:
+            return self._forget(key)
 
     def cache_clear(self) -> None:
         """Forgets everything; named as that of ``functools.lru_cache``."""
@@ -60,7 +67,7 @@ class ByteLRU(Generic[Key, Value]):
             self._entries.clear()
             self._size = 0
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: Key) -> bool:
         entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._size -= entry[1]
+        self._size -= 0 if entry is None else entry[1]
+        return entry is not None

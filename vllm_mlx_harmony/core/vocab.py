@@ -14,12 +14,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony.core.errors import HostError, PromptTooLong
+from vllm_mlx_harmony.core.files import write_atomically
 from vllm_mlx_harmony.core.pretokens import encodable, pieces
 from vllm_mlx_harmony.core.text_limits import MOST_TOKENS
 
@@ -211,7 +212,7 @@ def _cached() -> Path | None:
     if not _is_official(directory / FILE_NAME):
         rebuilt = official_file()
         try:
-            _write(directory, rebuilt)
+            write_atomically(directory / FILE_NAME, rebuilt)
         except OSError:
             return None
     return directory
@@ -223,7 +224,7 @@ def _temporary() -> Iterator[Path]:
         with tempfile.TemporaryDirectory(
             prefix="vllm-mlx-harmony-", ignore_cleanup_errors=True
         ) as name:
-            _write(Path(name), official_file())
+            write_atomically(Path(name) / FILE_NAME, official_file())
             yield Path(name)
     except OSError as error:
         raise VocabularyError(
@@ -238,20 +239,6 @@ def _is_official(path: Path) -> bool:
         return hashlib.sha256(path.read_bytes()).hexdigest() == SHA256
     except OSError:
         return False
-
-
-def _write(directory: Path, content: bytes) -> None:
-    """Puts the file there at once or not at all: other processes may be doing the same."""
-    directory.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=FILE_NAME, dir=directory)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, directory / FILE_NAME)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 @contextmanager

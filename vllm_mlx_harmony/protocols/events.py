@@ -2,6 +2,12 @@
 
 Knows what one server-sent event is made of. Refuses to know what any API puts in it,
 and anything about sockets.
+
+Documents are written by ``json``, once per message or response. A delta is what there are thousands
+of: its JSON is made once per message, and the text alone is quoted (``quote``, in C) and put in
+between. That takes about 0.1 µs; a library that writes the whole chunk takes five times as long
+(orjson 3.11: 0.5 µs), because most of a chunk is always the same. orjson also refuses what the host
+and clients may send: half a surrogate pair, and integers beyond 64 bits.
 """
 
 from __future__ import annotations

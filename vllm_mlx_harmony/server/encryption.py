@@ -11,7 +11,6 @@ import os
 import secrets
 import sys
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from vllm_mlx_harmony.core.files import write_atomically
 from vllm_mlx_harmony.server.shared import server_shared
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -86,7 +86,8 @@ def state_dir() -> Path:
 def _stored_key(path: Path) -> bytes:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _make(path)
+        if not path.exists():
+            write_atomically(path, secrets.token_bytes(_KEY_BYTES), replace=False)
         key = path.read_bytes()
     except OSError as error:
         logger.warning(
@@ -97,18 +98,3 @@ def _stored_key(path: Path) -> bytes:
         return key
     logger.warning("%s is no key: encrypted reasoning ends with this process", path)
     return secrets.token_bytes(_KEY_BYTES)
-
-
-def _make(path: Path) -> None:
-    """Puts a key there unless one is: whole and at once, whatever other processes do."""
-    if path.exists():
-        return
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
-        with suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        with suppress(OSError):
-            draft.unlink()

@@ -6,6 +6,7 @@ Refuses to know any API's shape: a function makes the body.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -15,9 +16,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, RequestError
+from vllm_mlx_harmony.core.errors import (
+    INTERNAL,
+    HarmonyFailure,
+    HostError,
+    OutputError,
+    RequestError,
+)
 from vllm_mlx_harmony.server.endpoint import Endpoint, Handler
 from vllm_mlx_harmony.server.host import host_of
+
+logger = logging.getLogger(__name__)
 
 TOO_LARGE = 413
 
@@ -60,6 +69,14 @@ def failure_of(error: HarmonyFailure | HTTPException) -> HarmonyFailure:
         param=param,
         retry_after=int(retry_after) if retry_after.isdigit() else None,
     )
+
+
+def logged_failure(error: Exception, what: str) -> HarmonyFailure:
+    """``error``, if it is one of ours; anything else is a bug, and logged as ``what``."""
+    if isinstance(error, HarmonyFailure):
+        return error
+    logger.error("%s", what, exc_info=error)
+    return OutputError(INTERNAL, code="internal_error")
 
 
 def _message(detail: Any) -> str:

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
@@ -27,7 +27,7 @@ from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server import replay
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
 from vllm_mlx_harmony.server.enforcement import holding
-from vllm_mlx_harmony.server.errors import error_response, failure_of
+from vllm_mlx_harmony.server.errors import error_response, failure_of, logged_failure
 from vllm_mlx_harmony.server.generation import Deltas, Job, run
 from vllm_mlx_harmony.server.host import Host, Lease, host_of, tenant_of
 from vllm_mlx_harmony.server.model_names import own_name, response_name
@@ -179,8 +179,7 @@ def error_answer(api: Api, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)
     if isinstance(error, (HarmonyFailure, HTTPException)):
         return error_response(api.error_body, failure_of(error))
-    logger.error("a request failed", exc_info=error)
-    return error_response(api.error_body, OutputError(INTERNAL, code="internal_error"))
+    return error_response(api.error_body, logged_failure(error, "a request failed"))
 
 
 async def acquire(api: Api, request: Request, document: Document) -> Lease | None:

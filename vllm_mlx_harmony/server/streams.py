@@ -25,8 +25,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
-from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, HostError, OutputError
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.protocols.events import Event, frame
+from vllm_mlx_harmony.server.errors import logged_failure
 from vllm_mlx_harmony.server.generation import Deltas
 from vllm_mlx_harmony.server.host import host_of
 from vllm_mlx_harmony.server.settings import number
@@ -80,7 +81,7 @@ async def written(first: list[Delta], deltas: Deltas, emitter: Emitter) -> Event
                     await deltas.athrow(failure)
     except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
         if not ended:
-            yield emitter.feed(Failed(_failure(error)))
+            yield emitter.feed(Failed(logged_failure(error, "a stream failed")))
 
 
 def ends(group: list[Delta]) -> bool:
@@ -91,13 +92,6 @@ def ends(group: list[Delta]) -> bool:
 def _fed(emitter: Emitter, group: list[Delta]) -> Iterator[Event]:
     for delta in group:
         yield from emitter.feed(delta)
-
-
-def _failure(error: Exception) -> HarmonyFailure:
-    if isinstance(error, HarmonyFailure):
-        return error
-    logger.error("a stream failed", exc_info=error)
-    return OutputError(INTERNAL, code="internal_error")
 
 
 class EventBuffer:

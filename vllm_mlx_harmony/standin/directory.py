@@ -7,7 +7,6 @@ model (`cursor`, `model`, `tiny`).
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -15,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.files import write_atomically
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.standin import cursor, tiny
 from vllm_mlx_harmony.standin.scripts import Encode, Script, dump_book
@@ -76,10 +76,10 @@ def write(directory: Path, scripts: Iterable[Script] = (), *, ranks: Ranks | Non
     """
     table = token_table(ranks or shipped_ranks())
     _write_shared(directory, {**_CONFIG, **_IDS}, _STANDIN_CARD, ranks)
-    _put(directory / cursor.TABLE, table)
-    _put(directory / "model.safetensors", _one_weight(90.0))
+    write_atomically(directory / cursor.TABLE, table)
+    write_atomically(directory / "model.safetensors", _one_weight(90.0))
     for name in ("cursor", "model"):
-        _put(directory / f"standin_{name}.py", _source(f"{name}.py"))
+        write_atomically(directory / f"standin_{name}.py", _source(f"{name}.py"))
     return rescript(directory, scripts)
 
 
@@ -102,7 +102,7 @@ def rescript(directory: Path, scripts: Iterable[Script]) -> Path:
     Returns ``directory``. Raises ``ValueError`` for a script that cannot be.
     """
     book = dump_book(scripts, _encoder(directory))
-    _put(directory / cursor.BOOK, book.encode())
+    write_atomically(directory / cursor.BOOK, book.encode())
     return directory
 
 
@@ -119,8 +119,8 @@ def _write_shared(
         "tokenizer_config.json": json.dumps(_TOKENIZER, indent=2),
     }
     for name, text in texts.items():
-        _put(directory / name, text.encode())
-    _put(directory / "chat_template.jinja", _source("chat_template.jinja"))
+        write_atomically(directory / name, text.encode())
+    write_atomically(directory / "chat_template.jinja", _source("chat_template.jinja"))
 
 
 @lru_cache(maxsize=1)
@@ -130,13 +130,6 @@ def _shipped_tokenizer() -> str:
 
 def _source(name: str) -> bytes:
     return (files("vllm_mlx_harmony.standin") / name).read_bytes()
-
-
-def _put(path: Path, content: bytes) -> None:
-    """At once or not at all: a server may be reading."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    os.replace(part, path)
 
 
 def _one_weight(value: float) -> bytes:

@@ -25,7 +25,6 @@ from vllm_mlx_harmony.core.turn import (
     Reasoning,
     ResponseInfo,
     Result,
-    Sampling,
     Tool,
     ToolChoice,
     Turn,
@@ -38,10 +37,10 @@ from vllm_mlx_harmony.protocols.chat.schema import (
     ChatCall,
     ChatMessage,
     ChatNamedTool,
+    ChatTemplateOptions,
     ChatTool,
     ChatToolChoice,
     ReasoningOptions,
-    TemplateOptions,
     read_body,
 )
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
@@ -51,6 +50,7 @@ from vllm_mlx_harmony.protocols.openai_content import (
     result_text,
     user_text,
 )
+from vllm_mlx_harmony.protocols.openai_request import sampling
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 
@@ -104,7 +104,7 @@ def read(body: object, defaults: Defaults) -> ChatRequest:
 
 def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
-    template = body.chat_template_kwargs or TemplateOptions()
+    template = body.chat_template_kwargs or ChatTemplateOptions()
     effort, thinking = _reasoning(body, template, defaults)
     builtin_tools = defaults.enabled(template.builtin_tools)
     messages, prefill = _conversation(body)
@@ -123,7 +123,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
         date=defaults.date,
         builtin_tools=builtin_tools,
         prefill=prefill,
-        sampling=_sampling(body),
+        sampling=sampling(body, _logit_bias(body)),
         limits=_limits(body),
         tool_choice=tool_choice,
         thinking=thinking,
@@ -342,7 +342,7 @@ def _no_choice(problem: str) -> RequestError:
 
 
 def _reasoning(
-    body: ChatBody, template: TemplateOptions, defaults: Defaults
+    body: ChatBody, template: ChatTemplateOptions, defaults: Defaults
 ) -> tuple[Effort, bool]:
     """Effort and whether to think: the first that is given (A8); a budget of 0 is no thinking."""
     requested = body.reasoning or ReasoningOptions()
@@ -373,18 +373,9 @@ def _reasoning_tokens(body: ChatBody) -> int | None:
     return None if budget == -1 else budget
 
 
-def _sampling(body: ChatBody) -> Sampling:
-    return Sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=0 if body.top_k == -1 else body.top_k,  # -1 is vLLM's word for "all of them"
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        repetition_penalty=body.repetition_penalty,
-        frequency_penalty=body.frequency_penalty,
-        seed=body.seed,
-        logit_bias=tuple((_token_id(k), bias) for k, bias in (body.logit_bias or {}).items()),
-    )
+def _logit_bias(body: ChatBody) -> Iterator[tuple[int, float]]:
+    for key, bias in (body.logit_bias or {}).items():
+        yield _token_id(key), bias
 
 
 def _token_id(key: str) -> int:

@@ -6,16 +6,19 @@ would change the answer. Refuses to know what they mean for a Turn (chat/request
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import BuiltinTool
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Parts
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Seed, StopStrings, Wire, checked
+from vllm_mlx_harmony.protocols.openai_request import (
+    TemplateOptions,
+    UnsupportedFields,
+    given,
+    reject_unsupported,
+)
+from vllm_mlx_harmony.protocols.validation import Seed, StopStrings, Wire, checked
 
 # --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
 
@@ -163,10 +166,7 @@ class ThinkingOptions(Wire):
     budget_tokens: int | None = Field(default=None, ge=0)
 
 
-class TemplateOptions(Wire):
-    reasoning_effort: Any = None
-    model_identity: str | None = None
-    builtin_tools: list[BuiltinTool] | None = None
+class ChatTemplateOptions(TemplateOptions):
     enable_thinking: bool | None = None
 
 
@@ -217,7 +217,7 @@ class ChatBody(Wire):
     reasoning_effort: Any = None
     reasoning: ReasoningOptions | None = None
     enable_thinking: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
+    chat_template_kwargs: ChatTemplateOptions | None = None
 
     n: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
@@ -254,32 +254,28 @@ _TEXT_ONLY = "the model writes text only"
 _TOKENS = "not available: answers are text"
 
 
-def _any(_: object) -> bool:
-    return True
-
-
-_UNSUPPORTED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
+_UNSUPPORTED: UnsupportedFields = (
     ("n", lambda n: n > 1, "one answer per request: send the request again instead of n > 1"),
     ("logprobs", bool, _LOGPROBS),
     ("top_logprobs", bool, _LOGPROBS),
-    ("prompt_logprobs", _any, _LOGPROBS),
-    ("logprob_token_ids", _any, _LOGPROBS),
+    ("prompt_logprobs", given, _LOGPROBS),
+    ("logprob_token_ids", given, _LOGPROBS),
     ("modalities", lambda requested: {*requested} - {"text"}, _TEXT_ONLY),
-    ("audio", _any, _TEXT_ONLY),
+    ("audio", given, _TEXT_ONLY),
     ("functions", bool, "replaced by tools: send each function as a tool of type 'function'"),
-    ("function_call", _any, "replaced by tool_choice"),
-    ("web_search_options", _any, "web search is not available: declare it as a tool"),
-    ("moderation", _any, "moderation is not available"),
+    ("function_call", given, "replaced by tool_choice"),
+    ("web_search_options", given, "web search is not available: declare it as a tool"),
+    ("moderation", given, "moderation is not available"),
     ("echo", bool, "not available: the answer is what the model adds"),
     ("use_beam_search", bool, "beam search is not available"),
     ("stop_token_ids", bool, "not available: use stop"),
     ("include_stop_str_in_output", bool, "a stop string is no part of the answer"),
     ("ignore_eos", bool, "a turn ends where the model ends it"),
-    ("truncate_prompt_tokens", _any, "a prompt is never cut"),
+    ("truncate_prompt_tokens", given, "a prompt is never cut"),
     ("allowed_token_ids", bool, "not available: use logit_bias"),
     ("bad_words", bool, "not available: use logit_bias"),
-    ("repetition_detection", _any, "not available"),
-    ("chat_template", _any, "the prompt is Harmony's own"),
+    ("repetition_detection", given, "not available"),
+    ("chat_template", given, "the prompt is Harmony's own"),
     ("documents", bool, "not available: send them in a message"),
     ("return_token_ids", bool, _TOKENS),
     ("return_tokens_as_token_ids", bool, _LOGPROBS),
@@ -294,8 +290,5 @@ def read_body(body: object) -> ChatBody:
     available, and nothing else, whatever JSON value ``body`` is. Unknown fields are ignored.
     """
     chat = checked(ChatBody, body)
-    for field, unsupported, why in _UNSUPPORTED:
-        value = getattr(chat, field)
-        if value is not None and unsupported(value):
-            raise RequestError(f"{field}: {why}", param=field, code=UNSUPPORTED)
+    reject_unsupported(chat, _UNSUPPORTED)
     return chat

@@ -24,10 +24,10 @@ from vllm_mlx_harmony.core.turn import (
     Limits,
     Message,
     ResponseInfo,
-    Sampling,
     Turn,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
+from vllm_mlx_harmony.protocols.openai_request import TemplateOptions, sampling
 from vllm_mlx_harmony.protocols.responses.emitter import Emitter
 from vllm_mlx_harmony.protocols.responses.input_items import (
     ItemReader,
@@ -42,7 +42,6 @@ from vllm_mlx_harmony.protocols.responses.schema import (
     NamespacedTool,
     ResponsesBody,
     ResponsesTool,
-    TemplateOptions,
     TextFormat,
     read_body,
     response_format,
@@ -208,7 +207,7 @@ def read_turn(
         identity=template.model_identity or defaults.identity,
         date=defaults.date,
         builtin_tools=defaults.enabled(template.builtin_tools),
-        sampling=_sampling(body),
+        sampling=sampling(body),
         limits=Limits(
             max_tokens=body.max_output_tokens,
             one_call=body.parallel_tool_calls is False,
@@ -241,19 +240,6 @@ def _shown_effort(body: ResponsesBody, defaults: Defaults) -> str:
     words = (word for _, word in _effort(body, body.chat_template_kwargs or TemplateOptions()))
     said = next((str(word).lower() for word in words if word is not None), None)
     return said or (defaults.effort.value if defaults.thinking else NO_THINKING)
-
-
-def _sampling(body: ResponsesBody) -> Sampling:
-    return Sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=0 if body.top_k == -1 else body.top_k,  # -1 is vLLM's word for "all of them"
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        repetition_penalty=body.repetition_penalty,
-        frequency_penalty=body.frequency_penalty,
-        seed=body.seed,
-    )
 
 
 # --- What the response repeats of its request.

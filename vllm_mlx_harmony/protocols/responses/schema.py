@@ -6,16 +6,21 @@ would change the answer. Refuses to know what they mean for a Turn (responses/re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import BuiltinTool, ResponseFormat
+from vllm_mlx_harmony.core.turn import ResponseFormat
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
+from vllm_mlx_harmony.protocols.openai_request import (
+    TemplateOptions,
+    UnsupportedFields,
+    given,
+    reject_unsupported,
+)
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Seed, Wire, checked, required
 
 ITEMS = frozenset(
@@ -248,12 +253,6 @@ class Item(Wire):
     text: TextOptions | None = None
 
 
-class TemplateOptions(Wire):
-    reasoning_effort: Any = None
-    model_identity: str | None = None
-    builtin_tools: list[BuiltinTool] | None = None
-
-
 class ResponsesBody(Wire):
     """The body of ``POST /v1/responses``, as far as this server looks at it."""
 
@@ -333,31 +332,27 @@ _FORMAT = "not available: use text.format"
 _LENGTH = "not a field of Responses: use max_output_tokens"
 
 
-def _any(_: object) -> bool:
-    return True
-
-
-_UNSUPPORTED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
+_UNSUPPORTED: UnsupportedFields = (
     ("top_logprobs", bool, _NO_LOGPROBS),
     ("include", lambda requested: _LOGPROBS in requested, _NO_LOGPROBS),
     ("logprobs", bool, _NO_LOGPROBS),
-    ("conversation", _any, "not available: use previous_response_id"),
-    ("prompt", _any, "prompt templates are not available: send input and instructions"),
-    ("moderation", _any, "not available"),
+    ("conversation", given, "not available: use previous_response_id"),
+    ("prompt", given, "prompt templates are not available: send input and instructions"),
+    ("moderation", given, "not available"),
     (
         "prompt_cache_options",
         lambda requested: _field(requested, "prewarm"),
         "prewarm is not available",
     ),
-    ("structured_outputs", _any, _FORMAT),
-    ("guided_json", _any, _FORMAT),
+    ("structured_outputs", given, _FORMAT),
+    ("guided_json", given, _FORMAT),
     ("guided_json_object", bool, _FORMAT),
-    ("guided_regex", _any, _FORMAT),
-    ("guided_choice", _any, _FORMAT),
-    ("guided_grammar", _any, _FORMAT),
-    ("response_format", _any, "not a field of Responses: use text.format"),
-    ("max_tokens", _any, _LENGTH),
-    ("max_completion_tokens", _any, _LENGTH),
+    ("guided_regex", given, _FORMAT),
+    ("guided_choice", given, _FORMAT),
+    ("guided_grammar", given, _FORMAT),
+    ("response_format", given, "not a field of Responses: use text.format"),
+    ("max_tokens", given, _LENGTH),
+    ("max_completion_tokens", given, _LENGTH),
     ("messages", bool, "not a field of Responses: use input"),
     ("n", lambda n: n != 1, "one answer per request: send the request again"),
     ("stop", bool, _ELSEWHERE),
@@ -380,10 +375,7 @@ def read_body(body: object) -> ResponsesBody:
     available, and nothing else, whatever JSON value ``body`` is. Unknown fields are ignored.
     """
     requested = checked(ResponsesBody, body)
-    for field, unsupported, why in _UNSUPPORTED:
-        value = getattr(requested, field)
-        if value is not None and unsupported(value):
-            raise RequestError(f"{field}: {why}", param=field, code=UNSUPPORTED)
+    reject_unsupported(requested, _UNSUPPORTED)
     if requested.background and requested.store is False:
         problem = "background: a response that is not stored cannot be asked for later"
         raise RequestError(problem, param="background", code=UNSUPPORTED)

@@ -19,13 +19,14 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
-from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.encryption import server_cipher
+from vllm_mlx_harmony.server.errors import logged_failure
 from vllm_mlx_harmony.server.generation import Deltas
 from vllm_mlx_harmony.server.responses.elsewhere import runs_elsewhere
 from vllm_mlx_harmony.server.responses.store import StoredResponse, StoreError, server_store
@@ -234,17 +235,10 @@ async def storing(deltas: Deltas, answer: StoringEmitter, *, known: bool) -> Del
                     yield group
                 known = known or answer._parsed.stream
     except Exception as error:
-        failure = _failure(error)
+        failure = logged_failure(error, "a response failed")
         if known:
             await answer.end(Failed(failure))
         raise failure from error
-
-
-def _failure(error: Exception) -> HarmonyFailure:
-    if isinstance(error, HarmonyFailure):
-        return error
-    logger.error("a response failed", exc_info=error)
-    return OutputError(INTERNAL, code="internal_error")
 
 
 async def stored_events(deltas: Deltas, answer: StoringEmitter) -> Events:
@@ -258,4 +252,4 @@ async def stored_events(deltas: Deltas, answer: StoringEmitter) -> Events:
                 yield events
     except Exception as error:  # noqa: BLE001 - whatever it is, who listens is told
         if not ended:
-            yield await answer.end(Failed(_failure(error)))
+            yield await answer.end(Failed(logged_failure(error, "a response failed")))

@@ -25,7 +25,6 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -38,6 +37,7 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json
 
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.lru import ByteLRU
 from vllm_mlx_harmony.core.turn import Message
 from vllm_mlx_harmony.protocols.events import encode, encode_slowly
 from vllm_mlx_harmony.server.shared import (
@@ -92,41 +92,30 @@ class MemoryStore:
     """Keeps answers as long as the process lives, up to ``max_count`` and ``max_bytes``."""
 
     def __init__(self, max_count: int = MAX_COUNT, max_bytes: int = MAX_BYTES) -> None:
-        self._max_count, self._max_bytes = max_count, max_bytes
-        self._texts: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._lock = threading.Lock()
-        self.bytes = 0
+        self._max_bytes = max_bytes
+        self._texts: ByteLRU[tuple[str, str], str] = ByteLRU(max_bytes, max_count)
+
+    @property
+    def bytes(self) -> int:
+        """What is kept, in bytes."""
+        return self._texts.size
 
     def put(self, stored: StoredResponse) -> bool:
         """See ``Store``."""
         text, key = _written(stored), (stored.tenant, stored.id)
         if len(text) > self._max_bytes:
             return False
-        with self._lock:
-            self._drop(key)
-            self._texts[key] = text
-            self.bytes += len(text)
-            while len(self._texts) > self._max_count or self.bytes > self._max_bytes:
-                self._drop(next(iter(self._texts)))
+        self._texts.put(key, text, len(text))
         return True
 
     def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002
         """See ``Store``."""
-        with self._lock:
-            text = self._texts.get((tenant, id))
-            if text is not None:
-                self._texts.move_to_end((tenant, id))
+        text = self._texts.get((tenant, id))
         return None if text is None else _read(text)
 
     def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
         """See ``Store``."""
-        with self._lock:
-            return self._drop((tenant, id))
-
-    def _drop(self, key: tuple[str, str]) -> bool:
-        text = self._texts.pop(key, None)
-        self.bytes -= len(text or "")
-        return text is not None
+        return self._texts.discard((tenant, id))
 
 
 # What is counted, ordered and touched at every use stands apart from the texts: a use costs the

@@ -20,11 +20,11 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
-from vllm_mlx_harmony.core.errors import INTERNAL, HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
 from vllm_mlx_harmony.server.body import Document, in_thread, parse_body
-from vllm_mlx_harmony.server.errors import admit, error_response, failure_of
+from vllm_mlx_harmony.server.errors import admit, error_response, failure_of, logged_failure
 from vllm_mlx_harmony.server.generation import Deltas, rejection, run, stopped
 from vllm_mlx_harmony.server.host import host_of
 from vllm_mlx_harmony.server.responses.background import read
@@ -137,9 +137,8 @@ class Conversation:
             await self._send_error(failure_of(error))
         except WebSocketDisconnect:
             raise
-        except Exception as error:
-            logger.error("a response failed", exc_info=error)
-            await self._send_error(OutputError(INTERNAL, code="internal_error"))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+            await self._send_error(logged_failure(error, "a response failed"))
 
     async def _run(self, document: dict[str, Any], large: bool) -> None:
         await host_of(self._socket).check_rate_limit(self._socket)
