@@ -9,6 +9,7 @@ import argparse
 import logging
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any
 
 from vllm_mlx_harmony.cli.errors import UsageError
@@ -50,4 +51,4 @@ def main(arguments: Sequence[str]) -> int:
     except HostError as error:
         raise UsageError(error.message) from error
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    return app.run(settings)
+    return app.run(settings, partial(load, flags, file=parsed.config))

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import httpx
 import uvicorn
@@ -198,17 +199,24 @@ async def _gone(request: Request) -> None:
 # --- The application
 
 
-def gateway(settings: GatewaySettings, rule: Rule | None = None) -> ASGIApp:
+Reload: TypeAlias = Callable[[], GatewaySettings]
+"""Reads the settings again. Raises ``HostError``."""
+
+
+def gateway(
+    settings: GatewaySettings, rule: Rule | None = None, reload: Reload | None = None
+) -> ASGIApp:
     """The whole of it as one ASGI application, engines included: found while it runs."""
     host = Gateway(settings, rule)
-    return _Outer(host, application(host))
+    return _Outer(host, application(host), reload)
 
 
 class _Outer:
     """What is around the front end: the process's own endpoints, its life, and connections."""
 
-    def __init__(self, host: Gateway, app: Starlette) -> None:
+    def __init__(self, host: Gateway, app: Starlette, reload: Reload | None = None) -> None:
         self.host = host
+        self._reload = reload
         self._app = app
         app.router.lifespan_context = self._life
 
@@ -232,10 +240,23 @@ class _Outer:
             await asyncio.wait(
                 [asyncio.ensure_future(_found(each)) for each in fleet.backends], timeout=10.0
             )
+            if self._reload is not None:
+                loop = asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGHUP, self._reloaded, self._reload)
             try:
                 yield
             finally:
                 await generation.stopped(watching)
+
+    def _reloaded(self, reload: Reload) -> None:
+        """SIGHUP: the engines are those that the settings name now; all else stays as it is."""
+        try:
+            settings = reload()
+        except HostError as error:
+            logger.error("the settings are as they were: %s", error.message)
+            return
+        logger.warning("engines from now on: %s", ", ".join(each.url for each in settings.engines))
+        self.host.fleet.update(settings.engines)
 
 
 async def _found(backend: Backend) -> None:
@@ -249,6 +270,7 @@ async def watch(http: httpx.AsyncClient, fleet: Fleet) -> None:
     probes: dict[Backend, asyncio.Future[None]] = {}
     try:
         while True:
+            fleet.drained()
             due = fleet.routing.due(time.monotonic())
             for backend in fleet.backends:
                 if backend.name in due and backend not in probes:
@@ -263,7 +285,7 @@ async def watch(http: httpx.AsyncClient, fleet: Fleet) -> None:
 async def probe(http: httpx.AsyncClient, backend: Backend, model: str) -> None:
     """Asks an engine how it is; one that was down may be another one now, and is found anew."""
     try:
-        if backend.routing.health(backend.name) is Health.UP:
+        if backend.routing.health(backend.name) in (Health.UP, Health.DRAINING):
             await is_well(http, backend.spec)
             backend.probed("")
         else:
@@ -294,7 +316,7 @@ def _health(host: Gateway) -> Response:
 
 def _ready(host: Gateway) -> Response:
     engines = [
-        {"url": each.spec.url, "up": each.up, "problem": each.problem}
+        {"url": each.spec.url, "up": each.up, "health": each.health, "problem": each.problem}
         for each in host.fleet.backends
     ]
     ending = generation.rejection() is not None
@@ -317,10 +339,13 @@ _OWN: dict[str, Callable[[Gateway], Response]] = {
 # --- The process
 
 
-def run(settings: GatewaySettings, rule: Rule | None = None) -> int:
-    """Serves until SIGTERM or SIGINT; returns the process's exit code."""
+def run(settings: GatewaySettings, reload: Reload | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; returns the process's exit code.
+
+    SIGHUP has ``reload`` read the settings again, of which the engines count.
+    """
     config = uvicorn.Config(
-        gateway(settings, rule),
+        gateway(settings, reload=reload),
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,

@@ -64,6 +64,11 @@ class Backend:
         healthy = self.engine is not None and self.routing.health(self.name) is Health.UP
         return healthy and time.monotonic() >= self.busy_until
 
+    @property
+    def health(self) -> str:
+        """What `routing` knows of it, in a word."""
+        return self.routing.health(self.name).name.lower()
+
     def found(self, engine: HttpEngine) -> None:
         """It is there, and well."""
         self.engine = engine
@@ -105,10 +110,42 @@ class Fleet:
         self.model = model
         self.routing = Routing((spec.url for spec in specs), rule, up=False)
         self.backends = tuple(Backend(spec, self.routing) for spec in specs)
+        self._draining: set[Backend] = set()
         self.routed: Counter[str] = Counter()
         """Requests by why they went where they went (`routing.Why`)."""
         self.retried = 0
         """How often a request was tried on another engine."""
+
+    def update(self, specs: Sequence[Spec]) -> None:
+        """These are the engines from now on.
+
+        One that is not among them gets nothing new, and goes when it has answered what it runs.
+        """
+        wanted = {spec.url: spec for spec in specs}
+        known = {each.name: each for each in self.backends}
+        for name, backend in known.items():
+            if wanted.get(name) == backend.spec:
+                self.routing.restore(name)
+                self._draining.discard(backend)
+            elif name in wanted:  # another kind or key: it is found anew
+                self.routing.remove(name)
+            else:
+                self.routing.drain(name)
+                self._draining.add(backend)
+        kept = [each for each in self.backends if wanted.get(each.name, each.spec) == each.spec]
+        new = [spec for name, spec in wanted.items() if name not in {each.name for each in kept}]
+        for spec in new:
+            self.routing.add(spec.url, up=False)
+        self.backends = (*kept, *(Backend(spec, self.routing) for spec in new))
+        self.drained()
+
+    def drained(self) -> None:
+        """Takes those away that are to go and run nothing any more."""
+        for backend in [each for each in self._draining if not each.in_flight]:
+            self._draining.remove(backend)
+            self.routing.remove(backend.name)
+            self.backends = tuple(each for each in self.backends if each is not backend)
+            logger.warning("engine %s: taken away", backend.name)
 
     @property
     def context_length(self) -> int | None:

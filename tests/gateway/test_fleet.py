@@ -1,0 +1,113 @@
+"""Engines that come and go while a gateway serves: SIGHUP, and what it makes of a list."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
+
+from fake_engines import FakeEngine, served, until
+
+from vllm_mlx_harmony.gateway.engines.finding import Spec
+from vllm_mlx_harmony.gateway.router import Fleet
+
+LONG = "word " * 100
+SCRIPTS = {"Hello": f"<|channel|>final<|message|>{LONG}<|return|>"}
+A, B, C = (Spec(f"http://{name}:1") for name in "abc")
+
+
+def names(fleet: Fleet) -> dict[str, str]:
+    return {each.name: each.health for each in fleet.backends}
+
+
+def test_a_list_of_engines() -> None:
+    fleet = Fleet("m", [A, B])
+    assert names(fleet) == {A.url: "down", B.url: "down"}  # not found yet
+    for backend in fleet.backends:
+        backend.probed("")
+    fleet.update([B, C])
+    assert names(fleet) == {B.url: "up", C.url: "down"}
+    busy = fleet.backends[0]
+    busy.in_flight = 1
+    fleet.update([C])
+    assert names(fleet) == {B.url: "draining", C.url: "down"}
+    fleet.update([B, C])
+    assert names(fleet) == {B.url: "up", C.url: "down"}
+    fleet.update([C])
+    busy.in_flight = 0
+    fleet.drained()
+    assert names(fleet) == {C.url: "down"} and fleet.routing.engines == (C.url,)
+    other = Spec(C.url, key="another key")
+    fleet.backends[0].probed("")
+    fleet.update([other])
+    assert [each.spec for each in fleet.backends] == [other]
+    assert names(fleet) == {C.url: "down"}  # it is found anew
+
+
+def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:
+    """What runs on an engine that goes is answered to its end; a file that is wrong changes
+    nothing."""
+    file = tmp_path / "gateway.toml"
+    with ExitStack() as stack, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        first, second = FakeEngine("sglang", SCRIPTS, pause=0.05), FakeEngine("sglang", SCRIPTS)
+        urls = [stack.enter_context(served(each.app)) for each in (first, second)]
+
+        def engines(*urls: str) -> None:
+            tables = "".join(f'[[engines]]\nurl = "{url}"\nkind = "sglang"\n' for url in urls)
+            file.write_text(f'model = "m"\nport = {port}\n{tables}')
+
+        engines(urls[0])
+        command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--config", str(file)]
+        environment = {**os.environ, "VLLM_MLX_HARMONY_GRAMMAR": "off"}
+        process = subprocess.Popen(command, env=environment)
+        stack.callback(process.wait, 30)
+        stack.callback(process.kill)
+        gateway = f"http://127.0.0.1:{port}"
+
+        def known() -> dict[str, str]:
+            try:
+                listed = httpx.get(f"{gateway}/ready").json()["engines"]
+            except httpx.HTTPError:
+                assert process.poll() is None
+                return {}
+            return {each["url"]: each["health"] for each in listed}
+
+        def ask(stream: bool = False) -> httpx.Response:
+            messages = [{"role": "user", "content": "Hello"}]
+            body: dict[str, Any] = {"model": "m", "messages": messages, "stream": stream}
+            return httpx.post(f"{gateway}/v1/chat/completions", json=body, timeout=60)
+
+        until(lambda: known() == {urls[0]: "up"}, "the gateway to be ready", 180)
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(ask(stream=True)))
+        asking.start()
+        until(lambda: first.running == 1, "a request to run")
+        engines(urls[1])
+        process.send_signal(signal.SIGHUP)
+        until(lambda: known().get(urls[1]) == "up", "the other engine")
+        assert known()[urls[0]] == "draining"
+        assert ask().json()["choices"][0]["message"]["content"] == LONG
+        assert len(second.prompts) == 1
+        asking.join()
+        lines = [line for line in answers[0].text.splitlines() if line.startswith("data: {")]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        choices = [choice for event in events for choice in event["choices"]]
+        assert "".join(each["delta"].get("content") or "" for each in choices) == LONG
+        until(lambda: known() == {urls[1]: "up"}, "the first engine to be taken away")
+        file.write_text("engines = 1")
+        process.send_signal(signal.SIGHUP)
+        assert ask().status_code == 200 and known() == {urls[1]: "up"}
