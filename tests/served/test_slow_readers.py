@@ -46,6 +46,7 @@ SCRIPTS = [
     Script("<|message|>Hi.<|end|>", "<|channel|>final<|message|>Hi.<|return|>"),
     Script("<|message|>Without end.<|end|>", long_answer(30_000)),
     Script("<|message|>Watched.<|end|>", long_answer(700)),
+    Script("<|message|>Soon over.<|end|>", long_answer(120)),
 ]
 
 SECONDS, BYTES = 6, 50_000
@@ -214,6 +215,13 @@ def test_who_reads_too_late_is_told_why_it_ended(server: Server, model: str, pat
         read = read_to_the_end(connection)
     assert b"the answer was not read as fast as it was generated" in read
     assert len(read) < UNREAD
+
+
+def test_who_does_not_read_the_end_is_given_up(server: Server, model: str) -> None:
+    """An answer that has ended, and fits into what asyncio buffers, but not into the system's."""
+    path, given_up = "/v1/chat/completions", server.log.count(GIVEN_UP)
+    with ask(server, path, {"model": model, **body(path, "Soon over.")}):
+        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, SECONDS + 10)
 
 
 def test_who_watches_an_answer_in_the_background_and_reads_nothing(

@@ -176,5 +176,5 @@ class Alone:
         async for frame in frames:
             yield frame
 
-    def hang_up(self, connection: HTTPConnection) -> None:
+    def transport(self, connection: HTTPConnection) -> None:
         """There is no connection."""

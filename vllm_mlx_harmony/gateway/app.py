@@ -179,11 +179,10 @@ class Gateway:
         async for frame in frames:
             yield frame
 
-    def hang_up(self, connection: HTTPConnection) -> None:
+    def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
         """See ``Host``."""
-        transport = connection.scope.get(_TRANSPORT)
-        if transport is not None:
-            transport.abort()
+        transport: asyncio.WriteTransport | None = connection.scope.get(_TRANSPORT)
+        return transport
 
 
 async def _nothing() -> None:

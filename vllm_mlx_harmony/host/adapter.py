@@ -6,6 +6,7 @@ says, and how an engine is made to take ids (`engine`).
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -195,11 +196,10 @@ class VllmMlx:
         )
         return guarded
 
-    def hang_up(self, connection: HTTPConnection) -> None:
-        """Drops uvicorn's connection, as far as the host can find it."""
+    def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
+        """Of uvicorn's connection, as far as the host can find it."""
         protocol = server()._find_uvicorn_cycle(connection)  # a WebSocket's looks like a request's
-        if protocol is not None:
-            protocol.transport.abort()
+        return None if protocol is None else protocol.transport
 
     @property
     def renderer(self) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ it (``install``); nothing else of that server is seen from here.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
@@ -173,8 +174,11 @@ class Host(Protocol):
     def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
         """``frames``, ended when the client has gone, with a comment now and then to find out."""
 
-    def hang_up(self, connection: HTTPConnection) -> None:
-        """Drops the connection at once, whatever of the answer was not read."""
+    def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
+        """What asyncio writes to this client with; ``None`` where there is no socket of its own.
+
+        The front end aborts it when a client reads nothing.
+        """
 
     # --- Replaceable parts (entry points)
 

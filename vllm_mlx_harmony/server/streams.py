@@ -235,8 +235,12 @@ class EventStream(StreamingResponse):
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        give_up = partial(host_of(self._request).hang_up, self._request)
-        sending = within(client_seconds(), send, give_up)
+        transport = host_of(self._request).transport(self._request)
+        if transport is not None:
+            # Each write waits until the one before has left the process, so that the end of an
+            # answer waits for a client, too. What asyncio buffers by itself nobody would wait for.
+            transport.set_write_buffer_limits(high=0)
+        sending = within(client_seconds(), send, partial(hang_up, transport))
         try:
             await super().__call__(scope, receive, sending)
         finally:
@@ -276,6 +280,12 @@ class _Frames:
     async def aclose(self) -> None:
         with suppress(RuntimeError):  # a generator, which has nothing to free
             await self._events.aclose()  # type: ignore[attr-defined]
+
+
+def hang_up(transport: asyncio.WriteTransport | None) -> None:
+    """Drops a connection at once, whatever of the answer was not read."""
+    if transport is not None:
+        transport.abort()
 
 
 def client_seconds() -> float:

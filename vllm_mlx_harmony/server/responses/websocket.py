@@ -36,7 +36,13 @@ from vllm_mlx_harmony.server.responses.persistence import (
 )
 from vllm_mlx_harmony.server.responses.store import StoredResponse
 from vllm_mlx_harmony.server.serving import Api, PreparedRequest, acquire, prepare
-from vllm_mlx_harmony.server.streams import EventBuffer, client_seconds, unread_until_left, within
+from vllm_mlx_harmony.server.streams import (
+    EventBuffer,
+    client_seconds,
+    hang_up,
+    unread_until_left,
+    within,
+)
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -82,7 +88,7 @@ class Conversation:
         listening = asyncio.ensure_future(self._listen())
 
         def give_up() -> None:
-            host_of(self._socket).hang_up(self._socket)
+            hang_up(host_of(self._socket).transport(self._socket))
             answering.cancel()
 
         self._say = within(client_seconds(), self._write, give_up)
