@@ -29,6 +29,9 @@ FRAMEWORKS = (
     "pydantic-ai-slim[openai]>=1",
 )
 
+GATEWAY = ("httptools>=0.6", "pytest-xdist", "uvicorn>=0.30", "uvloop>=0.19")
+"""What the gateway's own distribution needs and this one has through vllm-mlx."""
+
 HOST_PYTHON = "3.11"
 FORK_PYTHON = "3.12"
 OLDEST, NEWEST = "3.10", "3.13"
@@ -93,7 +96,7 @@ SMOKE = (
         *PYTEST,
         *("tests/cli", "tests/core/test_context.py", "tests/core/test_replay.py"),
         *("tests/core/test_vocab.py",),
-        *(f"tests/protocols/test_{name}_client.py" for name in ("anthropic", "chat", "responses")),
+        *(f"tests/protocols/test_{name}_client.py" for name in ("chat", "messages", "responses")),
         *("-m", "not served and not once"),
     ),
 )
@@ -219,12 +222,42 @@ LEGS: tuple[Leg, ...] = (
         without=("vllm-mlx", "fastapi"),
         present=("starlette", "openai", "anthropic"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "tests/server", "tests/gateway"),),
+        commands=((*PYTEST, "tests/server"),),
+    ),
+    Leg(
+        name="gateway",
+        what="the gateway over fake engines on real sockets: every kind, every fault, its process",
+        install=("-e", ".", *TEST_TOOLS, *GATEWAY),
+        without=("vllm-mlx", "fastapi"),
+        present=("starlette", "openai", "anthropic", "uvicorn", "pytest-xdist"),
+        absent=(*HOST, "fastapi"),
+        commands=((*PYTEST, "-n", "2", "tests/gateway"),),
+        runners=("ubuntu-latest", "macos-14"),
+    ),
+    Leg(
+        name="vllm",
+        what="the three APIs over a real vLLM on processors, its model tiny and random (4 GB)",
+        install=("-e", ".", *TEST_TOOLS, *GATEWAY),
+        without=("vllm-mlx", "fastapi"),
+        present=("starlette", "openai", "anthropic", "uvicorn"),
+        absent=(*HOST, "fastapi"),
+        commands=((*PYTEST, "tests/gateway_vllm"),),
+        systems=("Linux",),
+        group="",
+    ),
+    Leg(
+        name="tools",
+        what="tools that the server runs, over a real MCP server",
+        install=("-e", ".[tools]", *TEST_TOOLS, *GATEWAY),
+        without=("vllm-mlx", "fastapi"),
+        present=("mcp", "starlette"),
+        absent=(*HOST, "fastapi"),
+        commands=((*PYTEST, "tests/tools"),),
     ),
     Leg(
         name="several",
         what="several servers behind one address, over a real Redis",
-        install=("-e", ".[redis]", *TEST_TOOLS),
+        install=("-e", ".[redis]", *TEST_TOOLS, *GATEWAY),
         without=("vllm-mlx", "fastapi"),
         present=("redis", "starlette", "openai"),
         absent=(*HOST, "fastapi"),

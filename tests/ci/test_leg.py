@@ -243,7 +243,7 @@ def test_the_names_are_unique_and_all_leaves_out_the_long_ones() -> None:
     assert len(names) == len(set(names))
     everything = {one.name for one in leg.chosen(["everything"])}
     assert {one.python for one in leg.chosen(["everything"])} == {"3.10", "3.11", "3.12", "3.13"}
-    long = {"attack", "bench", "grammar", *everything}
+    long = {"attack", "bench", "grammar", "vllm", *everything}
     assert {one.name for one in leg.chosen(["all"])} == set(names) - long
     assert [one.name for one in leg.chosen(["host", "lint"])] == ["host", "lint"]
 
@@ -288,6 +288,13 @@ def test_every_test_directory_is_in_a_leg() -> None:
     run = {part for one in legs.LEGS for command in one.commands for part in command}
     found = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests").glob("*/test_*.py")]
     assert [path for path in found if not {str(path), str(path.parent)} & run] == []
+
+
+def test_what_a_leg_runs_is_there() -> None:
+    run = {part for one in legs.LEGS for command in one.commands for part in command}
+    paths = {part for part in run if part.startswith(("tests/", "ci/"))}
+    assert paths
+    assert sorted(path for path in paths if not (REPOSITORY / path).exists()) == []
 
 
 def test_the_script_says_which_python_it_wants() -> None:

@@ -1,0 +1,110 @@
+"""What one output is held to: its grammar, its budget of reasoning, and when it may end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from rows import ids
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher, ConstraintSpec
+from vllm_mlx_harmony.core.grammar import Compiled, Policy, compiled, grammar_of
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.turn import Tool, Turn, User
+
+ANALYSIS = ids("<|channel|>analysis<|message|>")
+THOUGHT = ids(".")
+
+
+def consumed(spec: ConstraintSpec, *tokens: int) -> ConstraintMatcher:
+    matcher = Constraint(spec).start()
+    for token in tokens:
+        matcher.mask()
+        matcher.consume(token)
+    return matcher
+
+
+@pytest.mark.parametrize(
+    ("spec", "holds"),
+    [
+        (ConstraintSpec(), False),
+        (ConstraintSpec(binding=True, answering=True), False),
+        (ConstraintSpec(reasoning_tokens=0), True),
+        (ConstraintSpec(repetitions=8), True),
+        (ConstraintSpec(min_tokens=1), True),
+    ],
+)
+def test_whether_there_is_anything_to_hold_to(spec: ConstraintSpec, holds: bool) -> None:
+    assert bool(spec) is holds
+    assert (Constraint(spec).start().mask() is None) is (not spec.min_tokens)
+
+
+def test_a_turn_does_not_end_before_its_least_number_of_tokens() -> None:
+    matcher = Constraint(ConstraintSpec(min_tokens=2)).start()
+    for token in ids("<|channel|>final")[:2]:
+        mask = matcher.mask()
+        assert mask is not None
+        assert any(end not in mask for end in vocab.TURN_ENDS)
+        assert vocab.END in mask
+        matcher.consume(token)
+    assert matcher.mask() is None
+
+
+def test_reasoning_that_used_its_budget_is_ended_id_by_id() -> None:
+    constraint = Constraint(ConstraintSpec(reasoning_tokens=2, repetitions=8))
+    assert (constraint.reasoning_ended_by, constraint.reasoning_tokens) == ("", 0)
+    matcher = constraint.start()
+    for token in (*ANALYSIS, *THOUGHT, *THOUGHT):
+        assert matcher.mask() is None
+        matcher.consume(token)
+    forced = []
+    while matcher.reasoning is not None and matcher.reasoning.forced:
+        mask = matcher.mask()
+        assert mask is not None
+        (token,) = mask
+        forced.append(token)
+        matcher.consume(token)
+    assert forced[0] == vocab.END
+    assert (constraint.reasoning_ended_by, constraint.reasoning_tokens) == ("budget", 2)
+
+
+def compiled_grammar() -> Compiled:
+    """The grammar of a turn with one tool, which nobody has to call."""
+    turn = Turn((User("Hi."),), (Tool("x", parameters={"type": "object"}),))
+    grammar = grammar_of(turn, Names.of(turn), Policy.AUTO)
+    assert grammar is not None
+    return compiled(grammar)
+
+
+def test_a_grammar_and_limits_hold_together() -> None:
+    spec = ConstraintSpec(grammar=compiled_grammar(), min_tokens=50, binding=True)
+    assert spec
+    constraint = Constraint(spec)
+    matcher = constraint.start()
+    said = [*ids("<|channel|>final<|message|>Hi."), vocab.RETURN]
+    for token in said[:-1]:
+        mask = matcher.mask()
+        assert mask is not None and token in mask
+        matcher.consume(token)
+    mask = matcher.mask()
+    assert mask is not None and vocab.RETURN not in mask  # not yet
+    assert constraint.failure == ""
+    without = consumed(replace(spec, min_tokens=0), *said)
+    assert without.mask() is None  # it is at its end
+
+
+@pytest.mark.parametrize("binding", [True, False])
+def test_what_the_grammar_does_not_have_is_a_failure_where_it_was_promised(binding: bool) -> None:
+    constraint = Constraint(ConstraintSpec(grammar=compiled_grammar(), binding=binding))
+    assert constraint.failure == ""
+    matcher = constraint.start()
+    matcher.consume(vocab.STARTOFTEXT)
+    assert matcher.error
+    assert matcher.mask() is None
+    assert bool(constraint.failure) is binding
+    constraint.start(grammar=False)
+    assert constraint.failure == ""

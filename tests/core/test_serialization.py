@@ -1,0 +1,68 @@
+"""Generated turns as bytes: they come back as they were, and damaged ones do not come back."""
+
+from __future__ import annotations
+
+import json
+from zlib import crc32
+
+import pytest
+from rows import ids
+
+from vllm_mlx_harmony.core.replay import GeneratedTurn, shared
+from vllm_mlx_harmony.core.serialization import read, written
+from vllm_mlx_harmony.core.turn import Answer, Call, Preamble, Reasoning
+
+TURNS = {
+    "an answer": GeneratedTurn((Answer,), (shared(ids("Hi. 🙂")),), "Hi. 🙂", ()),
+    "a call": GeneratedTurn(
+        (Reasoning, Preamble, Call),
+        tuple(shared(ids(text)) for text in ("Hm.", "Let me look.", '{"a":1}')),
+        "Let me look.",
+        (Call("call_1", "x", '{"a":1}'),),
+    ),
+    "nothing": GeneratedTurn((), (), "", ()),
+    "with tools that the server ran": GeneratedTurn(
+        (Answer,), (shared(ids("It is 4.")),), "It is 4.", (), "digest"
+    ),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
+def test_it_comes_back_as_it_was(turn: GeneratedTurn) -> None:
+    assert read(written(turn)) == turn
+
+
+@pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
+def test_damaged_anywhere_it_does_not_come_back(turn: GeneratedTurn) -> None:
+    content = written(turn)
+    for at in range(len(content)):
+        assert read(content[:at]) is None
+        assert read(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]) is None
+    assert read(b"") is None
+
+
+def with_checksum(header: bytes, rest: bytes = b"") -> bytes:
+    body = len(header).to_bytes(4, "little") + header + rest
+    return crc32(body).to_bytes(4, "little") + body
+
+
+HEADER = {"kinds": [], "lengths": [], "content": "", "calls": []}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(with_checksum(b"{"), id="no JSON"),
+        pytest.param(with_checksum(b"[]"), id="another JSON"),
+        pytest.param(with_checksum(b"{}"), id="nothing in it"),
+        pytest.param(with_checksum(json.dumps(HEADER).encode(), b"abc"), id="half an id"),
+        pytest.param(
+            with_checksum(json.dumps({**HEADER, "kinds": ["Other"]}).encode()), id="another kind"
+        ),
+        pytest.param(
+            with_checksum(json.dumps({**HEADER, "calls": [["x"]]}).encode()), id="half a call"
+        ),
+    ],
+)
+def test_what_another_version_wrote_does_not_come_back(content: bytes) -> None:
+    assert read(content) is None

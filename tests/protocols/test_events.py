@@ -1,0 +1,39 @@
+"""What goes over the wire: JSON that is the same however it is written, one event per frame."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS
+from vllm_mlx_harmony.protocols.events import Event, encode, encode_slowly, frame, quote
+
+LONG = 'é 🙂 " \\ \n \ud83d' * (MOST_CHARACTERS // 4)
+
+DOCUMENTS: dict[str, Any] = {
+    "little": {"a": [1, 2.5, None, True], "b": {}},
+    "a long text": {"text": LONG},
+    "a long name": {LONG: 1},
+    "long, and all kinds": {
+        "texts": [LONG, "", ("x", LONG)],
+        "others": [1, -2.5, None, False, [], (), {}],
+        "inner": {"one": {"two": [LONG]}},
+    },
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_in_parts_it_is_the_same(document: Any) -> None:
+    assert encode_slowly(document) == encode(document)
+    assert "\n" not in encode(document)
+
+
+def test_a_string_alone() -> None:
+    assert json.loads(quote(LONG)) == LONG
+
+
+def test_one_event_is_one_frame() -> None:
+    assert frame(Event('{"a":1}')) == 'data: {"a":1}\n\n'
+    assert frame(Event("{}", "message_stop")) == "event: message_stop\ndata: {}\n\n"
