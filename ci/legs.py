@@ -255,6 +255,16 @@ LEGS: tuple[Leg, ...] = (
         commands=((*PYTEST, "tests/tools"),),
     ),
     Leg(
+        name="bench-gateway",
+        what="what the gateway costs per request, token and stream, beside its engine asked alone",
+        install=("./gateway",),
+        absent=(*HOST, "fastapi"),
+        commands=(("python", "ci/bench_gateway.py"),),
+        systems=("Linux",),
+        group="",
+        alone=True,
+    ),
+    Leg(
         name="several",
         what="several servers behind one address, over a real Redis",
         install=("-e", ".[redis]", *TEST_TOOLS, *GATEWAY),

@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except (UsageError, HarmonyFailure) as error:
         return _fail(error)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == __package__:
+            return _fail(UsageError("this is the gateway alone: pip install vllm-mlx-harmony"))
         if error.name != "openai_harmony":
             raise
         return _fail(UsageError("openai-harmony is not installed: pip install openai-harmony"))

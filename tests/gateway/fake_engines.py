@@ -210,7 +210,7 @@ _LISTED: dict[str, Json] = {
         "/get_server_info": {"grammar_backend": "xgrammar"},
     },
     "llamacpp": {"/props": {"default_generation_settings": {"n_ctx": 4096}, "total_slots": 4}},
-    "vllm-mlx": {"/harmony/v1/generate": {"harmony": "0.1.0"}},
+    "vllm-mlx": {"/harmony/v1/generate": {"harmony": 1}},
 }
 
 
@@ -333,7 +333,7 @@ class FakeEngine:
 def _is_trial(body: Json) -> bool:
     sampling = body.get("sampling_params", body)
     asked = sampling.get("structured_outputs")
-    return isinstance(asked, dict) and asked["grammar"].startswith("start: <[")
+    return isinstance(asked, dict) and asked["grammar"].startswith(("start: <[", "start: %json"))
 
 
 def _answering(content: Json) -> Callable[[Request], Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_mlx_harmony.server import cancel, chat, messages
+from vllm_mlx_harmony.server import cancel, chat, ids, messages
 from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
 from vllm_mlx_harmony.server.origins import OriginCheck
 from vllm_mlx_harmony.server.responses import routes as responses
@@ -18,6 +18,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *messages.ENDPOINTS,
     *responses.ENDPOINTS,
     *cancel.ENDPOINTS,
+    *ids.ENDPOINTS,
 )
 """What the front end answers over HTTP."""
 

@@ -48,7 +48,7 @@ PATIENCE_SECONDS = 2.0
 """After which a request that has no answer yet counts as taken: some engines send no status before
 they have computed the prompt."""
 
-END_SECONDS = 1.0
+END_SECONDS = 3.0
 """For what an engine sends behind the last id."""
 
 TAKEN = Chunk()

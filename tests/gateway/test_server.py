@@ -1,0 +1,341 @@
+"""What a gateway does beside answering: finding engines, keys and limits, reasoning that must end,
+grammars, settings, and its own life as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
+
+import httpx
+from fake_engines import KINDS, FakeEngine, ids, served, until
+from in_process import MODEL, Watched
+
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.gateway.app import gateway
+from vllm_mlx_harmony.gateway.engines import http
+from vllm_mlx_harmony.gateway.engines.finding import Spec, find, start_line
+from vllm_mlx_harmony.gateway.limits import RateLimit
+from vllm_mlx_harmony.gateway.settings import PREFIX, GatewaySettings, load
+from vllm_mlx_harmony.server.app import application
+
+CHAT = "/v1/chat/completions"
+SCRIPTS = {"Hello": "<|channel|>final<|message|>Good day to you.<|return|>"}
+USER = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+
+
+# --- Finding
+
+
+def found(url: str, kind: str = "", model: str = MODEL) -> http.HttpEngine:
+    async def finding() -> http.HttpEngine:
+        async with http.client() as client:
+            return await find(client, Spec(url, kind), model)
+
+    return asyncio.run(finding())
+
+
+MISSING = {
+    "vllm": "nothing",
+    "vllm-tokens": "nothing",
+    "sglang": "grammar",
+    "sglang-incremental": "grammar",
+    "llamacpp": "grammar, min tokens, tenant salt",
+    "vllm-mlx": "nothing",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_says_which_kind_it_is(kind: str) -> None:
+    with served(FakeEngine(kind, SCRIPTS).app) as url:
+        engine = found(url)
+        line = start_line(engine)
+    assert engine.dialect.name == kind.removesuffix("-incremental")
+    assert (engine.served_name, engine.context_length) == ("m", 4096)
+    assert line.startswith(f"{url}: {engine.dialect.name} serves 'm', 4096 tokens of context; ")
+    assert line.endswith(f"missing: {MISSING[kind]}")
+
+
+def test_a_vllm_that_keeps_to_no_grammar_is_found_out() -> None:
+    with served(FakeEngine("vllm", SCRIPTS, grammar=False).app) as url:
+        assert found(url).capabilities.missing == ("grammar",)
+
+
+def test_what_is_no_engine_is_said() -> None:
+    other = FakeEngine("vllm", SCRIPTS)
+    with served(application(Watched("", (other, "http://127.0.0.1:9")))) as url:
+        with pytest.raises(HostError, match=r"is none of vllm, .*: KIND=URL"):
+            found(url)
+        with pytest.raises(HostError, match="no kind of engine"):
+            found(url, kind="nonsense")
+    with pytest.raises(http.EngineUnavailable, match="cannot be reached"):
+        found("http://127.0.0.1:9")
+
+
+# --- Keys, tenants, limits
+
+
+def test_keys_are_tenants_and_limited() -> None:
+    engine = FakeEngine("vllm", SCRIPTS)
+    with ExitStack() as stack:
+        url = stack.enter_context(served(engine.app))
+        keys = (("one", "key-1"), ("two", "key-2"))
+        settings = GatewaySettings(engines=(Spec(url),), model=MODEL, keys=keys, rate_limit=3)
+        base = stack.enter_context(served(gateway(settings)))
+
+        def ask(key: str, path: str = "/v1/responses", **options: Any) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+            method = options.pop("method", "POST")
+            return httpx.request(method, base + path, headers=headers, timeout=30, **options)
+
+        body = {"model": MODEL, "input": "Hello"}
+        assert [ask(key, json=body).status_code for key in ("", "wrong", "ké")] == [401] * 3
+        mine = ask("key-1", json=body).json()
+        path = f"/v1/responses/{mine['id']}"
+        assert ask("key-1", path, method="GET").status_code == 200
+        assert ask("key-2", path, method="GET").status_code == 404
+        assert ask("key-1", json=body).status_code == 200
+        refused = ask("key-1", json=body)
+        assert refused.status_code == 429
+        assert 0 < int(refused.headers["retry-after"]) <= 60
+        assert ask("key-2", json=body).status_code == 200
+        salts = [each["cache_salt"] for each in engine.bodies]
+        assert salts[0] == salts[1] != salts[2]
+        metrics = httpx.get(f"{base}/metrics").text
+        assert 'vllm_mlx_harmony_refused_total{reason="key"} 3.0' in metrics
+        assert 'vllm_mlx_harmony_refused_total{reason="rate limit"} 1.0' in metrics
+        assert "key-1" not in metrics
+        assert httpx.get(f"{base}/ready").json()["status"] == "ready"
+
+
+def test_a_limit_is_on_any_minute() -> None:
+    limit = RateLimit(2)
+    assert [limit.count("a", now) for now in (0.0, 30.0, 31.0)] == [0, 0, 29]
+    assert limit.count("b", 31.0) == 0
+    assert limit.count("a", 60.5) == 0
+    assert [RateLimit(0).count("a", 0.0) for _ in range(9)] == [0] * 9
+
+
+# --- What is enforced
+
+
+THINKING = "<|channel|>analysis<|message|>" + "On and on it goes. " * 50
+BEHIND = "<|channel|>final<|message|>Enough.<|return|>"
+
+
+class Going(FakeEngine):
+    """Thinks for ever, unless its prompt ends behind another ``<|start|>assistant``."""
+
+    def said(self, prompt: Any) -> list[int]:
+        opened = ids("<|end|><|start|>assistant")
+        continued = list(prompt[-len(opened) :]) == opened and len(self.prompts) > 1
+        return ids(BEHIND if continued else THINKING)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reasoning_ends_where_its_budget_does(kind: str) -> None:
+    with ExitStack() as stack:
+        engine = Going(kind, {})
+        url = stack.enter_context(served(engine.app))
+        host = Watched("", (engine, url))
+        base = stack.enter_context(served(application(host)))
+        asked = {**USER, "thinking_token_budget": 10, "max_tokens": 500}
+        answer = httpx.post(base + CHAT, json=asked, timeout=60).json()
+    assert answer["choices"][0]["message"]["content"] == "Enough."
+    assert 10 <= answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 50
+    first, second = engine.prompts
+    assert second[: len(first)] == first
+
+
+ORDER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+TOOL = {"type": "function", "function": {"name": "order", "parameters": ORDER, "strict": True}}
+
+
+def test_what_cannot_be_enforced_is_refused() -> None:
+    with ExitStack() as stack:
+        engine = FakeEngine("llamacpp", SCRIPTS)
+        url = stack.enter_context(served(engine.app))
+        host = Watched("", (engine, url))
+        base = stack.enter_context(served(application(host)))
+        for fields in (
+            {"tools": [TOOL]},
+            {"tools": [{**TOOL, "function": {"name": "f"}}], "tool_choice": "required"},
+            {"response_format": {"type": "json_object"}},
+        ):
+            for stream in (False, True):
+                asked = {**USER, **fields, "stream": stream}
+                refused = httpx.post(base + CHAT, json=asked, timeout=30)
+                assert refused.status_code == 400, fields
+                assert "cannot be held to a grammar" in refused.json()["error"]["message"]
+        assert engine.bodies == []
+        assert httpx.post(base + CHAT, json=USER, timeout=30).status_code == 200
+        assert "grammar" not in engine.bodies[0]
+
+
+def test_an_engine_with_grammars_gets_them() -> None:
+    with ExitStack() as stack:
+        engine = FakeEngine("vllm-mlx", SCRIPTS)
+        url = stack.enter_context(served(engine.app))
+        base = stack.enter_context(served(application(Watched("", (engine, url)))))
+        asked = {**USER, "response_format": {"type": "json_object"}}
+        assert httpx.post(base + CHAT, json=asked, timeout=60).status_code == 200
+    assert engine.bodies[0]["grammar"].startswith("start: ")
+
+
+# --- Settings
+
+
+def test_flags_stand_over_the_environment_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text(
+        'model = "of the file"\nport = 1\nrate_limit = 5\nkeys = { alice = "a" }\n'
+        '[[engines]]\nurl = "http://one:1"\nkind = "vllm"\nkey = "k"\n'
+        '[[engines]]\nurl = "http://two:2"\n'
+    )
+    environment = {f"{PREFIX}PORT": "2", f"{PREFIX}RATE_LIMIT": "6", f"{PREFIX}ENGINE_KEY": "e"}
+    read = load({"port": "3"}, environment, str(file))
+    assert (read.model, read.port, read.rate_limit) == ("of the file", 3, 6)
+    assert read.engines == (Spec("http://one:1", "vllm", "k"), Spec("http://two:2", "", "e"))
+    assert read.keys == (("alice", "a"),)
+    given = {f"{PREFIX}ENGINES": "http://a, vllm=http://b", f"{PREFIX}KEYS": "x,bob=y"}
+    other = load({"model": "m"}, given)
+    assert other.engines == (Spec("http://a"), Spec("http://b", "vllm"))
+    assert other.keys == (("key-1", "x"), ("bob", "y"))
+
+
+GIVEN = {"engines": ["http://a"], "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({}, "--engine is missing"),
+        ({"engines": ["http://a"]}, "--model is missing"),
+        ({**GIVEN, "engines": ["a:8000"]}, "is not a URL"),
+        ({**GIVEN, "engines": ["tgi=http://a"]}, "is not one of vllm"),
+        ({**GIVEN, "port": "many"}, "--port: 'many' is not a whole number"),
+        ({**GIVEN, "port": "70000"}, "from 0 to 65535"),
+        ({**GIVEN, "drain": "-1"}, "--drain"),
+        ({**GIVEN, "reasoning_effort": "much"}, "--reasoning-effort: 'much' is not one of"),
+        ({**GIVEN, "builtin_tools": ["shell"]}, "--builtin-tool"),
+        ({**GIVEN, "keys": ["a=k", "b=k"]}, "two names have the same key"),
+        ({**GIVEN, "keys": ["ké"]}, "no ASCII text"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(HostError, match=said):
+        load(flags, {})
+
+
+def test_a_file_that_cannot_be_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.toml"
+    for content, said in (("model = ", "is not TOML"), ('modle = "m"', "modle is no setting")):
+        file.write_text(content)
+        with pytest.raises(HostError, match=said):
+            load({}, {}, str(file))
+    with pytest.raises(HostError, match="cannot be read"):
+        load({}, {}, str(tmp_path / "nowhere"))
+
+
+# --- The process
+
+
+@contextmanager
+def process(engine: str, port: int, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """The command itself, ready."""
+    command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--model", MODEL]
+    command += ["--engine", engine, "--port", str(port), *flags]
+    environment = {**os.environ, "VLLM_MLX_HARMONY_GRAMMAR": "off"}
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        until(lambda: status(port, "/ready") == 200, "the gateway", 120)
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
+def status(port: int, path: str) -> int:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=10).status_code
+    except httpx.HTTPError:
+        return 0
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+LONG = {"Hello": "<|channel|>final<|message|>" + "word " * 60 + "<|return|>"}
+
+
+def test_sigterm_lets_streams_end_and_takes_no_more() -> None:
+    engine = FakeEngine("vllm", LONG, pause=0.05)
+    port = free_port()
+    with served(engine.app) as url, process(url, port) as running:
+        base = f"http://127.0.0.1:{port}"
+        with httpx.stream("POST", base + CHAT, json={**USER, "stream": True}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            running.send_signal(signal.SIGTERM)
+            until(lambda: status(port, "/ready") == 503, "the drain to begin")
+            assert status(port, "/health") == 200
+            refused = httpx.post(base + CHAT, json=USER, timeout=30)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        said = "".join(
+            choice["delta"].get("content") or ""
+            for event in events
+            for choice in event.get("choices", ())
+        )
+        assert said == "word " * 60
+        assert running.wait(30) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def test_the_drain_has_a_limit() -> None:
+    engine = FakeEngine("vllm", LONG, pause=1.0)
+    port = free_port()
+    with served(engine.app) as url, process(url, port, "--drain", "2") as running:
+        base = f"http://127.0.0.1:{port}"
+        with httpx.stream("POST", base + CHAT, json={**USER, "stream": True}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            running.send_signal(signal.SIGTERM)
+            last = [line for line in lines if line.startswith("data: {")][-1]
+        assert json.loads(last[6:])["error"]["code"] == "shutting_down"
+        running.wait(30)
+        until(lambda: engine.running == 0, "the engine to be freed")
+
+
+def test_kill_9_frees_the_engine_and_another_takes_the_port() -> None:
+    engine = FakeEngine("vllm", LONG, pause=0.2)
+    port = free_port()
+    with served(engine.app) as url:
+        with process(url, port) as running:
+            base = f"http://127.0.0.1:{port}"
+            asked = {**USER, "stream": True}
+            with suppress(httpx.HTTPError), httpx.stream("POST", base + CHAT, json=asked) as answer:
+                for number, _ in enumerate(answer.iter_lines()):
+                    if number == 5:
+                        running.kill()
+            until(lambda: engine.running == 0, "the engine to be freed")
+            assert engine.aborted == 1
+        engine.pause = 0.0
+        with process(url, port):
+            assert httpx.post(base + CHAT, json=USER, timeout=30).status_code == 200

@@ -1,0 +1,110 @@
+"""The gateway's own distribution: small, without vllm-mlx, mlx and torch, and it serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.packaging
+
+ROOT = Path(__file__).parents[2]
+MOST_MEGABYTES = 150
+HEAVY = {"vllm_mlx", "mlx", "mlx_lm", "torch", "transformers", "vllm", "fastapi"}
+PLUGIN_ONLY = {"host", "standin"}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and nothing else."""
+    uv = shutil.which("uv")
+    assert uv is not None
+    folder = tmp_path_factory.mktemp("gateway")
+    # hatchling writes nothing into the tree, and the wheel only to where it is told to.
+    run(uv, "build", "--wheel", "--out-dir", folder / "dist", ROOT / "gateway")
+    (wheel,) = (folder / "dist").glob("*.whl")
+    run(uv, "venv", "-q", folder / "env")
+    run(uv, "pip", "install", "-q", "--python", folder / "env" / "bin" / "python", wheel)
+    return folder / "env"
+
+
+def run(*command: object) -> str:
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=300, check=False, env=clean
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def site(environment: Path) -> Path:
+    (found,) = (environment / "lib").glob("python3*/site-packages")
+    return found
+
+
+def test_it_is_small_and_brings_no_model_library(
+    environment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packages = site(environment)
+    size = sum(file.stat().st_size for file in packages.rglob("*") if file.is_file()) / 1e6
+    with capsys.disabled():
+        print(f"\nvllm-mlx-harmony-gateway, installed with all it needs: {size:.0f} MB")
+    assert size < MOST_MEGABYTES
+    there = {path.name for path in packages.iterdir()}
+    assert there & HEAVY == set()
+    assert {path.name for path in (packages / "vllm_mlx_harmony").iterdir()} & PLUGIN_ONLY == set()
+    assert not list(packages.glob("vllm_mlx_harmony_startup*")), "nothing runs at Python's start"
+
+
+def test_a_command_of_the_plugin_says_where_it_is(environment: Path) -> None:
+    program = environment / "bin" / "vllm-mlx-harmony"
+    for command in ("serve", "doctor", "demo"):
+        done = subprocess.run([program, command], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "pip install vllm-mlx-harmony" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_it_serves_until_it_is_told_to_end(environment: Path) -> None:
+    """No engine is there: it lives, and is not ready."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = environment / "bin" / "vllm-mlx-harmony"
+    flags = ("--engine", "http://127.0.0.1:9", "--model", "m", "--port", str(port))
+    server = subprocess.Popen([program, "gateway", *flags], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while (status := _status(port, "/health")) != 200:
+            assert server.poll() is None, server.stderr and server.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert status == 200
+        assert _status(port, "/ready") == 503
+        assert _status(port, "/metrics") == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def _status(port: int, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            json.dumps(answer.read().decode())
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0

@@ -1,0 +1,97 @@
+"""The endpoint of ids: off unless it is switched on; then what a gateway needs of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from starlette.testclient import TestClient
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
+
+from fakes import KEY, MODEL, Alone, Replay, ids
+
+from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.ids import PATH, VARIABLE
+
+SCRIPT = "<|channel|>final<|message|>Good day.<|return|>"
+SETTINGS = {"max_tokens": 100, "temperature": 0.0, "top_p": 1.0}
+PROMPT = list(ids("<|start|>user<|message|>Hello!<|end|><|start|>assistant"))
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Alone:
+    """A server with the endpoint."""
+    monkeypatch.setenv(VARIABLE, "1")
+    return Alone(Replay({"Hello!": SCRIPT}))
+
+
+def client(host: Alone) -> TestClient:
+    asking = TestClient(application(host), base_url="http://localhost")
+    asking.headers["Authorization"] = f"Bearer {KEY}"
+    return asking
+
+
+def events(text: str) -> list[Any]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+
+
+def test_it_is_off(host: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    asked = {"prompt": PROMPT, "settings": SETTINGS}
+    for answer in (client(host).get(PATH), client(host).post(PATH, json=asked)):
+        assert answer.status_code == 404
+        assert VARIABLE in answer.json()["error"]["message"]
+    assert host.lent == 0
+
+
+def test_ids_in_and_every_id_out(host: Alone) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "settings": SETTINGS}
+    answer = client(host).post(PATH, json=asked)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    said = events(answer.text)
+    assert tuple(token for event in said for token in event["ids"]) == ids(SCRIPT)
+    assert [event["finish"] for event in said if event["finish"]] == ["stop"]
+    assert host.engine.prompts == [tuple(PROMPT)]  # type: ignore[attr-defined]
+    assert (host.lent, host.trackers[0].results[0]) == (0, "success")
+
+
+def test_a_limit_is_a_length(host: Alone) -> None:
+    asked = {"prompt": PROMPT, "settings": {**SETTINGS, "max_tokens": 3}}
+    said = events(client(host).post(PATH, json=asked).text)
+    assert said[-1]["finish"] == "length"
+    assert tuple(token for event in said for token in event["ids"]) == ids(SCRIPT)[:3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "text"}, "prompt"),
+        ({"prompt": [300_000]}, "prompt"),
+        ({"settings": {}}, "settings.max_tokens"),
+        ({"settings": {**SETTINGS, "max_tokens": "many"}}, "settings.max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"grammar": "start: ("}, "tools"),
+        ({"model": "nobody"}, "model"),
+    ],
+)
+def test_what_is_wrong_is_named(host: Alone, fields: dict[str, Any], param: str) -> None:
+    asked = {"prompt": PROMPT, "settings": SETTINGS, **fields}
+    answer = client(host).post(PATH, json=asked)
+    assert answer.status_code in (400, 404)
+    assert answer.json()["error"]["param"] == param
+    assert host.lent == 0
+
+
+def test_it_asks_for_a_key_and_says_who_it_is(host: Alone) -> None:
+    assert "harmony" in client(host).get(PATH).json()
+    without = TestClient(application(host), base_url="http://localhost")
+    assert without.get(PATH).status_code == 401
+    assert without.post(PATH, json={}).status_code == 401

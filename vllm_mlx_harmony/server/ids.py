@@ -1,0 +1,242 @@
+"""``/harmony/v1/generate``: token ids in, token ids out, for a gateway in front of this server.
+
+Off unless ``VLLM_MLX_HARMONY_ID_ENDPOINT=1`` (``vllm-mlx-harmony serve --id-endpoint``): whoever
+may use it can give the model any ids, control tokens included, and is trusted with the tenants that
+it names. It is behind the server's API key like everything else, and under its queue and limits.
+
+POST takes a JSON object: ``prompt`` (ids), ``settings`` (those of ``server.sampling.Settings``),
+``model``, ``tenant`` (what is remembered of the prompt is its alone), ``grammar`` (text for
+llguidance, which the output must match from its first id) and ``min_tokens``. It answers with
+server-sent events ``{"ids": […], "finish": null | "stop" | "length", "cached_tokens": n}``; one
+that has ``error`` ends a stream that failed. GET says which version of all this it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Annotated, Any
+from uuid import uuid4
+
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
+from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Started, Usage
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.grammar import Grammar, Policy, compiled
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults, ResponseInfo
+from vllm_mlx_harmony.protocols import chat
+from vllm_mlx_harmony.protocols.events import Event, encode
+from vllm_mlx_harmony.protocols.validation import Seed, Wire, checked
+from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server.body import bounded, parse_body
+from vllm_mlx_harmony.server.endpoint import Endpoint
+from vllm_mlx_harmony.server.engine import Finish
+from vllm_mlx_harmony.server.errors import with_error_body
+from vllm_mlx_harmony.server.generation import Job, run
+from vllm_mlx_harmony.server.host import Lease, host_of
+from vllm_mlx_harmony.server.sampling import Settings, fit
+from vllm_mlx_harmony.server.serving import (
+    CLIENT_CLOSED,
+    Api,
+    PreparedRequest,
+    acquire,
+    error_answer,
+    respond,
+)
+
+VARIABLE = "VLLM_MLX_HARMONY_ID_ENDPOINT"
+"""Environment variable: ``1`` switches the endpoint on."""
+
+PATH = "/harmony/v1/generate"
+VERSION = 1
+"""Of what is said here: another one that cannot be understood is another number."""
+
+
+class IdSettings(Wire):
+    """As ``Settings``; ``logit_bias`` has pairs of id and bias."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_tokens: int = Field(ge=0)
+    temperature: float = Field(ge=0)
+    top_p: float = Field(gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    presence_penalty: float = 0.0
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    logit_bias: list[Annotated[list[float], Field(min_length=2, max_length=2)]] = Field(
+        default_factory=list
+    )
+    frequency_penalty: float = 0.0
+    seed: Seed | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """The value. Raises ``RequestError`` for a bias on no id."""
+        bias = tuple((int(token), value) for token, value in self.logit_bias)
+        wrong = next((token for token, _ in bias if not 0 <= token < VOCAB_SIZE), None)
+        if wrong is not None:
+            raise RequestError(f"no token has the id {wrong}", param="settings.logit_bias")
+        return Settings(**{**self.model_dump(), "logit_bias": bias})
+
+
+class IdRequest(Wire):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: list[int] = Field(min_length=1)
+    settings: IdSettings
+    model: str | None = None
+    tenant: str = ""
+    grammar: str | None = None
+    min_tokens: int = Field(default=0, ge=0)
+
+    stream: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """What was generated since the last one."""
+
+    ids: tuple[int, ...]
+
+
+class IdContext:
+    """One output that nobody reads but the other side: what a context is to a `Job`."""
+
+    done = False
+    outputs = ()
+    server_call = None
+
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        self._prompt = prompt
+        self._generated = 0
+
+    def render_for_completion(self) -> tuple[int, ...]:
+        """The prompt, as it came."""
+        return self._prompt
+
+    def start(self, cached_tokens: int | None) -> list[Delta]:
+        """The engine has the prompt."""
+        return [Started(len(self._prompt), cached_tokens)]
+
+    def append_output(self, ids: tuple[int, ...]) -> list[Ids]:
+        """More was generated."""
+        self._generated += len(ids)
+        return [Ids(ids)] if ids else []
+
+    def finish(self, reason: Finish, cached_tokens: int) -> list[Delta]:
+        """Nothing more comes."""
+        usage = Usage(len(self._prompt), self._generated, cached_tokens=cached_tokens)
+        return [Finished(reason, usage=usage)]
+
+
+class IdEmitter:
+    """Writes ids as they come."""
+
+    def feed(self, delta: Delta | Ids) -> list[Event]:
+        """The event of a delta."""
+        if isinstance(delta, Ids):
+            return [_event(delta.ids)]
+        if isinstance(delta, Finished):
+            finish = "length" if delta.reason == "length" else "stop"
+            return [_event((), finish, delta.usage.cached_tokens)]
+        if isinstance(delta, Failed):
+            error = {"message": delta.error.message, "code": delta.error.status}
+            return [Event(encode({"error": error}))]
+        return []
+
+    def result(self) -> dict[str, Any]:
+        """An answer that is not streamed: there is none."""
+        return {}
+
+
+def _event(ids: tuple[int, ...], finish: str | None = None, cached_tokens: int = 0) -> Event:
+    return Event(encode({"ids": ids, "finish": finish, "cached_tokens": cached_tokens}))
+
+
+def _read(body: object, _: Defaults, __: str) -> Any:
+    return checked(IdRequest, body)
+
+
+API = Api("ids", _read, chat.error_body)
+
+
+def switched_on() -> bool:
+    """Whether the endpoint answers."""
+    return os.environ.get(VARIABLE, "") == "1"
+
+
+async def generate(request: Request) -> Response:
+    """``POST /harmony/v1/generate``, and ``GET``."""
+    try:
+        if not switched_on():
+            problem = f"{PATH} is switched off ({VARIABLE}=1 switches it on)"
+            raise RequestError(problem, status=404, code="not_found")
+        if request.method == "GET":
+            return JSONResponse({"harmony": VERSION})
+        request = bounded(request)
+        document = await parse_body(await request.body())
+        lease = await acquire(API, request, document)
+        if lease is None:
+            return Response(status_code=CLIENT_CLOSED)
+        async with lease.released_on_error():
+            if lease.engine is None:
+                raise RequestError("the model takes no ids of Harmony", param="model", status=404)
+            parsed: IdRequest = await API.parsed(document, Defaults(), lease.tenant)
+            prepared = await _prepared(request, parsed, lease)
+            return await respond(request, prepared, run(prepared.job))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+        return error_answer(API, error)
+
+
+async def _prepared(request: Request, parsed: IdRequest, lease: Lease) -> PreparedRequest:
+    """The request, ready to run. Raises ``RequestError``."""
+    wrong = next((token for token in parsed.prompt if not 0 <= token < VOCAB_SIZE), None)
+    if wrong is not None:
+        raise RequestError(f"no token has the id {wrong}", param="prompt")
+    lease.tenant = sha256(f"{lease.tenant}\0{parsed.tenant}".encode()).hexdigest()
+    prompt = tuple(parsed.prompt)
+    host = host_of(request)
+    job = Job(
+        lease=lease,
+        context=IdContext(prompt),
+        settings=fit(parsed.settings.settings, len(prompt), lease.harmony.context_length),
+        tracker=host.tracker(API.name, stream=True),
+        id_seed=uuid4().hex,
+        constraint=await _constraint(parsed, lease.tenant),
+    )
+    info = ResponseInfo(job.id_seed, int(time.time()), parsed.model or "")
+    return PreparedRequest(API, parsed, info, job, IdEmitter())
+
+
+async def _constraint(parsed: IdRequest, tenant: str) -> Constraint | None:
+    """What the output must match. Raises ``RequestError`` for a grammar that is none."""
+    grammar = None
+    if parsed.grammar is not None:
+        if enforcement.read().policy is Policy.OFF:
+            raise RequestError("grammars are switched off on this server", param="grammar")
+        grammar = await asyncio.to_thread(compiled, Grammar(parsed.grammar), tenant)
+    spec = ConstraintSpec(grammar=grammar, min_tokens=parsed.min_tokens, binding=True)
+    return Constraint(spec) if spec else None
+
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    with_error_body(
+        chat.error_body,
+        Endpoint(
+            PATH,
+            ("GET", "POST"),
+            generate,
+            "a gateway in front of this server has ids, not requests",
+            like=("/v1/chat/completions", "POST"),
+        ),
+    ),
+)
