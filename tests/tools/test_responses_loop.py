@@ -19,7 +19,7 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "ser
 import openai
 from fakes import KEY, MODEL, Alone, Replay, ids
 from local import Local, browser, interpreter, weather
-from test_front_end import in_process
+from official_clients import in_process
 
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application

@@ -400,6 +400,18 @@ class Defaults:
     namespaces: tuple[Namespace, ...] = ()
     tools_for_all: bool = False
 
+    def unasked(self, tools: Sequence[Tool]) -> tuple[Namespace, ...]:
+        """The tools that the server runs for a request that names none of them.
+
+        None of a namespace that one of the request's own ``tools`` could be taken for.
+        """
+        taken = {tool.name.partition(".")[0] for tool in tools}
+        return tuple(
+            each
+            for each in (self.namespaces if self.tools_for_all else ())
+            if each.tools and each.name not in taken
+        )
+
     def enabled(self, requested: Sequence[str] | None) -> tuple[str, ...]:
         """The built-in namespaces of a turn: those ``requested``, each once, or the server's."""
         return self.builtin_tools if requested is None else tuple(dict.fromkeys(requested))

@@ -33,6 +33,10 @@ from vllm_mlx_harmony.protocols.openai_error import error_body
 
 _CALLERS_FAULT = range(400, 500)
 _REASONING, _CONTENT = "reasoning", "content"
+SERVER_CALLS = "server_tool_calls"
+"""What the server ran: a field of the message, and of a chunk when a call has its answer. The API
+has no words for it; clients that do not know it see reasoning and answer."""
+
 _FIELDS = {Kind.REASONING: _REASONING, Kind.PREAMBLE: _CONTENT, Kind.ANSWER: _CONTENT}
 
 _OPENINGS = {
@@ -97,6 +101,8 @@ class Emitter:
         self._tail = ',"usage":null}' if include_usage else "}"
         self._texts: dict[str, list[str]] = {}
         self._calls: list[_Call] = []
+        self._ran_calls: list[dict[str, Any]] = []
+        self._served = False  # whether the open message is a call of the server's
         self._around: tuple[str, ...] = ()
         self._parts: list[str] = []
         self._joint = ""
@@ -120,8 +126,10 @@ class Emitter:
             case Failed():
                 self._error = delta.error
                 return [Event(encode(error_body(delta.error))), DONE] if self._stream else []
-            case ToolStarted() | ToolFinished():
-                return []  # the API has no words for what the server runs
+            case ToolStarted():
+                return []
+            case ToolFinished():
+                return self._ran(delta)
             case _:
                 assert_never(delta)
 
@@ -148,6 +156,8 @@ class Emitter:
         self._input = None
         if delta.kind is Kind.CALL:
             return self._opened_call(delta)
+        if delta.kind is Kind.SERVER_CALL:
+            return self._opened_server_call(delta)
         if self._hidden:
             return []
         name = _FIELDS[delta.kind]
@@ -167,7 +177,25 @@ class Emitter:
         self._around = self._framed(f'{{"tool_calls":[{{"index":{index},{call.opening}', "}}]}")
         return self._send(encode({"tool_calls": [{"index": index, **call.document("")}]}))
 
+    def _opened_server_call(self, delta: Opened) -> list[Event]:
+        """Nothing is sent before it has an answer: it is no call that the client has to make."""
+        call = {"id": self._info.call_id(delta.index), "name": delta.name, "arguments": ""}
+        self._ran_calls.append({**call, "output": None, "error": None})
+        self._served = True
+        return []
+
+    def _ran(self, delta: ToolFinished) -> list[Event]:
+        call = self._ran_calls[-1]
+        call["output"] = delta.text
+        call["error"] = None if delta.failure is None else delta.failure.text
+        self._served = False
+        index = len(self._ran_calls) - 1  # without which openai's client cannot join them
+        return self._send(encode({SERVER_CALLS: [{"index": index, **call}]}))
+
     def _text(self, delta: Text) -> list[Event]:
+        if self._served:
+            self._ran_calls[-1]["arguments"] += delta.text
+            return []
         if self._input is not None:
             return self._show(self._input.feed(delta.text))
         return [] if self._hidden else self._show(delta.text)
@@ -220,6 +248,8 @@ class Emitter:
         if _REASONING in self._texts:
             reasoning = "".join(self._texts[_REASONING])
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if self._ran_calls:
+            message[SERVER_CALLS] = self._ran_calls
         if self._calls:
             message["tool_calls"] = [c.document("".join(c.arguments)) for c in self._calls]
         return message
@@ -235,10 +265,11 @@ class Emitter:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
+    tools = {"tool_output_tokens": usage.tool_tokens} if usage.tool_tokens else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens, **tools},
     }

@@ -127,6 +127,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
         limits=_limits(body),
         tool_choice=tool_choice,
         thinking=thinking,
+        namespaces=() if choice.type == "none" else defaults.unasked(tools),
     )
 
 

@@ -6,6 +6,7 @@ request (messages/schema.py, messages/request.py), tokens, channels and sockets.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from json import loads
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -26,7 +27,7 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, PromptTooLong
-from vllm_mlx_harmony.core.turn import ResponseInfo
+from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ResponseInfo
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Event, encode, quote
 from vllm_mlx_harmony.protocols.messages.partial_json import ObjectText
@@ -185,12 +186,39 @@ class _ToolUseBlock:
         return {"type": "tool_use", "id": self._id, "name": self._tool, "input": given}
 
 
+class _McpToolUseBlock(_ToolUseBlock):
+    """A call of a tool that the server runs. Code is the field of an object, as input has to be."""
+
+    def __init__(self, call_id: str, label: str, tool: str, *, code: bool) -> None:
+        super().__init__(_mcp_id(call_id), tool)
+        self._label = label
+        self._before = '{"code":"' if code else ""
+        self._code = code
+
+    def take(self, text: str) -> str:
+        if self._code:
+            text, self._before = self._before + quote(text)[1:-1], ""
+        return super().take(text)
+
+    def rest(self) -> str:
+        return (super().take('"}') if self._code else "") + super().rest()
+
+    def document(self, text: str, signature: str) -> dict[str, Any]:
+        block = super().document(text, signature)
+        return {**block, "type": "mcp_tool_use", "server_name": self._label}
+
+
+def _mcp_id(call_id: str) -> str:
+    return f"mcptoolu_{call_id.partition('_')[2]}"
+
+
 # --- The answer.
 
 _STOP_REASONS: dict[FinishReason, str] = {
     "stop": "end_turn",
     "tool_calls": "tool_use",
     "length": "max_tokens",
+    "pause": "pause_turn",
 }
 
 
@@ -204,12 +232,23 @@ class Emitter:
     """
 
     def __init__(
-        self, info: ResponseInfo, cipher: Cipher, *, stream: bool, thinking: Display = "shown"
+        self,
+        info: ResponseInfo,
+        cipher: Cipher,
+        *,
+        stream: bool,
+        thinking: Display = "shown",
+        namespaces: Sequence[Namespace] = (),
     ) -> None:
         self._info = info
         self._cipher = cipher
         self._stream = stream
         self._thinking = thinking
+        self._served = {
+            recipient: (each.label, tool.origin[-1])
+            for each in namespaces
+            for recipient, tool in zip(each.recipients, each.tools, strict=False)
+        }
         self._block: _Block | None = None
         self._count = 0
         self._head = ""
@@ -235,8 +274,10 @@ class Emitter:
                 self._error = delta.error
                 body = error_body(delta.error, request_id(self._info))
                 return [Event(encode(body), "error")] if self._stream else []
-            case ToolStarted() | ToolFinished():
+            case ToolStarted():
                 return []
+            case ToolFinished():
+                return self._ran(delta)
             case _:
                 assert_never(delta)
 
@@ -274,6 +315,11 @@ class Emitter:
         """``None`` when the caller does not want to see the message."""
         if delta.kind is Kind.CALL:
             return _ToolUseBlock(self._info.call_id(delta.index), delta.name)
+        if delta.kind is Kind.SERVER_CALL:
+            head, _, rest = delta.name.partition(".")
+            label, tool = self._served.get(delta.name, (head, rest or head))
+            key, code = self._info.call_id(delta.index), delta.name == PYTHON
+            return _McpToolUseBlock(key, label, tool, code=code)
         if delta.kind is Kind.PREAMBLE and self._thinking == "updates":
             return _ThinkingBlock(self._cipher, shown=True, mark=UPDATE)
         if delta.kind is not Kind.REASONING:
@@ -281,6 +327,22 @@ class Emitter:
         if self._thinking in ("hidden", "updates"):
             return None
         return _ThinkingBlock(self._cipher, shown=self._thinking == "shown")
+
+    def _ran(self, delta: ToolFinished) -> list[Event]:
+        """The result is a block of its own, whole when it begins."""
+        block = {
+            "type": "mcp_tool_result",
+            "tool_use_id": _mcp_id(self._info.call_id(delta.index)),
+            "is_error": delta.failure is not None,
+            "content": [{"type": "text", "text": delta.text, "citations": None}],
+        }
+        index, self._count = self._count, self._count + 1
+        if not self._stream:
+            self._content.append(block)
+        return [
+            *self._send("content_block_start", index=index, content_block=block),
+            *self._send("content_block_stop", index=index),
+        ]
 
     def _more(self, text: str) -> list[Event]:
         if not text:
@@ -357,4 +419,7 @@ def _started_usage(delta: Started) -> dict[str, Any]:
 
 
 def _final_usage(usage: Usage) -> dict[str, Any]:
-    return {**_usage(usage), "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}}
+    details = {"thinking_tokens": usage.reasoning_tokens}
+    if usage.tool_tokens:
+        details["tool_output_tokens"] = usage.tool_tokens
+    return {**_usage(usage), "output_tokens_details": details}

@@ -70,7 +70,13 @@ class MessagesRequest:
 
     def emitter(self, info: ResponseInfo) -> Emitter:
         """The writer of this request's answer, signed with ``info``."""
-        return Emitter(info, self.cipher, stream=self.stream, thinking=self.thinking)
+        return Emitter(
+            info,
+            self.cipher,
+            stream=self.stream,
+            thinking=self.thinking,
+            namespaces=self.turn.namespaces,
+        )
 
     def echoed(self, message: Message) -> Message:
         """A message the model said, as it is read when a client gives it back: the same."""
@@ -134,6 +140,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
         ),
         tool_choice=_tool_choice(body, [*tools, *_added(messages)]),
         thinking=thinking,
+        namespaces=() if _no_tools(body) else defaults.unasked([*tools, *_added(messages)]),
     )
 
 

@@ -12,11 +12,11 @@ time after twice the pause of the time before. Calls come from other tasks.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from vllm_mlx_harmony.core.errors import HostError
@@ -43,14 +43,17 @@ MOST_PAGES = 100
 
 
 def check_package() -> None:
-    """Raises ``HostError`` that says what to install, where the package ``mcp`` is not 2.x."""
+    """Raises ``HostError`` that says what to install, where the package ``mcp`` is not 2.x.
+
+    It is not imported for that: it brings sse-starlette, which replaces a method of uvicorn's.
+    """
     try:
-        importlib.import_module("mcp.client.client")
-        importlib.import_module("mcp_types")
-    except ImportError as error:
-        raise HostError(
-            f"tool servers need mcp 2.x ({error}): pip install 'vllm-mlx-harmony[tools]'"
-        ) from error
+        found = metadata.version("mcp")
+    except metadata.PackageNotFoundError:
+        found = "none"
+    if found.partition(".")[0] != "2":
+        needed = "tool servers need the package mcp 2.x"
+        raise HostError(f"{needed} ({found} is installed): pip install 'vllm-mlx-harmony[tools]'")
 
 
 class McpServer:

@@ -1,0 +1,156 @@
+"""The loop on the real host, both engines: real MCP servers, the official clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+from server import FLAG, HARMONY
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from server import Server
+
+pytestmark = pytest.mark.served
+pytest.importorskip("mcp")
+
+SERVERS = Path(__file__).parents[1] / "tools" / "servers.py"
+FIRST = (
+    "<|channel|>analysis<|message|>Ask.<|end|><|start|>assistant<|channel|>commentary "
+    'to=weather.now <|constrain|>json<|message|>{"city":"Rome"}<|call|>'
+)
+SECOND = "<|channel|>analysis to=python code<|message|>6 * 7<|call|>"
+LAST = "<|channel|>final<|message|>It is warm.<|return|>"
+SLEEPS = '<|channel|>commentary to=slow.sleep <|constrain|>json<|message|>{"seconds":60}<|call|>'
+SCRIPTS = [
+    Script("Where is it warm?<|end|>", FIRST),
+    Script("Rome: 20 °C<|end|>", SECOND),
+    Script("<|message|>42<|end|>", LAST),
+    Script("Sleep.<|end|>", SLEEPS),
+    Script("Error: ", LAST),
+]
+
+
+@pytest.fixture(scope="module")
+def server(
+    start: Callable[..., Server], engine: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A host that runs tools for every request, with a stand-in of its own."""
+    directory = tmp_path_factory.mktemp("tools")
+    model = standin.write(directory / "model", SCRIPTS)
+    servers = {
+        kind: {"command": sys.executable, "args": [str(SERVERS), kind]}
+        for kind in ("weather", "python", "slow")
+    }
+    servers["away"] = {"url": "http://127.0.0.1:9/mcp"}  # type: ignore[dict-item]
+    file = directory / "mcp.json"
+    file.write_text(json.dumps({"mcpServers": servers}))
+    running = start(
+        *FLAG,
+        "--mcp-config",
+        str(file),
+        "--enable-metrics",
+        engine=engine,
+        model=model,
+        command=HARMONY,
+        env={"VLLM_MLX_HARMONY_TOOLS": "all", "VLLM_MLX_HARMONY_GRAMMAR": "auto"},
+    )
+    yield running
+    tools = children(running.pid)
+    assert len(tools) == 3
+    running.stop()
+    time.sleep(0.5)
+    assert not [pid for pid in tools if Path(f"/proc/{pid}").exists()]
+
+
+def children(pid: int) -> list[int]:
+    ps = ["ps", "--ppid", str(pid), "-o", "pid=,args="]
+    listed = subprocess.run(ps, check=False, capture_output=True, text=True).stdout
+    return [int(line.split()[0]) for line in listed.splitlines() if str(SERVERS) in line]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_responses(server: Server, stream: bool) -> None:
+    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="x", max_retries=0)
+    tools: Any = [
+        {"type": "mcp", "server_label": "weather", "require_approval": "never"},
+        {"type": "code_interpreter", "container": {"type": "auto"}},
+    ]
+    request: Any = {"model": str(server.model), "input": "Where is it warm?", "tools": tools}
+    if stream:
+        with client.responses.stream(**request) as events:
+            for _ in events:
+                pass
+            response = events.get_final_response()
+    else:
+        response = client.responses.create(**request)
+    assert [each.type for each in response.output] == [
+        "mcp_list_tools",
+        "reasoning",
+        "mcp_call",
+        "code_interpreter_call",
+        "message",
+    ]
+    assert response.output_text == "It is warm."
+
+
+def test_nothing_is_computed_twice(server: Server) -> None:
+    """Prefill of the whole loop is no more than 1.05 times its last prompt."""
+    before = stats(server)
+    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key=os.urandom(4).hex())
+    padding = "word " * 2000
+    response = client.responses.create(
+        model=str(server.model), input=f"{padding}Where is it warm?", max_output_tokens=500
+    )
+    usage = response.usage
+    assert usage is not None
+    last = usage.input_tokens + usage.output_tokens + 40
+    computed = stats(server) - before
+    assert computed <= 1.05 * last
+
+
+def stats(server: Server) -> int:
+    """Tokens of prompts that were computed so far."""
+    found = httpx.get(f"{server.base_url}/v1/cache/stats").json()
+    counters = list(within(found, "harmony_prefix_reuse"))
+    return int(counters[0]["tokens_new"])
+
+
+def within(value: Any, name: str) -> Iterator[Any]:
+    """What stands under ``name``, anywhere in ``value``."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == name:
+                yield inner
+            yield from within(inner, name)
+
+
+def test_who_goes_cancels(server: Server) -> None:
+    body = {"model": str(server.model), "input": "Sleep.", "tools": []}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.base_url}/v1/responses", json=body, timeout=3)
+    time.sleep(1)
+    found = httpx.get(f"{server.base_url}/metrics").text
+    assert 'vllm_mlx_harmony_tool_errors_total{server="slow",tool="sleep"} 1.0' in found
+
+
+def test_what_the_host_tells_of_them(server: Server) -> None:
+    health = httpx.get(f"{server.base_url}/health").json()["mcp"]
+    assert (health["servers_connected"], health["servers_total"]) == (3, 4)
+    listed = httpx.get(f"{server.base_url}/v1/mcp/tools").json()["tools"]
+    assert "weather__now" in [each["name"] for each in listed]
+    body = {"tool_name": "weather__now", "arguments": {"city": "Oslo"}}
+    ran = httpx.post(f"{server.base_url}/v1/mcp/execute", json=body).json()
+    assert (ran["content"], ran["is_error"]) == ("Oslo: 20 °C", False)
+    assert "tools         weather: now, fails, nothing, pid" in server.log
