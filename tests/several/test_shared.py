@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,10 +10,16 @@ from pathlib import Path
 
 import pytest
 from several.real_redis import RedisServer
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.replay import Output, Replay
 from vllm_mlx_harmony.core.turn import Answer, Call, User
+from vllm_mlx_harmony.gateway.app import Gateway
+from vllm_mlx_harmony.gateway.engines.finding import Spec
+from vllm_mlx_harmony.gateway.settings import GatewaySettings
+from vllm_mlx_harmony.gateway.shared_limit import SharedRateLimit
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import encryption, shared
 from vllm_mlx_harmony.server.replay import SharedTurns
@@ -169,6 +176,51 @@ def test_wishes_and_events_reach_the_other_server(server: RedisServer) -> None:
     assert there.events(*second, 0) == []
     here.forget(*second)
     here.forget(*run)
+
+
+# --- Rate limits
+
+
+def test_gateways_count_requests_together(server: RedisServer) -> None:
+    one, other = (SharedRateLimit(Shared(server.url), 4) for _ in range(2))
+    begin = 60_000_000.0  # a whole minute
+    counted = [limit.count("carol", begin + 10) for limit in (one, other) * 3]
+    assert counted == [0, 0, 0, 0, 50, 50]
+    assert one.count("dave", begin + 10) == 0
+    # Of the four a minute ago the half counts: there is room for two.
+    counted = [limit.count("carol", begin + 90) for limit in (one, other, one)]
+    assert counted == [0, 0, 15]
+    assert one.count("carol", begin + 105) == 0  # a quarter of the four, and the two
+    assert other.count("carol", begin + 300) == 0
+
+
+def test_a_gateway_counts_by_itself_while_redis_is_away(
+    own: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(shared.STORE_VARIABLE, own.url)
+    _forget()
+    settings = GatewaySettings(engines=(Spec("http://nowhere:1"),), model="m", rate_limit=2)
+    one, other = Gateway(settings), Gateway(settings)
+    connection = HTTPConnection({"type": "http", "headers": [(b"authorization", b"Bearer eve")]})
+
+    async def refused(gateway: Gateway) -> bool:
+        try:
+            await gateway.check_rate_limit(connection)
+        except HTTPException as error:
+            return error.status_code == 429 and int((error.headers or {})["Retry-After"]) > 0
+        return False
+
+    async def together() -> list[bool]:
+        return [await refused(gateway) for gateway in (one, other, one, other)]
+
+    async def apart() -> list[bool]:
+        gateway = Gateway(settings)
+        return [await refused(gateway) for _ in range(3)]
+
+    assert asyncio.run(together()) == [False, False, True, True]
+    own.stop()
+    assert asyncio.run(apart()) == [False, False, True]
+    _forget()
 
 
 # --- Redis away

@@ -39,10 +39,12 @@ from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
 from vllm_mlx_harmony.gateway.router import NOT_FOUND, Backend, Fleet
 from vllm_mlx_harmony.gateway.routing import Health, Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
+from vllm_mlx_harmony.gateway.shared_limit import SharedRateLimit
 from vllm_mlx_harmony.server import defaults, enforcement, generation
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import Budget, Lease, Tracker, tenant_of
+from vllm_mlx_harmony.server.shared import SharedError, server_shared
 from vllm_mlx_harmony.server.shutdown import at_once, gracefully
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
@@ -145,7 +147,13 @@ class Gateway:
 
     async def check_rate_limit(self, connection: HTTPConnection) -> None:
         """See ``Host``."""
-        seconds = self._limit.count(tenant_of(connection), time.monotonic())
+        tenant = tenant_of(connection)
+        seconds = self._limit.count(tenant, time.monotonic())
+        shared = server_shared() if self.settings.rate_limit and not seconds else None
+        if shared is not None:
+            limit = SharedRateLimit(shared, self.settings.rate_limit)
+            with contextlib.suppress(SharedError):  # then each gateway counts by itself
+                seconds = await asyncio.to_thread(limit.count, tenant, time.time())
         if seconds:
             self.metrics.refused.labels("rate limit").inc()
             problem = f"Rate limit exceeded ({self.settings.rate_limit} requests per minute)"
