@@ -1,4 +1,4 @@
 """One file per command. What the command line takes is in `__main__`.
 
-Knows files, terminals and processes; asks the other rooms for everything else.
+Knows files, terminals and processes; asks the other packages for everything else.
 """

@@ -1,6 +1,6 @@
 """demo: one tool-call conversation with a scripted stand-in, through the real server.
 
-Knows the story and its order. What is on the screen is in `screen`, the server in `process`, the
+Knows the steps and their order. What is on the screen is in `screen`, the server in `process`, the
 client in `client`.
 """
 

@@ -130,7 +130,7 @@ class StreamingHarmonyContext:
         no call of the conversation; nothing has changed then.
         """
         results = list(messages)
-        calls = self._calls()
+        calls = {call.id: call.name for call in self.messages if isinstance(call, Call)}
         rendered = [render_messages([each], self._names, calls, self._tenant) for each in results]
         goes_on = all(isinstance(each, ServerResult) for each in results)
         deltas = [] if self._has_results else self._end_output()
@@ -247,6 +247,3 @@ class StreamingHarmonyContext:
             key = self._info.call_id(self._open.index)
             return _CALLS[self._open.kind](key, self._open.name, text)
         return _MESSAGE_OF[self._open.kind](text)
-
-    def _calls(self) -> dict[str, str]:
-        return {call.id: call.name for call in self.messages if isinstance(call, Call)}

@@ -255,7 +255,8 @@ def _plain(value: object, depth: int = 0) -> Any:
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, (int, float)):
-        return value if _is_small(value) else "a number beyond 64 bits"
+        small = abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
+        return value if small else "a number beyond 64 bits"
     if depth >= MAX_VALUE_DEPTH:
         return None
     if isinstance(value, Mapping):
@@ -263,10 +264,6 @@ def _plain(value: object, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(one, depth + 1) for one in value]
     return None
-
-
-def _is_small(number: float) -> bool:
-    return abs(number) < 2**63 if isinstance(number, int) else math.isfinite(number)
 
 
 def _characters(value: object) -> int:

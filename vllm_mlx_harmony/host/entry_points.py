@@ -88,12 +88,10 @@ def source(group: str, name: str) -> str:
 def _choose(group: str, name: str) -> metadata.EntryPoint | None:
     entries = metadata.entry_points(group=group, name=name)
     # Sorted by name, ours last: two strangers give the same answer on every machine.
-    ranked = sorted(entries, key=lambda entry: (_is_own(entry), _distribution(entry)))
+    ranked = sorted(
+        entries, key=lambda entry: (_distribution(entry) == DISTRIBUTION, _distribution(entry))
+    )
     return ranked[0] if ranked else None
-
-
-def _is_own(entry: metadata.EntryPoint) -> bool:
-    return _distribution(entry) == DISTRIBUTION
 
 
 def _distribution(entry: metadata.EntryPoint) -> str:

@@ -73,7 +73,8 @@ class Sampler:
         self.settings = settings
         self._new_processor = processor
         self._seed = secrets.randbits(64) if settings.seed is None else settings.seed
-        self._opens_with_text = _last_control(prompt) == vocab.MESSAGE
+        last_control = next((each for each in prompt[::-1] if each >= vocab.CONTROL.start), None)
+        self._opens_with_text = last_control == vocab.MESSAGE
         self.filters = (settings.top_p < 1, settings.min_p > 0, settings.top_k > 0)
         self.penalises = (
             settings.presence_penalty != 0
@@ -267,7 +268,3 @@ def _splitmix64(state: int) -> tuple[int, int]:
     mixed = (mixed ^ (mixed >> 27)) * 0x94D0_49BB_1331_11EB & _MASK
     mixed ^= mixed >> 31
     return mixed >> 32, mixed & 0xFFFF_FFFF
-
-
-def _last_control(prompt: Sequence[int]) -> int | None:
-    return next((token for token in reversed(prompt) if token >= vocab.CONTROL.start), None)

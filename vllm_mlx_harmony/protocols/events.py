@@ -6,7 +6,7 @@ and anything about sockets.
 Documents are written by ``json``, once per message or response. A delta is what there are thousands
 of: its JSON is made once per message, and the text alone is quoted (``quote``, in C) and put in
 between. That takes about 0.1 µs; a library that writes the whole chunk takes five times as long
-(orjson 3.11: 0.5 µs), because most of a chunk is always the same. orjson also refuses what the host
+(orjson 3.13: 0.5 µs), because most of a chunk is always the same. orjson also refuses what the host
 and clients may send: half a surrogate pair, and integers beyond 64 bits.
 """
 

@@ -5,7 +5,7 @@ nobody waits for it, and its limits. Refuses to know masks and logits (`logit_ma
 grammar says (`core.grammar`).
 
 A turn is held to what it asks for under any setting but ``off``. There, what only a grammar can
-promise is refused; formats and syntaxes that the prompt tells the model of are only told. Budgets
+promise is refused; formats and syntaxes that the prompt tells the model of are only shown. Budgets
 of reasoning and ``min_tokens`` are no matter of grammars, and hold all the same.
 """
 

@@ -98,7 +98,8 @@ class OriginCheck:
         if parts is None or not parts[0]:  # `null` is what any page can make itself be
             return False
         name, place = parts
-        return _is_loopback(name) or place == (host or "").lower()
+        local = name == "localhost" or name.endswith(".localhost")
+        return local or _is_address(name, loopback=True) or place == (host or "").lower()
 
     def _problem(self, origin: str | None, host: str | None) -> str | None:
         """What is wrong with where a request comes from, and what to do about it."""
@@ -171,10 +172,6 @@ def _split(origin: str) -> tuple[str, str] | None:
         return (parts.hostname or "").rstrip("."), parts.netloc
     except ValueError:
         return None
-
-
-def _is_loopback(name: str) -> bool:
-    return name == "localhost" or name.endswith(".localhost") or _is_address(name, loopback=True)
 
 
 def _is_address(name: str, *, loopback: bool = False) -> bool:

@@ -52,15 +52,19 @@ def settle(
         return neutral if given is None else given
 
     temperature, top_p, top_k = value("temperature", 1.0), value("top_p", 1.0), value("top_k", 0)
+    most = _allowed(limits, max_tokens)
+    for token, _ in sampling.logit_bias:
+        if not 0 <= token < VOCAB_SIZE:
+            raise RequestError(f"no token has the id {token}", param="logit_bias")
     return Settings(
-        max_tokens=_allowed(limits, max_tokens),
+        max_tokens=most,
         temperature=0.0 if min(temperature, top_p) < SMALLEST else temperature,
         top_p=max(top_p, SMALLEST),
         top_k=top_k if 0 < top_k < VOCAB_SIZE else 0,
         min_p=value("min_p", 0.0),
         presence_penalty=value("presence_penalty", 0.0),
         repetition_penalty=value("repetition_penalty", 1.0),
-        logit_bias=_checked(sampling.logit_bias),
+        logit_bias=sampling.logit_bias,
         frequency_penalty=value("frequency_penalty", 0.0),
         seed=sampling.seed,
     )
@@ -85,10 +89,3 @@ def _allowed(limits: Limits, max_tokens: Callable[[int | None], int]) -> int:
     except HTTPException as error:
         message = str(error.detail).replace("max_tokens", limits.where)
         raise RequestError(message, param=limits.where, code="invalid_value") from error
-
-
-def _checked(logit_bias: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-    for token, _ in logit_bias:
-        if not 0 <= token < VOCAB_SIZE:
-            raise RequestError(f"no token has the id {token}", param="logit_bias")
-    return logit_bias

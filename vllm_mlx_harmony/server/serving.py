@@ -229,7 +229,7 @@ def _routing(document: object) -> tuple[str | None, float | None]:
 async def prepare(
     api: Api, host: Host, document: Document, lease: Lease, id_seed: str
 ) -> PreparedRequest:
-    """The request, read and rendered; ``id_seed`` signs it. Raises ``RequestError``."""
+    """The request, read and rendered; ids are made from ``id_seed``. Raises ``RequestError``."""
     defaults = with_tools(host.defaults(lease.engine), host.toolbox)
     parsed = await api.parsed(document, defaults, lease.tenant)
     info = ResponseInfo(id_seed, int(time.time()), response_name(parsed.model, host.model_name))

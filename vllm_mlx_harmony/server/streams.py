@@ -175,8 +175,12 @@ class EventBuffer:
                     capacity = self._bytes + self._capacity
                 elif self._bytes > capacity:
                     logger.info("an answer was ended: %d bytes of it waited to be read", capacity)
+                    failure = HostError(
+                        "the answer was not read as fast as it was generated, and has been ended",
+                        code="reader_too_slow",
+                    )
                     with suppress(StopAsyncIteration):  # it had ended
-                        self._put(await groups.athrow(_too_slow()))
+                        self._put(await groups.athrow(failure))
                     return
 
     def _put(self, group: list[Event]) -> None:
@@ -188,13 +192,6 @@ class EventBuffer:
     def _wake(self, _: object = None) -> None:
         if self._more is not None and not self._more.done():
             self._more.set_result(None)
-
-
-def _too_slow() -> HostError:
-    return HostError(
-        "the answer was not read as fast as it was generated, and has been ended",
-        code="reader_too_slow",
-    )
 
 
 _unread: set[object] = set()

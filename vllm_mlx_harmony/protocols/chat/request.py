@@ -66,7 +66,7 @@ class ChatRequest:
     freeform: frozenset[str] = frozenset()
 
     def emitter(self, info: ResponseInfo) -> Emitter:
-        """The writer of this request's answer, signed with ``info``."""
+        """The writer of the answer to this request, which ``info`` is of."""
         return Emitter(
             info,
             stream=self.stream,

@@ -69,7 +69,7 @@ _ERRORS: dict[int, str] = {
 
 
 def request_id(info: ResponseInfo) -> str:
-    """The ``request-id`` of the answer that ``info`` signs."""
+    """The ``request-id`` of the answer that ``info`` is of."""
     return f"req_{info.id_seed[:24]}"
 
 

@@ -69,7 +69,7 @@ class MessagesRequest:
     cipher: Cipher = field(repr=False)
 
     def emitter(self, info: ResponseInfo) -> Emitter:
-        """The writer of this request's answer, signed with ``info``."""
+        """The writer of the answer to this request, which ``info`` is of."""
         return Emitter(
             info,
             self.cipher,
@@ -117,7 +117,11 @@ _DISPLAYS: dict[str, Display] = {"disabled": "hidden", "between_tools": "updates
 def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
     messages, prefill = _conversation(body, defaults, cipher)
-    tools = () if _no_tools(body) else tuple(_tools(body.tools or ()))
+    declared = () if _no_tools(body) else body.tools or ()
+    tools = tuple(
+        tool for index, each in enumerate(declared) for tool in _tool(each, f"tools[{index}]")
+    )
+    thinks = body.thinking
     effort, thinking = _reasoning(body, defaults)
     for message in messages:
         if isinstance(message, EffortUpdate):
@@ -135,8 +139,8 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
         limits=Limits(
             max_tokens=body.max_tokens,
             stop=tuple(text for text in body.stop_sequences or () if text),
-            one_call=_one_call(body),
-            reasoning_tokens=_reasoning_tokens(body),
+            one_call=bool(body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+            reasoning_tokens=thinks.budget_tokens if thinks and thinks.type == "enabled" else None,
         ),
         tool_choice=_tool_choice(body, [*tools, *_added(messages)]),
         thinking=thinking,
@@ -340,7 +344,8 @@ def _assistant_block(placed: _Placed, cipher: Cipher) -> Iterator[Message]:
         yield _call(placed)
     elif block.type in ("thinking", "redacted_thinking"):
         if thought := _thought(placed, cipher):
-            yield _thought_of(thought)
+            shown = thought.startswith(UPDATE)
+            yield Preamble(thought.removeprefix(UPDATE)) if shown else Reasoning(thought)
     elif not _says_nothing(block.type):
         raise _unreadable(block.type, placed.where)
 
@@ -386,12 +391,6 @@ def _thought(placed: _Placed, cipher: Cipher) -> str:
     return encrypted or block.thinking or ""
 
 
-def _thought_of(encrypted: str) -> Message:
-    if encrypted.startswith(UPDATE):
-        return Preamble(encrypted.removeprefix(UPDATE))
-    return Reasoning(encrypted)
-
-
 def _call(placed: _Placed) -> Call:
     block = placed.block
     for name in ("id", "name", "input"):
@@ -413,7 +412,7 @@ def _result(placed: _Placed) -> Result:
     if block.tool_use_id is None:
         raise required(f"{placed.where}.tool_use_id")
     parts = enumerate(block.content or ())
-    text = _lines(_result_text(part, f"{placed.where}.content[{i}]") for i, part in parts)
+    text = _lines(_block_text(part, f"{placed.where}.content[{i}]", _omitted) for i, part in parts)
     return Result(block.tool_use_id, _failed(text) if block.is_error else text, placed.where)
 
 
@@ -429,10 +428,6 @@ def _failed(text: str) -> str:
 
 _Otherwise: TypeAlias = Callable[[str, str], str]
 """What is said of a part that is not text, by its type and its path; or it is refused."""
-
-
-def _result_text(part: ResultBlock, where: str) -> str:
-    return _block_text(part, where, _omitted)
 
 
 def _user_text(placed: _Placed) -> str:
@@ -556,11 +551,6 @@ def _is_anthropics(tool: AnthropicTool) -> bool:
     return tool.type not in (None, CUSTOM) and tool.input_schema is None
 
 
-def _tools(tools: Iterable[AnthropicTool]) -> Iterator[Tool]:
-    for index, tool in enumerate(tools):
-        yield from _tool(tool, f"tools[{index}]")
-
-
 def _tool(tool: AnthropicTool, where: str) -> Iterator[Tool]:
     """The tool that stands at ``where``; none when it is Anthropic's own."""
     if _is_anthropics(tool):
@@ -615,11 +605,6 @@ def _reasoning(body: MessagesBody, defaults: Defaults) -> tuple[Effort, bool]:
     return effort, thinking or word is None
 
 
-def _reasoning_tokens(body: MessagesBody) -> int | None:
-    thinking = body.thinking
-    return thinking.budget_tokens if thinking and thinking.type == "enabled" else None
-
-
 def _response_format(body: MessagesBody) -> ResponseFormat | None:
     """``output_format`` is what ``output_config.format`` was called while it was a beta."""
     requested = (body.output_config.format if body.output_config else None) or body.output_format
@@ -632,7 +617,3 @@ def _sampling(body: MessagesBody) -> Sampling:
         top_p=body.top_p,
         top_k=0 if body.top_k == -1 else body.top_k,  # -1 is vLLM's word for "all of them"
     )
-
-
-def _one_call(body: MessagesBody) -> bool:
-    return body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)

@@ -42,7 +42,7 @@ from vllm_mlx_harmony.protocols.responses.server_items import ServerItem, server
 
 
 def response_id(info: ResponseInfo) -> str:
-    """The id of the response that is signed with ``info``."""
+    """The id of the response that ``info`` is of."""
     return f"resp_{info.id_seed}"
 
 
@@ -94,7 +94,7 @@ class Emitter:
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._item: OutputItem | None = None
-        self._shown = False  # whether the open item was told of
+        self._shown = False  # whether the open item was announced
         self._call: ServerItem | None = None  # of a tool that the server runs
         self._usage: Usage | None = None
         self._completed_at: int | None = None
@@ -128,7 +128,7 @@ class Emitter:
     def create(self) -> list[Event]:
         """There is a response, though its turn may come later: what goes on the wire for that.
 
-        Whoever does not call this is told of it with the first delta. Nothing the second time.
+        Whoever does not call this gets it with the first delta. Nothing the second time.
         """
         if self._number:
             return []
@@ -195,7 +195,7 @@ class Emitter:
         return begun
 
     def _opened(self, delta: Opened) -> list[Event]:
-        """A message is told of when it says something: nothing empty is emitted but calls."""
+        """A message is announced when it says something: nothing empty is emitted but calls."""
         if delta.kind is Kind.SERVER_CALL:
             self._call = self._server_item(delta.index, delta.name)
             return self._write_events(self._call.opened())

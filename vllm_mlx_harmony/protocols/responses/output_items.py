@@ -79,7 +79,7 @@ class Place:
             )
 
     def delta(self, position: Document) -> DeltaHead:
-        """What more text is told with."""
+        """What more text is sent with."""
         kind = f"{self.stem}.delta"
         where = encode(self.at(position))[1:-1]
         always = encode(dict(self.always))[1:-1]

@@ -78,7 +78,7 @@ class ResponsesRequest:
     _repeated: Mapping[str, Any]
 
     def emitter(self, info: ResponseInfo, now: Callable[[], float] | None = None) -> Emitter:
-        """The writer of this request's answer, signed with ``info``.
+        """The writer of the answer to this request, which ``info`` is of.
 
         ``now`` is the unix time, asked once, for ``completed_at``; without it that is null.
         """
@@ -139,7 +139,9 @@ def read(
     server = read_server_tools(request.tools or (), available, for_all=for_all)
     calls = {message.id for message in history if isinstance(message, Call)}
     reader = ItemReader(cipher, declared, defaults, stored, calls, server=server)
-    said = tuple(answered((*history, *reader.messages(_input(request, history)))))
+    if request.input is None and not history:
+        raise required("input")
+    said = tuple(answered((*history, *reader.messages(request.input or []))))
     if not any(map(_asks, said)):
         raise RequestError("input is empty: there is nothing to answer", param="input")
     instructions = (Instructions(request.instructions),) if request.instructions else ()
@@ -171,12 +173,6 @@ def read(
 def _asks(message: Message) -> bool:
     """Whether there is something to answer in it: not in what only declares."""
     return not isinstance(message, (AdditionalTools, EffortUpdate, FormatUpdate))
-
-
-def _input(request: ResponsesBody, history: tuple[Message, ...]) -> list[Item]:
-    if request.input is None and not history:
-        raise required("input")
-    return request.input or []
 
 
 def previous_response_id(body: object) -> str | None:

@@ -165,7 +165,8 @@ class Background:
         """
         self._make_room()
         bytes_taken = sum(each.bytes_taken for each in self._all.values() if not each.done)
-        if bytes_taken > self._running_limit():
+        limit = self._most_running
+        if bytes_taken > (number(RUNNING_VARIABLE, DEFAULT_RUNNING) if limit is None else limit):
             raise HostError(
                 "the answers in the background take all the room there is; try again later",
                 code="background_full",
@@ -173,11 +174,6 @@ class Background:
             )
         running = self._all[answer.id] = Running(job, answer, parsed)
         return running
-
-    def _running_limit(self) -> int:
-        if self._most_running is None:
-            return number(RUNNING_VARIABLE, DEFAULT_RUNNING)
-        return self._most_running
 
     def get(self, key: str, tenant: str) -> Running | None:
         """The answer with this id, if it is ``tenant``'s and its events are remembered."""

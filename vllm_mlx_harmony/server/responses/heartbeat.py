@@ -1,6 +1,6 @@
-"""What runs in this server's background, told to the servers that share its clients.
+"""What runs in this server's background, announced to the servers that share its clients.
 
-Knows when they are told, and what is done for them. Refuses to know how they are told (elsewhere)
+Knows when that is, and what is done for them. Refuses to know how they are reached (elsewhere)
 and how an answer is generated (background).
 """
 
@@ -47,7 +47,7 @@ class Heartbeat:
 
     def __init__(self, background: Background) -> None:
         self._background = background
-        self._told: dict[Running, int] = {}  # how many of its events
+        self._sent: dict[Running, int] = {}  # how many of its events
         self._granted: dict[Running, asyncio.Future[None]] = {}
         self._beating: asyncio.Future[None] | None = None
 
@@ -56,31 +56,31 @@ class Heartbeat:
         elsewhere = server_elsewhere()
         if elsewhere is None:
             return
-        self._told[running] = 0
+        self._sent[running] = 0
         if self._beating is None or self._beating.done():
             self._beating = asyncio.ensure_future(self._beat(elsewhere))
 
     async def _beat(self, elsewhere: Elsewhere) -> None:
-        while self._told:
+        while self._sent:
             try:
                 await self._tell(elsewhere)
             except SharedError:  # nobody can ask for those that ended meanwhile but here
-                for running in [each for each in self._told if each.done]:
+                for running in [each for each in self._sent if each.done]:
                     self._drop(running)
             except Exception:
                 logger.exception("other servers could not be told of the background")
             await asyncio.sleep(BEAT)
 
     async def _tell(self, elsewhere: Elsewhere) -> None:
-        told = {each: each.events[start:] for each, start in self._told.items()}
-        names = [(each.id, each.tenant) for each in told]
-        wishes = await asyncio.to_thread(elsewhere.beat, names, list(told.values()))
-        for (running, events), wish in zip(told.items(), wishes, strict=True):
-            self._told[running] += len(events)
+        sent = {each: each.events[start:] for each, start in self._sent.items()}
+        names = [(each.id, each.tenant) for each in sent]
+        wishes = await asyncio.to_thread(elsewhere.beat, names, list(sent.values()))
+        for (running, events), wish in zip(sent.items(), wishes, strict=True):
+            self._sent[running] += len(events)
             if self._background.get(running.id, running.tenant) is not running:  # deleted here
                 await asyncio.to_thread(elsewhere.forget, running.id, running.tenant)
                 self._drop(running)
-            elif running.done and self._told[running] == len(running.events):
+            elif running.done and self._sent[running] == len(running.events):
                 await asyncio.to_thread(elsewhere.ended, running.id, running.tenant)
                 self._drop(running)
             elif wish is not None and running not in self._granted:
@@ -95,5 +95,5 @@ class Heartbeat:
             await self._background.forget(running.id, running.tenant)
 
     def _drop(self, running: Running) -> None:
-        del self._told[running]
+        del self._sent[running]
         self._granted.pop(running, None)

@@ -97,15 +97,15 @@ class References:
         return next((item for item in items if item.get("id") == key), None)
 
 
-def read(body: object, defaults: Defaults, recall: References) -> ResponsesRequest:
+def read(body: object, defaults: Defaults, references: References) -> ResponsesRequest:
     """The request in ``body``, with what it refers to; may block on a disk.
 
     Raises ``StoreError``, and ``RequestError``: 404 for a previous response that is not kept.
     """
     previous = responses.previous_response_id(body)
-    history, listed = recall.messages(previous), recall.listed(previous)
-    cipher = server_cipher(recall.tenant)
-    parsed = responses.read(body, defaults, cipher, history, recall.item, listed=listed)
+    history, listed = references.messages(previous), references.listed(previous)
+    cipher = server_cipher(references.tenant)
+    parsed = responses.read(body, defaults, cipher, history, references.item, listed=listed)
     if parsed.background and not parsed.store:
         raise RequestError("background needs store to be true", param="background")
     for note in parsed.notes:
@@ -114,7 +114,7 @@ def read(body: object, defaults: Defaults, recall: References) -> ResponsesReque
 
 
 class StoringEmitter:
-    """An emitter whose answer is kept before anybody is told that it has ended.
+    """An emitter whose answer is stored before anybody learns that it has ended.
 
     ``forgotten``: it was deleted before that.
     """

@@ -136,10 +136,16 @@ class Conversation:
         document: dict[str, Any] = {}
         try:
             message = await parse_body((text or "").encode("utf-8", "surrogatepass"))
-            document = _creating(message.value)
+            if (
+                not isinstance(message.value, dict)
+                or message.value.get("type") != "response.create"
+            ):
+                raise RequestError("a message must be of type 'response.create'", param="type")
+            document = message.value
             await self._run(document, message.large)
         except (HarmonyFailure, HTTPException) as error:
-            self._evict(document)
+            # What a turn that failed wanted to go on with is gone, as the specification has it.
+            self._local.pop(responses.previous_response_id(document) or "", None)
             await self._send_error(failure_of(error))
         except WebSocketDisconnect:
             raise
@@ -181,10 +187,6 @@ class Conversation:
         else:
             self._local = {stored.id: stored}
 
-    def _evict(self, document: dict[str, Any]) -> None:
-        """What a turn that failed wanted to go on with is gone, as the specification has it."""
-        self._local.pop(responses.previous_response_id(document) or "", None)
-
     async def _send_error(self, failure: HarmonyFailure) -> None:
         event = {"type": "error", "status": failure.status, **responses.error_body(failure)}
         await self._say(dumps(event))
@@ -195,13 +197,6 @@ _OVER = RequestError(
     "Create a new websocket connection to continue.",
     code="websocket_connection_limit_reached",
 )
-
-
-def _creating(document: object) -> dict[str, Any]:
-    """``document``, a message. Raises ``RequestError`` for what is no ``response.create``."""
-    if not isinstance(document, dict) or document.get("type") != "response.create":
-        raise RequestError("a message must be of type 'response.create'", param="type")
-    return document
 
 
 async def _nothing_more() -> Message:
