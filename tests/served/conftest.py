@@ -110,3 +110,10 @@ def enforcing_server(start: Start, engine: str) -> served.Server:
         "VLLM_MLX_HARMONY_MODEL_NAMES": "claude-*,gpt-4o",
     }
     return start(*served.FLAG, engine=engine, command=served.HARMONY, env=env)
+
+
+@pytest.fixture(scope="session")
+def tiny_server(start: Start, engine: str, tiny_dir: Path) -> served.Server:
+    """The real architecture with random weights, and room for what it computed."""
+    env = {"VLLM_MLX_HARMONY_CACHE": "256M"}
+    return start(*served.FLAG, engine=engine, model=tiny_dir, command=served.HARMONY, env=env)

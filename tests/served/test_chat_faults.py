@@ -392,10 +392,9 @@ def test_key_and_limit_hold(guarded: Server) -> None:
 # --- A real architecture with random weights.
 
 
-def test_whatever_a_model_says_is_an_answer(start: Start, engine: str, tiny_dir: Path) -> None:
+def test_whatever_a_model_says_is_an_answer(tiny_server: Server) -> None:
     """Random weights say random ids: never an error, never a control token."""
-    server = start(*FLAG, engine=engine, model=tiny_dir, command=HARMONY)
-    with server.client() as client:
+    with tiny_server.client() as client:
         for n in range(4):
             fields = {"temperature": 1.0, "max_tokens": 8 + 8 * n, "seed": n}
             response = ask(client, f"Say {n}.", tools=TWICE[:1], **fields)
@@ -410,4 +409,3 @@ def test_whatever_a_model_says_is_an_answer(start: Start, engine: str, tiny_dir:
             chunks = events(streamed)
             assert not any("error" in chunk for chunk in chunks)
             assert chunks[-1]["choices"][0]["finish_reason"]
-    server.stop()

@@ -262,7 +262,7 @@ def test_a_failing_engine_ends_the_stream_with_an_error(server: Server, model: s
 
 
 def test_a_silent_stream_pings(server: Server, model: str) -> None:
-    told = events(server, {"model": model, "max_tokens": 4, "messages": [user("Slowly.")]})
+    told = events(server, {"model": model, "max_tokens": 2, "messages": [user("Slowly.")]})
     assert checked(told).error is None
     assert "ping" in [name for name, _ in told]
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Start
 from openai import OpenAI
-from server import FLAG, HARMONY
+from server import Server
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin.scripts import Script
@@ -31,12 +29,10 @@ SCRIPTS = [
 TOOL = {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.fixture(scope="module", params=["simple", "batched"])
-def url(request: pytest.FixtureRequest, start: Start, tmp_path_factory: Any) -> Iterator[str]:
-    model: Path = standin.write(tmp_path_factory.mktemp("replay") / "standin", SCRIPTS)
-    server = start(*FLAG, engine=request.param, model=model, command=HARMONY)
-    yield server.base_url
-    server.stop()
+@pytest.fixture(scope="module")
+def url(open_server: Server, standin_dir: Path) -> str:
+    standin.rescript(standin_dir, SCRIPTS)
+    return open_server.base_url
 
 
 def looped(url: str, *, stream: bool, second_key: str = "a", edit: str = "") -> str:

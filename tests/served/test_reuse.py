@@ -198,27 +198,27 @@ def test_emptied_caches_are_empty(server: Server, client: OpenAI, engine: str, p
 
 
 def test_real_architecture_says_the_same_with_and_without(
-    start: Start, engine: str, tiny_dir: Path
+    start: Start, engine: str, tiny_server: Server, tiny_dir: Path
 ) -> None:
-    said = []
-    for budget in ("256M", "0"):
-        env = {"VLLM_MLX_HARMONY_CACHE": budget}
-        server = start(*FLAG, engine=engine, model=tiny_dir, command=HARMONY, env=env)
+    without_cache = {"VLLM_MLX_HARMONY_CACHE": "0"}
+    without = start(*FLAG, engine=engine, model=tiny_dir, command=HARMONY, env=without_cache)
+    answers: list[list[tuple[Any, ...]]] = []
+    for server in (tiny_server, without):
+        answers.append([])
         messages = [{"role": "user", "content": words(7, 100)}]
         with talking_to(server) as client:
             for turn in range(3):
                 answer = ask(client, messages, max_tokens=20)
                 message = answer.choices[0].message
-                said.append((budget, message.content, message.model_extra, cached(answer) > 0))
+                answers[-1].append((message.content, message.model_extra, cached(answer) > 0))
                 messages += [
                     {"role": "assistant", "content": "Yes."},
                     {"role": "user", "content": words(turn, 100)},
                 ]
-        assert server.stop() in {0, -15}
-    with_, without = said[:3], said[3:]
-    assert [one[1:3] for one in with_] == [one[1:3] for one in without]
-    assert [one[3] for one in with_] == [False, True, True]
-    assert engine == "batched" or not any(one[3] for one in without)
+    assert without.stop() in {0, -15}
+    assert [one[:2] for one in answers[0]] == [one[:2] for one in answers[1]]
+    assert [one[2] for one in answers[0]] == [False, True, True]
+    assert engine == "batched" or not any(one[2] for one in answers[1])
 
 
 def test_nothing_is_left_on_disk_and_idle_models_take_all_with_them(
