@@ -9,6 +9,7 @@ import re
 
 import pytest
 from rows import ANSWER, CALL, PLAYED, ROWS, STOPS, Row
+from rows import ids as ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
@@ -37,10 +38,6 @@ CALLS = (
 )
 ANSWERS = "<|channel|>final<|message|>It is 4.<|return|>"
 RESULT = "<|start|>functions.add to=assistant<|channel|>commentary<|message|>4<|end|>"
-
-
-def ids_of(text: str) -> list[int]:
-    return vocab.encoding().encode(text, allowed_special="all")
 
 
 def text_of(ids: tuple[int, ...]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 from openai_harmony import Role
+from rows import ids as ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Text
@@ -62,10 +63,6 @@ def held_to(asked: Turn, policy: Policy = Policy.AUTO) -> Compiled:
     grammar = grammar_of(asked, Names.of(asked), policy)
     assert grammar is not None
     return compiled(grammar)
-
-
-def ids_of(text: str) -> list[int]:
-    return vocab.encoding().encode(text, allowed_special="all")
 
 
 # --- rows ---

@@ -8,17 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_harmony import Role, StreamableParser
-from rows import (
-    ANSWER,
-    CALL,
-    POSITIONS,
-    PREFIXES,
-    REASONING,
-    ROWS,
-    WELL_FORMED,
-    Row,
-    noisy,
-)
+from rows import ANSWER, CALL, POSITIONS, PREFIXES, REASONING, ROWS, WELL_FORMED, Row, noisy
+from rows import ids as ids_of
 from sizes import examples
 
 from vllm_mlx_harmony.core import vocab
@@ -29,10 +20,6 @@ from vllm_mlx_harmony.core.parse import FINDINGS, SIGNS, TRANSITIONS, Finding, P
 from vllm_mlx_harmony.core.turn import Tool, Turn
 
 Chunks = list[list[int]]
-
-
-def ids_of(text: str) -> list[int]:
-    return vocab.encoding().encode(text, allowed_special="all")
 
 
 def parser_of(row: Row) -> Parser:

@@ -6,14 +6,10 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from rows import ids as ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.reasoning import GRACE, LONGEST_PERIOD, Loop, Reasoning
-
-
-def ids_of(text: str) -> list[int]:
-    return vocab.encoding().encode(text, allowed_special="all")
-
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 NEXT = "<|end|><|start|>assistant"

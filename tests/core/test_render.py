@@ -18,6 +18,7 @@ from openai_harmony import (
     ToolDescription,
 )
 from openai_harmony import Message as HarmonyMessage
+from rows import ids as ids_of
 from sizes import examples
 
 from vllm_mlx_harmony.core import vocab
@@ -91,11 +92,6 @@ ONE_TOOL = (
     "type {} = () => any;\n\n}} // namespace functions<|end|>"
 )
 TOOL_MESSAGE = f"<|start|>developer<|message|>{WEATHER_SECTION}<|end|>"
-
-
-def ids_of(text: str) -> list[int]:
-    """The ids of Harmony text, control tokens written out."""
-    return vocab.encoding().encode(text, allowed_special="all")
 
 
 def text_of(ids: Sequence[int]) -> str:

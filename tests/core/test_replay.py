@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from rows import ids as ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
@@ -41,10 +42,6 @@ from vllm_mlx_harmony.core.turn import (
 Part = tuple[Message, str]
 LIMIT = 2**20
 GO = "<|start|>assistant"
-
-
-def ids_of(text: str) -> list[int]:
-    return vocab.encoding().encode(text, allowed_special="all")
 
 
 def text_of(ids: Sequence[int]) -> str:

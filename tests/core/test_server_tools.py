@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rows import ids as ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
@@ -59,10 +60,6 @@ CLIENTS = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}
 ANSWERED = "<|start|>weather.now to=assistant<|channel|>commentary<|message|>20 °C<|end|>"
 COMPUTED = "<|start|>python to=assistant<|channel|>analysis<|message|>1<|end|>"
 OPENING = "<|start|>assistant"
-
-
-def ids_of(text: str) -> list[int]:
-    return vocab.encoding().encode(text, allowed_special="all")
 
 
 def text_of(ids: tuple[int, ...]) -> str:

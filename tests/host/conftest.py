@@ -1,4 +1,4 @@
-"""For engines in this process: the tokenizer of all models is read from its file once.
+"""For engines in this process: a loop, and the tokenizer of all models, read from its file once.
 
 Every model of these tests has the same 28 MB of it, which take transformers and mlx-lm seconds,
 many times what the rest of an engine's start takes. Each engine has an object of its own around it,
@@ -7,10 +7,11 @@ as it has without. Real servers read it each time (`tests/served`).
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,11 @@ def own(wrapper: Any) -> Any:
     there.__dict__["_tokenizer"] = inner
     there.__dict__["_eos_token_ids"] = set(wrapper._eos_token_ids)
     return there
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Runs a coroutine in the loop of the module, which its engines belong to."""
+    loop = asyncio.new_event_loop()
+    yield lambda test: loop.run_until_complete(asyncio.wait_for(test, 120))
+    loop.close()

@@ -75,13 +75,6 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    loop = asyncio.new_event_loop()
-    yield lambda test: loop.run_until_complete(asyncio.wait_for(test, 60))
-    loop.close()
-
-
-@pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return standin.write(tmp_path_factory.mktemp("standin"), SCRIPTS)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -50,13 +49,6 @@ SCRIPTS = [
     Script("<|start|>functions.weather to=assistant", "<|channel|>final<|message|>18.<|return|>"),
     Script("<|message|>Weather in Paris?<|end|>", "<|channel|>final<|message|>Ask.<|return|>"),
 ]
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    loop = asyncio.new_event_loop()
-    yield lambda test: loop.run_until_complete(asyncio.wait_for(test, 60))
-    loop.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

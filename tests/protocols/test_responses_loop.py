@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from event_checker import check
+from rows import ids as ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
@@ -37,10 +38,6 @@ class Reverse:
 def recorded(name: str) -> dict[str, Any]:
     body: dict[str, Any] = json.loads((DATA / f"responses-{name}.json").read_text())["body"]
     return body
-
-
-def ids_of(text: str) -> list[int]:
-    return vocab.encoding().encode(text, allowed_special="all")
 
 
 def generated(asked: ResponsesRequest, output: str) -> tuple[list[int], dict[str, Any], Any]:

@@ -83,13 +83,6 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    loop = asyncio.new_event_loop()
-    yield lambda test: loop.run_until_complete(asyncio.wait_for(test, 120))
-    loop.close()
-
-
-@pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
