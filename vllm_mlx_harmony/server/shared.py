@@ -71,7 +71,7 @@ class Shared:
         except ImportError as error:
             problem = (
                 f"{STORE_VARIABLE}={_without_password(url)} needs the package redis: "
-                "pip install 'vllm-mlx-harmony[redis]'"
+                "pip install 'redis>=5'"
             )
             raise SharedError(problem) from error
         self._unreachable = (redis.ConnectionError, redis.TimeoutError, OSError)
