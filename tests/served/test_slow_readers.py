@@ -224,6 +224,17 @@ def test_who_does_not_read_the_end_is_given_up(server: Server, model: str) -> No
         wait_until(lambda: server.log.count(GIVEN_UP) > given_up, SECONDS + 10)
 
 
+def test_who_does_not_read_the_end_of_a_websocket_is_given_up(server: Server, model: str) -> None:
+    url, given_up = server.base_url.replace("http", "ws"), server.log.count(GIVEN_UP)
+    asked = {"type": "response.create", "model": model, **body("/v1/responses", "Soon over.")}
+    with dial(server) as raw:
+        websocket = connect(f"{url}/v1/responses", sock=raw, max_queue=1, compression=None)
+        websocket.send(json.dumps(asked))
+        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, SECONDS + 10)
+        with pytest.raises(ConnectionClosed):
+            read_messages(websocket)
+
+
 def test_who_watches_an_answer_in_the_background_and_reads_nothing(
     server: Server, model: str
 ) -> None:

@@ -52,6 +52,9 @@ LIFETIME = 3600.0
 MOST_WAITING = 32
 """Messages that may wait for their turn on one connection."""
 
+UNSENT_SECONDS = 0.05
+"""Between two looks at what a client has not taken yet."""
+
 _TRANSPORT = frozenset({"type", "stream", "stream_options", "background", "generate"})
 """Fields of a message that are no fields of the request, or say how it is sent."""
 
@@ -74,6 +77,7 @@ class Conversation:
 
     def __init__(self, socket: WebSocket, lifetime: float = LIFETIME) -> None:
         self._socket = socket
+        self._transport = host_of(socket).transport(socket)
         self._until = time.monotonic() + lifetime
         self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MOST_WAITING)
         self._local: dict[str, StoredResponse] = {}
@@ -88,7 +92,7 @@ class Conversation:
         listening = asyncio.ensure_future(self._listen())
 
         def give_up() -> None:
-            hang_up(host_of(self._socket).transport(self._socket))
+            hang_up(self._transport)
             answering.cancel()
 
         self._say = within(client_seconds(), self._write, give_up)
@@ -99,11 +103,17 @@ class Conversation:
             await stopped(listening)
 
     async def _write(self, text: str) -> None:
-        """Raises ``WebSocketDisconnect`` where nobody reads any more."""
+        """Ends when the system has all of it. Raises ``WebSocketDisconnect`` where nobody reads.
+
+        uvicorn waits only in front of the next message, and closes a connection that has unsent
+        bytes when they have been read: of a client that reads nothing, never.
+        """
         try:
             await self._socket.send_text(text)
         except RuntimeError as error:  # which Starlette raises when we have hung up
             raise WebSocketDisconnect from error
+        while self._transport is not None and self._transport.get_write_buffer_size():
+            await asyncio.sleep(UNSENT_SECONDS)
 
     async def _listen(self) -> None:
         while True:
