@@ -42,6 +42,9 @@ DEFAULT_CAPACITY = 8 * 1024 * 1024
 HIGH_WATER = 128 * 1024
 """Unread bytes of an answer above which an engine that can wait does, until half are read."""
 
+PIECE = 32 * 1024
+"""Bytes of events that are sent at once, about."""
+
 SECONDS_VARIABLE = "VLLM_MLX_HARMONY_STREAM_SECONDS"
 """Environment variable: seconds after which a client that takes nothing is given up."""
 
@@ -141,11 +144,24 @@ class EventBuffer:
             await asyncio.wait({self._more}, timeout=PING_SECONDS if self._ping else None)
             if self._ping and not self._more.done():
                 return self._ping
+        return self._taken()
+
+    def _taken(self) -> Event:
         event = self._waiting.popleft()
         self._bytes -= len(event.data)
         if self._read is not None and self._bytes <= HIGH_WATER // 2 and not self._read.done():
             self._read.set_result(None)
         return event
+
+    def ready(self) -> list[Event]:
+        """What waits to be read now, ``PIECE`` bytes of it at most; nothing, where an engine is so
+        near that there never is much."""
+        events: list[Event] = []
+        size = 0
+        while self._waits and self._waiting and size < PIECE:
+            events.append(self._taken())
+            size += len(events[-1].data)
+        return events
 
     async def aclose(self) -> None:
         """Ends the answer, if it has not ended, and sees the engine freed."""
@@ -272,7 +288,10 @@ class _Frames:
         return coming
 
     async def _next(self) -> str:
-        return self._frame(await anext(self._events))
+        first = self._frame(await anext(self._events))
+        if not isinstance(self._events, EventBuffer):
+            return first
+        return first + "".join(map(self._frame, self._events.ready()))
 
     async def aclose(self) -> None:
         with suppress(RuntimeError):  # a generator, which has nothing to free
