@@ -1,7 +1,7 @@
-"""Loads the host's command line with its own loader, and then has the hook put into it.
+"""Loads vllm-mlx's command line with its own loader, and then has the hook put into it.
 
-Knows Python's import system and nothing of the host. Whatever fails here is one line on standard
-error: the host must start all the same.
+Knows Python's import system and nothing of vllm-mlx. Whatever fails here is one line on standard
+error: vllm-mlx must start all the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def install_hook(namespace: dict[str, Any]) -> None:
-    """Puts the hook into the host's command line module, given by its namespace."""
+    """Puts the hook into vllm-mlx's command line module, given by its namespace."""
     try:
         from vllm_mlx_harmony import host
 

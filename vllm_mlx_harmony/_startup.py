@@ -15,13 +15,13 @@ if TYPE_CHECKING:  # `typing` itself would cost more than everything else here
 
 HOST = "vllm_mlx.cli"
 SERVER = "vllm_mlx.server"
-"""The host's other way to be started, which knows no parser of tool calls."""
+"""vllm-mlx's other way to be started, which knows no parser of tool calls."""
 
 SWITCH = "VLLM_MLX_HARMONY"
 
 
 def register() -> None:
-    """Gets the hook installed as soon as the host's command line is imported, if it ever is.
+    """Gets the hook installed as soon as vllm-mlx's command line is imported, if it ever is.
 
     Called by the `.pth` and `.start` files: the name is fixed. Calling it again changes nothing.
     """
@@ -39,7 +39,7 @@ arm = register
 
 
 def registered() -> bool:
-    """Whether this process would notice the host's command line being imported."""
+    """Whether this process would notice vllm-mlx's command line being imported."""
     return any(isinstance(finder, Finder) for finder in sys.meta_path)
 
 
@@ -61,7 +61,7 @@ class Finder:
         path: "Sequence[str] | None" = None,
         target: "ModuleType | None" = None,
     ) -> "ModuleSpec | None":
-        """The import system's question. Any name but the host's is answered at once."""
+        """The import system's question. Any name but vllm-mlx's is answered at once."""
         if name != HOST and (name != SERVER or sys.orig_argv[1:3] != ["-m", SERVER]):
             return None
         if switched_off():

@@ -314,7 +314,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
-def test_a_changed_seam_is_refused_and_nothing_is_patched(
+def test_a_changed_host_is_refused_and_nothing_is_patched(
     served: Served,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -218,7 +218,7 @@ def test_ten_lines_when_all_is_well(startup_file: Path, monkeypatch: pytest.Monk
     assert len(report.text(verbose=True).splitlines()) > 50
 
 
-def test_every_seam_of_the_real_host_is_listed(startup_file: Path) -> None:
+def test_every_row_of_the_real_host_is_listed(startup_file: Path) -> None:
     pytest.importorskip("vllm_mlx")
     from vllm_mlx_harmony.host import contract, entry_points
 
@@ -228,9 +228,7 @@ def test_every_seam_of_the_real_host_is_listed(startup_file: Path) -> None:
     assert found(report, "supported").ok
 
 
-def test_a_changed_host_says_which_seam(
-    startup_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_host_says_which_row(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm_mlx")
     import vllm_mlx.server
 

@@ -237,7 +237,7 @@ def run() -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _seams() -> Iterator[None]:
+def _patched() -> Iterator[None]:
     packages = ("engine:", "kv.batched:", "kv.simple:")
     undos = patching.apply_all(
         [

@@ -84,7 +84,7 @@ PACKAGES = ("engine:", "kv.batched:", "kv.simple:")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _seams() -> Iterator[None]:
+def _patched() -> Iterator[None]:
     undos = patching.apply_all(
         [
             row

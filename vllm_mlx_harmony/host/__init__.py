@@ -1,6 +1,6 @@
 """The only package that knows vllm-mlx: activation, the patch table, and what the patches do.
 
-Importing it imports nothing of the host and changes nothing in it; `install()` puts the hook into
+Importing it imports nothing of vllm-mlx and changes nothing in it; `install()` puts the hook into
 `serve_command`.
 """
 

@@ -1,6 +1,6 @@
-"""Activation: looks at the flags of `vllm-mlx serve` and changes the host only if they ask.
+"""Activation: looks at the flags of `vllm-mlx serve` and changes vllm-mlx only if they ask.
 
-Imports nothing of the host, and little else, until then: most processes that come by here do not
+Imports nothing of vllm-mlx, and little else, until then: most processes that come by here do not
 serve gpt-oss. What is changed is written in `contract`.
 """
 
@@ -27,7 +27,7 @@ COMMAND_LINE = "vllm_mlx.cli"
 class Status:
     """What this plugin does in this process.
 
-    `hooked`: `serve_command` waits for the flag; `active`: the host is changed now. `parts` says,
+    `hooked`: `serve_command` waits for the flag; `active`: vllm-mlx is changed now. `parts` says,
     by entry-point group, which object is used; it is empty, as is `requirements`, when not active.
     """
 
@@ -62,7 +62,7 @@ class _ServeHook:
         return namespace.get("serve_command") is self.hooked
 
     def _serve(self, args: Any) -> Any:
-        """First of all the original is put back: without the flag, the host runs as it is."""
+        """First of all the original is put back: without the flag, vllm-mlx runs as it is."""
         remove_hooks()
         if getattr(args, "tool_call_parser", None) not in FLAGS or not _open(args):
             return self._command(args)
@@ -78,7 +78,7 @@ _hooks: list[_ServeHook] = []
 def install(namespace: dict[str, Any] | None = None) -> None:
     """Puts the hook in front of `serve_command`; a second time, nothing happens.
 
-    `namespace` is that of the host's command line, `vllm_mlx.cli` when not given. Raises HostError
+    `namespace` is that of vllm-mlx's command line, `vllm_mlx.cli` when not given. Raises HostError
     when there is no such command.
     """
     if namespace is None:
@@ -94,14 +94,14 @@ def install(namespace: dict[str, Any] | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Restores every attribute and route of the host, by identity, and takes the hook out."""
+    """Restores every attribute and route of vllm-mlx, by identity, and takes the hook out."""
     if contract := sys.modules.get(f"{__package__}.contract"):
         contract.deactivate()
     remove_hooks()
 
 
 def remove_hooks() -> None:
-    """Puts the host's own `serve_command` back wherever a hook stands."""
+    """Puts vllm-mlx's own `serve_command` back wherever a hook stands."""
     while _hooks:
         _hooks.pop().take_out()
 
@@ -122,7 +122,7 @@ def status() -> Status:
 
 
 def _open(args: Any) -> bool:
-    """Changes the host. False when it runs on unchanged: no Harmony library, or a bug of ours."""
+    """Changes vllm-mlx. False when it runs on unchanged: no Harmony library, or a bug of ours."""
     try:
         importlib.import_module("openai_harmony")
     except ImportError as error:
@@ -143,7 +143,7 @@ def _open(args: Any) -> bool:
         _report()
     except HostError as error:
         _exit(error)
-    except Exception as error:  # the plugin may fail, the host may not
+    except Exception as error:  # the plugin may fail, vllm-mlx may not
         logger.debug("activation failed", exc_info=True)
         uninstall()
         _warn(f"not active: {type(error).__name__}: {error}. vllm-mlx runs on its own")
@@ -200,7 +200,7 @@ def _apply(args: Any) -> None:
 
 
 def _imply(args: Any) -> None:
-    """The flags that go with the one given, for those of the host's own paths that look at them.
+    """The flags that go with the one given, for those of vllm-mlx's own paths that look at them.
 
     Not with several models: there, they would change how the models that are not Harmony answer.
     """

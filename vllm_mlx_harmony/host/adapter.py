@@ -1,6 +1,6 @@
 """vllm-mlx as the front end sees it: its server as a ``Host``, its engines as ``Engine``s.
 
-Knows which of the host's functions do what a ``Host`` promises. Refuses to know what an answer
+Knows which of vllm-mlx's functions do what a ``Host`` promises. Refuses to know what an answer
 says, and how an engine is made to take ids (`engine`).
 """
 
@@ -40,7 +40,7 @@ METRIC = "vllm_mlx_harmony_reasoning_ended"
 
 
 class MlxEngine:
-    """One of the host's engines, simple or batched, as the front end's ``Engine``."""
+    """One of vllm-mlx's engines, simple or batched, as the front end's ``Engine``."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -72,7 +72,7 @@ _OURS = "_vllm_mlx_harmony_engine"
 
 
 def engine_of(engine: Any) -> MlxEngine | None:
-    """``engine`` of the host, always as the same object; ``None`` when it is not Harmony."""
+    """``engine`` of vllm-mlx, always as the same object; ``None`` when it is not Harmony."""
     if not is_harmony(engine.tokenizer):
         return None
     ours = getattr(engine, _OURS, None)
@@ -88,7 +88,7 @@ def _archive(disk: Disk) -> Archive:
 
 
 class VllmMlx:
-    """The host's server as the front end's ``Host``."""
+    """vllm-mlx's server as the front end's ``Host``."""
 
     toolbox: Toolbox | None = None
 
@@ -123,7 +123,7 @@ class VllmMlx:
         return Lease(engine_of(engine), tenant_of(request), budget, give_back)
 
     async def forward(self, request: Request) -> Response:
-        """The answer of the host's route that ours stands in front of."""
+        """The answer of vllm-mlx's route that ours stands in front of."""
         return await forward_to_host(request)
 
     def budget(self, timeout: float | None) -> Budget:
@@ -197,7 +197,7 @@ class VllmMlx:
         return guarded
 
     def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
-        """Of uvicorn's connection, as far as the host can find it."""
+        """Of uvicorn's connection, as far as vllm-mlx can find it."""
         protocol = server()._find_uvicorn_cycle(connection)  # a WebSocket's looks like a request's
         return None if protocol is None else protocol.transport
 
@@ -214,19 +214,19 @@ class VllmMlx:
 
 
 class _Tracker:
-    """The host's accounting of a request, and what it has no word for."""
+    """vllm-mlx's accounting of a request, and what it has no word for."""
 
     def __init__(self, tracker: Any) -> None:
         self.observe_ttft: Callable[[], None] = tracker.observe_ttft
         self.finish: Callable[..., None] = tracker.finish
 
     def reasoning_ended(self, reason: str) -> None:
-        """Counts it among the host's metrics, if they are on."""
+        """Counts it among vllm-mlx's metrics, if they are on."""
         metrics: dict[str, Any] | None = server()._metrics._prom
         if metrics is None:
             return
         if METRIC not in metrics:
-            counter = type(metrics["http_requests_total"])  # of the library that the host took
+            counter = type(metrics["http_requests_total"])  # of the library that vllm-mlx took
             about = "Answers that the model was made to begin, by what ended its reasoning."
             metrics[METRIC] = counter(METRIC, about, ["reason"], registry=metrics["registry"])
         metrics[METRIC].labels(reason=reason).inc()

@@ -1,12 +1,12 @@
-"""What the host has loaded is set aside from collections of garbage (`server.garbage`).
+"""What vllm-mlx has loaded is set aside from collections of garbage (`server.garbage`).
 
 Knows when it loads and unloads. Two things go with that:
 
-- At the first token that it generates the host imports mlx_vlm, for pictures, and with it torch if
+- At the first token that it generates vllm-mlx imports mlx_vlm, for pictures, and with it torch if
   that is installed: seconds in which others wait for up to 100 ms again and again, and half of all
   the objects that there will be. Whoever wants mlx_vlm imports it when a model is loaded; for
   Harmony alone nobody does (``only_loaded``).
-- An engine that is stopped is garbage, in cycles: the host collects it, to have its memory back.
+- An engine that is stopped is garbage, in cycles: vllm-mlx collects it, to have its memory back.
   What was set aside is given back before that.
 """
 
@@ -25,7 +25,7 @@ VISION = "mlx_vlm.generate"
 
 
 def before_serving(load: Callable[..., Any]) -> Callable[..., Any]:
-    """The host's ``load_model`` or ``load_model_registry``: what it has loaded is set aside."""
+    """vllm-mlx's ``load_model`` or ``load_model_registry``: what it has loaded is set aside."""
 
     @wraps(load)
     def loading(*args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ def before_serving(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def only_loaded(importlib: ModuleType) -> Any:
-    """``importlib`` for the host's ``mlx_streams``, which imports mlx_vlm to change a name in it.
+    """``importlib`` for vllm-mlx's ``mlx_streams``, which imports mlx_vlm to change a name in it.
 
     Where there is none, it does without. Drop when vllm-mlx looks into ``sys.modules`` there.
     """

@@ -14,11 +14,11 @@ patched, and one message names it (``vllm-mlx-harmony doctor --verbose`` prints 
 **Kinds of rows.**
 
 - ``Fact``: a function, class or global that is used as it is.
-- ``Attribute``: an attribute of the host's objects, which only their methods set. Their source is
+- ``Attribute``: an attribute of vllm-mlx's objects, which only their methods set. Their source is
   read for it: no object of the class has to be made.
 - ``Patch``: an attribute of a module or class that is replaced by a function of what was there.
-- ``Entry``: a key of one of the host's dictionaries.
-- ``Mounted``, ``SocketRoute``, ``Around``: routes in front of the host's, middleware around them.
+- ``Entry``: a key of one of vllm-mlx's dictionaries.
+- ``Mounted``, ``SocketRoute``, ``Around``: routes in front of vllm-mlx's, middleware around them.
 
 **Parts.** ``COMMAND`` is the one name that is looked at without the flag; ``USED`` are facts;
 ``CHANGES`` what is replaced; ``FRONT_END`` the endpoints of `server`. ``table`` puts them in order.
@@ -26,7 +26,7 @@ patched, and one message names it (``vllm-mlx-harmony doctor --verbose`` prints 
 **Invariants.** Applied forwards, undone backwards, all or nothing; a second time nothing happens.
 Undone, every attribute is the very object that it was. Without ``--tool-call-parser harmony``
 nothing is applied. What is used and has no row fails a test (``tests/host/test_contract.py`` reads
-this package's source for names of the host).
+this package's source for names of vllm-mlx).
 
 The shape is that of OpenTelemetry's instrumentors
 (https://opentelemetry-python-contrib.readthedocs.io): idempotent, reversible, versions as data.
@@ -154,7 +154,7 @@ CHANGES: tuple[Requirement, ...] = (
     Patch(
         "vllm_mlx.engine.simple:SimpleEngine._render_chat_prompt",
         "vllm_mlx_harmony.host.prompts:simple_render_chat_prompt",
-        "whatever else in the host builds a prompt for a Harmony engine renders as we do",
+        "whatever else in vllm-mlx builds a prompt for a Harmony engine renders as we do",
         ("self", "messages", "template_tools", "chat_template_kwargs", "enable_thinking"),
     ),
     Patch(
@@ -204,7 +204,7 @@ CHANGES: tuple[Requirement, ...] = (
     Patch(
         "vllm_mlx.scheduler:Scheduler.__init__",
         "vllm_mlx_harmony.host.kv.batched:ours_instead",
-        "the host's prefix cache seldom stores after a hit, and writes to the user's disk",
+        "vllm-mlx's prefix cache seldom stores after a hit, and writes to the user's disk",
         ("self", "model", "tokenizer", "config"),
     ),
     Patch(
@@ -230,7 +230,7 @@ CHANGES: tuple[Requirement, ...] = (
         for name, why, targets in (
             (
                 "with_counters",
-                "the counters of prefix reuse, where the host shows its own",
+                "the counters of prefix reuse, where vllm-mlx shows its own",
                 (
                     "vllm_mlx.engine.simple:SimpleEngine.get_cache_stats",
                     "vllm_mlx.engine.batched:BatchedEngine.get_cache_stats",
@@ -238,7 +238,7 @@ CHANGES: tuple[Requirement, ...] = (
             ),
             (
                 "with_ours",
-                "who empties the host's caches empties ours",
+                "who empties vllm-mlx's caches empties ours",
                 (
                     "vllm_mlx.engine.simple:SimpleEngine.clear_runtime_caches",
                     "vllm_mlx.scheduler:Scheduler.clear_runtime_caches",
@@ -307,7 +307,7 @@ USED: tuple[Fact | Attribute, ...] = (
     Fact("vllm_mlx.engine.base:GenerationOutput", "an answer as text", ("text", OTHERS)),
     Fact(
         "vllm_mlx.scheduler:SchedulerConfig",
-        "turns the host's prefix cache off where ours takes its place",
+        "turns vllm-mlx's prefix cache off where ours takes its place",
         ("enable_prefix_cache", "max_kv_size", OTHERS),
     ),
     *(
@@ -441,7 +441,7 @@ FRONT_END: tuple[Requirement, ...] = (
     Patch(
         f"{_SERVER}:init_mcp",
         "vllm_mlx_harmony.host.tools:init_mcp",
-        "the host starts tool servers that no answer of the model uses",
+        "vllm-mlx starts tool servers that no answer of the model uses",
         ("config_path",),
     ),
     Installed(VllmMlx(), "requests find the host by it"),
@@ -450,12 +450,12 @@ FRONT_END: tuple[Requirement, ...] = (
     *map(SocketRoute.of, routes.SOCKETS),
     *status.ROUTES,
 )
-"""The endpoints of the front end among the host's, and what is around all of them."""
+"""The endpoints of the front end among vllm-mlx's, and what is around all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """What is changed in the host now: its version, the parts in use, what was changed by name."""
+    """What is changed in vllm-mlx now: its version, the parts in use, what was changed by name."""
 
     version: str
     parts: Extensions
@@ -504,7 +504,7 @@ def table(found: Extensions) -> tuple[Requirement, ...]:
             "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers",
             name,
             parser,
-            "the text-level parser, for callers in the host that have only text",
+            "the text-level parser, for callers in vllm-mlx that have only text",
         )
         for name in FLAGS
     ]
@@ -514,7 +514,7 @@ def table(found: Extensions) -> tuple[Requirement, ...]:
 def activate(name: str = FLAGS[0]) -> Installation:
     """Applies the whole table, once: the second call gives the first one's installation.
 
-    Raises HostError, with nothing changed, when the host is not supported, a row is not what it
+    Raises HostError, with nothing changed, when vllm-mlx is not supported, a row is not what it
     was, or a part cannot be loaded.
     """
     global _active
@@ -523,7 +523,7 @@ def activate(name: str = FLAGS[0]) -> Installation:
             raise HostError(reason, code="host_unsupported")
         patching.check(
             (COMMAND, *USED, *CHANGES)
-        )  # first of all: our own parts import the host, too
+        )  # first of all: our own parts import vllm-mlx, too
         found = find(name)
         rows = table(found)
         undos = patching.apply_all(rows)

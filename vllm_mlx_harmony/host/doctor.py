@@ -1,4 +1,4 @@
-"""Says what is installed, active and supported here, whether the host is as expected, and why not.
+"""Says what is installed, active and supported here, whether vllm-mlx is as expected, and why not.
 
 Looks and changes nothing; downloads nothing. One line for each group of findings while all is well,
 a line and what to do about it for everything that is not. Plain text, so that it can be pasted
@@ -28,7 +28,7 @@ from vllm_mlx_harmony.host.versions import LIBRARIES, versions
 STARTUP_FILE = "vllm_mlx_harmony_startup.pth"
 PACKAGE = "vllm_mlx"
 PORT = 8000
-"""Where the host listens, unless it is told otherwise."""
+"""Where vllm-mlx listens, unless it is told otherwise."""
 
 ADDRESS = "127.0.0.1"
 PATIENCE = 2.0
@@ -155,7 +155,7 @@ def _packages() -> Group:
 
 
 def _clashes() -> Iterator[Finding]:
-    """Other distributions with a package of the host's name: whichever came last is imported."""
+    """Other distributions with a package of vllm-mlx's name: whichever came last is imported."""
     owners = metadata.packages_distributions().get(PACKAGE, ())
     for name in sorted({owner for owner in owners if _normal(owner) != "vllm-mlx"}):
         yield Finding(

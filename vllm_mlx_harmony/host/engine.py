@@ -1,6 +1,6 @@
 """An engine as an asynchronous iterator of token ids: prompt ids in, generated ids out.
 
-Knows the two engines of the host, where each loses ids, and how each reports a failure.
+Knows the two engines of vllm-mlx, where each loses ids, and how each reports a failure.
 Refuses to know what the ids mean, except those that end a turn.
 """
 
@@ -139,7 +139,7 @@ def _params(sampler: Sampler) -> Any:
     return SamplingParams(
         max_tokens=sampler.settings.max_tokens,
         temperature=LIKELIEST,
-        # Counts only when this request is the one the host makes its batch generator for.
+        # Counts only when this request is the one vllm-mlx makes its batch generator for.
         stop_token_ids=sorted(vocab.TURN_ENDS),
         logits_processors=[sampler],
     )
@@ -177,7 +177,7 @@ async def _simple(
 async def _closed_whole(outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
     """``outputs``, closed behind it to the end: a cancellation waits for that.
 
-    The host awaits while it cleans up. Cancelled there, when a client goes just as its answer
+    vllm-mlx awaits while it cleans up. Cancelled there, when a client goes just as its answer
     ends, it would leave out the rest: the request stood in ``/v1/status`` for ever.
     """
     try:
@@ -189,7 +189,7 @@ async def _closed_whole(outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any
 
 
 async def _free(engine: Any) -> None:
-    """Waits until none of the host's own routes holds the engine.
+    """Waits until none of vllm-mlx's own routes holds the engine.
 
     Another may be quicker than the call that follows: then the engine says so, and we wait again.
     """
@@ -276,7 +276,7 @@ def hand_on_ids(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterato
 def forget_waiting(original: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
     """``Scheduler._do_abort_request`` that finds a request which still waits, too.
 
-    By the time an abort is carried out the host has cleaned the request up, does not find it, and
+    By the time an abort is carried out vllm-mlx has cleaned the request up, does not find it, and
     leaves it in the queue: it is generated later, to its end, for nobody. Drop when vllm-mlx looks
     for it there.
     """

@@ -1,7 +1,7 @@
 """Flags of ``vllm-mlx serve`` that mean something else for a Harmony model, or nothing.
 
 Prompts go to the engines as token ids, and what was computed of them is kept by ``kv`` instead of
-the host's prefix caches, on both engines. So the host's limits on the size of its cache are the
+vllm-mlx's prefix caches, on both engines. So vllm-mlx's limits on the size of its cache are the
 budget of ours, its directory is where ours outlives the process (`kv.opening`), and what else is
 said of its caches has no effect; the same is true of what works on a prompt's text, and of what
 gpt-oss cannot do. Knows every flag of which that is true and why.
@@ -23,16 +23,16 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server.defaults import OPTIONS
 
 BYTES_PER_MB = 1 << 20
-"""As the host counts the megabytes of its flags."""
+"""As vllm-mlx counts the megabytes of its flags."""
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
     """Flags without effect, by their names in the parsed arguments, and the reason to give.
 
-    ``replaced``: only where the plugin's prefix cache takes the place of the host's. ``simple``:
+    ``replaced``: only where the plugin's prefix cache takes the place of vllm-mlx's. ``simple``:
     only on the engine that takes one request at a time. ``off``: only where there is no prefix
-    cache, neither the plugin's nor the host's.
+    cache, neither the plugin's nor vllm-mlx's.
     """
 
     names: tuple[str, ...]
@@ -103,7 +103,7 @@ IDLE: tuple[Idle, ...] = (
 def given(args: Any) -> dict[str, Any]:
     """The flags that ``args``, the parsed command line of this process, was made of, by name.
 
-    Where ``args`` came from elsewhere: those that differ from the host's defaults.
+    Where ``args`` came from elsewhere: those that differ from vllm-mlx's defaults.
     """
     if sys.argv[1:2] == ["serve"]:
         found = _parsed(sys.argv[1:], argparse.SUPPRESS)
@@ -118,7 +118,7 @@ def given(args: Any) -> dict[str, Any]:
 
 
 def _parsed(line: list[str], default: str | None) -> dict[str, Any]:
-    """A command line, parsed by the host; ``default`` replaces every flag's own, if it is given."""
+    """A command line, parsed by vllm-mlx; ``default`` replaces every flag's own, if it is given."""
     from vllm_mlx.cli import create_parser
 
     parser = create_parser()
@@ -129,14 +129,14 @@ def _parsed(line: list[str], default: str | None) -> dict[str, Any]:
     try:
         with redirect_stderr(StringIO()):
             return dict(vars(parser.parse_args(line)))
-    except SystemExit:  # not the line that the host has parsed before
+    except SystemExit:  # not the line that vllm-mlx has parsed before
         return {}
 
 
 def budget(flags: Mapping[str, Any]) -> int | None:
     """Bytes that the given flags allow the prefix cache; ``None`` when they say nothing of it.
 
-    A share is one of the memory that is free now, as the host takes it. Raises ``HostError``.
+    A share is one of the memory that is free now, as vllm-mlx takes it. Raises ``HostError``.
     """
     from vllm_mlx.memory_cache import MemoryCacheConfig
 
@@ -158,7 +158,7 @@ def budget(flags: Mapping[str, Any]) -> int | None:
 def without_effect(flags: Mapping[str, Any], *, batched: bool, replaced: bool) -> list[str]:
     """A sentence for each reason that given flags have no effect: which, and why.
 
-    ``replaced``: the prefix cache of the plugin is in use. Where it is not, the host's own is, but
+    ``replaced``: the prefix cache of the plugin is in use. Where it is not, vllm-mlx's own is, but
     only when ``batched``: then its flags do what they say.
     """
     sentences = []

@@ -86,7 +86,7 @@ def is_harmony_directory(directory: Path) -> bool | None:
 
 
 def harmony_only(load_model: Callable[..., Any]) -> Callable[..., Any]:
-    """The host's `load_model`, refusing a model that is not Harmony: before loading, if possible.
+    """vllm-mlx's `load_model`, refusing a model that is not Harmony: before loading, if possible.
 
     Raises NotHarmony. Lazily loaded and batched models have no tokenizer yet afterwards; for them
     the directory must tell.
@@ -124,7 +124,7 @@ def native_tool_format(original: property) -> property:
 
 
 def harmony_parser(ours: type[Any]) -> Callable[[type[Any] | None], type[Any]]:
-    """A replacement of a registered parser: `ours` on a Harmony tokenizer, else the host's."""
+    """A replacement of a registered parser: `ours` on a Harmony tokenizer, else vllm-mlx's."""
 
     def replacement(theirs: type[Any] | None) -> type[Any]:
         return ours if theirs is None else _by_tokenizer(ours, theirs)
@@ -134,7 +134,7 @@ def harmony_parser(ours: type[Any]) -> Callable[[type[Any] | None], type[Any]]:
 
 def _by_tokenizer(ours: type[Any], theirs: type[Any]) -> type[Any]:
     class ByTokenizer(ours):  # type: ignore[misc]
-        """What the host asks the class, without a tokenizer, it asks for every model it serves."""
+        """What vllm-mlx asks the class, without a tokenizer, it asks for every model it serves."""
 
         SUPPORTS_NATIVE_TOOL_FORMAT = theirs.SUPPORTS_NATIVE_TOOL_FORMAT
 

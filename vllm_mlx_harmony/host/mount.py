@@ -1,4 +1,4 @@
-"""Puts a route in front of one of the host's, or a middleware around all of them.
+"""Puts a route in front of one of vllm-mlx's, or a middleware around all of them.
 
 A request can be passed on to the route behind. Re-binding an endpoint's name changes nothing: the
 decorator has captured the function. Knows FastAPI's routing; refuses to know any path or endpoint.
@@ -28,7 +28,7 @@ APP = "vllm_mlx.server:app"
 
 
 class Mounted(APIRoute):
-    """A route of ours. `behind` is the host's route that it stands in front of, if there is one.
+    """A route of ours. `behind` is vllm-mlx's route that it stands in front of, if there is one.
 
     `other_methods` answers what comes to its path with a method that no route there has.
     """
@@ -48,17 +48,17 @@ class Mounted(APIRoute):
 
 @dataclass(frozen=True, slots=True)
 class Route(Endpoint):
-    """An endpoint that is put in front of the host's route for the same path and methods.
+    """An endpoint that is put in front of vllm-mlx's route for the same path and methods.
 
-    It gets the very `dependencies` of the host's route, or of the one it is `like`. It may give a
-    request back to the host with `forward_to_host`.
+    It gets the very `dependencies` of vllm-mlx's route, or of the one it is `like`. It may give a
+    request back to vllm-mlx with `forward_to_host`.
     """
 
     app: str = APP
 
     @classmethod
     def of(cls, endpoint: Endpoint) -> Route:
-        """The same endpoint, in front of the host's."""
+        """The same endpoint, in front of vllm-mlx's."""
         return cls(**{each.name: getattr(endpoint, each.name) for each in fields(endpoint)})
 
     @property
@@ -79,7 +79,7 @@ class Route(Endpoint):
         return None
 
     def apply(self) -> Undo:
-        """Inserts it before the host's route, or at the end; undone, the order is as before."""
+        """Inserts it before vllm-mlx's route, or at the end; undone, the order is as before."""
         routes: list[BaseRoute] = locate(self.app).router.routes
         original = self._original(routes)
         mounted = self._mounted(original, original or self._model(routes))
@@ -99,7 +99,7 @@ class Route(Endpoint):
             dependencies=model.dependencies if model else None,
             dependency_overrides_provider=model.dependency_overrides_provider if model else None,
             response_model=None,
-            include_in_schema=False,  # the host's own entry keeps describing the path
+            include_in_schema=False,  # vllm-mlx's own entry keeps describing the path
         )
         mounted.behind = original and without_dependencies(original)
         mounted.other_methods = self.other_methods
@@ -116,7 +116,7 @@ class Route(Endpoint):
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """An ASGI middleware around the host's whole application, outside of those it has.
+    """An ASGI middleware around vllm-mlx's whole application, outside of those it has.
 
     ``middleware`` is a class that takes the application.
     """
@@ -156,13 +156,13 @@ class Around:
 
 @dataclass(frozen=True, slots=True)
 class SocketRoute(SocketEndpoint):
-    """A WebSocket that is added to the host's routes, which has none there."""
+    """A WebSocket that is added to vllm-mlx's routes, which has none there."""
 
     app: str = APP
 
     @classmethod
     def of(cls, endpoint: SocketEndpoint) -> SocketRoute:
-        """The same, among the host's."""
+        """The same, among vllm-mlx's."""
         return cls(**{each.name: getattr(endpoint, each.name) for each in fields(endpoint)})
 
     @property
@@ -195,7 +195,7 @@ class SocketRoute(SocketEndpoint):
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The host, as the front end sees it, left where the requests to its application find it."""
+    """vllm-mlx, as the front end sees it, left where the requests to its application find it."""
 
     host: Host
     why: str
@@ -222,7 +222,7 @@ class Installed:
 
 
 def _find(routes: list[BaseRoute], path: str, methods: set[str]) -> APIRoute | None:
-    """The host's own route; never one of ours, which a second look would find first."""
+    """vllm-mlx's own route; never one of ours, which a second look would find first."""
     for route in routes:
         own = isinstance(route, APIRoute) and not isinstance(route, Mounted)
         if own and route.path == path and methods & route.methods:  # type: ignore[attr-defined]
@@ -240,9 +240,9 @@ def without_dependencies(route: APIRoute) -> APIRoute:
 
 
 async def forward_to_host(request: Request) -> Response:
-    """The host's own answer to `request`, its body byte for byte as it came.
+    """vllm-mlx's own answer to `request`, its body byte for byte as it came.
 
-    For the endpoint of a `Route` that has one of the host's behind it, which runs as if ours were
+    For the endpoint of a `Route` that has one of vllm-mlx's behind it, which runs as if ours were
     not there. Raises LookupError otherwise.
     """
     route = request.scope.get("route")

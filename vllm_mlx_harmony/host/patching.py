@@ -1,6 +1,6 @@
 """Changes to somebody else's program: all checked first, applied in order, undone backwards.
 
-Knows attributes, dictionary entries and signatures in general. Refuses to know the host's names:
+Knows attributes, dictionary entries and signatures in general. Refuses to know vllm-mlx's names:
 they are in `contract`, with the theory; how a route is put in front of another is in `mount`.
 """
 
@@ -29,7 +29,7 @@ _MISSING = object()
 
 
 class Requirement(Protocol):
-    """One thing relied on in the host, changed or not."""
+    """One thing relied on in vllm-mlx, changed or not."""
 
     @property
     def label(self) -> str:

@@ -1,7 +1,7 @@
-"""The host's own prompt building, for Harmony engines: its messages rendered as ours are.
+"""vllm-mlx's own prompt building, for Harmony engines: its messages rendered as ours are.
 
-Knows what the host's engines hand in and expect back. Our routes never come by here: this is for
-whatever else in the host builds a prompt (its own chat path).
+Knows what vllm-mlx's engines hand in and expect back. Our routes never come by here: this is for
+whatever else in vllm-mlx builds a prompt (its own chat path).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _BROKEN = "<\u200b"
 
 
 class PromptText(str):
-    """A prompt as the text the host wants, with the ``ids`` it stands for.
+    """A prompt as the text vllm-mlx wants, with the ``ids`` it stands for.
 
-    The host encodes the text again. Written-out control tokens become control tokens by that;
+    vllm-mlx encodes the text again. Written-out control tokens become control tokens by that;
     what a user typed must not: a zero-width space breaks what looks like one. Whoever can take
     the ``ids`` has the prompt as it is.
     """
@@ -59,9 +59,9 @@ def _texts(ids: Sequence[int]) -> list[str]:
 def prompt_text(
     messages: Messages, tools: list[dict[str, Any]] | None, options: dict[str, Any] | None
 ) -> PromptText:
-    """The prompt of the host's ``messages`` and ``tools``; ``options`` are its template options.
+    """The prompt of vllm-mlx's ``messages`` and ``tools``; ``options`` are its template options.
 
-    Raises HTTPException 400, which the host's routes pass on, for what cannot be rendered.
+    Raises HTTPException 400, which vllm-mlx's routes pass on, for what cannot be rendered.
     """
     try:
         return PromptText.of(prompt_ids(messages, tools, options))
@@ -85,12 +85,12 @@ def prompt_ids(
 
 
 def _plain(message: Any) -> Any:
-    """A message as a dictionary; the host's own are pydantic models at some places."""
+    """A message as a dictionary; vllm-mlx's own are pydantic models at some places."""
     dump = getattr(message, "model_dump", None)
     return message if dump is None else dump(exclude_none=True)
 
 
-# --- What replaces functions of the host: each takes the original and gives its replacement.
+# --- What replaces functions of vllm-mlx: each takes the original and gives its replacement.
 
 
 def simple_render_chat_prompt(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +118,7 @@ def batched_apply_chat_template(original: Callable[..., Any]) -> Callable[..., A
     """``BatchedEngine._apply_chat_template``: the prompt."""
 
     @wraps(original)
-    def apply(  # noqa: PLR0917 - the host's own signature
+    def apply(  # noqa: PLR0917 - vllm-mlx's own signature
         self: Any,
         messages: Messages,
         tools: list[dict[str, Any]] | None = None,
@@ -157,7 +157,7 @@ def simple_chat(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
 
 
 async def _last(outputs: Any) -> Any:
-    """The last of the outputs, which has the whole text, cleaned as the host does."""
+    """The last of the outputs, which has the whole text, cleaned as vllm-mlx does."""
     from vllm_mlx.api.utils import clean_output_text
     from vllm_mlx.engine.base import GenerationOutput
 

@@ -60,7 +60,7 @@ class Sampler:
     """What one sequence is drawn with, and what that depends on so far.
 
     ``prompt`` is what the sequence continues: it tells whether a header or text comes first.
-    Engines of the host hand it through among the processors of logits, and it is found there
+    Engines of vllm-mlx hand it through among the processors of logits, and it is found there
     (``claimed``); it is not one.
     """
 

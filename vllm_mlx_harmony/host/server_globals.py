@@ -1,4 +1,4 @@
-"""The globals of ``vllm_mlx.server``, typed: the host's server is one module of them.
+"""The globals of ``vllm_mlx.server``, typed: vllm-mlx's server is one module of them.
 
 The only place where that module is reached. Its names are looked up when they are used, because the
 host sets them while it loads and unloads models; each stands in the table (`contract`).
@@ -13,7 +13,7 @@ from starlette.requests import HTTPConnection, Request
 
 
 class Metrics(Protocol):
-    """The host's metrics; ``_prom`` has those of Prometheus by name, if they are on."""
+    """vllm-mlx's metrics; ``_prom`` has those of Prometheus by name, if they are on."""
 
     _prom: dict[str, Any] | None
 

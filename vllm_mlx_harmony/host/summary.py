@@ -1,6 +1,6 @@
 """What the server says of itself when it starts: one line for each fact that a user needs.
 
-Printed as the host prints its own start, when its model is known and before it listens.
+Printed as vllm-mlx prints its own start, when its model is known and before it listens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def set_idle(sentences: list[str]) -> None:
 
 
 def of_model(load_model: Callable[..., Any]) -> Callable[..., Any]:
-    """The host's ``load_model``, and then the summary of the model that it loaded."""
+    """vllm-mlx's ``load_model``, and then the summary of the model that it loaded."""
 
     @wraps(load_model)
     def load(model_name: str, use_batching: bool = False, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def of_model(load_model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_registry(load_model_registry: Callable[..., Any]) -> Callable[..., Any]:
-    """The host's ``load_model_registry``, and then a summary without any model: none is loaded."""
+    """vllm-mlx's ``load_model_registry``, and then a summary without any model: none is loaded."""
 
     @wraps(load_model_registry)
     def load(config_path: str, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The text-level tool parser, for callers in the host that have only text.
+"""The text-level tool parser, for callers in vllm-mlx that have only text.
 
-Knows the host's parser interface. Encodes the text, control tokens written out included, and runs
+Knows vllm-mlx's parser interface. Encodes the text, control tokens written out included, and runs
 the same core as our routes: text is the poorer source, end tokens are missing from it as a rule.
 """
 
@@ -35,7 +35,7 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
 
     SUPPORTS_NATIVE_TOOL_FORMAT = True
     REQUIRES_EAGER_STREAMING = True
-    """Tells the host to hand over every piece, not only those from the first call on."""
+    """Tells vllm-mlx to hand over every piece, not only those from the first call on."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         super().__init__(tokenizer)
@@ -56,7 +56,7 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
         content = "".join(piece.get("content", "") for piece in pieces)
         return ExtractedToolCallInformation(bool(calls), list(calls.values()), content or None)
 
-    def extract_tool_calls_streaming(  # noqa: PLR0917 - the host's own signature
+    def extract_tool_calls_streaming(  # noqa: PLR0917 - vllm-mlx's own signature
         self,
         previous_text: str,
         current_text: str,
@@ -151,7 +151,7 @@ def _encode(text: str) -> list[int]:
 
 
 def _names(request: Any) -> Names:
-    """The names of the request's tools. What is not as it should be was let in by the host."""
+    """The names of the request's tools. What is not as it should be was let in by vllm-mlx."""
     tools = request.get("tools") if isinstance(request, Mapping) else None
     functions = [tool.get("function") for tool in tools or () if isinstance(tool, Mapping)]
     names = [function.get("name") for function in functions if isinstance(function, Mapping)]

@@ -1,6 +1,6 @@
-"""The host's ``--mcp-config`` with our loop around it, where the operator switches that on.
+"""vllm-mlx's ``--mcp-config`` with our loop around it, where the operator switches that on.
 
-The host starts tool servers of its own for the endpoints ``/v1/mcp/…``; no answer of the model ever
+vllm-mlx starts tool servers of its own for the endpoints ``/v1/mcp/…``; no answer of the model ever
 uses them. With ``VLLM_MLX_HARMONY_TOOLS`` the same file is read here instead, so that every server
 runs once, and those endpoints, ``/health`` and the gauges tell of ours. Without it nothing changes.
 """
@@ -27,7 +27,7 @@ Init = Callable[[str], Awaitable[None]]
 
 
 def init_mcp(original: Init) -> Init:
-    """The host's ``init_mcp``, which its lifespan awaits before the server listens."""
+    """vllm-mlx's ``init_mcp``, which its lifespan awaits before the server listens."""
 
     @wraps(original)
     async def init(config_path: str) -> None:
@@ -86,7 +86,7 @@ class _Tool:
 
 
 class Manager:
-    """Our tool servers as the host's MCP manager: what it is asked for, and its end."""
+    """Our tool servers as vllm-mlx's MCP manager: what it is asked for, and its end."""
 
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox

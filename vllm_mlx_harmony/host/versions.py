@@ -14,7 +14,7 @@ LIBRARIES = ("openai-harmony", "oss-harmony")
 
 
 def versions() -> dict[str, str]:
-    """Versions by distribution: ours, the host's, and that of the Harmony library, if installed."""
+    """Versions by distribution: ours, vllm-mlx's, and that of the Harmony library, if installed."""
     found = {"vllm-mlx-harmony": __version__}
     for name in ("vllm-mlx", *LIBRARIES):
         try:

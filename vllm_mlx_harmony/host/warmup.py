@@ -1,6 +1,6 @@
 """``--warm-prompts``: what prompts of all begin with is computed before the first request comes.
 
-Knows the host's warm-up and what of its prompts every request has. Refuses to know how a prompt is
+Knows vllm-mlx's warm-up and what of its prompts every request has. Refuses to know how a prompt is
 remembered (kv).
 """
 

@@ -100,7 +100,7 @@ def package(row: Patch) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _seams() -> Iterator[None]:
+def _patched() -> Iterator[None]:
     rows = [row for row in contract.CHANGES if isinstance(row, Patch) and package(row) in PACKAGES]
     assert {package(row) for row in rows} == PACKAGES
     undos = patching.apply_all(rows)

@@ -1,6 +1,6 @@
 """The batched engine: sequences start where the known ends, are drawn together, cut as they run.
 
-Knows mlx-lm's batch generator and the host's scheduler around it. Everything runs where the
+Knows mlx-lm's batch generator and vllm-mlx's scheduler around it. Everything runs where the
 generator runs: on the engine's own thread. Refuses to know what is remembered (`kv`) and how an id
 is drawn (`sampler`).
 """
@@ -35,9 +35,9 @@ _ours: WeakSet[Any] = WeakSet()
 
 
 def ours_instead(original: Method) -> Method:
-    """``Scheduler.__init__`` without the host's prefix cache where ours takes its place.
+    """``Scheduler.__init__`` without vllm-mlx's prefix cache where ours takes its place.
 
-    The host's keeps every prompt-only entry as a copy of its own, stores none after a hit until
+    vllm-mlx's keeps every prompt-only entry as a copy of its own, stores none after a hit until
     the prompt has grown by 4,096 tokens, and writes what it has to the user's disk. Where it was
     turned off, nothing is reused at all.
     """
@@ -59,7 +59,7 @@ def ours_instead(original: Method) -> Method:
 def keep_known(original: Method) -> Method:
     """``Scheduler.add_request`` that hands a ``TenantPrompt`` on as it is, instead of a copy.
 
-    What the host itself asks such an engine for (raw completions, warm-up) is made one.
+    What vllm-mlx itself asks such an engine for (raw completions, warm-up) is made one.
     """
 
     @wraps(original)
@@ -78,9 +78,9 @@ def keep_known(original: Method) -> Method:
 
 
 def own_sampler(original: Method) -> Method:
-    """``Scheduler.add_request`` that gives requests of the host's own a sampler, too.
+    """``Scheduler.add_request`` that gives requests of vllm-mlx's own a sampler, too.
 
-    The host has one for all that run together, that of the request which came first: a raw
+    vllm-mlx has one for all that run together, that of the request which came first: a raw
     completion that joins a chat would be drawn as the chat is. Only with a Harmony model.
     """
 
@@ -149,7 +149,7 @@ class Decoding(GenerationBatch):  # type: ignore[misc, unused-ignore]
         return ids, self._next_logprobs
 
     def _processed(self, last: Any, logits: Any) -> Any:
-        """``logits`` after the processors that requests of the host's own brought."""
+        """``logits`` after the processors that requests of vllm-mlx's own brought."""
         if not any(self.logits_processors):
             return logits
         rows = [logits[row : row + 1] for row in range(len(self.uids))]
@@ -246,7 +246,7 @@ class Reusing(BatchGenerator):  # type: ignore[misc, unused-ignore]
         logits_processors: Any = None,
         state_machines: Any = None,
     ) -> Any:
-        """As before; samplers may be among the processors, which the host hands through."""
+        """As before; samplers may be among the processors, which vllm-mlx hands through."""
         if logits_processors and not samplers:
             both = [claimed(each) for each in logits_processors]
             samplers, logits_processors = map(list, zip(*both, strict=True))

@@ -50,7 +50,7 @@ from vllm_mlx_harmony.host.kv.tree import WIDTH
 logger = logging.getLogger("vllm_mlx_harmony")
 
 DIRECTORY = "vllm-mlx-harmony"
-"""Below the directory that was named: others may have theirs beside it, as the host does."""
+"""Below the directory that was named: others may have theirs beside it, as vllm-mlx does."""
 
 PIECES = "pieces"
 

@@ -1,4 +1,4 @@
-"""The disk below the prefix cache, as the host's flags ask for it, and what it says of itself.
+"""The disk below the prefix cache, as vllm-mlx's flags ask for it, and what it says of itself.
 
 Knows ``--ssd-cache-dir`` and ``--ssd-cache-max-gb``, the line at the start, and the metrics. A
 directory that cannot be used costs the disk, not the server.
@@ -21,7 +21,7 @@ from vllm_mlx_harmony.host.units import size
 logger = logging.getLogger("vllm_mlx_harmony")
 
 BYTES_PER_GB = 1 << 30
-"""As the host counts the gigabytes of its flag."""
+"""As vllm-mlx counts the gigabytes of its flag."""
 
 LAST = 5.0
 """Seconds in which what still waits is written when the process ends by itself."""
@@ -82,12 +82,12 @@ METRICS: dict[str, tuple[str, Callable[[Counters], float]]] = {
 
 
 def show_metrics() -> None:
-    """Our gauges among the host's metrics, if those are on and there is a disk; once."""
+    """Our gauges among vllm-mlx's metrics, if those are on and there is a disk; once."""
     disk = prefix.disk()
     kept: dict[str, Any] | None = server()._metrics._prom
     if disk is None or kept is None or next(iter(METRICS)) in kept:
         return
-    gauge = type(kept["http_requests_in_flight"])  # of the library that the host took
+    gauge = type(kept["http_requests_in_flight"])  # of the library that vllm-mlx took
     for name, (about, value) in METRICS.items():
         kept[name] = gauge(name, about, registry=kept["registry"])
         kept[name].set_function(lambda value=value: float(value(disk.counters())))

@@ -1,6 +1,6 @@
 """The simple engine's way with prompts of ours: computed from where they leave the known, and on.
 
-Knows where a generator of the host's model wrapper begins and ends. Everything runs where that
+Knows where a generator of vllm-mlx's model wrapper begins and ends. Everything runs where that
 generator runs: on the engine's own thread. Refuses to know what is remembered (`kv`) and how an id
 is drawn (`sampler`).
 """
@@ -54,7 +54,7 @@ def reuse_prefix(original: Stream) -> Stream:
 def _answer(
     model: Any, prompt: TenantPrompt, sampler: Sampler, limit: int, step: int
 ) -> Iterator[Any]:
-    """The host's chunks for the ids that follow ``prompt``, without text: nobody reads it."""
+    """vllm-mlx's chunks for the ids that follow ``prompt``, without text: nobody reads it."""
     with prefix.computing():
         yield from _generated(model, prompt, sampler, limit, step)
 
@@ -146,7 +146,7 @@ def _wired(model: Any) -> Iterator[None]:
 
 
 def _stream() -> Any:
-    """The stream that mlx-lm generates on; looked up late: the host gives each thread its own."""
+    """The stream that mlx-lm generates on; looked up late: vllm-mlx gives each thread its own."""
     import mlx.core as mx
 
     return mx.stream(import_module("mlx_lm.generate").generation_stream)

@@ -1,8 +1,8 @@
-"""Prefix reuse where the host shows and empties its caches: `/v1/cache/stats`, `DELETE /v1/cache`.
+"""Prefix reuse where vllm-mlx shows and empties its caches: `/v1/cache/stats`, `DELETE /v1/cache`.
 
-Both routes of the host import mlx_vlm to ask after its caches, and with it torch: for seconds no
+Both routes of vllm-mlx import mlx_vlm to ask after its caches, and with it torch: for seconds no
 other request is answered. A Harmony model has nothing in those caches. So they are asked only when
-somebody else has imported mlx_vlm already; what is answered otherwise is the host's own answer for
+somebody else has imported mlx_vlm already; what is answered otherwise is vllm-mlx's own answer for
 when there is no mlx_vlm. Drop when vllm-mlx no longer imports it there.
 
 Knows those routes and the methods behind them. Refuses to know what is remembered (`kv`).
@@ -32,13 +32,13 @@ VISION = "mlx_vlm.utils"
 """The module that takes seconds to import."""
 
 NAME = "harmony_prefix_reuse"
-"""Of our counters among the host's."""
+"""Of our counters among vllm-mlx's."""
 
 Method = Callable[[Any], Any]
 
 
 def with_counters(original: Method) -> Method:
-    """``get_cache_stats`` of an engine, with our counters beside the host's on a Harmony engine."""
+    """``get_cache_stats`` of an engine, with our counters beside vllm-mlx's on a Harmony engine."""
 
     @wraps(original)
     def get_cache_stats(self: Any) -> Any:
@@ -68,7 +68,7 @@ def with_ours(original: Method) -> Method:
 def model_of(holder: Any) -> Any:
     """The module of an engine or a scheduler; ``None`` when it is not loaded.
 
-    A scheduler has it itself, the simple engine has the host's wrapper of it. A batched engine has
+    A scheduler has it itself, the simple engine has vllm-mlx's wrapper of it. A batched engine has
     the scheduler, two objects down.
     """
     core = getattr(getattr(holder, "_engine", None), "engine", None)
@@ -84,7 +84,7 @@ async def cache_stats(request: Request) -> Response:
         return await forward_to_host(request)
     try:
         stats = engine.get_cache_stats()
-    except Exception as error:  # noqa: BLE001 - as the host answers
+    except Exception as error:  # noqa: BLE001 - as vllm-mlx answers
         stats = {"error": f"engine cache stats failed: {error}"}
     missing = "Cache stats not available (mlx_vlm not loaded)"
     return JSONResponse({"engine_cache": stats, "error": missing})
@@ -107,7 +107,7 @@ async def clear_cache(request: Request) -> Response:
 
 
 async def clear_prefix_cache(request: Request) -> Response:
-    """``DELETE /v1/cache/prefix``: the host's, and the disk."""
+    """``DELETE /v1/cache/prefix``: vllm-mlx's, and the disk."""
     await _empty_disk()
     return await forward_to_host(request)
 
@@ -127,7 +127,7 @@ def _harmony_alone() -> Any:
     return engine if alone else None
 
 
-_WHY = "the host imports mlx_vlm, and torch, on the event loop"
+_WHY = "vllm-mlx imports mlx_vlm, and torch, on the event loop"
 
 ROUTES: tuple[Route, ...] = (
     Route("/v1/cache/stats", ("GET",), cache_stats, _WHY),
