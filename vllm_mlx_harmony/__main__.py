@@ -110,6 +110,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument(
         "--continuous-batching", action="store_true", help="use the host's batched engine"
     )
+    demo.add_argument(
+        "--tools", action="store_true", help="a turn with tools that the server runs, over MCP"
+    )
     demo.set_defaults(command=_demo)
 
 
@@ -166,9 +169,10 @@ def _connect(parsed: argparse.Namespace) -> int:
 
 
 def _demo(parsed: argparse.Namespace) -> int:
-    from vllm_mlx_harmony.cli import demo
+    from vllm_mlx_harmony.cli import demo, demo_tools
 
-    return demo.run(batched=parsed.continuous_batching)
+    run = demo_tools.run if parsed.tools else demo.run
+    return run(batched=parsed.continuous_batching)
 
 
 def _render(parsed: argparse.Namespace) -> int:

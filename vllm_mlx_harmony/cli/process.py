@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
@@ -56,7 +56,9 @@ def command(model: Path, port: int, flags: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def serving(model: Path, home: Path, flags: Sequence[str] = ()) -> Iterator[Running]:
+def serving(
+    model: Path, home: Path, flags: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> Iterator[Running]:
     """A server of ``model`` for as long as the context lasts; gone however that ends.
 
     ``home`` is an existing directory; it becomes the server's home, because the host keeps a prefix
@@ -71,7 +73,7 @@ def serving(model: Path, home: Path, flags: Sequence[str] = ()) -> Iterator[Runn
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,
-            env=environment(home),
+            env={**environment(home), **(env or {})},
             start_new_session=True,  # Ctrl-C is for us; we stop it
         )
         try:

@@ -8,6 +8,7 @@ anywhere.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -107,11 +108,19 @@ _CONCLUSIONS = {
 }
 
 
-def doctor(model: str | None = None, port: int = PORT, cache: str | None = None) -> Report:
-    """Looks at this installation, at a port and, if named, at a model and a ``--ssd-cache-dir``."""
+def doctor(
+    model: str | None = None,
+    port: int = PORT,
+    cache: str | None = None,
+    tools: str | None = None,
+) -> Report:
+    """Looks at this installation and a port; if named at a model, a ``--ssd-cache-dir``, and the
+    tool servers of an ``--mcp-config``, each of which is started and asked for its tools."""
     groups = [_python(), _packages(), _loading(), _vocabulary(), *_host(), _port(port)]
     if cache is not None:
         groups.append(_cache(Path(cache).expanduser()))
+    if tools is not None:
+        groups.append(_tools(tools))
     if model is not None:
         groups.append(_model(model))
     return Report(tuple(groups))
@@ -125,11 +134,42 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", help="a model directory or a cached repository id")
     parser.add_argument("--port", type=int, default=PORT, help="to serve on (default: %(default)s)")
     parser.add_argument("--ssd-cache-dir", metavar="DIR", help="to look at, as vllm-mlx has it")
+    parser.add_argument("--mcp-config", metavar="FILE", help="tool servers to try, one by one")
     parser.add_argument("--verbose", action="store_true", help="everything that was looked at")
     arguments = parser.parse_args(argv)
-    report = doctor(arguments.model, arguments.port, arguments.ssd_cache_dir)
+    report = doctor(arguments.model, arguments.port, arguments.ssd_cache_dir, arguments.mcp_config)
     print(report.text(verbose=arguments.verbose))
     return 0 if report.ok else 1
+
+
+def _tools(path: str) -> Group:
+    """Each tool server of the file, started, asked for its tools and ended again."""
+    from vllm_mlx_harmony.core.errors import HostError
+    from vllm_mlx_harmony.server.tools import config
+    from vllm_mlx_harmony.server.tools.toolbox import Toolbox
+
+    try:
+        toolbox = Toolbox.of(config.read(path), config.Use.ON)
+    except HostError as error:
+        return Group("tools", (Finding(False, "tools", error.message, f"see {path}"),))
+
+    async def tried() -> list[Finding]:
+        await toolbox.start()
+        try:
+            return [
+                Finding(
+                    bool(each.tools),
+                    f"tools: {each.label}",
+                    ", ".join(tool.origin[-1] for tool in each.tools) or each.problem,
+                    "" if each.tools else f"see what {path} says of it",
+                )
+                for each in toolbox.namespaces
+            ]
+        finally:
+            await toolbox.stop()
+
+    found = asyncio.run(tried()) or [Finding(None, "tools", f"{path} has no servers")]
+    return Group("tools", tuple(found))
 
 
 def _python() -> Group:

@@ -1,0 +1,108 @@
+"""demo --tools: a turn with tools that the server runs, over a real MCP server.
+
+The server is vllm-mlx's own with a scripted stand-in for the model, as in `demo`; the tool server
+is a process that the server starts, and what it answers is computed there. One request, one answer:
+the calls in between are the server's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.cli.errors import UsageError
+from vllm_mlx_harmony.cli.process import ADDRESS, serving
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.standin import Script
+
+QUESTION = "How many seconds do 17 weeks have?"
+CALL = (
+    "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>commentary "
+    "to=calculator.multiply <|constrain|>json<|message|>{}<|call|>"
+)
+ANSWER = "17 weeks have 10,281,600 seconds."
+SCRIPTS = (
+    Script(QUESTION, CALL.format("First the days: 17 times 7.", '{"a":17,"b":7}'), delay_ms=10),
+    Script(
+        "<|message|>119<|end|>",
+        CALL.format("119 days, and 86400 seconds a day.", '{"a":119,"b":86400}'),
+        delay_ms=10,
+    ),
+    Script("<|message|>10281600<|end|>", f"<|channel|>final<|message|>{ANSWER}<|return|>", 10),
+)
+SERVERS = {
+    "mcpServers": {
+        "calculator": {
+            "command": sys.executable,
+            "args": ["-m", "vllm_mlx_harmony.standin.calculator"],
+        }
+    }
+}
+TOOLS = [{"type": "mcp", "server_label": "calculator", "require_approval": "never"}]
+
+
+def run(*, batched: bool = False) -> int:
+    """Shows the answer item by item. Returns 0 when it is what it should be, 1 when it is not.
+
+    Raises ``UsageError`` where no server, or no tool server, can run.
+    """
+    if find_spec("mcp") is None:
+        raise UsageError("tool servers need a package: pip install 'vllm-mlx-harmony[tools]'")
+    console = Console(highlight=False)
+    console.print(
+        "[bold]vllm-mlx-harmony demo --tools[/]: the real server, a real MCP server, and in place "
+        "of gpt-oss a [bold]scripted stand-in[/]: what the model says was written by hand.\n"
+    )
+    with ExitStack() as stack:
+        made = tempfile.TemporaryDirectory(prefix="vllm-mlx-harmony-", ignore_cleanup_errors=True)
+        home = Path(stack.enter_context(made))
+        configuration = home / "mcp.json"
+        configuration.write_text(json.dumps(SERVERS, indent=2))
+        model = standin.write(vocab.cache_dir() / "standin-tools", SCRIPTS)
+        flags = ["--mcp-config", str(configuration)]
+        flags += ["--continuous-batching"] if batched else []
+        env = {"VLLM_MLX_HARMONY_TOOLS": "on"}
+        server = stack.enter_context(serving(model, home, flags, env))
+        request = {"model": str(model), "input": QUESTION, "tools": TOOLS}
+        console.print(f"POST /v1/responses {json.dumps(request)}\n", style="dim", soft_wrap=True)
+        response = _ask(server.port, request)
+        for item in response.get("output", []):
+            console.print(_line(item), markup=False, soft_wrap=True)
+    usage = response.get("usage")
+    console.print(f"\nusage: {json.dumps(usage)}", style="dim", markup=False, soft_wrap=True)
+    last = response.get("output", [{}])[-1]
+    right = last.get("type") == "message" and last["content"][0]["text"] == ANSWER
+    mark = "✓ one request, two calls, one answer" if right else f"✗ not as it should be: {response}"
+    console.print(f"\n{mark}; the servers are stopped", markup=False)
+    return 0 if right else 1
+
+
+def _ask(port: int, request: dict[str, Any]) -> dict[str, Any]:
+    connection = HTTPConnection(ADDRESS, port, timeout=120)
+    try:
+        body, headers = json.dumps(request), {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/responses", body, headers)
+        answer: dict[str, Any] = json.loads(connection.getresponse().read())
+        return answer
+    finally:
+        connection.close()
+
+
+def _line(item: dict[str, Any]) -> str:
+    kind = item["type"]
+    if kind == "mcp_list_tools":
+        names = ", ".join(tool["name"] for tool in item["tools"])
+        return f"{kind:<15} {item['server_label']}: {names}"
+    if kind == "mcp_call":
+        call = f"{item['server_label']}.{item['name']} {item['arguments']}"
+        return f"{kind:<15} {call} -> {item['output'] or item['error']}"
+    return f"{kind:<15} {item['content'][0]['text']}"
