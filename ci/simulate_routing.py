@@ -32,7 +32,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, product
 from typing import Protocol
 
 from vllm_mlx_harmony.gateway.routing import Routing, Rule
@@ -51,6 +51,8 @@ CACHE = 1_000_000
 16 bits; two H100 have 144 of 160 GB for vLLM (0.9), of which the weights take 65: 79 GB."""
 
 AGENTS = 8
+
+NEW = "engine-new"
 
 TYPED = 0.1
 """The part of the turns that a person has to answer, not a tool."""
@@ -239,8 +241,8 @@ class Result:
     repeated: int
     retried: int
     moved: int
-    busiest: float
-    ended: float
+    on_new: list[tuple[float, float]]
+    """When the engine that joined got a turn (and the same once more)."""
 
     @property
     def hit_rate(self) -> float:
@@ -276,6 +278,7 @@ class Simulation:
         self.first_tokens: list[tuple[float, float]] = []
         self.computed_at: list[tuple[float, int, int]] = []
         self.repeated = self.retried = 0
+        self.on_new: list[tuple[float, float]] = []
         for each in asked:
             self._at(each.begins, self._turn(each, 0, each.shared + each.turns[0].added))
         if lose_at is not None:
@@ -285,7 +288,6 @@ class Simulation:
 
     def run(self) -> Result:
         """Until the last conversation has ended."""
-        now = 0.0
         while self._coming:
             now, _, happens = heapq.heappop(self._coming)
             happens(now)
@@ -302,8 +304,7 @@ class Simulation:
             self.repeated,
             self.retried,
             sum(by_prefix),
-            max(engine.busy_until for engine in self._engines.values()),
-            now,
+            self.on_new,
         )
 
     def _at(self, time: float, happens: Callable[[float], None]) -> None:
@@ -335,6 +336,8 @@ class Simulation:
         engine.keep(request.asked.key, own)
         engine.keep(request.asked.agent, request.asked.shared)
         policy.answered(request.asked, request.engine)
+        if request.engine == NEW:
+            self.on_new.append((now, now))
         self.waits.append((now, starts - request.began))
         self.first_tokens.append((now, request.first_token - request.began))
         self.computed_at.append((now, request.prompt, computed))
@@ -374,11 +377,10 @@ class Simulation:
         engine.requests.clear()
 
     def _join(self, now: float) -> None:
-        name = "engine-new"
-        self._engines[name] = Engine(self._cache)
+        self._engines[NEW] = Engine(self._cache)
         for policy, loads in zip(self._policies, self._loads, strict=True):
-            loads[name] = 0
-            policy.joined(name)
+            loads[NEW] = 0
+            policy.joined(NEW)
 
 
 def share(values: list[float], part: float) -> float:
@@ -414,6 +416,29 @@ def row(name: str, result: Result) -> str:
     )
 
 
+def faults(results: Mapping[str, Result], lose_at: float, join_at: float, engines: int) -> None:
+    """Prints what becomes of an engine that is lost, and of one that joins."""
+    print("\nan engine is lost        | tried elsewhere | repeated by clients")
+    for name, result in results.items():
+        print(f"{name:24} | {result.retried:15} | {result.repeated:10}")
+    print("\nhit rate, first token p99 | minute before | minute after | five minutes later")
+    for name, result in results.items():
+        cells = []
+        for start in (lose_at - 60, lose_at, lose_at + 300):
+            first = share(between(result.first_tokens, start, start + 60), 0.99)
+            cells.append(f"{_hits(result, start, start + 60):5.1%} {first:5.2f} s")
+        print(f"{name:25} | {' | '.join(cells)}")
+    print(f"\nthe engine that joins, of which {1 / engines:.1%} is an equal part")
+    print("its turns                 | first minute |   after five |    after ten")
+    for name, result in results.items():
+        parts = [
+            len(between(result.on_new, start, start + 60))
+            / max(1, len(between(result.waits, start, start + 60)))
+            for start in (join_at, join_at + 300, join_at + 600)
+        ]
+        print(f"{name:25} | {' | '.join(f'{part:12.1%}' for part in parts)}")
+
+
 def main() -> None:
     """Prints the tables of docs/scale.md."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -426,8 +451,8 @@ def main() -> None:
     asked = conversations(given.conversations, given.seed, given.seconds)
     lose_at, join_at = given.seconds / 2, 3 * given.seconds / 4
 
-    def simulate(policy: str, gateways: int = 1, rule: Rule | None = None) -> Result:
-        return Simulation(
+    def simulate(name: str, policy: str, gateways: int, rule: Rule | None = None) -> Result:
+        result = Simulation(
             asked,
             POLICIES[policy],
             engines=given.engines,
@@ -436,36 +461,25 @@ def main() -> None:
             lose_at=lose_at,
             join_at=join_at,
         ).run()
+        print(row(name, result), flush=True)
+        return result
 
     turns = sum(len(each.turns) for each in asked)
-    print(f"{given.engines} engines, {len(asked):,} conversations, {turns:,} turns")
-    print(COLUMNS)
-    cases = [(policy, gateways) for policy in POLICIES for gateways in (1, 4)]
-    results = {(policy, gateways): simulate(policy, gateways) for policy, gateways in cases}
-    for (policy, gateways), result in results.items():
-        print(row(f"{policy}, {gateways} gateway{'s' * (gateways > 1)}", result))
-
-    print("\nan engine is lost                | tried elsewhere | repeated by clients")
-    for (policy, gateways), result in results.items():
-        name = f"{policy}, {gateways} gateway{'s' * (gateways > 1)}"
-        print(f"{name:32} | {result.retried:15} | {result.repeated:10}")
-    print("\nhit rate, first token p99        | minute before | minute after | five minutes later")
-    for (policy, gateways), result in results.items():
-        name = f"{policy}, {gateways} gateway{'s' * (gateways > 1)}"
-        cells = []
-        for start in (lose_at - 60, lose_at, lose_at + 300):
-            first = share(between(result.first_tokens, start, start + 60), 0.99)
-            cells.append(f"{_hits(result, start, start + 60):5.1%} {first:5.2f} s")
-        print(f"{name:32} | {' | '.join(cells)}")
+    print(f"{given.engines} engines, {len(asked):,} conversations, {turns:,} turns\n{COLUMNS}")
+    cases = {f"{policy}, {count} gw": (policy, count) for policy in POLICIES for count in (1, 4)}
+    faults(
+        {name: simulate(name, *case) for name, case in cases.items()},
+        lose_at,
+        join_at,
+        given.engines,
+    )
     if given.rules:
         print(f"\n{COLUMNS}")
         for spread in (0, 2, 4, 8, 16, 32):
-            rule = Rule(spread=spread)
-            print(row(f"spread {spread}, 1 gateway", simulate("prefix", 1, rule)))
-        for spread in (0, 2, 4, 8, 16):
-            for gateways in (1, 4):
-                name = f"home spread {spread}, {gateways}"
-                print(row(name, simulate("prefix", gateways, Rule(home_spread=spread))))
+            simulate(f"spread {spread}, 1 gw", "prefix", 1, Rule(spread=spread))
+        for spread, gateways in product((0, 2, 4, 8, 16), (1, 4)):
+            name = f"home spread {spread}, {gateways} gw"
+            simulate(name, "prefix", gateways, Rule(home_spread=spread))
 
 
 if __name__ == "__main__":
