@@ -14,8 +14,7 @@ from typing import Literal, TypeAlias
 from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.core.turn import ServerCall
 
-FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "pause"]
-"""``pause``: the server has run as many calls as it may; another request can continue the turn."""
+FinishReason: TypeAlias = Literal["stop", "tool_calls", "length"]
 
 
 class Kind(Enum):

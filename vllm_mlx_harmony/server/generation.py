@@ -10,8 +10,8 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Delta, Finished, Opened, ToolFinished, ToolStarted
@@ -191,7 +191,7 @@ async def _generated(job: Job) -> Deltas:
     context, tools, said = job.context, job.tools, _Said()
     settings, constraint = job.settings, job.constraint
     length = job.lease.harmony.context_length
-    ended: Literal["stop", "length", "pause"] = "stop"
+    ended: Finish = "stop"
     approved = None if tools is None else context.server_call  # since the turn before
     async with _engine_slot(job.lease, job.lease.budget.left):
         if approved is not None:
@@ -211,9 +211,6 @@ async def _generated(job: Job) -> Deltas:
         answered = await tools.run(call, len(context.render_for_completion()), length)
         closed = context.append_tool_output([ServerResult(call.id, call.name, answered.text)])
         yield [*closed, ToolFinished(index, answered.text, answered.failure)]
-        if tools.paused:
-            ended = "pause"
-            break
         prompt_tokens = len(context.render_for_completion())
         going_on = await tools.going_on(settings, constraint, prompt_tokens, length, said.generated)
         if going_on is None:
@@ -229,13 +226,9 @@ async def _generated(job: Job) -> Deltas:
     yield await _finished(job, ended, said.cached_tokens)
 
 
-async def _finished(
-    job: Job, ended: Literal["stop", "length", "pause"], cached_tokens: int
-) -> list[Delta]:
+async def _finished(job: Job, ended: Finish, cached_tokens: int) -> list[Delta]:
     """The deltas that end the turn, when it has been remembered and accounted for."""
-    last: list[Delta] = job.context.finish("length" if ended == "length" else "stop", cached_tokens)
-    if ended == "pause":
-        last = [replace(d, reason="pause") if isinstance(d, Finished) else d for d in last]
+    last: list[Delta] = job.context.finish(ended, cached_tokens)
     if job.turns is not None and job.turns.blocks:  # before the client can ask another server
         await asyncio.to_thread(remember, job.turns, job.context, job.echoed)
     else:

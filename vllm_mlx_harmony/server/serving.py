@@ -76,8 +76,7 @@ class Api:
     a stream; ``ping`` goes out while a stream is silent, where
     the API has such an event; ``writer`` replaces the request's own emitter; ``blocks`` says that
     ``read`` may wait for a disk, so that it is kept off the event loop; ``reports_cached`` that a
-    stream begins with the usage of the prompt; ``pauses`` that a turn may end at the limit of calls
-    that the server runs, to be continued.
+    stream begins with the usage of the prompt.
     """
 
     name: str
@@ -89,7 +88,6 @@ class Api:
     writer: Callable[[Any, ResponseInfo, Any, str], Emitter] | None = None
     blocks: bool = False
     reports_cached: bool = False
-    pauses: bool = False
 
     async def parsed(self, document: Document, defaults: Defaults, tenant: str) -> Any:
         """The request in ``document``, from ``tenant``. Raises ``RequestError``."""
@@ -250,7 +248,7 @@ async def prepare(
         reports_cached=api.reports_cached and parsed.stream,
         id_seed=id_seed,
         constraint=constraint,
-        tools=TurnTools.of(host, turn, names, lease.budget, pauses=api.pauses),
+        tools=TurnTools.of(host, turn, names, lease.budget),
     )
     emitter = api.emitter(parsed, info, context, lease.tenant)
     return PreparedRequest(api, parsed, info, job, emitter)

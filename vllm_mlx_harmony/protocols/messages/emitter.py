@@ -218,7 +218,6 @@ _STOP_REASONS: dict[FinishReason, str] = {
     "stop": "end_turn",
     "tool_calls": "tool_use",
     "length": "max_tokens",
-    "pause": "pause_turn",
 }
 
 

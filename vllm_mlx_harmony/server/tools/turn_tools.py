@@ -25,32 +25,25 @@ MOST_REFUSED = 3
 
 @dataclass(slots=True)
 class TurnTools:
-    """What a turn may still have run. ``patience``: seconds in which an answer may say nothing.
-
-    ``pauses``: at the limit of calls the turn is ended, to be continued by another request;
-    without, the model is made to answer with what it has.
-    """
+    """What a turn may still have run. ``patience``: seconds in which an answer may say nothing."""
 
     toolbox: Toolbox
     turn: Turn
     names: Names
     patience: float
     by_flag: int | None = None
-    pauses: bool = False
     _calls: int = 0
     _refused: int = 0
     _until: float | None = None
 
     @classmethod
-    def of(
-        cls, host: Host, turn: Turn, names: Names, budget: Budget, *, pauses: bool
-    ) -> TurnTools | None:
+    def of(cls, host: Host, turn: Turn, names: Names, budget: Budget) -> TurnTools | None:
         """The tools that ``host`` runs in ``turn``, if there are any."""
         if host.toolbox is None or not turn.namespaces:
             return None
         # An answer that is silent for as long as a request may take is ended: a tool is before.
         patience = max(budget.total - 1.0, budget.total / 2)
-        return cls(host.toolbox, turn, names, patience, host.reasoning_tokens, pauses)
+        return cls(host.toolbox, turn, names, patience, host.reasoning_tokens)
 
     @property
     def _allowed(self) -> int:
@@ -63,11 +56,6 @@ class TurnTools:
         """Whether no more calls are run: there were as many as may be, or the time is over."""
         late = self._until is not None and time.monotonic() >= self._until
         return self._calls >= self._allowed or late
-
-    @property
-    def paused(self) -> bool:
-        """Whether the turn ends here, to be continued."""
-        return self.pauses and self.exhausted
 
     def needs_approval(self, call: ServerCall) -> bool:
         """Whether the caller wants to be asked before ``call`` is run."""
