@@ -252,7 +252,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="tools",
         what="tools that the server runs, over a real MCP server",
-        install=("-e", ".[tools]", *TEST_TOOLS, *GATEWAY),
+        install=("-e", ".[tools]", *TEST_TOOLS, *GATEWAY, "openai-agents>=0.3"),
         without=("vllm-mlx", "fastapi"),
         present=("mcp", "starlette"),
         absent=(*HOST, "fastapi"),
