@@ -164,7 +164,7 @@ def test_main(
     monkeypatch.setattr(doctor, "doctor", report)
     assert doctor.main(["MODEL", "--port", "9", *arguments]) == code
     assert capsys.readouterr().out.startswith(text)
-    assert asked == [("MODEL", 9, None)]
+    assert asked == [("MODEL", 9, None, None)]
 
 
 def test_every_failure_says_what_to_do(
