@@ -11,7 +11,6 @@ import pytest
 
 from vllm_mlx_harmony.cli import demo_tools
 
-pytest.importorskip("mcp")
 pytestmark = pytest.mark.served
 
 
