@@ -29,7 +29,7 @@ def main() -> None:
             accelerator_type="H100",
             engine_kwargs={
                 "tensor_parallel_size": 2,
-                "structured_outputs_config": {"backend": "guidance"},
+                "structured_outputs_config": {"backend": "guidance", "enable_in_reasoning": True},
                 "enable_prompt_tokens_details": True,
             },
             deployment_config={"num_replicas": 1, "max_ongoing_requests": 512},
