@@ -37,7 +37,7 @@ SCRIPTS = (
         CALL.format("119 days, and 86400 seconds a day.", '{"a":119,"b":86400}'),
         delay_ms=10,
     ),
-    Script("<|message|>10281600<|end|>", f"<|channel|>final<|message|>{ANSWER}<|return|>", 10),
+    Script("<|message|>10281600<|end|>", f"<|channel|>final<|message|>{ANSWER}<|return|>"),
 )
 SERVERS = {
     "mcpServers": {
