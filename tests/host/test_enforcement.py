@@ -302,7 +302,7 @@ class Said:
 
 
 async def said(engine: Any, api: Any, document: Body, settings: Settings) -> Said:
-    asked = await api.asked(Document(document, False), Defaults(), "tenant")
+    asked = await api.parsed(Document(document, False), Defaults(), "tenant")
     info = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
     context = StreamingHarmonyContext(asked.turn, info)
     constraint = await enforcement.holding(asked.turn, context.names, VllmMlx().reasoning_tokens)
@@ -575,7 +575,7 @@ def constrained(run: Run, kind: str, seed: int = 0, **more: Any) -> Constraint |
     async def asked() -> Constraint | None:
         job = Job(kind, seed)
         document = Document({**job.document, **more}, False)
-        turn = (await job.api.asked(document, Defaults(), "tenant")).turn
+        turn = (await job.api.parsed(document, Defaults(), "tenant")).turn
         names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
         return await enforcement.holding(turn, names)
 
@@ -694,7 +694,7 @@ def test_a_failing_grammar_fails_its_own_answer_and_only_where_it_was_promised(
         return ids
 
     if binding:
-        with pytest.raises(OutputError, match="could not be constraint"):
+        with pytest.raises(OutputError, match="could not be held"):
             run(answer())
     else:
         assert run(answer()) == vocab.encoding().encode(PROSE, allowed_special="all")
