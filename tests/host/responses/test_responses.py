@@ -480,13 +480,14 @@ def test_what_is_deleted_while_it_is_kept_does_not_come_back(
     asynchronous(test)
 
 
+@pytest.mark.usefixtures("_active")
 def test_nothing_goes_on_with_what_has_not_ended(turns: Callable[[Any], None], slow: Slow) -> None:
     turns(at_once)
     body = {"model": "m", "input": "More", "previous_response_id": ID}
 
     async def test() -> None:
         running = await while_it_is_kept()
-        for api in (routes.RESPONSES, COMPACT, Conversation(SimpleNamespace())._api):
+        for api in (routes.RESPONSES, COMPACT, Conversation(Socket())._api):
             with pytest.raises(RequestError) as caught:
                 await api.parsed(Document(body), Defaults(), TENANT)
             assert (caught.value.status, caught.value.code) == (400, "previous_response_not_ready")
@@ -808,6 +809,7 @@ def test_who_may_connect(
     assert socket.accepted is (status is None)
 
 
+@pytest.mark.usefixtures("_active")
 def test_a_connection_does_not_last_for_ever() -> None:
     async def test() -> None:
         socket: Any = Socket()
@@ -820,6 +822,7 @@ def test_a_connection_does_not_last_for_ever() -> None:
     asynchronous(test)
 
 
+@pytest.mark.usefixtures("_active")
 def test_a_flood_ends_the_connection() -> None:
     async def test() -> None:
         socket: Any = Socket(*["{}"] * (MOST_WAITING + 2))
