@@ -58,7 +58,7 @@ def with_compact_json(text: str) -> str:
 
 def express(value: Mapping[str, Any], *, of_object: bool = False, tenant: str = "") -> Expressed:
     """``value`` without what cannot be enforced. ``of_object``: it is the schema of an object even
-    where it does not say so. GeneratedTurn for ``tenant``: it is asked for on every turn."""
+    where it does not say so. Remembered for ``tenant``: it is asked for on every turn."""
     try:
         key = json.dumps([tenant, of_object, value], separators=(",", ":"))
     except (RecursionError, TypeError, ValueError):

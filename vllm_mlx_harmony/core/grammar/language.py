@@ -302,7 +302,7 @@ def _with_input(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _input_of(definition: str, tenant: str) -> str:
     """``{"input": "…"}``, where the string stands for a text that a Lark grammar has.
 
-    GeneratedTurn for ``tenant``."""
+    Remembered for ``tenant``."""
     for written in escaped.lark(definition):
         if "R_START" in written:
             start = "start: ALL\nALL: OPENING R_START CLOSING"
@@ -316,7 +316,7 @@ def _input_of(definition: str, tenant: str) -> str:
 
 @lru_cache(maxsize=32)
 def _text_of(syntax: Syntax, tenant: str) -> str:
-    """The text itself. GeneratedTurn for ``tenant``."""
+    """The text itself. Remembered for ``tenant``."""
     if syntax.kind == "regex":
         written = f"/{escaped.between_slashes(syntax.definition)}/"
     else:
