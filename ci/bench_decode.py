@@ -17,9 +17,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import httpx
@@ -109,9 +109,10 @@ class Load:
 class Raw:
     """The host's completions: text in, text out.
 
-    It draws a whole batch by the settings of one request. With mixed ones that may be a greedy one,
-    which costs next to nothing and is not what the others asked for: so all of them ask for the
-    first settings of a load.
+    It draws a whole batch by the settings of one request, which one is chance: of mixed ones it may
+    be a greedy one, which costs next to nothing, or one that sorts all ids for everybody. So all
+    requests ask for the same settings, for each of those of a load in turn, and the mean time of
+    these batches is what the host would take if each request paid for its own.
     """
 
     base_url: str
@@ -150,9 +151,12 @@ async def taken(sides: Sequence[Raw | Chat], load: Load, engine: str, runs: int)
         for run in range(runs + 1):
             for side, results in zip(sides, seconds, strict=True):
                 together = engine == "batched" or side.waits
-                took = await once(client, side, load, together)
+                loads = (
+                    [load] if side.mixes else [replace(load, settings=[s]) for s in load.settings]
+                )
+                took = [await once(client, side, each, together) for each in loads]
                 if run:  # the first one warms up
-                    results.append(took)
+                    results.append(fmean(took))
     return [median(results) for results in seconds]
 
 
@@ -161,7 +165,7 @@ async def once(client: httpx.AsyncClient, side: Raw | Chat, load: Load, together
     while True:
         asked = [
             answer(client, side, load.settings[at % len(load.settings)], load.tokens)
-            for at in (range(load.streams) if side.mixes else [0] * load.streams)
+            for at in range(load.streams)
         ]
         began = time.perf_counter()
         whole = await asyncio.gather(*asked) if together else [await each for each in asked]

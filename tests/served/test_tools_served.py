@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from server import FLAG, HARMONY
 
@@ -75,9 +75,9 @@ def server(
 
 
 def children(pid: int) -> list[int]:
-    ps = ["ps", "--ppid", str(pid), "-o", "pid=,args="]
-    listed = subprocess.run(ps, check=False, capture_output=True, text=True).stdout
-    return [int(line.split()[0]) for line in listed.splitlines() if str(SERVERS) in line]
+    """The tool servers of process ``pid``."""
+    found = psutil.Process(pid).children()
+    return [each.pid for each in found if str(SERVERS) in each.cmdline()]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

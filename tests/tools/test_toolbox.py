@@ -55,7 +55,7 @@ def within(box: Toolbox, body: Callable[[], Awaitable[Any]], seconds: float = 60
 
 def children() -> list[str]:
     """The processes that this one has started and that run."""
-    ps = ["ps", "--ppid", str(os.getpid()), "-o", "args="]
+    ps = ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="]
     listed = subprocess.run(ps, check=False, capture_output=True, text=True).stdout
     return [line for line in listed.splitlines() if str(SERVERS) in line]
 
