@@ -85,14 +85,12 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class ToolStarted:
-    """The tool that message ``index`` calls runs now, on the server.
+    """The tool that the message before calls runs now, on the server.
 
     Without it the call was not run: its caller wants to approve it first, or it was cut. A call
-    that an earlier turn ended with, approved since, has no message in this one: then ``call`` is
-    it, and ``index`` counts on.
+    that an earlier turn ended with, approved since, has no message in this one: ``call`` is it.
     """
 
-    index: int
     call: ServerCall | None = None
 
 
@@ -108,7 +106,6 @@ class ToolFailure:
 class ToolFinished:
     """The tool has answered: ``text`` is what the model gets to read, of a failure, too."""
 
-    index: int
     text: str
     failure: ToolFailure | None = None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core.constraint import Constraint
-from vllm_mlx_harmony.core.deltas import Delta, Finished, Opened, ToolFinished, ToolStarted
+from vllm_mlx_harmony.core.deltas import Delta, Finished, ToolFinished, ToolStarted
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Message, ServerResult
@@ -205,12 +205,11 @@ async def _generated(job: Job) -> Deltas:
         call = context.server_call
         if call is None or tools.over or (approved is None and tools.needs_approval(call)):
             break
-        index = said.index if approved is None else BEFORE_THE_FIRST
-        yield [ToolStarted(index, approved)]
+        yield [ToolStarted(approved)]
         approved = None
         answered = await tools.run(call, len(context.render_for_completion()), length)
         closed = context.append_tool_output([ServerResult(call.id, call.name, answered.text)])
-        yield [*closed, ToolFinished(index, answered.text, answered.failure)]
+        yield [*closed, ToolFinished(answered.text, answered.failure)]
         prompt_tokens = len(context.render_for_completion())
         going_on = await tools.going_on(settings, constraint, prompt_tokens, length, said.generated)
         if going_on is None:
@@ -240,14 +239,12 @@ async def _finished(job: Job, ended: Finish, cached_tokens: int) -> list[Delta]:
 @dataclass(slots=True)
 class _Said:
     """What is known of the outputs so far: ``generated`` ids and ``finish`` are of the last one,
-    ``cached_tokens`` those of the turn's own prompt, ``index`` that of the last message.
-    ``started``: that the turn has begun was said."""
+    ``cached_tokens`` those of the turn's own prompt. ``started``: that it has begun was said."""
 
     started: bool = False
     outputs: int = 0
     generated: int = 0
     cached_tokens: int = 0
-    index: int = 0
     finish: Finish | None = None
 
 
@@ -274,16 +271,9 @@ async def _output(
                 said.cached_tokens = max(said.cached_tokens, step.cached_tokens)
             job.tracker.observe_ttft()
             enforcement.check(constraint)
-            deltas = context.append_output(step.ids)
-            for delta in deltas:
-                said.index = delta.index if isinstance(delta, Opened) else said.index
-            yield deltas
+            yield context.append_output(step.ids)
             if said.finish is not None or context.done:
                 break
-
-
-BEFORE_THE_FIRST = 0x7FFF
-"""The index of a call that was made in an earlier turn and approved since: no message has it."""
 
 
 def _account(tracker: Tracker, last: list[Delta]) -> None:

@@ -246,9 +246,10 @@ class Emitter:
         self._served = {
             recipient: (each.label, tool.origin[-1])
             for each in namespaces
-            for recipient, tool in zip(each.recipients, each.tools, strict=False)
+            for recipient, tool in each.by_recipient.items()
         }
         self._block: _Block | None = None
+        self._server_call = ""  # the id of the last one
         self._count = 0
         self._head = ""
         self._parts: list[str] = []
@@ -317,8 +318,8 @@ class Emitter:
         if delta.kind is Kind.SERVER_CALL:
             head, _, rest = delta.name.partition(".")
             label, tool = self._served.get(delta.name, (head, rest or head))
-            key, code = self._info.call_id(delta.index), delta.name == PYTHON
-            return _McpToolUseBlock(key, label, tool, code=code)
+            self._server_call = self._info.call_id(delta.index)
+            return _McpToolUseBlock(self._server_call, label, tool, code=delta.name == PYTHON)
         if delta.kind is Kind.PREAMBLE and self._thinking == "updates":
             return _ThinkingBlock(self._cipher, shown=True, mark=UPDATE)
         if delta.kind is not Kind.REASONING:
@@ -331,7 +332,7 @@ class Emitter:
         """The result is a block of its own, whole when it begins."""
         block = {
             "type": "mcp_tool_result",
-            "tool_use_id": _mcp_id(self._info.call_id(delta.index)),
+            "tool_use_id": _mcp_id(self._server_call),
             "is_error": delta.failure is not None,
             "content": [{"type": "text", "text": delta.text, "citations": None}],
         }
