@@ -197,6 +197,16 @@ class Namespace:
             return (PYTHON,)
         return tuple(f"{self.name}.{tool.name}" for tool in self.tools)
 
+    @property
+    def by_recipient(self) -> dict[str, Tool]:
+        """Its tools, by what calls of them are addressed to."""
+        return dict(zip(self.recipients, self.tools, strict=False))  # python has one of each
+
+    def needs_approval(self, recipient: str) -> bool:
+        """Whether the caller wants to be asked before a call to ``recipient`` is run."""
+        tool = self.by_recipient.get(recipient)
+        return tool is not None and tool.name in self.approval
+
 
 PYTHON = "python"
 """The built-in namespace that is its own and only tool."""

@@ -150,7 +150,7 @@ class Executor:
         namespaces = self._toolbox.namespaces
         recipient = name
         for namespace in namespaces:
-            for known, tool in zip(namespace.recipients, namespace.tools, strict=False):
+            for known, tool in namespace.by_recipient.items():
                 if "__".join(tool.origin) == name:
                     recipient = known
         limits = self._toolbox.config

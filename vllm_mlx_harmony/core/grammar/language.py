@@ -215,7 +215,7 @@ class _Writer:
                 if builtin not in served:
                     yield from _BUILTIN.get(builtin, ())
         for namespace in self._turn.namespaces:
-            for recipient, tool in zip(namespace.recipients, namespace.tools, strict=False):
+            for recipient, tool in namespace.by_recipient.items():
                 if names is None or recipient in names:
                     yield _quoted(recipient), self._served(namespace, tool)
 

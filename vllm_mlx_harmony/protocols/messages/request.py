@@ -590,7 +590,7 @@ def _tool_choice(body: MessagesBody, tools: Sequence[Tool]) -> ToolChoice:
 _OFF = ("disabled", "between_tools")
 """Types of thinking without any (Anthropic's ``ThinkingTypes``).
 
-``between_tools`` shows in thinking blocks what the model says on its way: api.Display.
+``between_tools`` shows in thinking blocks what the model says on its way: `emitter.Display`.
 """
 
 

@@ -60,9 +60,9 @@ class ServerTools:
             if namespace.name != head:
                 continue
             kind = self._kinds.get(head, "mcp")
-            for known, tool in zip(namespace.recipients, namespace.tools, strict=False):
-                if known == recipient:
-                    return Served(kind, namespace.label, tool.origin[-1])
+            tool = namespace.by_recipient.get(recipient)
+            if tool is not None:
+                return Served(kind, namespace.label, tool.origin[-1])
             return Served("mcp", namespace.label, rest)
         return Served("mcp", head, rest or head)
 
@@ -70,7 +70,7 @@ class ServerTools:
         """What the tool ``name`` of the server ``label`` is called by the model."""
         for namespace in self._available:
             if namespace.label == label:
-                for known, tool in zip(namespace.recipients, namespace.tools, strict=False):
+                for known, tool in namespace.by_recipient.items():
                     if tool.origin[-1] == name:
                         return known
                 return f"{namespace.name}.{carryable(name, set())}"
@@ -78,11 +78,7 @@ class ServerTools:
 
     def needs_approval(self, recipient: str) -> bool:
         """Whether a call to ``recipient`` is asked about before it is run."""
-        return any(
-            known == recipient and tool.name in namespace.approval
-            for namespace in self.namespaces
-            for known, tool in zip(namespace.recipients, namespace.tools, strict=False)
-        )
+        return any(each.needs_approval(recipient) for each in self.namespaces)
 
     def named(self, label: str, name: str | None, where: str) -> tuple[str, ...]:
         """The recipients of a choice: all tools of ``label``, or one. Raises ``RequestError``."""
@@ -90,7 +86,7 @@ class ServerTools:
             known
             for namespace in self.namespaces
             if namespace.label == label
-            for known, tool in zip(namespace.recipients, namespace.tools, strict=False)
+            for known, tool in namespace.by_recipient.items()
             if name is None or tool.origin[-1] == name
         )
         if not found:

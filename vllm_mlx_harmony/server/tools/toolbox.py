@@ -212,10 +212,10 @@ def _tool_of(name: str, namespaces: Sequence[Namespace]) -> tuple[Namespace, Too
     """The tool that a call to ``name`` is for; else what the model is told."""
     known: list[str] = []
     for namespace in namespaces:
-        for recipient, tool in zip(namespace.recipients, namespace.tools, strict=False):
-            if recipient == name:
-                return namespace, tool
-            known.append(recipient)
+        tools = namespace.by_recipient
+        if name in tools:
+            return namespace, tools[name]
+        known += tools
     return f"there is no tool {name}; there are: {', '.join(known) or 'none'}"
 
 

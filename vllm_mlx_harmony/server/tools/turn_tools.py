@@ -59,11 +59,7 @@ class TurnTools:
 
     def needs_approval(self, call: ServerCall) -> bool:
         """Whether the caller wants to be asked before ``call`` is run."""
-        for namespace in self.turn.namespaces:
-            for recipient, tool in zip(namespace.recipients, namespace.tools, strict=False):
-                if recipient == call.name:
-                    return tool.name in namespace.approval
-        return False
+        return any(each.needs_approval(call.name) for each in self.turn.namespaces)
 
     @property
     def over(self) -> bool:
