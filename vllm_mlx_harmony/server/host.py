@@ -10,7 +10,6 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -72,15 +71,6 @@ class Lease:
         """The engine, where it is known that there is one."""
         assert self.engine is not None
         return self.engine
-
-    @asynccontextmanager
-    async def released_on_error(self) -> AsyncIterator[None]:
-        """Releases it when the block raises; otherwise whoever it was handed to does."""
-        try:
-            yield
-        except BaseException:
-            await self.release()
-            raise
 
     async def release(self) -> None:
         """Gives the engine back."""

@@ -18,7 +18,7 @@ import os
 import time
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import ConfigDict, Field
@@ -42,11 +42,10 @@ from vllm_mlx_harmony.server.generation import Job, run
 from vllm_mlx_harmony.server.host import Lease, host_of
 from vllm_mlx_harmony.server.sampling import Settings, fit
 from vllm_mlx_harmony.server.serving import (
-    CLIENT_CLOSED,
     Api,
     PreparedRequest,
-    acquire,
     error_answer,
+    leased,
     respond,
 )
 
@@ -97,8 +96,7 @@ class IdRequest(Wire):
     tenant: str = ""
     grammar: str | None = None
     min_tokens: int = Field(default=0, ge=0)
-
-    stream: bool = True
+    stream: Literal[True] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +182,7 @@ async def generate(request: Request) -> Response:
             return JSONResponse({"harmony": VERSION})
         request = bounded(request)
         document = await parse_body(await request.body())
-        lease = await acquire(API, request, document)
-        if lease is None:
-            return Response(status_code=CLIENT_CLOSED)
-        async with lease.released_on_error():
+        async with leased(API, request, document) as lease:
             if lease.engine is None:
                 raise RequestError("the model takes no ids of Harmony", param="model", status=404)
             parsed: IdRequest = await API.parsed(document, Defaults(), lease.tenant)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 from uuid import uuid4
@@ -132,10 +132,7 @@ async def serve(
     try:
         request = bounded(request)
         document = await parse_body(await request.body())
-        lease = await acquire(api, request, document)
-        if lease is None:
-            return Response(status_code=CLIENT_CLOSED)
-        async with lease.released_on_error():
+        async with leased(api, request, document) as lease:
             if lease.engine is None:
                 return await _forwarded(request, lease)
             host = host_of(request)
@@ -152,10 +149,7 @@ async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]
     try:
         request = bounded(request)
         document = await parse_body(await request.body())
-        lease = await acquire(api, request, document)
-        if lease is None:
-            return Response(status_code=CLIENT_CLOSED)
-        async with lease.released_on_error():
+        async with leased(api, request, document) as lease:
             if lease.engine is None:
                 return await _forwarded(request, lease)
             host = host_of(request)
@@ -180,11 +174,13 @@ def error_answer(api: Api, error: Exception) -> Response:
     return error_response(api.error_body, logged_failure(error, "a request failed"))
 
 
-async def acquire(api: Api, request: Request, document: Document) -> Lease | None:
+@asynccontextmanager
+async def leased(api: Api, request: Request, document: Document) -> AsyncIterator[Lease]:
     """The engine that ``document`` is for, lent for as long as the request may take.
 
-    ``None`` when the client has gone meanwhile. Raises ``HarmonyFailure`` and the host's
-    ``HTTPException``.
+    Given back when the block raises; otherwise whoever it was handed to does that. Raises
+    ``HarmonyFailure``, the host's ``HTTPException``, and ``ClientDisconnect`` when the client has
+    gone meanwhile.
     """
     host = host_of(request)
     model, timeout = _routing(document.value)
@@ -192,7 +188,14 @@ async def acquire(api: Api, request: Request, document: Document) -> Lease | Non
         await api.parsed(document, host.defaults(None), tenant_of(request))
         raise RequestError("model must be a string", param="model")
     own = None if model is None else own_name(model, host.model_name)
-    return await host.acquire(request, own, host.budget(timeout))
+    lease = await host.acquire(request, own, host.budget(timeout))
+    if lease is None:
+        raise ClientDisconnect
+    try:
+        yield lease
+    except BaseException:
+        await lease.release()
+        raise
 
 
 async def _forwarded(request: Request, lease: Lease) -> Response:

@@ -15,7 +15,7 @@ from json import dumps
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -35,7 +35,7 @@ from vllm_mlx_harmony.server.responses.persistence import (
     storing,
 )
 from vllm_mlx_harmony.server.responses.store import StoredResponse
-from vllm_mlx_harmony.server.serving import Api, PreparedRequest, acquire, prepare
+from vllm_mlx_harmony.server.serving import Api, PreparedRequest, leased, prepare
 from vllm_mlx_harmony.server.streams import (
     EventBuffer,
     client_seconds,
@@ -159,6 +159,8 @@ class Conversation:
             await self._send_error(failure_of(error))
         except WebSocketDisconnect:
             raise
+        except ClientDisconnect:
+            return
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
             await self._send_error(logged_failure(error, "a response failed"))
 
@@ -169,10 +171,7 @@ class Conversation:
         fields = {key: value for key, value in document.items() if key not in _TRANSPORT}
         body = Document({**fields, "stream": True}, large)
         request = Request({**self._socket.scope, "type": "http", "method": "POST"}, _nothing_more)
-        lease = await acquire(self._api, request, body)
-        if lease is None:
-            return
-        async with lease.released_on_error():
+        async with leased(self._api, request, body) as lease:
             if lease.engine is None:
                 raise RequestError("this model is not served over a WebSocket", param="model")
             prepared = await prepare(self._api, host_of(request), body, lease, new_id_seed())
@@ -189,9 +188,8 @@ class Conversation:
         return read(body, defaults, tenant, self._local)
 
     async def _remember(self, prepared: PreparedRequest) -> None:
-        stored = await in_thread(
-            prepared.emitter.stored
-        )  # an item for each of thousands of messages
+        # An item for each of thousands of messages.
+        stored = await in_thread(prepared.emitter.stored)
         if prepared.emitter.forgotten or stored.document["status"] == "failed":
             self._local.pop(prepared.parsed.previous_response_id or "", None)
         else:
