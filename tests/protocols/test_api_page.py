@@ -474,7 +474,7 @@ PARTLY: tuple[tuple[str, str, object, str | None], ...] = (
     ("Responses", "include", ["web_search_call.action.sources", "file_search_call.results"], None),
     ("Responses", "include", ["message.output_text.logprobs"], UNSUPPORTED),
     ("Responses", "tool_choice", {"type": "web_search"}, UNSUPPORTED),
-    ("Responses", "thinking_token_budget", -1, INVALID),
+    ("Responses", "thinking_token_budget", -2, INVALID),
     ("Responses", "max_output_tokens", 0, INVALID),
     ("Responses", "max_tool_calls", 0, INVALID),
     ("Responses", "metadata", {str(key): "" for key in range(17)}, INVALID),

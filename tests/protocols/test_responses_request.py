@@ -481,6 +481,8 @@ FIELDS: list[tuple[dict[str, Any], str, Any]] = [
     ({"reasoning": {"effort": "none"}}, "effort", Effort.LOW),
     ({"reasoning": {"effort": "minimal"}}, "thinking", True),
     ({"thinking_token_budget": 100}, "limits", LIMITS(reasoning_tokens=100)),
+    ({"thinking_token_budget": -1}, "limits", LIMITS()),
+    ({"thinking_token_budget": 0}, "thinking", False),
     ({"min_tokens": 5}, "limits", LIMITS(min_tokens=5)),
     ({"max_output_tokens": 5, "timeout": 2.5}, "limits", LIMITS(5)),
     ({"parallel_tool_calls": False}, "limits", LIMITS(one_call=True)),
@@ -714,7 +716,7 @@ GUILTY: list[tuple[Any, str | None]] = [
             ({"moderation": {"model": "omni"}}, "moderation"),
             ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options"),
             ({"structured_outputs": {"json": {}}}, "structured_outputs"),
-            ({"thinking_token_budget": -1}, "thinking_token_budget"),
+            ({"thinking_token_budget": -2}, "thinking_token_budget"),
             ({"tools": [{"type": "custom", "name": "f", "format": {
                 "type": "grammar", "syntax": "peg", "definition": "a"}}]},
              "tools[0].format.syntax"),

@@ -41,6 +41,7 @@ SCRIPTS = {
     "Hello!": "<|channel|>final<|message|>Good day.<|return|>",
 }
 SAID = "It is 18 °C: très doux ☀."
+USER = [{"role": "user", "content": "Hello!"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
@@ -179,6 +180,38 @@ def test_refusals_have_the_shape_of_their_api(host: Alone, path: str) -> None:
             asyncio.run(asked)
         assert refused.value.body is not None
     assert host.lent == 0
+
+
+IMPOSSIBLE = {"type": "object", "properties": {"n": {"not": {"type": "string"}}}}
+"""What ``not`` says cannot be enforced (docs/api.md)."""
+
+TYPED = {"type": "json_schema", "schema": IMPOSSIBLE, "name": "n", "strict": True}
+
+FORMATS: list[tuple[str, dict[str, Any], str]] = [
+    ("chat", {"response_format": {"type": "json_schema", "json_schema": TYPED}}, "response_format"),
+    ("chat", {"guided_json": IMPOSSIBLE}, "guided_json"),
+    ("chat", {"structured_outputs": {"json": IMPOSSIBLE}}, "structured_outputs.json"),
+    ("responses", {"text": {"format": TYPED}}, "text.format"),
+    ("messages", {"output_config": {"format": TYPED}}, "output_config.format"),
+    ("messages", {"output_format": TYPED}, "output_format"),
+]
+
+
+@pytest.mark.parametrize(("api", "fields", "where"), FORMATS, ids=lambda each: str(each)[:30])
+def test_an_impossible_format_is_refused_by_its_field(
+    api: str, fields: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE)
+    asked = {"input": "Hello!"} if api == "responses" else {"messages": USER, "max_tokens": 9}
+    client = TestClient(
+        application(Alone(Replay(SCRIPTS, 1))), headers={"Authorization": f"Bearer {KEY}"}
+    )
+    path = "/v1/chat/completions" if api == "chat" else f"/v1/{api}"
+    refused = client.post(path, json={"model": MODEL, **asked, **fields})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert where == error["param"] if "param" in error else error["message"].startswith(where)
+    assert "not cannot be enforced" in error["message"]
 
 
 def test_one_at_a_time_means_it() -> None:

@@ -530,11 +530,11 @@ def _response_format(requested: ResponseFormat) -> str:
     shown = _ANY_OBJECT if requested.schema is None else requested
     if characters(shown.schema) + len(shown.description) > MOST_CHARACTERS:
         problem = f"the schema is too large: more than {MOST_CHARACTERS} characters"
-        raise RequestError(problem, param="response_format")
+        raise RequestError(problem, param=requested.where)
     try:
         text = json.dumps(shown.schema, ensure_ascii=False, separators=(",", ":"))
     except (RecursionError, TypeError, ValueError) as error:
         problem = f"the schema of the response format cannot be written as JSON: {error}"
-        raise RequestError(problem, param="response_format") from error
+        raise RequestError(problem, param=requested.where) from error
     comment = "".join(f"// {line}\n" for line in shown.description.splitlines())
     return f"# Response Formats\n\n## {shown.name}\n\n{comment}{text}"

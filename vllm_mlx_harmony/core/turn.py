@@ -230,6 +230,7 @@ class ResponseFormat:
     """A JSON answer is asked for: by ``schema``, or any JSON object when it is ``None``.
 
     ``strict``: as for a ``Tool``. With ``syntax`` the answer is a text that matches it, no JSON.
+    ``where`` is the field of the request that asks for it: what an error names.
     """
 
     schema: Mapping[str, Any] | None = None
@@ -237,6 +238,7 @@ class ResponseFormat:
     description: str = ""
     strict: bool = False
     syntax: Syntax | None = None
+    where: str = field(default="response_format", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

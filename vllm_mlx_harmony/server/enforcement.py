@@ -146,7 +146,7 @@ def _reject_unenforceable(turn: Turn) -> None:
     elif strict is not None:
         what, where = f"strict arguments of tool {strict.name!r}", strict.where
     elif requested is not None and requested.syntax is not None:
-        what, where = "the syntax of an answer", "response_format"
+        what, where = "the syntax of an answer", requested.where
     else:
         return
     problem = f"{what} cannot be enforced on this server ({GRAMMAR_VARIABLE}=off)"

@@ -165,7 +165,7 @@ class _Writer:
         if requested is None:
             self._rule("body", "text")
             return
-        what, where = "the response format", "response_format"
+        what, where = "the response format", requested.where
         if requested.syntax is None:
             self._rule("body", self._json(requested.schema, requested.strict, what, where))
             return

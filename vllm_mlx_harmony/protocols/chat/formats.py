@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import RequestError
@@ -28,7 +29,7 @@ def response_format(body: ChatBody) -> ResponseFormat | None:
         (one, _), (other, _), *_ = found
         problem = f"{other}: {one} asks for a format, too: there can be only one"
         raise RequestError(problem, param=other, code="invalid_value")
-    return found[0][1] if found else None
+    return replace(found[0][1], where=found[0][0]) if found else None
 
 
 def _formats(body: ChatBody) -> Iterator[tuple[str, ResponseFormat]]:

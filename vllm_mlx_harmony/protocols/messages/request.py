@@ -607,8 +607,14 @@ def _reasoning(body: MessagesBody, defaults: Defaults) -> tuple[Effort, bool]:
 
 def _response_format(body: MessagesBody) -> ResponseFormat | None:
     """``output_format`` is what ``output_config.format`` was called while it was a beta."""
-    requested = (body.output_config.format if body.output_config else None) or body.output_format
-    return None if requested is None else ResponseFormat(requested.document, strict=True)
+    fields = {
+        "output_config.format": body.output_config.format if body.output_config else None,
+        "output_format": body.output_format,
+    }
+    for where, requested in fields.items():
+        if requested is not None:
+            return ResponseFormat(requested.document, strict=True, where=where)
+    return None
 
 
 def _sampling(body: MessagesBody) -> Sampling:

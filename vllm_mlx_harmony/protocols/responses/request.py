@@ -194,6 +194,7 @@ def read_turn(
     for message in messages:
         if isinstance(message, EffortUpdate):
             thinking = message.thinking
+    budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
     format_ = body.text.format if body.text else None
     return Turn(
         messages=_without_tools(messages) if tools.none else messages,
@@ -208,11 +209,11 @@ def read_turn(
             max_tokens=body.max_output_tokens,
             one_call=body.parallel_tool_calls is False,
             where="max_output_tokens",
-            reasoning_tokens=body.thinking_token_budget,
+            reasoning_tokens=budget,
             min_tokens=body.min_tokens or 0,
         ),
         tool_choice=tools.choice,
-        thinking=thinking,
+        thinking=thinking and budget != 0,
         namespaces=() if tools.none else server.namespaces,
         max_tool_calls=body.max_tool_calls if server.namespaces else None,
     )

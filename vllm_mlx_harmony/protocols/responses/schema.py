@@ -271,7 +271,7 @@ class ResponsesBody(Wire):
     max_tool_calls: int | None = Field(default=None, ge=1)
     timeout: float | None = Field(default=None, gt=0, lt=1e9)
     min_tokens: int | None = Field(default=None, ge=0)
-    thinking_token_budget: int | None = Field(default=None, ge=0)
+    thinking_token_budget: int | None = Field(default=None, ge=-1)
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
@@ -392,8 +392,9 @@ def response_format(requested: TextFormat, where: str) -> ResponseFormat | None:
     if requested.type == "text":
         return None
     if requested.type == "json_object":
-        return ResponseFormat()
+        return ResponseFormat(where=where)
     if requested.document is None:
         raise required(f"{where}.schema")
     name, description = requested.name or "response", requested.description or ""
-    return ResponseFormat(requested.document, name, description, requested.strict is True)
+    strict = requested.strict is True
+    return ResponseFormat(requested.document, name, description, strict, where=where)
