@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +40,17 @@ SCRIPTS = (
         "<|start|>user<|message|>And in London?",
         "<|channel|>final<|message|>It rains there, as always.<|return|>",
     ),
+    Script(
+        "What time is it in Tokyo?<|end|>",
+        "<|channel|>analysis<|message|>Nine o'clock in Kolkata, seen from Tokyo: I can convert "
+        "that.<|end|><|start|>assistant<|channel|>commentary to=time.convert_time "
+        '<|constrain|>json<|message|>{"source_timezone":"Asia/Kolkata","time":"09:00",'
+        '"target_timezone":"Asia/Tokyo"}<|call|>',
+    ),
+    Script(
+        '"time_difference": "+3.5h"',
+        "<|channel|>final<|message|>It is 12:30 in Tokyo, three and a half hours later.<|return|>",
+    ),
 )
 
 
@@ -46,7 +59,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-EXAMPLES = dict(zip(("chat", "responses", "typed"), blocks("python"), strict=True))
+EXAMPLES = dict(zip(("chat", "responses", "tools", "typed"), blocks("python"), strict=True))
 OUTPUTS = dict(zip(EXAMPLES, blocks("text"), strict=True))
 
 
@@ -58,9 +71,53 @@ def test_the_examples_print_what_they_say(tmp_path: Path, flags: tuple[str, ...]
     named = ("--served-model-name", "gpt-oss-20b")
     with serving(model, tmp_path / "home", [*named, *flags]) as server:
         printed = {
-            name: run(code.replace(":8000/", f":{server.port}/")) for name, code in EXAMPLES.items()
+            name: run(code.replace(":8000/", f":{server.port}/"))
+            for name, code in EXAMPLES.items()
+            if name != "tools"
         }
-    assert printed == OUTPUTS
+    assert printed == {name: text for name, text in OUTPUTS.items() if name != "tools"}
+
+
+TIME = ("uvx", "mcp-server-time")
+"""The tool server of the README, as it is published."""
+
+
+def _is_there(command: tuple[str, ...]) -> bool:
+    if shutil.which(command[0]) is None:
+        return False
+    try:
+        asked = subprocess.run(
+            [*command, "--help"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return asked.returncode == 0
+
+
+@pytest.mark.served
+def test_the_session_with_a_tool_server_prints_what_it_says(tmp_path: Path) -> None:
+    """All but the date, which is that of the day."""
+    pytest.importorskip("mcp")
+    if not _is_there(TIME):
+        pytest.skip(f"{' '.join(TIME)} cannot be had here")
+    (home := tmp_path / "home").mkdir()
+    # What uv needs to find and trust its index; a tool server gets nothing of the environment.
+    own = {name: value for name, value in os.environ.items() if name.startswith(("UV_", "SSL_"))}
+    clock = {"command": TIME[0], "args": TIME[1:], "env": own}
+    (home / "mcp.json").write_text(json.dumps({"mcpServers": {"time": clock}}))
+    model = standin.write(tmp_path / "model", SCRIPTS)
+    flags = ("--served-model-name", "gpt-oss-20b", "--mcp-config", str(home / "mcp.json"))
+    with serving(model, home, flags, {"VLLM_MLX_HARMONY_TOOLS": "on"}) as server:
+        printed = run(EXAMPLES["tools"].replace(":8000/", f":{server.port}/"))
+        log = server.log.read_text("utf-8")
+    day = re.compile(r"\d{4}-\d\d-\d\d|[A-Z]\w+day")
+    assert day.sub("…", printed) == day.sub("…", OUTPUTS["tools"])
+    (line,) = re.findall(r"^  tools  .*$", README, re.MULTILINE)
+    assert line in log
 
 
 def run(code: str) -> str:
