@@ -50,7 +50,7 @@ class Listing(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Models]:
     server = Models(("127.0.0.1", 0), Listing)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
     server.shutdown()

@@ -2,7 +2,7 @@
 
 Every model of these tests has the same 28 MB of it, which take transformers and mlx-lm seconds,
 many times what the rest of an engine's start takes. Each engine has an object of its own around it,
-as it has without. Real servers read it each time (`tests/served`).
+as it has without. Servers that are started by their own command read it (`tests/served`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Processes that begin with the libraries of a host already imported: a server starts in a second.
 
-Importing torch, transformers and FastAPI is most of what a server does until it is healthy, and
-the same each time. A process that has imported them and nothing else is forked for each server
-(`multiprocessing`'s fork server). ``vllm_mlx``, ``mlx`` and the plugin are not among them: they are
-imported behind the fork, as in any process, so that what the plugin does then is what is tested.
-Only on Linux: elsewhere a process cannot be forked once system libraries have been used.
+Importing torch, transformers and FastAPI, and reading the tokenizer, is most of what a server does
+until it is healthy, and the same each time. A process that has done that and nothing else is forked
+for each server (`multiprocessing`'s fork server). ``vllm_mlx``, ``mlx`` and the plugin are not
+imported before the fork, but behind it, as in any process, so that what the plugin does then is
+what is tested. Only on Linux: elsewhere a process cannot be forked once system libraries have been
+used.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Protocol
 from unittest.mock import patch
+
+import read_tokenizer
 
 POSSIBLE = sys.platform == "linux"
 
@@ -52,9 +55,9 @@ class Forked:
     """``command`` in a process forked from one that has the libraries."""
 
     def __init__(
-        self, command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str]
+        self, command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str], model: Path
     ) -> None:
-        _fork_server(env)
+        _fork_server(env, model / "tokenizer.json")
         self._command = [*command]
         self._process = get_context("forkserver").Process(
             target=_become, args=(self._command, str(log), str(cwd), dict(env)), daemon=True
@@ -92,12 +95,15 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _fork_server(env: Mapping[str, str]) -> None:
+def _fork_server(env: Mapping[str, str], tokenizer: Path) -> None:
     """Starts it, once: with the environment of a server, as libraries read it when imported."""
     context = get_context("forkserver")
     assert isinstance(context, ForkServerContext)
-    context.set_forkserver_preload(list(LIBRARIES))
-    with patch.dict(os.environ, env):
+    context.set_forkserver_preload([*LIBRARIES, "read_tokenizer"])
+    own = {"PYTHONPATH": str(Path(__file__).parent)}  # where that is found
+    if tokenizer.exists():
+        own[read_tokenizer.VARIABLE] = str(tokenizer)
+    with patch.dict(os.environ, {**env, **own}):
         forkserver.ensure_running()
 
 
@@ -119,6 +125,7 @@ def _become(command: Sequence[str], log: str, cwd: str, env: Mapping[str, str]) 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    read_tokenizer.use()
     if command[0] == sys.executable:
         command = command[1:]
     match command:

@@ -111,29 +111,26 @@ def start(
     log_path = home / "server.log"
     arguments = [*command, str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
     began = time.monotonic()
-    process = _process(arguments, log_path, home, _environment(home, env or {}), preloaded)
+    environment = _environment(home, env or {})
+    process: Process
+    if preloaded and POSSIBLE:
+        process = Forked(arguments, log_path, home, environment, model)
+    else:
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=home,
+                env=environment,
+            )
     url = f"http://127.0.0.1:{port}"
     server = Server(process, url, model, home, log_path, ready_after=0.0)
     if not ready:
         return server
     _wait_until_healthy(server, began)
     return Server(process, url, model, home, log_path, time.monotonic() - began)
-
-
-def _process(
-    command: Sequence[str], log_path: Path, cwd: Path, env: Mapping[str, str], preloaded: bool
-) -> Process:
-    if preloaded and POSSIBLE:
-        return Forked(command, log_path, cwd, env)
-    with log_path.open("wb") as log:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=cwd,
-            env=env,
-        )
 
 
 def free_port() -> int:
