@@ -201,7 +201,8 @@ class _McpToolUseBlock(_ToolUseBlock):
         return super().take(text)
 
     def rest(self) -> str:
-        return (super().take('"}') if self._code else "") + super().rest()
+        written = self._code and not self._before  # cut before a word of it, there is no object
+        return (super().take('"}') if written else "") + super().rest()
 
     def document(self, text: str, signature: str) -> dict[str, Any]:
         block = super().document(text, signature)
