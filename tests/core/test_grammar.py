@@ -7,7 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jsonschema
@@ -18,7 +18,14 @@ from rows import ids as ids_of
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Text
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.grammar import Compiled, Mask, Policy, compiled, grammar_of
+from vllm_mlx_harmony.core.grammar import (
+    Compiled,
+    Mask,
+    Policy,
+    compiled,
+    grammar_of,
+    with_compact_json,
+)
 from vllm_mlx_harmony.core.header import Header
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
@@ -377,15 +384,47 @@ def test_a_matcher_survives_what_it_does_not_have() -> None:
     assert matcher.error
     assert not matcher.fill(mask)
     assert not matcher.consume(vocab.CHANNEL)
-    assert matcher.forced() == []
     assert not matcher.done
 
 
-def test_forced_ids() -> None:
-    matcher = held_to(TYPED).matcher()
+def test_a_typed_answer_that_is_whole_can_only_end() -> None:
+    matcher, mask = held_to(TYPED).matcher(), Mask()
     for token in ids_of('<|channel|>final<|message|>{"title":"t","tags":[]}'):
         assert matcher.consume(token)
-    assert matcher.forced() == [vocab.RETURN]
+    assert matcher.fill(mask)
+    assert list(mask) == [vocab.RETURN]
+
+
+REASONED = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("rest", "taken"),
+    [
+        ("<|channel|>final<|message|>Hi.<|return|>", True),
+        ("<|channel|>commentary<|message|>Hi.<|end|>", True),
+        ("<|channel|>analysis<|message|>More.<|end|>", False),
+    ],
+)
+def test_behind_reasoning_that_was_ended_there_is_no_more_of_it(rest: str, taken: bool) -> None:
+    """For engines that follow the grammar themselves: they begin anew with another one."""
+    asked = turn(tools=TOOLS)
+    grammar = grammar_of(asked, Names.of(asked))
+    assert grammar is not None
+    free = compiled(grammar).matcher()
+    assert all(map(free.consume, ids_of(REASONED + rest)))
+    matcher = compiled(replace(grammar, text=grammar.without_analysis)).matcher()
+    assert all(map(matcher.consume, ids_of(rest))) is taken
+
+
+def test_json_without_white_space() -> None:
+    """What llguidance 1.7 reads: no option that it does not know."""
+    grammar = held_to(TYPED).grammar
+    compact = compiled(replace(grammar, text=with_compact_json(grammar.text)))
+    head = "<|channel|>final<|message|>"
+    for text, taken in (('{"title":"t","tags":[]}', True), ('{"title": "t","tags":[]}', False)):
+        assert all(map(held_to(TYPED).matcher().consume, ids_of(head + text)))
+        assert all(map(compact.matcher().consume, ids_of(head + text))) is taken
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,11 @@ ROWS = [
         ("a\nbcdef", "a\"bCDeF"), ("a\nbcdEf", "abcdef")),
     Row("classes", "lark", r'start: /[^a-z\\]/ /\S/ /[\p{L}"]+/ /\x31[\]]/',
         ('"\\"é"1]', "\n.x1]"), ("\\.x1]", "a.x1]", "1.11]")),
+    Row("anchors at the ends", "lark", r"start: /^a\d$/ /b\$/", ("a1b$",), ("a", "a1b", "a1b$x")),
+    Row("characters by their numbers", "lark", r"start: /\u0041\x{22}\u{43}[\x{22}-$]\t/ /[^\[]/",
+        ('A"C#\t"', 'A"C$\t\\'), ("ABC#\t.", 'A"C%\t.', 'A"C#\t[')),
+    Row("categories", "lark", r"start: /\p{P}\P{Po}\pL[^\p{Script=Greek}]\p{Cc}[\P{Control}a]/",
+        ('"aéb\n"', "\\\téb\x01x"), ("a", '""éb\na', '"aéγ\na', '"aéb\n\n')),
     Row("counts", "lark", 'start: "a"{2,3} "b"~2 [ "c" ]', ("aabb", "aaabbc"), ("abb", "aab")),
     Row("a regular expression", "regex", r"[0-9]{4}-[0-9]{2}", ("2026-11",), ("2026", "x2026-11")),
     Row("one with alternatives", "regex", r"ab|cd", ("ab", "cd"), ("abcd", "a", "abc")),
@@ -136,7 +141,24 @@ def test_answer(row: Row) -> None:
         assert took == (text in row.taken), text
 
 
+WITHIN_JSON = {
+    "complement": ("lark", 'start: A\nA: ~"a"', "~"),
+    "an escape": ("lark", r'start: "\q"', r'"\q"'),
+    "flags of a line": ("lark", "start: /a/m", "'m'"),
+    "flags of a group": ("lark", "start: /(?x:a)/", "(?x:"),
+    "an anchor": ("lark", "start: /a^b/", "^"),
+    "an open class": ("lark", r"start: /[a\]b/", "open class"),
+    "looking ahead": ("lark", "start: /a(?!b)c/", "look-around"),
+    "an open bracket": ("lark", "start: /a)b/", "unmatched bracket"),
+    "an edge of words": ("lark", r"start: /a\b/", r"\b"),
+    "a class of classes": ("lark", "start: /[a[bc]]/", "[a[bc]"),
+    "a class the wrong way round": ("lark", "start: /[z-a]/", "[z-a]"),
+    "a category": ("lark", r"start: /\p{Emoji}/", r"\p{Emoji}"),
+}
+"""What has no form within JSON, though llguidance may take it of a text."""
+
 BAD = {
+    **WITHIN_JSON,
     "an id": ("lark", "start: <|end|>", "<|end|>"),
     "ids": ("lark", 'start: "a" <[200012]>', "<[200012]>"),
     "another grammar": ("lark", "start: @other", "@other"),
@@ -145,7 +167,6 @@ BAD = {
     "JSON": ("lark", 'start: %json {"type": "object"}', "%json"),
     "nested": ("lark", 'start: %lark { start: "a" }', "%lark"),
     "options": ("lark", '%llguidance {"no_forcing": true}\nstart: "a"', "%llguidance"),
-    "complement": ("lark", 'start: A\nA: ~"a"', "~"),
     "no start": ("lark", 'foo: "a"', ""),
     "an unknown import": ("lark", "start: X\n%import common.X", "common.X"),
     "look-around": ("regex", "(?=a)b", "pattern"),
@@ -168,9 +189,13 @@ def test_what_cannot_be_enforced(case: str) -> None:
         grammar_of(asked, Names.of(asked), Policy.STRICT)
 
 
-@pytest.mark.parametrize("case", [case for case in BAD if case != "complement"])
+@pytest.mark.parametrize("case", [case for case in BAD if case not in WITHIN_JSON])
 def test_what_cannot_be_enforced_of_an_answer(case: str) -> None:
     kind, definition, _ = BAD[case]
+    grammar, follows = matcher(answer(kind, definition))
+    assert grammar.notes[0].startswith("the response format")
+    anything = "<|channel|>final<|message|>Anything.<|return|>"
+    assert all(map(follows.consume, vocab.encoding().encode(anything, allowed_special="all")))
     asked = answer(kind, definition, strict=True)
     with pytest.raises(RequestError, match="response format"):
         grammar_of(asked, Names.of(asked))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_mlx_harmony.core import names as module
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.names import Names, carryable
 from vllm_mlx_harmony.core.turn import Call, Tool, Turn, User
 
 
@@ -67,6 +67,24 @@ def test_built_in_tools_are_addressed_by_their_own_name(
     found = names(*tools, called=(called,), builtin=builtin)
     assert found.recipient(called) == recipient
     assert found.addressee(recipient) == called
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "carried"),
+    [
+        ("now", (), "now"),
+        ("get-now.v2", (), "get-now.v2"),
+        ("later?", (), "later"),
+        ("später heute", (), "sp_ter_heute"),
+        ("?", (), "tool"),
+        ("now", ("now",), "now_2"),
+        ("later?", ("later", "later_2"), "later_3"),
+    ],
+)
+def test_a_name_that_a_header_can_carry(name: str, taken: tuple[str, ...], carried: str) -> None:
+    known = set(taken)
+    assert carryable(name, known) == carried
+    assert known == {*taken, carried}
 
 
 @pytest.mark.parametrize("tools", [("x", "x"), ("",)])

@@ -38,6 +38,7 @@ from vllm_mlx_harmony.core.turn import (
     Reasoning,
     ResponseFormat,
     Result,
+    Syntax,
     Tool,
     Turn,
     User,
@@ -171,6 +172,11 @@ ROWS: dict[str, tuple[Turn, str]] = {
         SYSTEM + "<|start|>developer<|message|># Response Formats\n\n## json_object\n\n"
         "// The answer is one JSON object, without any text or code fence around it.\n"
         '{"type":"object"}<|end|>' + HI + GO,
+    ),
+    "A2 a grammar": (
+        turn(User("Hi"), response_format=ResponseFormat(syntax=Syntax("regex", "a+\n"))),
+        SYSTEM + "<|start|>developer<|message|># Response Formats\n\n## response\n\n"
+        "// The answer matches this regex grammar, and is nothing else.\na+<|end|>" + HI + GO,
     ),
     "A2 instructions, tools, response format": (
         turn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import lzma
 import os
 import subprocess
 import sys
@@ -244,6 +245,38 @@ def test_what_is_shipped_is_the_official_file(official: bytes) -> None:
 def test_damaged_shipped_data_says_reinstall(packed: bytes) -> None:
     with pytest.raises(vocab.VocabularyError, match="reinstall"):
         vocab.official_file(packed)
+
+
+def test_other_data_than_the_official_says_reinstall() -> None:
+    with pytest.raises(vocab.VocabularyError, match="reinstall"):
+        vocab.official_file(lzma.compress(b""))
+
+
+def test_a_python_without_lzma_is_told_what_to_point_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    with pytest.raises(vocab.VocabularyError, match=vocab.BASE_VARIABLE):
+        vocab.official_file()
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "directory"),
+    [
+        ("linux", {}, "/home/me/.cache"),
+        ("linux", {"XDG_CACHE_HOME": "/cache"}, "/cache"),
+        ("darwin", {}, "/home/me/Library/Caches"),
+        ("win32", {"LOCALAPPDATA": "/local"}, "/local"),
+        ("win32", {}, "/home/me/AppData/Local"),
+    ],
+)
+def test_where_a_users_cache_is(
+    monkeypatch: pytest.MonkeyPatch, platform: str, variable: dict[str, str], directory: str
+) -> None:
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/me", **variable}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert vocab.cache_dir() == Path(directory) / "vllm-mlx-harmony"
 
 
 _CHILD = "from vllm_mlx_harmony.core import vocab; print(vocab.encode('hello'))"

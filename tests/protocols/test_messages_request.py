@@ -822,6 +822,13 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"role": "system", "output_config": {"effort": "much"}}, ".output_config.effort"),
     ({"role": "system", "content": [{"type": "tool_addition"}]}, ".content[0].tool"),
     (
+        {
+            "role": "system",
+            "content": [{"type": "tool_addition", "tool": {"type": "tool_definition"}}],
+        },
+        ".content[0].tool.definition",
+    ),
+    (
         {"role": "system", "content": [addition({"name": "g"})]},
         ".content[0].tool.definition.input_schema",
     ),

@@ -591,6 +591,20 @@ def test_in_the_background_it_is_told_of_before_its_turn(begun: int, ending: str
     assert check(events)["status"] == ending
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_response_that_could_not_be_stored_says_so_at_its_end(stream: bool) -> None:
+    emitter = request(stream).emitter(INFO)
+    deltas = told(said(0, Kind.ANSWER, "Hi"), end=STOP)
+    *groups, last = [emitter.feed(delta) for delta in deltas]
+    events = [*(event for group in groups for event in group), *emitter.unstored(last)]
+    assert emitter.result()["store"] is False
+    if stream:
+        assert [event["response"]["store"] for event in documents(events)[:2]] == [True, True]
+        assert check(events) == emitter.result()
+    else:
+        assert events == []
+
+
 @pytest.mark.parametrize(("stream", "names"), [(True, ["response.created"]), (False, [])])
 def test_outside_the_background_nothing_is_queued(stream: bool, names: list[str]) -> None:
     emitter = request(stream).emitter(INFO)

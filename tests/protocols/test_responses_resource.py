@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from vllm_mlx_harmony.core.deltas import Usage
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, User
 from vllm_mlx_harmony.protocols.responses import error_body, read
 from vllm_mlx_harmony.protocols.responses.resource import (
     deleted,
+    error_event,
+    failed_event,
     input_tokens,
+    is_running,
+    lost,
     not_found,
     not_ready,
     page,
@@ -56,6 +62,46 @@ def test_not_ready() -> None:
 def test_small_documents() -> None:
     assert deleted("resp_1") == {"id": "resp_1", "object": "response", "deleted": True}
     assert input_tokens(7) == {"object": "response.input_tokens", "input_tokens": 7}
+
+
+RUNNING = [("queued", True), ("in_progress", True), ("completed", False), ("failed", False)]
+
+
+@pytest.mark.parametrize(("status", "running"), RUNNING)
+def test_whether_more_will_come(status: str, running: bool) -> None:
+    assert is_running({"id": "resp_1", "status": status}) is running
+
+
+def test_a_response_whose_server_has_gone() -> None:
+    gone = lost({"id": "resp_1", "status": "in_progress", "error": None, "output": []})
+    assert gone == {
+        "id": "resp_1",
+        "status": "failed",
+        "error": {
+            "code": "server_error",
+            "message": "the server that generated this response has gone",
+        },
+        "output": [],
+    }
+    event = failed_event(gone, 7)
+    assert (event.name, json.loads(event.data)) == (
+        "response.failed",
+        {"type": "response.failed", "sequence_number": 7, "response": gone},
+    )
+
+
+def test_a_stream_that_ends_for_another_reason() -> None:
+    event = error_event(HostError("the server ends", code="server_unavailable"), 3)
+    assert (event.name, json.loads(event.data)) == (
+        "error",
+        {
+            "type": "error",
+            "sequence_number": 3,
+            "code": "server_unavailable",
+            "message": "the server ends",
+            "param": None,
+        },
+    )
 
 
 def test_a_compacted_conversation_goes_on() -> None:

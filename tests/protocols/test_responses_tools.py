@@ -206,6 +206,7 @@ CHOICES: list[tuple[Any, ToolChoice]] = [
         ToolChoice(False, ("mcp__web__shared", "mcp__web__f")),
     ),
     (only({"type": "web_search"}, function("f")), ToolChoice(False, ("f",))),
+    (only({"type": "tool_search"}), ToolChoice(False, ())),
     (only(), ToolChoice(False, ())),
 ]
 

@@ -216,7 +216,7 @@ def between_slashes(written: str) -> str:
 
 _GROUP = re.compile(r"\(\?(?:P?<(?![=!])\w+>|(?P<flags>[a-zA-Z]*(?:-[a-zA-Z]+)?)(?P<end>[:)]))")
 _QUANTIFIER = re.compile(r"[*+?]|\{[0-9]+(?:,[0-9]*)?\}")
-_CATEGORY = re.compile(r"\\[pP](?:\{\^?(?P<long>[\w=&. ]+)\}|(?P<short>[A-Z]))")
+_CATEGORY = re.compile(r"\\[pP](?:\{(?P<long>[\w=&. ]+)\}|(?P<short>[A-Z]))")
 _CODE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|x\{([0-9a-fA-F]+)\}|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\})"
 )
@@ -388,4 +388,4 @@ def _category_has(category: re.Match[str], character: str) -> bool:
         found = character not in '"\\'
     else:
         raise NotExpressible(f"{category.group()} in a regular expression")
-    return found != (category.group().startswith("\\P") != ("{^" in category.group()))
+    return found != category.group().startswith("\\P")

@@ -206,12 +206,6 @@ class Matcher:
         self._matcher.consume_token(token)
         return not self._failed()
 
-    def forced(self) -> list[int]:
-        """The ids that must come next, whatever the model wants; empty when it has a choice."""
-        if self.error or self._matcher.is_stopped():
-            return []
-        return self._matcher.compute_ff_tokens()
-
     def _failed(self) -> bool:
         if self._matcher.is_error():
             self.error = self._matcher.get_error() or "unknown"
