@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
 import httpx
 from fake_engines import served, until
-from fakes import KEY, MODEL, Alone, Replay
+from fakes import KEY, MODEL, Alone, ScriptedEngine
 
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.finding import Spec
@@ -29,7 +29,7 @@ USER = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
 @pytest.mark.parametrize("at_once", [1, 3, 1000])
 def test_ids_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setenv(VARIABLE, "1")
-    engine = Replay({"Hello!": f"{SCRIPT}{TEXT}<|return|>"}, at_once)
+    engine = ScriptedEngine({"Hello!": f"{SCRIPT}{TEXT}<|return|>"}, at_once)
     behind = Alone(engine)
     with served(application(behind)) as url:
         settings = GatewaySettings(engines=(Spec(url, key=KEY),), model=MODEL)

@@ -603,6 +603,48 @@ def test_whatever_is_used_of_the_host_is_in_the_table() -> None:
             ), f"{file.name} uses {target}"
 
 
+BORDER = (
+    *("activation.py", "adapter.py", "engine.py", "models.py", "prompts.py"),
+    *("kv/batched.py", "kv/layers.py", "kv/simple.py", "kv/status.py"),
+)
+"""Files in which what is typed ``Any`` is an object of vllm-mlx or mlx-lm."""
+
+NOT_OF_THE_HOST = {
+    *("args.", "config."),  # argparse's; the parameters of SchedulerConfig have a row
+    *("part.", "keys.", "values.", "window."),  # arrays of mlx
+    *("prompt.ids", "prompt.watch"),  # ours, when they are there
+    *("tokenizer.encode", "batch.uids.index", "scheduler.waiting.remove"),
+}
+"""How an expression begins that needs no row."""
+
+
+def attributes_used(file: Path) -> Iterator[str]:
+    """What a file of ours reads of parameters that are typed ``Any``."""
+    for function in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        arguments = (*function.args.args, *function.args.kwonlyargs)
+        foreign = {
+            each.arg
+            for each in arguments
+            if each.annotation is not None and ast.unparse(each.annotation) == "Any"
+        }
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute):
+                expression = ast.unparse(node)
+                if re.split(r"[.\[(]", expression)[0] in foreign and "[" not in expression:
+                    yield expression
+
+
+def test_every_attribute_of_a_host_object_is_in_the_table() -> None:
+    rows = {row.target for row in (*contract.USED, *contract.CHANGES) if hasattr(row, "target")}
+    names = {re.split(r"[.:]", row)[-1] for row in rows}
+    used = {each for name in BORDER for each in attributes_used(Path(host.__file__).parent / name)}
+    assert len(used) > 40
+    missing = {each for each in used if each.rpartition(".")[2] not in names}
+    assert {each for each in missing if not each.startswith(tuple(NOT_OF_THE_HOST))} == set()
+
+
 def test_the_flags_are_choices_of_the_hosts_own_parser() -> None:
     for name in contract.FLAGS:
         assert flags("MODEL", "--tool-call-parser", name).tool_call_parser == name

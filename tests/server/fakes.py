@@ -34,7 +34,7 @@ def ids(text: str) -> tuple[int, ...]:
 
 
 @dataclass(eq=False)
-class Replay:
+class ScriptedEngine:
     """Says the script of the last thing in the prompt that has one, ``at_once`` ids at a time."""
 
     scripts: dict[str, str]

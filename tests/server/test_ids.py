@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
-from fakes import KEY, MODEL, Alone, Replay, ids
+from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.ids import PATH, VARIABLE
@@ -29,7 +29,7 @@ PROMPT = list(ids("<|start|>user<|message|>Hello!<|end|><|start|>assistant"))
 def host(monkeypatch: pytest.MonkeyPatch) -> Alone:
     """A server with the endpoint."""
     monkeypatch.setenv(VARIABLE, "1")
-    return Alone(Replay({"Hello!": SCRIPT}))
+    return Alone(ScriptedEngine({"Hello!": SCRIPT}))
 
 
 def client(host: Alone) -> TestClient:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 
 from anthropic_checker import checked
 from event_checker import check, from_wire
-from fakes import KEY, MODEL, Alone, Replay
+from fakes import KEY, MODEL, Alone, ScriptedEngine
 from official_clients import clients
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from row_answers import (
@@ -51,7 +51,7 @@ class Front:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        hosts = {size: Alone(Replay(SCRIPTS, size)) for size in (*AT_ONCE, 1000)}
+        hosts = {size: Alone(ScriptedEngine(SCRIPTS, size)) for size in (*AT_ONCE, 1000)}
         self.clients = {size: clients(host) for size, host in hosts.items()}
         self.wire = {}
         for size, host in hosts.items():

@@ -15,7 +15,7 @@ pytest.importorskip("anthropic")
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "server")]
 
-from fakes import MODEL, Alone, Replay, ids
+from fakes import MODEL, Alone, ScriptedEngine, ids
 from local import browser, interpreter, weather
 from official_clients import clients
 from test_responses_loop import (
@@ -44,7 +44,7 @@ def _as_scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serving(use: Use = Use.ALL, scripts: dict[str, str] | None = None, **limits: Any) -> Alone:
-    host = Alone(Replay({**SCRIPTS, **(scripts or {})}, 3, context_length=100_000))
+    host = Alone(ScriptedEngine({**SCRIPTS, **(scripts or {})}, 3, context_length=100_000))
     host.toolbox = Toolbox((weather(), interpreter(), browser()), ToolsConfig(**limits), use)
     return host
 

@@ -17,7 +17,7 @@ pytest.importorskip("openai")
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "server")]
 
 import openai
-from fakes import KEY, MODEL, Alone, Replay, ids
+from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from local import Local, browser, interpreter, weather
 from official_clients import in_process
 
@@ -91,7 +91,7 @@ def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def serving(
     *servers: Local, at_once: int = 3, scripts: dict[str, str] | None = None, **limits: Any
 ) -> Alone:
-    host = Alone(Replay({**SCRIPTS, **(scripts or {})}, at_once, context_length=100_000))
+    host = Alone(ScriptedEngine({**SCRIPTS, **(scripts or {})}, at_once, context_length=100_000))
     chosen = servers or (weather(), interpreter(), browser())
     host.toolbox = Toolbox(chosen, ToolsConfig(**limits), Use.ON)
     return host
@@ -495,7 +495,7 @@ def test_the_grammar_has_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_off_they_are_left_out_as_ever() -> None:
-    host = Alone(Replay(SCRIPTS))
+    host = Alone(ScriptedEngine(SCRIPTS))
     response, _ = finally_(create(host, input="Say hello."))
     assert told(response) == [("reasoning", "Done."), ("message", "It is warm.")]
 

@@ -64,8 +64,8 @@ class StreamingHarmonyContext:
         self._open: Opened | None = None
         self._parts: list[str] = []
         self._prompt_tokens = len(rendered.ids)
-        self._has_results = False  # a tool has, and the assistant's next message is not begun
-        self._goes_on = False  # what it answered is within the output, which is not kept yet
+        self._has_results = False  # the last ids are a tool's; no <|start|>assistant behind them
+        self._goes_on = False  # that tool ran on the server: its answer is within this output
         self._tool_tokens = 0
         self._outputs: list[Output] = []
         self._begin_output()
@@ -96,7 +96,8 @@ class StreamingHarmonyContext:
     def outputs(self) -> tuple[Output, ...]:
         """What the model generated and has ended, as it can be placed again: for a `Replay`.
 
-        Without what a stop string ended, which stands in the ids, and what a prefill began.
+        Without an output that a stop string ended (its ids have the string), and one that a prefill
+        began.
         """
         return tuple(self._outputs)
 
@@ -202,9 +203,9 @@ class StreamingHarmonyContext:
         self._read_before = self._parser.tokens
 
     def _place(self, generated: int) -> int:
-        """Where in the output an id is that so many ids were generated before.
+        """Where in the output the id stands that comes behind ``generated`` ids.
 
-        What the model says first behind a result begins with the opening that follows that.
+        Directly behind a result that is the ``<|start|>assistant`` in front of it.
         """
         place = self._output_at - self._started_at + generated - self._read_before
         return place - len(opening()) if self._begins and generated == self._read_before else place

@@ -44,7 +44,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt is rendered and the engine has it.
+    """The prompt is rendered, and it is this request's turn: its engine computes it next.
 
     ``cached_tokens`` of it need no prefill, as far as is known by then; ``None`` when it is not.
     """

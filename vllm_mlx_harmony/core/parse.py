@@ -1,4 +1,4 @@
-"""Token ids into deltas: the Harmony state machine; the only place that says what each id does.
+"""Token ids into deltas: the Harmony state machine; what each id does to an output.
 
 Knows messages, terminators and what a header makes of a body (semantics B).
 Refuses to know prompts, APIs and engines. Never raises on any ids, never grows with the output.
@@ -21,8 +21,9 @@ Three things make it more than that picture.
 **A header may lack its ``<|message|>``.** At ``<|return|>``, ``<|call|>`` and the end of the output
 the loose text in it is the message: the model forgot the header. At ``<|end|>`` it is more often a
 header that the model gave up (`<|channel|>commentary?commentary?<|end|>`), after which it begins
-anew. So the text waits: anything that is said after it makes it junk, and so does content or a call
-before it. Only the last such text waits, and it is no longer than a header can be (`LOOSE_LIMIT`).
+anew. So the text is held back: at the end of the output it is the answer, if nothing that is shown
+came behind it, and no content or call before it. Only the last such text is held, and it is no
+longer than a header can be (`LOOSE_LIMIT`).
 
 **The model may play another.** Behind ``<|start|>`` it can write `user`, or a tool's name, and go
 on with what that one says. The turn ends before that ``<|start|>``: `done_at` is then less than
@@ -30,9 +31,9 @@ what was generated, and who keeps the ids keeps only those. In a transcript, whe
 ``<|call|>`` all the same, tools have really answered: what they say is read over (``RESULT``).
 
 **The same ids give the same deltas and the same usage, however they are cut.** Bytes of a body are
-decoded once per feed, but a body in which stop strings are looked for is decoded id by id: else the
-ids behind the one that completed it would count when they came along with it. Behind the end of a
-turn ids are not read and not counted.
+decoded once per feed. With stop strings they are decoded id by id: otherwise ids behind the stop
+string would be counted when they came in the same feed. Behind the end of a turn ids are not read
+and not counted.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ SIGNS: dict[int, Sign] = {
     vocab.RETURN: Sign.RETURN,
     vocab.ENDOFTEXT: Sign.RETURN,
 }
+"""Those that end a turn are `vocab.TURN_ENDS`: ``CALL`` and ``RETURN``."""
 
 
 class Finding(Enum):

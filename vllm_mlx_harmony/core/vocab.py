@@ -40,10 +40,11 @@ MESSAGE = 200_008
 CALL = 200_012
 
 TURN_ENDS = frozenset({RETURN, CALL, ENDOFTEXT})
-"""Ids after which the model has nothing more to say (semantics B)."""
+"""Ids that end the model's turn: an engine stops at them (semantics B). What they do to an output:
+`parse.SIGNS`, and for the grammar `grammar.language`."""
 
 LAST = frozenset({RETURN, ENDOFTEXT})
-"""Those of them that no history has: it has ``END`` in their place."""
+"""Those of them that stand in no prompt: there the message ends with ``END``."""
 
 SIZE = 201_089
 """Ids the encoding defines, reserved ones included: one more than `turn.VOCAB_SIZE`."""

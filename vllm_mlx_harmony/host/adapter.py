@@ -226,9 +226,10 @@ class _Tracker:
         if metrics is None:
             return
         if METRIC not in metrics:
-            counter = type(metrics["http_requests_total"])  # of the library that vllm-mlx took
+            from prometheus_client import Counter  # as vllm-mlx does when they are on
+
             about = "Answers that the model was made to begin, by what ended its reasoning."
-            metrics[METRIC] = counter(METRIC, about, ["reason"], registry=metrics["registry"])
+            metrics[METRIC] = Counter(METRIC, about, ["reason"], registry=metrics["registry"])
         metrics[METRIC].labels(reason=reason).inc()
 
 

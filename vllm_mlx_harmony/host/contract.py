@@ -1,8 +1,7 @@
 """The patch table: everything relied on in vllm-mlx, changed or not, and the supported versions.
 
-The only place where vllm-mlx's names stand in a table. What is put in their place is written in
-`models`, `prompts`, `engine`, `kv` and `server.routes`; how it is put there, in `patching` and
-`mount`.
+The only place where vllm-mlx's names stand in a table. What is put in place of one is written in
+the file that its row names; how it is put there, in `patching` and `mount`.
 
 **Why a table.** vllm-mlx has no interface for what this package does, so that functions of it are
 replaced, and many more used. Each is a promise that nobody made. A plugin that finds out in the
@@ -25,8 +24,9 @@ patched, and one message names it (``vllm-mlx-harmony doctor --verbose`` prints 
 
 **Invariants.** Applied forwards, undone backwards, all or nothing; a second time nothing happens.
 Undone, every attribute is the very object that it was. Without ``--tool-call-parser harmony``
-nothing is applied. What is used and has no row fails a test (``tests/host/test_contract.py`` reads
-this package's source for names of vllm-mlx).
+nothing is applied. What is used and has no row fails a test: ``tests/host/test_contract.py`` reads
+this package's source for what is imported from vllm-mlx, for the globals of its server, and for the
+attributes of what is typed ``Any``, which are its objects.
 
 The shape is that of OpenTelemetry's instrumentors
 (https://opentelemetry-python-contrib.readthedocs.io): idempotent, reversible, versions as data.
@@ -268,6 +268,17 @@ USED: tuple[Fact | Attribute, ...] = (
         "takes a prompt of token ids",
         ("self", "prompt", "max_tokens", "temperature", "top_p", "stop", "kwargs"),
     ),
+    Fact("vllm_mlx.engine.simple:SimpleEngine.start", "loads the model", ("self",)),
+    Fact(
+        "vllm_mlx.engine.simple:SimpleEngine.stream_chat",
+        "answers chats, also those that are not streamed",
+        ("self", "messages", OTHERS),
+    ),
+    Fact(
+        "vllm_mlx.engine.batched:BatchedEngine._clear_runtime_caches_on_owner",
+        "empties its caches on the thread that has them",
+        ("self",),
+    ),
     Fact("vllm_mlx.engine.base:EngineBusy", "the simple engine runs one request at a time"),
     Fact(
         "vllm_mlx.engine_core:EngineCore.add_request",
@@ -373,6 +384,15 @@ USED: tuple[Fact | Attribute, ...] = (
     Fact(f"{_SERVER}:_default_thinking_token_budget", "how long reasoning may be by default"),
     Fact(f"{_SERVER}:_metrics.track_inference", "its metrics", ("endpoint", "stream")),
     Fact(f"{_SERVER}:_metrics._prom", "its metrics by name, for one of ours among them"),
+    *(
+        Fact(
+            f"vllm_mlx.metrics:InferenceTracker.{name}", "the accounting of one request", parameters
+        )
+        for name, parameters in {
+            "observe_ttft": ("self",),
+            "finish": ("self", "result", "prompt_tokens", "completion_tokens", OTHERS),
+        }.items()
+    ),
     Fact(f"{_SERVER}:_mcp_manager", "is asked for tool servers, and stopped at the end"),
     Fact(f"{_SERVER}:_mcp_executor", "runs one tool for /v1/mcp/execute"),
     Fact(f"{_SERVER}:_default_timeout", "how long answers may take when the server ends"),
@@ -413,7 +433,53 @@ USED: tuple[Fact | Attribute, ...] = (
                 "_generation_batch": "rows that are generated",
                 "_make_new_cache": "an empty cache in the model's layout",
             },
+            "vllm_mlx.request:Request": {
+                "request_id": "what its detokenizer is found by",
+                "prompt": "its ids, and whose they are",
+                "prompt_token_ids": "the same ones, when they need not be made of text",
+                "num_prompt_tokens": "how many",
+                "remaining_tokens": "those that are still to be computed",
+                "prompt_cache": "vllm-mlx's own prefix cache has something of them",
+                "sampling_params": "how its ids are drawn",
+            },
+            "mlx_lm.generate:PromptProcessingBatch": {
+                "uids": "whose its rows are",
+                "tokens": "the ids of each row so far",
+                "prompt_cache": "what has been computed of them",
+            },
+            "mlx_lm.generate:PromptProcessingBatch.Response": {
+                "uid": "whose it is",
+                "end_of_segment": "a place where a prefix is remembered",
+                "end_of_prompt": "the whole prompt is computed",
+            },
+            "mlx_lm.generate:GenerationBatch.Response": {
+                "uid": "whose it is",
+                "token": "the id that was drawn",
+                "finish_reason": "why the row ended, or None",
+            },
+            "mlx_lm.models.cache:KVCache": {
+                "keys": "of a layer that sees all",
+                "values": "of a layer that sees all",
+                "offset": "the tokens it has seen",
+            },
+            "mlx_lm.models.cache:RotatingKVCache": {
+                "keys": "of a layer that sees a window",
+                "values": "of a layer that sees a window",
+                "offset": "the tokens it has seen",
+                "keep": "none of the first ones stay",
+                "max_size": "the window, in tokens",
+                "_idx": "where the next token goes",
+            },
+            "mlx_lm.models.cache:BatchKVCache": {
+                "keys": "of a layer that sees all, rows of a batch",
+                "values": "of a layer that sees all, rows of a batch",
+                "left_padding": "where a row begins",
+                "_idx": "where all rows end",
+            },
             "mlx_lm.generate:GenerationBatch": {
+                "uids": "whose its rows are",
+                "tokens": "the ids of each row so far",
+                "prompt_cache": "what has been computed of them",
                 "_current_tokens": "the ids that were drawn last",
                 "_next_tokens": "the ids that are being drawn",
                 "_next_logprobs": "what they are drawn from",

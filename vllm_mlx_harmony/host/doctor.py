@@ -256,18 +256,21 @@ def _vocabulary() -> Group:
 
 
 def _host() -> Iterator[Group]:
-    supported = "pip install 'vllm-mlx>=0.6,<0.7'"
+    """Of a version that is not supported, too: that is how one finds out what has changed in it."""
     try:
         from vllm_mlx_harmony.host import contract, entry_points
         from vllm_mlx_harmony.host.mount import Route
 
         reason = contract.unsupported()
     except Exception as error:
-        yield Group("host", (Finding(False, "supported", _message(error), supported),))
+        fix = "pip install --force-reinstall vllm-mlx-harmony"
+        yield Group("host", (Finding(False, "supported", _message(error), fix),))
         return
+    low, high = (".".join(map(str, each)) for each in contract.SUPPORTED)
+    supported = f"pip install 'vllm-mlx>={low},<{high}'"
     message = reason or f"vllm-mlx {contract.host_version()} is supported"
     yield Group("host", (Finding(reason is None, "supported", message, supported),))
-    if reason is not None:
+    if contract.host_version() is None:
         return
     try:
         found = entry_points.in_use()

@@ -1,1 +1,1 @@
-"""One file per API, both directions: a request body into a Turn, deltas into events."""
+"""One package for each API, both directions: a request body into a Turn, deltas into events."""

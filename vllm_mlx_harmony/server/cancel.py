@@ -1,7 +1,7 @@
 """``POST /v1/requests/{id}/cancel``, for the ids that clients of ours are given.
 
-Each API makes its id out of one key: ``chatcmpl-…``, ``resp_…``, ``msg_…``. Ids that are not known
-here are the host's, and are answered by it.
+Each API makes its ids out of one seed: ``chatcmpl-SEED``, ``resp_SEED``, ``msg_SEED``. Ids that are
+not known here are the host's, and are answered by it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.host import host_of, tenant_of
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
 
-_ID = re.compile(r"(?:chatcmpl-|resp_|msg_)(?P<key>[0-9a-f]+)")
+_ID = re.compile(r"[a-z]+[-_](?P<seed>[0-9a-f]+)")
 
 
 async def cancel_request(request: Request, request_id: str) -> Response:
@@ -48,7 +48,7 @@ async def _cancelled(request_id: str, tenant: str) -> bool:
         await running.cancel()
         return True
     match = _ID.fullmatch(request_id)
-    return match is not None and generation.cancel(match["key"], tenant)
+    return match is not None and generation.cancel(match["seed"], tenant)
 
 
 _WHY = "the ids of answers from token ids are not the engines'"

@@ -34,8 +34,8 @@ Steps: TypeAlias = AsyncGenerator[Step, None]
 class Engine(Protocol):
     """A model that is loaded, and whatever runs it.
 
-    Always the same object for the same model, hashable and weakly referable: requests that wait
-    for it are found by it.
+    The same object for the same model at every request, hashable and weakly referable: it is the
+    key under which requests wait for it.
     """
 
     @property
@@ -54,8 +54,9 @@ class Engine(Protocol):
     def remote(self) -> bool:
         """Whether it runs elsewhere, behind a connection of this request's own.
 
-        Then its first step is empty: the engine has taken the request, and a failure before it has
-        a status of its own. And it can wait for a slow reader without holding anybody else up.
+        Then its first step is empty and says that the engine has taken the request: what fails
+        before it is answered with an HTTP status. It also waits for a slow reader, since that holds
+        nobody else up.
         """
 
     def generate(
@@ -73,8 +74,8 @@ class Engine(Protocol):
 
         Only ids come that ``constraint`` lets through: call ``constraint.start()`` when the output
         begins, and ask the matcher for the mask of each id. An engine with grammars of its own
-        finds the text of this one in ``constraint.spec.grammar``; forced ids and ``min_tokens`` are
-        not in it.
+        takes ``constraint.spec.grammar.grammar.text``; forced ids and ``min_tokens`` are not in it,
+        and stay the engine's to handle.
 
         The last step has a ``finish``. An iterator that ends without one counts as one that ended
         by itself: an engine whose connection breaks must raise.

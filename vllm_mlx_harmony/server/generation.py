@@ -35,7 +35,7 @@ Deltas: TypeAlias = AsyncGenerator[list[Delta], None]
 class Job:
     """Everything a turn needs to run. ``context`` is a `StreamingHarmonyContext` or another's.
 
-    ``id_seed`` is what the answer's ids are made from: it can be cancelled by it.
+    ``id_seed`` is what the answer's ids are made from, and what `cancel` finds the answer by.
     ``echoed`` is how a message of it is read when a client gives it back. ``reports_cached``: the
     answer begins with how much of the prompt is cached. ``constraint``: what its output must match,
     ``tools`` are those that the server runs in this turn.
@@ -54,14 +54,15 @@ class Job:
 
 
 _running: dict[tuple[str, str], asyncio.Future[HarmonyFailure]] = {}
-"""What ends each answer that is being generated, by its key and tenant. Of the event loop alone."""
+"""By id seed and tenant, the future that ends an answer which is being generated when its result is
+set. For the event loop's thread alone."""
 
 _rejection: HarmonyFailure | None = None
 """What every answer that has not begun is rejected with, if it is."""
 
 
 def cancel(id_seed: str, tenant: str) -> bool:
-    """Ends the answer with this key, with an error; whether ``tenant``'s was being generated."""
+    """Ends the answer with this seed, with an error; whether ``tenant``'s was being generated."""
     cancelled = _running.get((id_seed, tenant))
     if cancelled is None:
         return False
@@ -101,8 +102,8 @@ async def run(job: Job) -> Deltas:
 
     The first group says that the turn has started, as soon as it is this request's turn, before
     anything is generated. When the iterator is closed, the engine is free and the lease is
-    released. When it raises while the engine computes, they are so later: an engine can be stopped
-    between two steps only, and the client does not wait for that.
+    released. When it raises while the engine computes, that happens behind that step: an engine can
+    be stopped between two steps only, and the client does not wait for it.
     Raises ``HostError`` (queue full, time run out, the server ends) and ``OutputError`` (the engine
     failed, or somebody has cancelled it).
     """
@@ -173,7 +174,7 @@ async def _cached(job: Job) -> int | None:
 
 @asynccontextmanager
 async def _engine_slot(lease: Lease, seconds: float) -> AsyncIterator[None]:
-    """A batching engine takes everybody; the other one at a time, who waits ``seconds`` for it."""
+    """The engine's time for one output: at once where it batches; else waits up to ``seconds``."""
     if not lease.harmony.one_at_a_time:
         yield
         return
@@ -182,8 +183,8 @@ async def _engine_slot(lease: Lease, seconds: float) -> AsyncIterator[None]:
 
 
 async def _generated(job: Job) -> Deltas:
-    """What ``run`` gives: the model generates, what it calls of the server's tools is run, and it
-    goes on behind that, until it answers or calls a tool of its client's.
+    """What ``run`` gives: the model generates; when it calls a tool that the server runs, the tool
+    is run and the model goes on; until it has answered, or calls a tool that the client runs.
 
     Every output but the first continues exactly the ids so far. While a tool runs, the engine is
     free for others; whoever closes this cancels the tool, or frees the engine.
@@ -239,7 +240,7 @@ async def _finished(job: Job, ended: Finish, cached_tokens: int) -> list[Delta]:
 @dataclass(slots=True)
 class _Said:
     """What is known of the outputs so far: ``generated`` ids and ``finish`` are of the last one,
-    ``cached_tokens`` those of the turn's own prompt. ``started``: that it has begun was said."""
+    ``cached_tokens`` those of the turn's own prompt. ``started``: whether ``Started`` was sent."""
 
     started: bool = False
     outputs: int = 0
@@ -287,7 +288,7 @@ def _account(tracker: Tracker, last: list[Delta]) -> None:
 
 
 async def _first(groups: Deltas) -> list[Delta] | None:
-    """The next group; ``None`` where there is none, since a task cannot raise the end."""
+    """The next group; ``None`` at the end: a task cannot raise ``StopAsyncIteration``."""
     async for group in groups:
         return group
     return None
@@ -298,7 +299,7 @@ async def _next(
     seconds: float | None,
     ended: asyncio.Future[HarmonyFailure],
 ) -> list[Delta] | None:
-    """What is ``coming``, which may take ``seconds``: the limit is on silence, as in the host.
+    """What is ``coming``, within ``seconds``: the limit is on each group, as in the host.
 
     Raises ``HostError`` 504 after that, what ``ended`` says when it is done before, and whatever
     ``coming`` raises.

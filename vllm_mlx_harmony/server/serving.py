@@ -71,12 +71,11 @@ class ParsedRequest(Protocol):
 class Api:
     """What makes one API out of ``serve``.
 
-    ``name`` is what the host's metrics call it; ``prefix`` is what its paths begin with: errors
-    there have the shape of ``error_body``, whoever refuses a request. ``frame`` writes an event of
-    a stream; ``ping`` goes out while a stream is silent, where
-    the API has such an event; ``writer`` replaces the request's own emitter; ``blocks`` says that
-    ``read`` may wait for a disk, so that it is kept off the event loop; ``reports_cached`` that a
-    stream begins with the usage of the prompt.
+    ``name``: what the host's metrics call it. ``prefix``: what its paths begin with; every error
+    below it, also a middleware's, is written by ``error_body``. ``frame`` writes one event of a
+    stream. ``ping`` is sent while a stream is silent, where the API has such an event. ``writer``
+    replaces the request's own emitter. ``blocks``: ``read`` may wait for a disk or a network, and
+    runs in a thread. ``reports_cached``: a stream begins with the usage of the prompt.
     """
 
     name: str
@@ -100,7 +99,7 @@ class Api:
     def emitter(
         self, parsed: ParsedRequest, info: ResponseInfo, context: Any, tenant: str
     ) -> Emitter:
-        """The writer of the answer to ``parsed``, which ``context`` is the conversation of."""
+        """The emitter for the answer to ``parsed``; ``context`` holds its conversation."""
         if self.writer is None:
             return parsed.emitter(info)
         return self.writer(parsed, info, context, tenant)
@@ -125,9 +124,9 @@ async def serve(
 ) -> Response:
     """The answer to a request in ``api``'s shape, errors included.
 
-    ``id_seed`` is what the answer's ids are made from; a new one when it is not given. ``answer``
-    runs the prepared request in another way than ``respond`` does. A request for a model that is
-    not Harmony is answered by the host, as if we were not there.
+    ``id_seed`` is what the answer's ids are made from; a new one when it is not given. ``answer``,
+    if given, is called with the prepared request in place of ``respond``. A request for a model
+    that is not Harmony is answered by the host, as if we were not there.
     """
     try:
         request = bounded(request)
@@ -178,9 +177,9 @@ def error_answer(api: Api, error: Exception) -> Response:
 async def leased(api: Api, request: Request, document: Document) -> AsyncIterator[Lease]:
     """The engine that ``document`` is for, lent for as long as the request may take.
 
-    Given back when the block raises; otherwise whoever it was handed to does that. Raises
-    ``HarmonyFailure``, the host's ``HTTPException``, and ``ClientDisconnect`` when the client has
-    gone meanwhile.
+    It is given back here when the block raises; otherwise by whoever has the lease then, which is
+    `run`, as a rule. Raises ``HarmonyFailure``, the host's ``HTTPException``, and
+    ``ClientDisconnect`` when the client has gone meanwhile.
     """
     host = host_of(request)
     model, timeout = _routing(document.value)
@@ -213,7 +212,7 @@ CLIENT_CLOSED = 499
 
 
 def _routing(document: object) -> tuple[str | None, float | None]:
-    """Model and timeout, as far as they are what they should be: read before the request is.
+    """``model`` and ``timeout``, each ``None`` unless it is valid: the request is checked later.
 
     Raises ``RequestError`` for a name that nothing can have: logs and errors would repeat it.
     """
@@ -258,7 +257,7 @@ async def prepare(
 
 
 async def respond(request: Request, prepared: PreparedRequest, deltas: Deltas) -> Response:
-    """``deltas``, those of ``prepared``, as its request wants them: streamed or whole."""
+    """The answer to ``prepared``, made of ``deltas``: streamed or whole, as it was asked for."""
     host, api, budget = host_of(request), prepared.api, prepared.job.lease.budget
     try:
         seconds = budget.remaining()
@@ -271,7 +270,7 @@ async def respond(request: Request, prepared: PreparedRequest, deltas: Deltas) -
         )
         return Response(status_code=CLIENT_CLOSED) if result is None else JSONResponse(result)
     # Headers go out when this request has the engine: until then errors have a status of their own.
-    # The queue has its own limit, which says what the time was spent on.
+    # A second more, so that the limit of the queue is first: its error says what was waited for.
     first = await host.unless_gone(anext(deltas), request, seconds + 1.0, budget.total)
     if first is None:
         return Response(status_code=CLIENT_CLOSED)
@@ -293,7 +292,7 @@ async def _context(
 ) -> Any:
     """The turn, rendered; not on the event loop when that may take long.
 
-    Of tools a small body may have large ones, by references.
+    A small body may have large tools: a ``$ref`` can stand in it any number of times.
     """
     renderer = replay.replaying(host.renderer, turns)
     waits = turns is not None and turns.blocks
