@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -157,6 +158,25 @@ def test_the_same_events_over_a_websocket(host: Alone) -> None:
             names.append(event["type"])
     assert event["response"]["output"][-1]["content"][0]["text"] == "Good day."
     assert names[:2] == ["response.created", "response.in_progress"]
+
+
+def test_a_closed_websocket_holds_nothing(host: Alone) -> None:
+    """Its last response may be a conversation of megabytes: no collection of garbage is to find it,
+    which would hold the event loop for as long as it looks at all of its items."""
+    bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
+    create = {"type": "response.create", "model": MODEL, "input": "Hello!", "store": False}
+    gc.collect()
+    gc.disable()
+    try:
+        client = TestClient(application(host), base_url="http://localhost")
+        with client.websocket_connect("/v1/responses", headers=bearer) as socket:
+            socket.send_json(create)
+            while socket.receive_json()["type"] != "response.completed":
+                pass
+        held = [each for each in gc.get_objects() if isinstance(each, store.StoredResponse)]
+        assert held == []
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("path", ["chat", "responses", "messages"])

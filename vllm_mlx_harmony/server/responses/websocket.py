@@ -101,6 +101,8 @@ class Conversation:
         finally:
             await stopped(answering)
             await stopped(listening)
+            # `_api` refers to this object: until garbage is collected nothing else would free it.
+            self._local.clear()
 
     async def _write(self, text: str) -> None:
         """Ends when the system has all of it. Raises ``WebSocketDisconnect`` where nobody reads.
