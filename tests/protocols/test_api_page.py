@@ -317,6 +317,7 @@ APIS = {
             "output_format": FORMAT,
         },
         {"thread": {}, "compaction": {}},
+        typed={"mcp_servers": ([], [{"type": "url", "name": "x", "url": "https://x"}])},
     ),
 }
 

@@ -32,6 +32,8 @@ from vllm_mlx_harmony.core.turn import (
     ResponseInfo,
     Result,
     Sampling,
+    ServerCall,
+    ServerResult,
     Tool,
     ToolChoice,
     Turn,
@@ -39,6 +41,7 @@ from vllm_mlx_harmony.core.turn import (
 )
 from vllm_mlx_harmony.protocols.messages import MessagesRequest, read
 from vllm_mlx_harmony.protocols.messages.request import UPDATE
+from vllm_mlx_harmony.protocols.server_calls import NOT_RUN
 
 DATA = Path(__file__).parent / "data"
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
@@ -101,6 +104,28 @@ def use(given: Any, name: str = "f", key: str = "c1") -> dict[str, Any]:
 
 def result(content: Any, key: str = "c1", **more: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": key, "content": content, **more}
+
+
+def mcp_use(key: str, server: str, name: str, given: Any) -> dict[str, Any]:
+    block = {"type": "mcp_tool_use", "id": key, "name": name, "server_name": server}
+    return {**block, "input": given}
+
+
+def mcp_result(key: str, *content: Any) -> dict[str, Any]:
+    found = content[0] if isinstance(content[0], str) else [*content]
+    return {"type": "mcp_tool_result", "tool_use_id": key, "content": found}
+
+
+def server_use(key: str, name: str, given: Any) -> dict[str, Any]:
+    return {"type": "server_tool_use", "id": key, "name": name, "input": given}
+
+
+def nested(depth: int) -> Any:
+    """A result that would take too many calls to read."""
+    value: Any = "deep"
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 def image() -> dict[str, Any]:
@@ -302,16 +327,145 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
         assistant({"type": "redacted_thinking", "data": "EuY="}, text("a")),
         [Answer("a")],
     ),
-    "what another server's tools did": (
+    "what Anthropic's servers tell beside an answer": (
         assistant(
-            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
-            {"type": "web_search_tool_result", "tool_use_id": "s", "content": {"type": "x"}},
-            {"type": "mcp_tool_use", "id": 3},
             {"type": "mcp_tool_listing", "mcp_server_name": "x", "tools": []},
             {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
             text("a"),
         ),
         [Answer("a")],
+    ),
+    "what an MCP server's tool did": (
+        assistant(
+            thinking("t"),
+            mcp_use("m1", "weather", "now", {"city": "Rom"}),
+            mcp_result("m1", text("20"), text("°C")),
+            text("a"),
+        ),
+        [
+            Reasoning("t"),
+            ServerCall("m1", "weather.now", '{"city":"Rom"}'),
+            ServerResult("m1", "weather.now", "20\n°C"),
+            Answer("a"),
+        ],
+    ),
+    "a result that says that it is an error": (
+        assistant(mcp_use("m1", "w", "t", {}), {**mcp_result("m1", "broken"), "is_error": True}),
+        [ServerCall("m1", "w.t", "{}"), ServerResult("m1", "w.t", "broken")],
+    ),
+    "code": (
+        assistant(mcp_use("m1", "python", "python", {"code": "1 +\n1"}), mcp_result("m1", "2")),
+        [ServerCall("m1", "python", "1 +\n1"), ServerResult("m1", "python", "2")],
+    ),
+    "a call that has no result, one to no call, a text before a call": (
+        assistant(
+            mcp_result("m0", "?"),
+            text("a"),
+            mcp_use("m1", "w", "t", {}),
+            mcp_use("m2", "w", "u", {}),
+            mcp_result("m2", "2"),
+        ),
+        [
+            Preamble("a"),
+            ServerCall("m1", "w.t", "{}"),
+            ServerResult("m1", "w.t", NOT_RUN),
+            ServerCall("m2", "w.u", "{}"),
+            ServerResult("m2", "w.u", "2"),
+        ],
+    ),
+    "a search of Anthropic's": (
+        assistant(
+            server_use("s1", "web_search", {"query": "Rom"}),
+            {
+                "type": "web_search_tool_result",
+                "tool_use_id": "s1",
+                "content": [
+                    {
+                        "type": "web_search_result",
+                        "title": "A",
+                        "url": "https://a",
+                        "encrypted_content": "x",
+                    },
+                    {
+                        "type": "web_search_result",
+                        "title": "B",
+                        "url": "https://b",
+                        "page_age": "1 day",
+                    },
+                ],
+            },
+            text("a"),
+        ),
+        [
+            ServerCall("s1", "browser.search", '{"query":"Rom"}'),
+            ServerResult(
+                "s1", "browser.search", "Title: A\nSource: https://a\nTitle: B\nSource: https://b"
+            ),
+            Answer("a"),
+        ],
+    ),
+    "a page that Anthropic's fetched, and one that it did not": (
+        assistant(
+            server_use("s1", "web_fetch", {"url": "https://a"}),
+            {
+                "type": "web_fetch_tool_result",
+                "tool_use_id": "s1",
+                "content": {
+                    "type": "web_fetch_result",
+                    "url": "https://a",
+                    "content": {
+                        "type": "document",
+                        "title": "A",
+                        "source": {"type": "text", "media_type": "text/plain", "data": "The page."},
+                    },
+                },
+            },
+            server_use("s2", "web_fetch", {"url": "https://b"}),
+            {
+                "type": "web_fetch_tool_result",
+                "tool_use_id": "s2",
+                "content": {
+                    "type": "web_fetch_tool_result_error",
+                    "error_code": "url_not_accessible",
+                },
+            },
+        ),
+        [
+            ServerCall("s1", "browser.open", '{"id":"https://a"}'),
+            ServerResult("s1", "browser.open", "Source: https://a\nTitle: A\nThe page."),
+            ServerCall("s2", "browser.open", '{"id":"https://b"}'),
+            ServerResult("s2", "browser.open", "Error: url_not_accessible"),
+        ],
+    ),
+    "code and commands that Anthropic's ran": (
+        assistant(
+            server_use("s1", "code_execution", {"code": "1"}),
+            {
+                "type": "code_execution_tool_result",
+                "tool_use_id": "s1",
+                "content": {
+                    "type": "code_execution_result",
+                    "stdout": "1",
+                    "stderr": "w",
+                    "return_code": 0,
+                    "content": [],
+                },
+            },
+            server_use("s2", "bash_code_execution", {"command": "ls"}),
+            {
+                "type": "bash_code_execution_tool_result",
+                "tool_use_id": "s2",
+                "content": nested(300),
+            },
+            server_use("s3", "tool_search_tool_regex", {"query": "x"}),
+            {"type": "tool_search_tool_result", "tool_use_id": "s3", "content": {"type": "y"}},
+        ),
+        [
+            ServerCall("s1", "python", "1"),
+            ServerResult("s1", "python", "1\nw"),
+            ServerCall("s2", "bash_code_execution", '{"command":"ls"}'),
+            ServerResult("s2", "bash_code_execution", ""),
+        ],
     ),
 }
 
@@ -730,7 +884,7 @@ def test_what_is_left_out_is_noted() -> None:
     assert request(tools=[BARE]).notes == ()
     elsewhere = {"type": "url", "url": "https://a", "name": "x"}
     assert request(mcp_servers=[elsewhere]).notes == (
-        "mcp_servers was left out: this server calls no other",
+        "mcp_servers was left out: this server runs no tools",
     )
     assert request(mcp_servers=[]).notes == ()
 

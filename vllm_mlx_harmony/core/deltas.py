@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.core.turn import ServerCall
 
-FinishReason: TypeAlias = Literal["stop", "tool_calls", "length"]
+FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "pause"]
 
 
 class Kind(Enum):
@@ -112,7 +112,11 @@ class ToolFinished:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The turn ends. ``stop_sequence`` is the caller's string that ended it, if one did."""
+    """The turn ends. ``stop_sequence`` is the caller's string that ended it, if one did.
+
+    With ``pause`` it ends before a call that the server has yet to run: the turn goes on when its
+    caller gives it back as it is.
+    """
 
     reason: FinishReason
     stop_sequence: str | None = None

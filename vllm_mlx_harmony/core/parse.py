@@ -45,12 +45,21 @@ from enum import Enum, auto
 from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Text, Usage
+from vllm_mlx_harmony.core.deltas import (
+    Closed,
+    Delta,
+    Finished,
+    FinishReason,
+    Kind,
+    Opened,
+    Text,
+    Usage,
+)
 from vllm_mlx_harmony.core.header import Header, HeaderReader
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.stops import StopStrings
 
-EndReason: TypeAlias = Literal["stop", "length"]
+EndReason: TypeAlias = Literal["stop", "length", "pause"]
 """Why an engine stopped: the model ended its turn, or the limit cut it."""
 
 
@@ -248,6 +257,7 @@ class Parser:
         """The deltas that end the turn, the last of them ``Finished`` (without prompt tokens).
 
         ``length`` cuts the message that is open; a turn the model had ended itself is not cut.
+        ``pause``: it ended in a call that the server has not run.
         """
         cut = reason == "length" and self.state in (State.HEADER, State.BODY)
         self._end(complete=not cut)
@@ -257,9 +267,11 @@ class Parser:
             self._close(complete=True)
         self.state = State.ENDED
         cut = cut and self._stopped_by is None
-        called: Literal["tool_calls", "stop"] = "tool_calls" if self._calls else "stop"
+        ended: FinishReason = "tool_calls" if self._calls else "stop"
+        if cut or reason == "pause":
+            ended = reason
         usage = Usage(completion_tokens=self.tokens, reasoning_tokens=self._reasoning_tokens)
-        self._out.append(Finished("length" if cut else called, self._stopped_by, usage))
+        self._out.append(Finished(ended, self._stopped_by, usage))
         return self._take()
 
     def _take(self) -> list[Delta]:

@@ -163,10 +163,11 @@ class ReplayScope:
         """Takes in what was generated. An output that shows nothing is never asked for."""
         spans = _spans(output)
         content, calls = visible(output.messages)
-        if spans and (content or calls):
+        ran = served(output.messages)
+        if spans and (content or calls or ran):
             key = self._key(content, calls, 0 if calls else history_hash(output.before))
             kinds = tuple(map(type, output.messages))
-            turn = GeneratedTurn(kinds, spans, content, tuple(calls), served(output.messages))
+            turn = GeneratedTurn(kinds, spans, content, tuple(calls), ran)
             self._turns.put(key, turn, _size(turn, key))
             if self._archive is not None:
                 self._archive.put(_digest(*key), turn)
@@ -244,8 +245,9 @@ def _unedited(
     """``found``, if it is what a client sends back as ``content`` and ``calls``."""
     if found is None or found.content != content or not _same(found.calls, calls):
         return None
-    # A client of an API that has no place for what ran here gives nothing of it back.
-    return found if ran in ("", found.served) else None
+    # A client of an API that has no place for what ran here gives nothing of it back. A turn that
+    # ended before it said anything is known by that alone.
+    return found if ran == found.served or (ran == "" and (content or calls)) else None
 
 
 # --- What a client sees
@@ -416,7 +418,8 @@ def _ended(output: Output) -> Sequence[int]:
     ids = output.ids[: _end_of_messages(output)]
     if ids[-1] in (vocab.END, vocab.CALL):
         return ids
-    return (*ids, vocab.CALL if isinstance(output.messages[-1], Call) else vocab.END)
+    called = isinstance(output.messages[-1], (Call, ServerCall))
+    return (*ids, vocab.CALL if called else vocab.END)
 
 
 def _end_of_messages(output: Output) -> int:

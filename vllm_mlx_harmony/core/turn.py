@@ -337,7 +337,9 @@ class Turn:
     messages can change them later on: ``callable_tools`` and ``answer_format`` are what holds for
     the answer, and so does ``thinking``. ``tenant`` is whose turn it is: what is remembered of its
     texts serves nobody else. ``namespaces`` are the tools that the server runs for it, and
-    ``max_tool_calls`` how many of their calls it runs (``None``: the server's default).
+    ``max_tool_calls`` how many of their calls it runs (``None``: the server's default). At that
+    limit a turn that ``pauses`` ends, until its caller gives it back; of any other the model is
+    told, and goes on.
     """
 
     messages: tuple[Message, ...]
@@ -355,6 +357,7 @@ class Turn:
     tenant: str = ""
     namespaces: tuple[Namespace, ...] = ()
     max_tool_calls: int | None = None
+    pauses: bool = False
 
     @property
     def trained_namespaces(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Delta, Finished, ToolFinished, ToolStarted
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
+from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Message, ServerResult
 from vllm_mlx_harmony.server import enforcement
@@ -192,8 +193,9 @@ async def _generated(job: Job) -> Deltas:
     context, tools, said = job.context, job.tools, _Said()
     settings, constraint = job.settings, job.constraint
     length = job.lease.harmony.context_length
-    ended: Finish = "stop"
-    approved = None if tools is None else context.server_call  # since the turn before
+    ended: EndReason = "stop"
+    # A call that the turn before ended with: approved since, or its turn was paused.
+    approved = None if tools is None else context.server_call
     async with _engine_slot(job.lease, job.lease.budget.left):
         if approved is not None:
             said.started = True
@@ -205,6 +207,9 @@ async def _generated(job: Job) -> Deltas:
     while tools is not None:
         call = context.server_call
         if call is None or tools.over or (approved is None and tools.needs_approval(call)):
+            break
+        if tools.pauses:
+            ended = "pause"
             break
         yield [ToolStarted(approved)]
         approved = None
@@ -226,7 +231,7 @@ async def _generated(job: Job) -> Deltas:
     yield await _finished(job, ended, said.cached_tokens)
 
 
-async def _finished(job: Job, ended: Finish, cached_tokens: int) -> list[Delta]:
+async def _finished(job: Job, ended: EndReason, cached_tokens: int) -> list[Delta]:
     """The deltas that end the turn, when it has been remembered and accounted for."""
     last: list[Delta] = job.context.finish(ended, cached_tokens)
     if job.turns is not None and job.turns.blocks:  # before the client can ask another server

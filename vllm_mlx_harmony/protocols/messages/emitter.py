@@ -210,7 +210,9 @@ class _McpToolUseBlock(_ToolUseBlock):
 
 
 def _mcp_id(call_id: str) -> str:
-    return f"mcptoolu_{call_id.partition('_')[2]}"
+    """The id of its block; of a call of a turn before this one, it is that already."""
+    head, _, key = call_id.partition("_")
+    return f"mcptoolu_{key}" if head == "call" else call_id
 
 
 # --- The answer.
@@ -219,6 +221,7 @@ _STOP_REASONS: dict[FinishReason, str] = {
     "stop": "end_turn",
     "tool_calls": "tool_use",
     "length": "max_tokens",
+    "pause": "pause_turn",
 }
 
 
@@ -276,6 +279,7 @@ class Emitter:
                 body = error_body(delta.error, request_id(self._info))
                 return [Event(encode(body), "error")] if self._stream else []
             case ToolStarted():
+                self._server_call = delta.call.id if delta.call else self._server_call
                 return []
             case ToolFinished():
                 return self._ran(delta)

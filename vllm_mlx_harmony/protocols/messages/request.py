@@ -25,12 +25,15 @@ from vllm_mlx_harmony.core.turn import (
     Instructions,
     Limits,
     Message,
+    Namespace,
     Preamble,
     Reasoning,
     ResponseFormat,
     ResponseInfo,
     Result,
     Sampling,
+    ServerCall,
+    ServerResult,
     Tool,
     ToolChoice,
     Turn,
@@ -42,6 +45,8 @@ from vllm_mlx_harmony.protocols.messages.emitter import UPDATE, Display, Emitter
 from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
 from vllm_mlx_harmony.protocols.messages.schema import (
     CUSTOM,
+    RESULT,
+    TOOLSET,
     AnthropicMessage,
     AnthropicTool,
     Block,
@@ -51,6 +56,13 @@ from vllm_mlx_harmony.protocols.messages.schema import (
     ResultBlock,
     read_body,
 )
+from vllm_mlx_harmony.protocols.messages.server_tools import (
+    MCP_RESULT,
+    asked_for,
+    call_of,
+    result_text,
+)
+from vllm_mlx_harmony.protocols.server_calls import NOT_RUN, with_results
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 
@@ -97,7 +109,7 @@ def read(
         model=request.model,
         stream=bool(request.stream),
         thinking=_display(request),
-        notes=notes(request),
+        notes=notes(request, defaults),
         cipher=cipher,
     )
 
@@ -121,6 +133,14 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     tools = tuple(
         tool for index, each in enumerate(declared) for tool in _tool(each, f"tools[{index}]")
     )
+    added = [*tools, *_added(messages)]
+    asked = () if _no_tools(body) else asked_for(body, defaults.namespaces)
+    taken = {each.name for each in asked}
+    others = () if _no_tools(body) else defaults.unasked(added)
+    namespaces = (*asked, *(each for each in others if each.name not in taken))
+    last = messages[-1] if messages else None
+    if isinstance(last, ServerCall) and (prefill is not None or not namespaces):
+        messages.append(ServerResult(last.id, last.name, NOT_RUN))  # since nothing runs it
     thinks = body.thinking
     effort, thinking = _reasoning(body, defaults)
     for message in messages:
@@ -142,21 +162,24 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
             one_call=bool(body.tool_choice and body.tool_choice.disable_parallel_tool_use),
             reasoning_tokens=thinks.budget_tokens if thinks and thinks.type == "enabled" else None,
         ),
-        tool_choice=_tool_choice(body, [*tools, *_added(messages)]),
+        tool_choice=_tool_choice(body, added, namespaces),
         thinking=thinking,
-        namespaces=() if _no_tools(body) else defaults.unasked([*tools, *_added(messages)]),
+        namespaces=namespaces,
+        pauses=True,
     )
 
 
-def notes(body: MessagesBody) -> tuple[str, ...]:
+def notes(body: MessagesBody, defaults: Defaults) -> tuple[str, ...]:
     """What was accepted but has no effect, a sentence each, for the log."""
+    serves = bool(defaults.namespaces)
     tools = tuple(
         f"tools[{index}] ({quoted(tool.type)}) was left out: the caller does not define it"
         for index, tool in enumerate(body.tools or ())
-        if _is_anthropics(tool)
+        if _is_anthropics(tool) and not (serves and tool.type == TOOLSET)
     )
-    servers = ("mcp_servers was left out: this server calls no other",) if body.mcp_servers else ()
-    return (*tools, *servers)
+    if not body.mcp_servers or serves:
+        return tools
+    return (*tools, "mcp_servers was left out: this server runs no tools")
 
 
 # --- The conversation: runs of messages of one speaker, each read by its role.
@@ -187,6 +210,14 @@ _Run: TypeAlias = Sequence[_ReadMessage]
 """A run of messages of one speaker."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What blocks are read with: whose reasoning to believe, and what the server's tools are."""
+
+    cipher: Cipher
+    namespaces: tuple[Namespace, ...]
+
+
 def _conversation(
     body: MessagesBody, defaults: Defaults, cipher: Cipher
 ) -> tuple[list[Message], str | None]:
@@ -211,9 +242,11 @@ def _conversation(
     if roles[-1] == "assistant":
         last = runs.pop()[1]
         prefill = _prefill(last)
-    read = [message for role, run in runs for message in _ROLES[role](run, cipher)]
+    known = _Known(cipher, defaults.namespaces)
+    read = [message for role, run in runs for message in _ROLES[role](run, known)]
     if roles[-1] == "assistant":
-        read += _unanswered(last, cipher)
+        read += _unanswered(last, known)
+    read = list(with_results(read))
     if _no_tools(body):
         read = [message for message in read if not isinstance(message, AdditionalTools)]
     return read, prefill
@@ -273,7 +306,7 @@ def _prefill(run: _Run) -> str | None:
     return text
 
 
-def _instructions(run: _Run, _: Cipher) -> Iterator[Message]:
+def _instructions(run: _Run, _: _Known) -> Iterator[Message]:
     for message in run:
         for adds, blocks in groupby(message.blocks, lambda each: each.block.type == _ADDITION):
             if adds:
@@ -300,7 +333,7 @@ def _addition(placed: _Placed) -> Iterator[Tool]:
         yield from _tool(change.definition, where)
 
 
-def _user(run: _Run, _: Cipher) -> Iterator[Message]:
+def _user(run: _Run, _: _Known) -> Iterator[Message]:
     """What tools answered, then what the user says: the order that the API demands anyway."""
     for message in run:
         blocks = message.blocks
@@ -311,46 +344,57 @@ def _user(run: _Run, _: Cipher) -> Iterator[Message]:
             yield User(_lines(map(_user_text, texts)))
 
 
-def _assistant(run: _Run, cipher: Cipher) -> Iterator[Message]:
-    """In the model's own order (A4). Messages in a row are one turn of the assistant."""
+def _assistant(run: _Run, known: _Known) -> Iterator[Message]:
+    """In the model's own order (A4). Messages in a row are one turn of the assistant.
+
+    The last text of a message is its answer, if no call stands behind it.
+    """
     if any(each.block.type == "tool_use" for message in run for each in message.blocks):
-        yield from _unanswered(run, cipher)
+        yield from _unanswered(run, known)
         return
     for message in run:
         blocks = message.blocks
-        answer = next((each for each in reversed(blocks) if each.block.type == "text"), None)
+        ends = ("text", *_SERVER_CALLS)
+        answer = next((each for each in reversed(blocks) if each.block.type in ends), None)
         for each in blocks:
-            if each is answer:
+            if each is answer and each.block.type == "text":
                 yield Answer(_text(each))
             else:
-                yield from _assistant_block(each, cipher)
+                yield from _assistant_block(each, known)
 
 
-def _unanswered(run: _Run, cipher: Cipher) -> Iterator[Message]:
+_SERVER_CALLS = ("server_tool_use", "mcp_tool_use")
+
+
+def _unanswered(run: _Run, known: _Known) -> Iterator[Message]:
     """What the assistant said while its answer is still to come: before calls or a prefill.
 
     Calls come last: results follow them, and nothing that is said stands between (A4).
     """
     read = (each for message in run for each in message.blocks)
     for each in sorted(read, key=lambda each: each.block.type == "tool_use"):
-        yield from _assistant_block(each, cipher)
+        yield from _assistant_block(each, known)
 
 
-def _assistant_block(placed: _Placed, cipher: Cipher) -> Iterator[Message]:
+def _assistant_block(placed: _Placed, known: _Known) -> Iterator[Message]:
     block = placed.block
     if block.type == "text":
         yield Preamble(_text(placed))
     elif block.type == "tool_use":
         yield _call(placed)
     elif block.type in ("thinking", "redacted_thinking"):
-        if thought := _thought(placed, cipher):
+        if thought := _thought(placed, known.cipher):
             shown = thought.startswith(UPDATE)
             yield Preamble(thought.removeprefix(UPDATE)) if shown else Reasoning(thought)
-    elif not _says_nothing(block.type):
+    elif block.type in _SERVER_CALLS:
+        yield from _server_call(placed, known)
+    elif block.type.endswith(RESULT) and block.type != "tool_result":
+        yield from _server_result(placed)
+    elif block.type not in _SILENT:
         raise _unreadable(block.type, placed.where)
 
 
-_ROLES: dict[str, Callable[[_Run, Cipher], Iterator[Message]]] = {
+_ROLES: dict[str, Callable[[_Run, _Known], Iterator[Message]]] = {
     "system": _instructions,
     "user": _user,
     "assistant": _assistant,
@@ -397,6 +441,34 @@ def _call(placed: _Placed) -> Call:
         if getattr(block, name) is None:
             raise required(f"{placed.where}.{name}")
     return Call(block.id or "", block.name or "", _arguments(block.input or {}))
+
+
+def _server_call(placed: _Placed, known: _Known) -> Iterator[ServerCall]:
+    """A call that the server ran, or Anthropic's did: then as that of the tool it is most like."""
+    block = placed.block
+    for name in ("id", "name", "input"):
+        if getattr(block, name) is None:
+            raise required(f"{placed.where}.{name}")
+    label, name, given = block.server_name, block.name or "", block.input or {}
+    if label is None and block.type == "mcp_tool_use":
+        raise required(f"{placed.where}.server_name")
+    called = call_of(known.namespaces, label, name, given, _arguments(given))
+    if called is not None:
+        yield ServerCall(block.id or "", *called)
+
+
+def _server_result(placed: _Placed) -> Iterator[ServerResult]:
+    """What the tool answered. A failure says so itself: it was told to the model like that."""
+    block = placed.block
+    if block.tool_use_id is None:
+        raise required(f"{placed.where}.tool_use_id")
+    if block.type == MCP_RESULT:
+        parts = enumerate(block.content or ())
+        where = f"{placed.where}.content"
+        text = _lines(_block_text(part, f"{where}[{i}]", _omitted) for i, part in parts)
+    else:
+        text = result_text(block.found)
+    yield ServerResult(block.tool_use_id, "", text)
 
 
 def _arguments(given: dict[str, object]) -> str:
@@ -530,14 +602,8 @@ def _unreadable(kind: str, where: str) -> RequestError:
     return RequestError(f"{where} is of type {quoted(kind)}: {why}", param=where, code=UNSUPPORTED)
 
 
-_SILENT = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
-
-
-def _says_nothing(kind: str) -> bool:
-    """Whether a block tells of what Anthropic's servers did: a tool that they ran and this server
-    leaves out, or a change of the model in the middle of an answer.
-    """
-    return kind in _SILENT or kind.endswith("_tool_result")
+_SILENT = ("mcp_tool_listing", "fallback")
+"""What Anthropic's servers tell of beside an answer: a list of tools, another model within it."""
 
 
 # --- Tools, format, effort, sampling and limits.
@@ -569,22 +635,32 @@ def _added(messages: Iterable[Message]) -> Iterator[Tool]:
             yield from message.tools
 
 
-def _tool_choice(body: MessagesBody, tools: Sequence[Tool]) -> ToolChoice:
+def _tool_choice(
+    body: MessagesBody, tools: Sequence[Tool], namespaces: Sequence[Namespace]
+) -> ToolChoice:
     """Anthropic's API refuses ``any`` and ``tool`` while thinking; this model may think first."""
     choice = body.tool_choice
     if choice is None or choice.type not in ("any", "tool"):
         return ToolChoice()
     if choice.type == "any":
-        if not tools:
+        if not (tools or namespaces):
             problem = "tool_choice is 'any', and no tool is given that could be called"
             raise RequestError(problem, param="tool_choice")
         return ToolChoice(required=True)
     if choice.name is None:
         raise required("tool_choice.name")
-    if choice.name not in {tool.name for tool in tools}:
+    if choice.name in {tool.name for tool in tools}:
+        return ToolChoice(required=True, names=(choice.name,))
+    served = tuple(
+        recipient
+        for namespace in namespaces
+        for recipient, tool in namespace.by_recipient.items()
+        if tool.origin[-1] == choice.name
+    )
+    if not served:
         problem = f"tool_choice.name: no tool with the name {quoted(choice.name)} could be called"
         raise RequestError(problem, param="tool_choice.name")
-    return ToolChoice(required=True, names=(choice.name,))
+    return ToolChoice(required=True, names=served)
 
 
 _OFF = ("disabled", "between_tools")

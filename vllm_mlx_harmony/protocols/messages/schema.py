@@ -36,8 +36,14 @@ _READ: dict[object, tuple[str, ...]] = {
     "search_result": ("title", "source", "content"),
     "document": ("title", "context", "source"),
     "tool_addition": ("tool",),
+    "server_tool_use": ("id", "name", "input"),
+    "mcp_tool_use": ("id", "name", "input", "server_name"),
+    "mcp_tool_result": ("tool_use_id", "content", "is_error"),
 }
 """The fields of a block that are looked at. Fields of the same name mean other things elsewhere."""
+
+RESULT = "_tool_result"
+"""What the type of a result ends with, of a tool that Anthropic's servers ran."""
 
 
 def _only_read(value: object) -> object:
@@ -45,6 +51,12 @@ def _only_read(value: object) -> object:
     if not isinstance(value, dict):
         return value
     kind = value.get("type")
+    if isinstance(kind, str) and kind.endswith(RESULT) and kind not in _READ:
+        return {
+            "type": kind,
+            "tool_use_id": value.get("tool_use_id"),
+            "found": value.get("content"),
+        }
     known = ("type", *(_READ.get(kind, ()) if isinstance(kind, str) else ()))
     return {field: value[field] for field in known if field in value}
 
@@ -101,12 +113,23 @@ class ResultBlock(Readable):
     content: list[Part] | None = None
 
 
+class ToolSwitch(Wire):
+    """Whether a tool of an MCP server may be called."""
+
+    enabled: bool | None = None
+
+
 class AnthropicTool(Wire):
+    """A tool, or with ``mcp_server_name`` those of an MCP server: all, but for ``configs``."""
+
     type: str | None = None
     name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    mcp_server_name: str | None = None
+    default_config: ToolSwitch | None = None
+    configs: dict[str, ToolSwitch | None] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -115,11 +138,17 @@ class AnthropicTool(Wire):
         if not isinstance(value, dict) or value.get("input_schema") is not None:
             return value
         kind = value.get("type")
+        if kind == TOOLSET:
+            own = ("type", "mcp_server_name", "default_config", "configs")
+            return {name: value[name] for name in own if name in value}
         return value if kind in (None, CUSTOM) else {"type": kind}
 
 
 CUSTOM = "custom"
 """The type of a tool that the caller defines: a name, a description and a schema."""
+
+TOOLSET = "mcp_toolset"
+"""The type of what stands for the tools of an MCP server."""
 
 
 class ToolChange(Wire):
@@ -130,7 +159,10 @@ class ToolChange(Wire):
 
 
 class Block(Readable):
-    """One block of a message's content."""
+    """One block of a message's content.
+
+    ``found`` is what a tool of Anthropic's servers answered: each has a shape of its own.
+    """
 
     thinking: str | None = None
     signature: str | None = None
@@ -142,9 +174,30 @@ class Block(Readable):
     content: Annotated[list[ResultBlock] | None, BeforeValidator(_as_blocks)] = None
     is_error: bool | None = None
     tool: ToolChange | None = None
+    server_name: str | None = Field(default=None, min_length=1)
+    found: Any = None
 
 
 Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
+
+
+class ToolConfiguration(ToolSwitch):
+    """``None``: all of its tools."""
+
+    allowed_tools: list[str] | None = None
+
+
+class McpServer(Wire):
+    """An MCP server that the request names, and perhaps which of its tools."""
+
+    name: str = Field(min_length=1)
+    url: str | None = None
+    authorization_token: str | None = Field(default=None, repr=False)
+    tool_configuration: ToolConfiguration | None = None
+
+
+MOST_SERVERS = 20
+"""As many servers as Anthropic's API takes."""
 
 
 class EffortConfig(Wire):
@@ -213,7 +266,7 @@ class MessagesBody(Wire):
 
     thread: Any = None
     compaction: Any = None
-    mcp_servers: Any = None
+    mcp_servers: list[McpServer] | None = Field(default=None, max_length=MOST_SERVERS)
 
 
 THREAD_UNSUPPORTED = "thread_unsupported_request"

@@ -6,8 +6,8 @@ Refuses to know tools' declarations (tools) and the rest of a request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.errors import quoted
@@ -38,8 +38,9 @@ from vllm_mlx_harmony.protocols.openai_content import (
     user_text,
 )
 from vllm_mlx_harmony.protocols.responses.schema import Item, read_item, response_format
-from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools, code_in
+from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader
+from vllm_mlx_harmony.protocols.server_calls import NOT_RUN, code_in
 from vllm_mlx_harmony.protocols.validation import required
 
 Stored: TypeAlias = Callable[[str], Mapping[str, Any] | None]
@@ -240,7 +241,6 @@ class ItemReader:
             yield FormatUpdate(response_format(item.text.format, f"{where}.text.format"))
 
 
-NOT_RUN = "[the call was not run to its end]"
 NOT_APPROVED = "The user did not approve this call"
 
 
@@ -258,24 +258,6 @@ def _error_text(error: Any) -> str:
         texts = [str(each.get("text", "")) for each in parts if isinstance(each, dict)]
         return "\n".join(texts)
     return str(error.get("message") or "")
-
-
-def answered(messages: Iterable[Message]) -> Iterator[Message]:
-    """``messages`` with an answer to every call that the server should have run, but to a last one.
-
-    An answer stands behind its call, under its name; one to no call is left out.
-    """
-    waiting: ServerCall | None = None
-    for message in messages:
-        if isinstance(message, ServerResult):
-            if waiting is not None and message.call_id == waiting.id:
-                yield replace(message, name=waiting.name)
-                waiting = None
-            continue
-        if waiting is not None:
-            yield ServerResult(waiting.id, waiting.name, NOT_RUN)
-        waiting = message if isinstance(message, ServerCall) else None
-        yield message
 
 
 _FOUND = "Found. The tools can be called from now on."

@@ -32,7 +32,6 @@ from vllm_mlx_harmony.protocols.responses.emitter import Emitter
 from vllm_mlx_harmony.protocols.responses.input_items import (
     ItemReader,
     Stored,
-    answered,
     nothing_stored,
 )
 from vllm_mlx_harmony.protocols.responses.output_items import Writing
@@ -48,6 +47,7 @@ from vllm_mlx_harmony.protocols.responses.schema import (
 )
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools, read_server_tools
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
+from vllm_mlx_harmony.protocols.server_calls import with_results
 from vllm_mlx_harmony.protocols.validation import required
 
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"
@@ -141,7 +141,7 @@ def read(
     reader = ItemReader(cipher, declared, defaults, stored, calls, server=server)
     if request.input is None and not history:
         raise required("input")
-    said = tuple(answered((*history, *reader.messages(request.input or []))))
+    said = tuple(with_results((*history, *reader.messages(request.input or []))))
     if not any(map(_asks, said)):
         raise RequestError("input is empty: there is nothing to answer", param="input")
     instructions = (Instructions(request.instructions),) if request.instructions else ()

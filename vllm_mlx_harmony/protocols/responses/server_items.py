@@ -25,7 +25,8 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     Document,
     PendingEvent,
 )
-from vllm_mlx_harmony.protocols.responses.server_tools import Served, as_arguments
+from vllm_mlx_harmony.protocols.responses.server_tools import Served
+from vllm_mlx_harmony.protocols.server_calls import as_arguments
 
 FAILED = "failed"
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from json import dumps, loads
 from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.core.names import carryable
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
 from vllm_mlx_harmony.protocols.responses.schema import ResponsesTool, ToolFilter
+from vllm_mlx_harmony.protocols.server_calls import recipient_of
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 Kind: TypeAlias = Literal["mcp", "code_interpreter", "web_search"]
@@ -68,13 +67,7 @@ class ServerTools:
 
     def recipient(self, label: str, name: str) -> str:
         """What the tool ``name`` of the server ``label`` is called by the model."""
-        for namespace in self._available:
-            if namespace.label == label:
-                for known, tool in namespace.by_recipient.items():
-                    if tool.origin[-1] == name:
-                        return known
-                return f"{namespace.name}.{carryable(name, set())}"
-        return f"{carryable(label.replace('.', '_'), set())}.{carryable(name, set())}"
+        return recipient_of(self._available, label, name)
 
     def needs_approval(self, recipient: str) -> bool:
         """Whether a call to ``recipient`` is asked about before it is run."""
@@ -193,21 +186,3 @@ def _asks(tool: ResponsesTool, where: str, each: Tool) -> bool:
         return False
     # With a filter of what to ask about alone, that is all.
     return rule.always is None or rule.never is not None or _fits(rule.always, each)
-
-
-# --- Code as the arguments of an ``mcp_call``, which are JSON.
-
-
-def as_arguments(code: str) -> str:
-    """``code`` as the JSON of a call's arguments."""
-    return dumps({"code": code}, separators=(",", ":"))
-
-
-def code_in(arguments: str) -> str:
-    """The code in the arguments of a call of ``python``; all of them, where they are not such."""
-    try:
-        value = loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    code = value.get("code") if isinstance(value, dict) else None
-    return code if isinstance(code, str) else arguments

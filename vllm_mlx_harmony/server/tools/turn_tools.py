@@ -66,6 +66,11 @@ class TurnTools:
         """Whether the model has called on and on, though it was told that no call is run."""
         return self._refused >= MOST_REFUSED
 
+    @property
+    def pauses(self) -> bool:
+        """Whether the next call is not run now: when its caller gives the turn back it is."""
+        return self.turn.pauses and self.exhausted
+
     async def run(
         self, call: ServerCall, prompt_tokens: int, context_length: int | None
     ) -> Answered:
@@ -109,7 +114,7 @@ class TurnTools:
         # in the language any more.
         choice = replace(self.turn.tool_choice, required=False)
         turn = replace(self.turn, tool_choice=choice, prefill=None)
-        if self.exhausted:
+        if self.exhausted and not turn.pauses:
             turn = _without_calls(turn)
         spec = constraint.spec
         if spec.grammar is not None:

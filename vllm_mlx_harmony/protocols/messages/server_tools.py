@@ -1,0 +1,154 @@
+"""Messages, inwards: tools that a server runs, those asked for and those called in a history.
+
+A request names MCP servers in ``mcp_servers``, in tools of the type ``mcp_toolset``, or both: the
+beta API has had it in one way and then in the other. A history has calls of MCP servers, and of
+tools that Anthropic's own servers run (``server_tool_use``), if it was begun there.
+
+Knows names, switches and the shapes of results. Refuses to know messages (messages/request.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from json import dumps
+
+from vllm_mlx_harmony.core.errors import RequestError, quoted
+from vllm_mlx_harmony.core.names import carryable
+from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
+from vllm_mlx_harmony.protocols.messages.schema import (
+    TOOLSET,
+    AnthropicTool,
+    McpServer,
+    MessagesBody,
+)
+from vllm_mlx_harmony.protocols.server_calls import code_in, recipient_of
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
+
+MCP_RESULT = "mcp_tool_result"
+
+# --- What a request asks for.
+
+
+def asked_for(body: MessagesBody, available: Sequence[Namespace]) -> tuple[Namespace, ...]:
+    """The namespaces that ``body`` names, each with the tools of it that may be called.
+
+    None where the server runs no tools at all. Raises ``RequestError`` naming the field for a
+    server that it cannot use.
+    """
+    if not available:
+        return ()
+    known = {each.label: each for each in available}
+    chosen: dict[str, Namespace] = {}
+    for index, server in enumerate(body.mcp_servers or ()):
+        found = known.get(server.name)
+        if found is None:
+            raise _unknown(server.name, f"mcp_servers[{index}].name", known)
+        chosen[server.name] = _only(found, _allowed(server, found.tools))
+    for index, tool in enumerate(body.tools or ()):
+        if tool.type != TOOLSET:
+            continue
+        if tool.mcp_server_name is None:
+            raise required(f"tools[{index}].mcp_server_name")
+        found = chosen.get(tool.mcp_server_name) or known.get(tool.mcp_server_name)
+        if found is None:
+            raise _unknown(tool.mcp_server_name, f"tools[{index}].mcp_server_name", known)
+        chosen[found.label] = _only(found, _enabled(tool, found.tools))
+    return tuple(each for each in chosen.values() if each.tools)
+
+
+def _unknown(name: str, where: str, known: Iterable[str]) -> RequestError:
+    problem = f"{where}: there is no tool server {quoted(name)}; there are: {', '.join(known)}"
+    return RequestError(problem, param=where, code=UNSUPPORTED)
+
+
+def _only(namespace: Namespace, tools: Iterable[Tool]) -> Namespace:
+    return replace(namespace, tools=tuple(tools))
+
+
+def _allowed(server: McpServer, tools: Iterable[Tool]) -> Iterator[Tool]:
+    """https://docs.claude.com/en/docs/agents-and-tools/mcp-connector, as it was in 2025-04-04."""
+    configuration = server.tool_configuration
+    if configuration is not None and configuration.enabled is False:
+        return
+    names = None if configuration is None else configuration.allowed_tools
+    for tool in tools:
+        if names is None or tool.origin[-1] in names:
+            yield tool
+
+
+def _enabled(toolset: AnthropicTool, tools: Iterable[Tool]) -> Iterator[Tool]:
+    """As it is from 2025-11-20 on: what ``configs`` says of a tool, else what holds for all."""
+    default = toolset.default_config is None or toolset.default_config.enabled is not False
+    for tool in tools:
+        own = (toolset.configs or {}).get(tool.origin[-1])
+        enabled = default if own is None or own.enabled is None else own.enabled
+        if enabled:
+            yield tool
+
+
+# --- What a history tells of.
+
+_LIKE: Mapping[str, tuple[str, str, str]] = {
+    "web_search": ("browser.search", "query", "query"),
+    "web_fetch": ("browser.open", "url", "id"),
+    "code_execution": (PYTHON, "code", "code"),
+}
+"""Tools of Anthropic's, the built-in ones of gpt-oss that are most like them, and what the
+parameter is called there and here."""
+
+
+def call_of(
+    namespaces: Iterable[Namespace],
+    label: str | None,
+    name: str,
+    given: Mapping[str, object],
+    arguments: str,
+) -> tuple[str, str] | None:
+    """The recipient and the arguments that a call was made with.
+
+    ``label``: of an MCP server; ``None`` for a tool of Anthropic's. ``given`` is what the call's
+    block has, ``arguments`` the same as JSON. ``None`` for what only Anthropic's servers can use.
+    """
+    if label is not None:
+        recipient = recipient_of(namespaces, label, name)
+        return recipient, code_in(arguments) if recipient == PYTHON else arguments
+    if name.startswith("tool_search"):
+        return None
+    if name not in _LIKE:
+        return carryable(name, set()), arguments
+    recipient, there, here = _LIKE[name]
+    value = given.get(there)
+    if not isinstance(value, str):
+        return recipient, arguments
+    if recipient == PYTHON:
+        return recipient, value
+    return recipient, dumps({here: value}, ensure_ascii=False, separators=(",", ":"))
+
+
+def result_text(found: object, depth: int = 0) -> str:
+    """What can be read of a result of Anthropic's tools; each has a shape of its own."""
+    if isinstance(found, str):
+        return found
+    if depth > _DEEPEST:
+        return ""
+    if isinstance(found, list):
+        return "\n".join(text for each in found if (text := result_text(each, depth + 1)))
+    if not isinstance(found, dict):
+        return ""
+    if isinstance(found.get("error_code"), str):
+        return f"Error: {found['error_code']}"
+    lines = [f"{name}: {found[key]}" for name, key in _HEADING.items() if _is_text(found, key)]
+    lines += [found[key] for key in ("text", "data", "stdout", "stderr") if _is_text(found, key)]
+    lines += [result_text(found[key], depth + 1) for key in ("source", "content") if key in found]
+    return "\n".join(line for line in lines if line)
+
+
+_HEADING = {"Title": "title", "Source": "url"}
+
+_DEEPEST = 8
+"""Values within values: the result of a fetch has its text in the fourth."""
+
+
+def _is_text(found: Mapping[str, object], key: str) -> bool:
+    return isinstance(found.get(key), str) and bool(found[key])

@@ -1,0 +1,66 @@
+"""Calls that the server ran, as a client gives them back: into the messages that they were.
+
+An API that shows what ran has a client give it back with the rest of the history, in its own words
+for the server (its label) and the tool. The model called a recipient, and code was no JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from json import dumps, loads
+
+from vllm_mlx_harmony.core.names import carryable
+from vllm_mlx_harmony.core.turn import PYTHON, Message, Namespace, ServerCall, ServerResult
+
+NOT_RUN = "[the call was not run to its end]"
+"""What the model reads where a history has no answer to a call."""
+
+
+def recipient_of(namespaces: Iterable[Namespace], label: str, name: str) -> str:
+    """What the model calls the tool ``name`` of the server ``label``, also one there is not."""
+    for namespace in namespaces:
+        if namespace.label == label:
+            for known, tool in namespace.by_recipient.items():
+                if tool.origin[-1] == name:
+                    return known
+            return f"{namespace.name}.{carryable(name, set())}"
+    if label == name == PYTHON:
+        return PYTHON
+    return f"{carryable(label.replace('.', '_'), set())}.{carryable(name, set())}"
+
+
+def with_results(messages: Iterable[Message]) -> Iterator[Message]:
+    """``messages`` with an answer to every call that the server should have run, but to a last one.
+
+    An answer stands behind its call, under its name; one to no call is left out.
+    """
+    waiting: ServerCall | None = None
+    for message in messages:
+        if isinstance(message, ServerResult):
+            if waiting is not None and message.call_id == waiting.id:
+                yield replace(message, name=waiting.name)
+                waiting = None
+            continue
+        if waiting is not None:
+            yield ServerResult(waiting.id, waiting.name, NOT_RUN)
+        waiting = message if isinstance(message, ServerCall) else None
+        yield message
+
+
+# --- Code as the arguments of a call, which are JSON.
+
+
+def as_arguments(code: str) -> str:
+    """``code`` as the JSON of a call's arguments."""
+    return dumps({"code": code}, separators=(",", ":"))
+
+
+def code_in(arguments: str) -> str:
+    """The code in the arguments of a call of ``python``; all of them, where they are not such."""
+    try:
+        value = loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    code = value.get("code") if isinstance(value, dict) else None
+    return code if isinstance(code, str) else arguments
