@@ -31,8 +31,6 @@ THROUGH_THE_HOST = {
 
 DISTRIBUTIONS = {
     "typing_extensions": "typing-extensions",
-    "httpx_aiohttp": "httpx-aiohttp",
-    "httpx_sse": "httpx-sse",
     "openai_harmony": "openai-harmony",
     "prometheus_client": "prometheus-client",
     "pydantic_core": "pydantic",

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import httpx
+from aiohttp import ClientSession
 from fake_engines import FakeEngine
 from starlette.requests import Request
 
@@ -27,20 +27,13 @@ class ClientOfLoop:
 
     def __init__(self, receive_buffer: int | None = None) -> None:
         self._receive_buffer = receive_buffer
-        self._clients: WeakKeyDictionary[Any, httpx.AsyncClient] = WeakKeyDictionary()
+        self._clients: WeakKeyDictionary[Any, ClientSession] = WeakKeyDictionary()
 
-    @property
-    def _client(self) -> httpx.AsyncClient:
+    def post(self, *arguments: Any, **keywords: Any) -> Any:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients[loop] = http.client(self._receive_buffer)
-        return self._clients[loop]
-
-    def build_request(self, *arguments: Any, **keywords: Any) -> httpx.Request:
-        return self._client.build_request(*arguments, **keywords)
-
-    async def send(self, *arguments: Any, **keywords: Any) -> httpx.Response:
-        return await self._client.send(*arguments, **keywords)
+        return self._clients[loop].post(*arguments, **keywords)
 
 
 def engine_at(url: str, kind: str, receive_buffer: int | None = None) -> HttpEngine:

@@ -23,6 +23,7 @@ import httpx
 from fake_engines import KINDS, FakeEngine, ids, served, until
 from in_process import MODEL, Watched
 
+from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines import http
@@ -30,6 +31,7 @@ from vllm_mlx_harmony.gateway.engines.finding import Spec, find, start_line
 from vllm_mlx_harmony.gateway.limits import RateLimit
 from vllm_mlx_harmony.gateway.settings import PREFIX, GatewaySettings, load
 from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.tools import config
 
 CHAT = "/v1/chat/completions"
 SCRIPTS = {"Hello": "<|channel|>final<|message|>Good day to you.<|return|>"}
@@ -120,12 +122,68 @@ def test_keys_are_tenants_and_limited() -> None:
         assert httpx.get(f"{base}/ready").json()["status"] == "ready"
 
 
+def test_without_keys_all_clients_are_one() -> None:
+    """A header that nobody checks gives nobody a limit of its own."""
+    engine = FakeEngine("vllm", SCRIPTS)
+    with ExitStack() as stack:
+        url = stack.enter_context(served(engine.app))
+        settings = GatewaySettings(engines=(Spec(url),), model=MODEL, rate_limit=2)
+        base = stack.enter_context(served(gateway(settings)))
+        statuses = [
+            httpx.post(base + CHAT, json=USER, headers=headers, timeout=30).status_code
+            for headers in ({}, {"Authorization": "Bearer any"}, {"x-api-key": "another"})
+        ]
+        assert statuses == [200, 200, 429]
+
+
 def test_a_limit_is_on_any_minute() -> None:
     limit = RateLimit(2)
     assert [limit.count("a", now) for now in (0.0, 30.0, 31.0)] == [0, 0, 29]
     assert limit.count("b", 31.0) == 0
     assert limit.count("a", 60.5) == 0
     assert [RateLimit(0).count("a", 0.0) for _ in range(9)] == [0] * 9
+
+
+# --- Tools that the gateway runs
+
+ASKS = '<|channel|>commentary to=weather.now <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+
+
+def test_tools_of_the_configuration_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mcp")
+    servers = Path(__file__).parent.parent / "tools" / "servers.py"
+    file = tmp_path / "tools.json"
+    server = {"command": sys.executable, "args": [str(servers), "weather"], "timeout": 60}
+    file.write_text(json.dumps({"servers": {"weather": server}}))
+    monkeypatch.setenv(config.VARIABLE, "all")
+    flags = {"model": MODEL, "mcp_config": str(file)}
+    engine = FakeEngine("vllm", {**SCRIPTS, "Is it warm in Rome?": ASKS, "20 °C": BEHIND})
+    with ExitStack() as stack:
+        url = stack.enter_context(served(engine.app))
+        base = stack.enter_context(served(gateway(load({**flags, "engines": [url]}, {}))))
+        body = {"model": MODEL, "input": "Is it warm in Rome?"}
+        answer = httpx.post(f"{base}/v1/responses", json=body, timeout=120).json()
+        assert [each["type"] for each in answer["output"]] == ["mcp_call", "message"]
+        assert answer["output"][0]["output"].startswith("Rome: 20 °C")
+        assert answer["output"][1]["content"][0]["text"] == "Enough."
+        assert 'vllm_mlx_harmony_tool_calls_total{server="weather",tool="now"} 1.0' in (
+            httpx.get(f"{base}/metrics").text
+        )
+    ps = ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="]
+    listed = subprocess.run(ps, check=True, capture_output=True, text=True).stdout
+    assert str(servers) not in listed
+
+
+def test_a_configuration_of_tools_that_is_none_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "tools.json"
+    monkeypatch.setenv(config.VARIABLE, "on")
+    flags = ["--engine", "http://127.0.0.1:9", "--model", "m", "--mcp-config", str(missing)]
+    assert main(["gateway", *flags]) == 2
+    assert str(missing) in capsys.readouterr().err
 
 
 # --- What is enforced
@@ -225,6 +283,7 @@ GIVEN = {"engines": ["http://a"], "model": "m"}
         ({"engines": ["http://a"]}, "--model is missing"),
         ({**GIVEN, "engines": ["a:8000"]}, "is not a URL"),
         ({**GIVEN, "engines": ["tgi=http://a"]}, "is not one of vllm"),
+        ({**GIVEN, "engines": ["http://a", "vllm=http://a/"]}, "http://a is there twice"),
         ({**GIVEN, "port": "many"}, "--port: 'many' is not a whole number"),
         ({**GIVEN, "port": "70000"}, "from 0 to 65535"),
         ({**GIVEN, "drain": "-1"}, "--drain"),

@@ -29,6 +29,7 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
+from vllm_mlx_harmony.host.adapter import _Retrieved
 from vllm_mlx_harmony.protocols import chat, messages, responses
 from vllm_mlx_harmony.protocols.events import DONE, Event, frame
 from vllm_mlx_harmony.server import streams
@@ -276,7 +277,7 @@ def test_an_end_that_nobody_waits_for_any_more_is_no_error(error: Exception | No
                 yield event
 
         frames = streams._Frames(events(), frame)
-        asked = asyncio.ensure_future(anext(frames))
+        asked = asyncio.ensure_future(anext(_Retrieved(frames)))
         await asyncio.wait({asked})
         del asked
         gc.collect()

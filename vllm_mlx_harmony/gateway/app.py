@@ -16,10 +16,11 @@ import signal
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any, TypeAlias, TypeVar
 
-import httpx
 import uvicorn
+from aiohttp import ClientSession
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
@@ -43,9 +44,12 @@ from vllm_mlx_harmony.gateway.shared_limit import SharedRateLimit
 from vllm_mlx_harmony.server import defaults, enforcement, generation
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine
+from vllm_mlx_harmony.server.garbage import set_aside
 from vllm_mlx_harmony.server.host import Budget, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.shared import SharedError, server_shared
 from vllm_mlx_harmony.server.shutdown import at_once, gracefully
+from vllm_mlx_harmony.server.tools import config as tools
+from vllm_mlx_harmony.server.tools.metrics import ToolMetrics
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -65,7 +69,6 @@ class Gateway:
     """A server of its own as the front end's ``Host``."""
 
     archive: Archive | None = None
-    toolbox: Toolbox | None = None
     renderer: Callable[..., Any] = staticmethod(render)
     context: Callable[..., Any] = StreamingHarmonyContext
 
@@ -76,6 +79,7 @@ class Gateway:
         self._keys = Keys(settings.keys)
         self._limit = RateLimit(settings.rate_limit)
         self._created = int(time.time())
+        self.toolbox = _toolbox(settings)
 
     @property
     def model_name(self) -> str | None:
@@ -147,7 +151,8 @@ class Gateway:
 
     async def check_rate_limit(self, connection: HTTPConnection) -> None:
         """See ``Host``."""
-        tenant = tenant_of(connection)
+        # Without keys everybody is one: else whoever sends another header each time has no limit.
+        tenant = tenant_of(connection) if self._keys else ""
         seconds = self._limit.count(tenant, time.monotonic())
         shared = server_shared() if self.settings.rate_limit and not seconds else None
         if shared is not None:
@@ -182,15 +187,23 @@ class Gateway:
             if not task.done():
                 await generation.stopped(task)
 
-    async def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
+    def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
         """See ``Host``. Starlette's own task hears of a client that has gone."""
-        async for frame in frames:
-            yield frame
+        return aiter(frames)
 
     def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
         """See ``Host``."""
         transport: asyncio.WriteTransport | None = connection.scope.get(_TRANSPORT)
         return transport
+
+
+def _toolbox(settings: GatewaySettings) -> Toolbox | None:
+    """The tools that the gateway runs. Raises ``HostError`` for a configuration that is none."""
+    use = tools.use()
+    if use is tools.Use.OFF:
+        return None
+    path = settings.mcp_config
+    return Toolbox.of(tools.ToolsConfig() if path is None else tools.read(path), use)
 
 
 async def _nothing() -> None:
@@ -240,7 +253,7 @@ class _Outer:
     @contextlib.asynccontextmanager
     async def _life(self, _: Starlette) -> AsyncIterator[None]:
         enforcement.get_ready()
-        async with engine_http.client() as http:
+        async with engine_http.client() as http, self._running_tools():
             fleet = self.host.fleet
             watching = asyncio.ensure_future(watch(http, fleet))
             # Who is ready when it listens needs no retries of its clients.
@@ -250,10 +263,26 @@ class _Outer:
             if self._reload is not None:
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGHUP, self._reloaded, self._reload)
+            set_aside()
             try:
                 yield
             finally:
                 await generation.stopped(watching)
+
+    @contextlib.asynccontextmanager
+    async def _running_tools(self) -> AsyncIterator[None]:
+        toolbox = self.host.toolbox
+        if toolbox is None:
+            yield
+            return
+        await toolbox.start()
+        for line in toolbox.lines:
+            logger.info("tools %s", line)
+        self.host.metrics.registry.register(ToolMetrics(toolbox))
+        try:
+            yield
+        finally:
+            await toolbox.stop()
 
     def _reloaded(self, reload: Reload) -> None:
         """SIGHUP: the engines are those that the settings name now; all else stays as it is."""
@@ -272,7 +301,7 @@ async def _found(backend: Backend) -> None:
         await asyncio.sleep(0.02)
 
 
-async def watch(http: httpx.AsyncClient, fleet: Fleet) -> None:
+async def watch(http: ClientSession, fleet: Fleet) -> None:
     """Probes engines when they are due, each beside the others."""
     probes: dict[Backend, asyncio.Future[None]] = {}
     try:
@@ -289,7 +318,7 @@ async def watch(http: httpx.AsyncClient, fleet: Fleet) -> None:
             task.cancel()
 
 
-async def probe(http: httpx.AsyncClient, backend: Backend, model: str) -> None:
+async def probe(http: ClientSession, backend: Backend, model: str) -> None:
     """Asks an engine how it is; one that was down may be another one now, and is found anew."""
     try:
         if backend.routing.health(backend.name) in (Health.UP, Health.DRAINING):
@@ -306,15 +335,17 @@ async def probe(http: httpx.AsyncClient, backend: Backend, model: str) -> None:
         backend.probed(str(error) or type(error).__name__)
 
 
-async def is_well(http: httpx.AsyncClient, spec: Spec) -> None:
+async def is_well(http: ClientSession, spec: Spec) -> None:
     """Raises ``EngineUnavailable`` for one that does not say so; every kind has ``/health``."""
     try:
-        response = await http.get(f"{spec.url.rstrip('/')}/health", timeout=PROBE_SECONDS)
-    except httpx.HTTPError as error:
+        url = f"{spec.url.rstrip('/')}/health"
+        async with http.get(url, timeout=engine_http.silence(PROBE_SECONDS)) as response:
+            status = response.status
+    except engine_http.FAILURES as error:
         problem = f"it does not say how it is ({str(error) or type(error).__name__})"
         raise EngineUnavailable(problem) from error
-    if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
-        raise EngineUnavailable(f"it is not well: /health says {response.status_code}")
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise EngineUnavailable(f"it is not well: /health says {status}")
 
 
 def _health(host: Gateway) -> Response:

@@ -82,6 +82,10 @@ class GatewaySettings:
     builtin_tools: tuple[str, ...] = field(
         default=(), metadata={"help": f"of {', '.join(BUILTIN_TOOLS)}; repeatable"}
     )
+    mcp_config: str | None = field(
+        default=None,
+        metadata={"help": "tool servers, JSON or YAML; VLLM_MLX_HARMONY_TOOLS=on or all runs them"},
+    )
     temperature: float | None = field(default=None, metadata={"help": "where a request is silent"})
     top_p: float | None = field(default=None, metadata={"help": "where a request is silent"})
     log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
@@ -184,7 +188,12 @@ def _listed(name: str, value: Any) -> list[Any]:
 
 
 def _engines(name: str, value: Any) -> tuple[Spec, ...]:
-    return tuple(map(_engine, _listed(name, value)))
+    specs = tuple(map(_engine, _listed(name, value)))
+    urls = [spec.url.rstrip("/") for spec in specs]
+    twice = next((url for url in urls if urls.count(url) > 1), None)
+    if twice is not None:
+        raise HostError(f"{flag(name)}: {twice} is there twice")
+    return specs
 
 
 def _engine(value: Any) -> Spec:

@@ -192,7 +192,7 @@ class VllmMlx:
         """Its own guard, which would end a silent stream without a word: an answer has its own
         limit, which says something."""
         guarded: AsyncIterator[str] = server()._disconnect_guard(
-            frames, request, timeout=float("inf")
+            _Retrieved(frames), request, timeout=float("inf")
         )
         return guarded
 
@@ -211,6 +211,22 @@ class VllmMlx:
     def context(self) -> Callable[..., Any]:
         """By entry point."""
         return entry_points.in_use().context
+
+
+class _Retrieved:
+    """``frames``, whose end asyncio does not log: vllm-mlx awaits each of them in a task, and when
+    a client goes just when an answer ends, nobody takes the end from that."""
+
+    def __init__(self, frames: AsyncIterable[str]) -> None:
+        self._frames = aiter(frames)
+
+    def __aiter__(self) -> _Retrieved:
+        return self
+
+    def __anext__(self) -> asyncio.Future[str]:
+        coming = asyncio.ensure_future(anext(self._frames))
+        coming.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return coming
 
 
 class _Tracker:

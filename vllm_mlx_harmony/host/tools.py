@@ -37,22 +37,13 @@ def init_mcp(original: Init) -> Init:
             return
         toolbox = Toolbox.of(config.read(config_path), use)
         await toolbox.start()
-        for line in lines(toolbox):
+        for line in toolbox.lines:
             print(f"  {'tools':<{WIDTH}}{line}")
         VllmMlx.toolbox = toolbox
         server()._mcp_manager = Manager(toolbox)
         server()._mcp_executor = Executor(toolbox)
 
     return init
-
-
-def lines(toolbox: Toolbox) -> list[str]:
-    """What is there, one line for each server."""
-    found = []
-    for namespace in toolbox.namespaces:
-        names = ", ".join(tool.origin[-1] for tool in namespace.tools)
-        found.append(f"{namespace.label}: {names or namespace.problem}")
-    return found
 
 
 class _State(Enum):

@@ -17,6 +17,12 @@ _R = TypeVar("_R")
 _set_aside = False
 
 
+def set_aside() -> None:
+    """What there is now is not looked at any more: a server begins to serve."""
+    gc.collect()
+    gc.freeze()
+
+
 def give_back() -> None:
     """What was set aside can be collected again: an engine that is stopped is in it."""
     global _set_aside

@@ -140,9 +140,15 @@ class EventBuffer:
                 if not (self._closed or self._filling.cancelled()):
                     self._filling.result()
                 raise StopAsyncIteration
-            self._more = asyncio.get_running_loop().create_future()
-            await asyncio.wait({self._more}, timeout=PING_SECONDS if self._ping else None)
-            if self._ping and not self._more.done():
+            loop = asyncio.get_running_loop()
+            self._more = loop.create_future()
+            silence = loop.call_later(PING_SECONDS, self._wake) if self._ping else None
+            try:
+                await self._more
+            finally:
+                if silence is not None:
+                    silence.cancel()
+            if self._ping and not (self._waiting or self._closed or self._filling.done()):
                 return self._ping
         return self._taken()
 
@@ -280,14 +286,7 @@ class _Frames:
     def __aiter__(self) -> _Frames:
         return self
 
-    def __anext__(self) -> asyncio.Future[str]:
-        # A client may go just when an answer ends: then nobody takes the end from the task in which
-        # it was awaited, and asyncio would log that. So it is taken here.
-        coming = asyncio.ensure_future(self._next())
-        coming.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return coming
-
-    async def _next(self) -> str:
+    async def __anext__(self) -> str:
         first = self._frame(await anext(self._events))
         if not isinstance(self._events, EventBuffer):
             return first

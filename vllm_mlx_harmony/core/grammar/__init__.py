@@ -71,6 +71,7 @@ from vllm_mlx_harmony.core.grammar.matching import (
     Matcher,
     compiled,
     prepare,
+    remembered,
 )
 
 __all__ = [
@@ -83,5 +84,6 @@ __all__ = [
     "compiled",
     "grammar_of",
     "prepare",
+    "remembered",
     "with_compact_json",
 ]

@@ -91,6 +91,11 @@ def compiled(grammar: Grammar, tenant: str = "") -> Compiled:
     return known
 
 
+def remembered(grammar: Grammar, tenant: str = "") -> Compiled | None:
+    """What ``compiled`` would not take any time for; ``None`` where it would."""
+    return _compiled.get((tenant, grammar))
+
+
 def _fresh(grammar: Grammar) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 

@@ -105,6 +105,18 @@ class Dialect(Protocol):
         """For a new stream."""
 
 
+def sampling(settings: Settings) -> dict[str, Any]:
+    """The fields of a body that every engine calls alike."""
+    return {
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": settings.min_p,
+        "presence_penalty": settings.presence_penalty,
+        "frequency_penalty": settings.frequency_penalty,
+    }
+
+
 def parsed(data: str) -> dict[str, Any]:
     """The JSON object of an event. Raises ``OutputError`` for anything else."""
     try:
@@ -129,6 +141,26 @@ def failure_in(event: Mapping[str, Any]) -> HarmonyFailure:
     if type(status) is int and 400 <= status < 500:  # noqa: PLR2004
         return RequestError(f"the engine refused the request: {said}", code="engine_refused")
     return OutputError(f"the engine failed: {said}")
+
+
+FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
+
+
+def finish_of(
+    reason: object, finishes: Mapping[str, Finish] = FINISHES, said: object = None
+) -> Finish | None:
+    """How the turn ended, by the engine's word for it; ``None`` as long as it goes on.
+
+    ``said`` is what the engine says about that. Raises ``OutputError`` for an answer that the
+    engine gave up.
+    """
+    if reason is None:
+        return None
+    finish = finishes.get(reason) if isinstance(reason, str) else None
+    if finish is None:
+        about = f"{reason}: {said}" if said else reason
+        raise OutputError(f"the engine gave the answer up ({about})")
+    return finish
 
 
 def ids_of(value: object) -> tuple[int, ...]:

@@ -8,17 +8,24 @@ grammar would make it write.
 
 from __future__ import annotations
 
+import json
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Any, TypeAlias
 
-import httpx
+from aiohttp import ClientSession
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT
 from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, Generation
-from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
+from vllm_mlx_harmony.gateway.engines.http import (
+    FAILURES,
+    EngineUnavailable,
+    HttpEngine,
+    silence,
+)
 from vllm_mlx_harmony.gateway.engines.llamacpp import LLGUIDANCE, LlamaCpp
 from vllm_mlx_harmony.gateway.engines.plugin import Plugin
 from vllm_mlx_harmony.gateway.engines.sglang import SGLang
@@ -53,7 +60,7 @@ class Spec:
 _Json: TypeAlias = "dict[str, Any]"
 
 
-async def find(http: httpx.AsyncClient, spec: Spec, model: str) -> HttpEngine:
+async def find(http: ClientSession, spec: Spec, model: str) -> HttpEngine:
     """The engine at a URL, for the ``model`` of the gateway.
 
     Raises ``EngineUnavailable`` as long as nobody answers there, ``HostError`` for what is no
@@ -136,32 +143,30 @@ def start_line(engine: HttpEngine) -> str:
 class _Asking:
     """GETs JSON from an engine."""
 
-    def __init__(self, http: httpx.AsyncClient, spec: Spec) -> None:
+    def __init__(self, http: ClientSession, spec: Spec) -> None:
         self._http = http
         self._url = spec.url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {spec.key}"} if spec.key else {}
 
     async def __call__(self, path: str) -> _Json | None:
         """The object at ``path``; ``None`` where there is none. Raises ``EngineUnavailable``."""
-        response = await self._get(path)
-        if response.status_code != httpx.codes.OK:
+        try:
+            asked = self._http.get(
+                self._url + path, headers=self._headers, timeout=silence(ASK_SECONDS)
+            )
+            async with asked as response:
+                content = await response.read()
+        except FAILURES as error:
+            raise EngineUnavailable(f"{self._url} cannot be reached ({error!r})") from error
+        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise EngineUnavailable(f"{self._url}{path} answered {response.status}")
+        if response.status != HTTPStatus.OK:
             return None
         try:
-            found = response.json()
+            found = json.loads(content)
         except ValueError:
             return None
         return found if isinstance(found, dict) else None
-
-    async def _get(self, path: str) -> httpx.Response:
-        try:
-            response = await self._http.get(
-                self._url + path, headers=self._headers, timeout=ASK_SECONDS
-            )
-        except httpx.HTTPError as error:
-            raise EngineUnavailable(f"{self._url} cannot be reached ({error!r})") from error
-        if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
-            raise EngineUnavailable(f"{self._url}{path} answered {response.status_code}")
-        return response
 
 
 _SIGNS: tuple[tuple[str, str, str], ...] = (

@@ -7,10 +7,8 @@ Knows connections, statuses and how a turn ends. Refuses to know what fields and
 reads slowly fills the kernel's buffers, and the engine's server waits for room in them. **Abort.**
 Closing the iterator closes the connection, which every engine here takes as the end of the request.
 
-**Costs.** The client is httpx, and its transport aiohttp's (httpx-aiohttp). Its parser is in C and
-hands on what a socket brought in one piece, and all that follows is done once for a piece: a step
-of an engine that sends fast costs 14 µs of a processor instead of 90 (``ci/bench_gateway.py``). For
-the same reason httpx-sse's decoders are used without its iterator.
+**Costs.** The client is aiohttp's: its parser is in C and hands on what a socket brought in one
+piece, and all that follows is done once for a piece (``ci/bench_gateway.py`` has the figures).
 
 **Ids that are forced.** No engine lets ids be put into a running request. Where reasoning has to
 end (`core.reasoning`), the request is closed and another one begun behind the forced ids: the
@@ -27,12 +25,18 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
+from http import HTTPStatus
 from typing import Any
 
-import aiohttp
-import httpx
-from httpx_aiohttp import AiohttpTransport
-from httpx_sse._decoders import SSEDecoder, SSELineDecoder  # see `_events`
+from aiohttp import (
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    DummyCookieJar,
+    StreamReader,
+    TCPConnector,
+)
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher, ConstraintSpec
@@ -56,8 +60,8 @@ closes it after 5, and a request that is on its way just then would be lost."""
 LONGEST_ERROR = 65_536
 """Bytes of an error's body that are read."""
 
-_FAILURES = (httpx.HTTPError, aiohttp.ClientError, ValueError)
-"""Of a connection; ``ValueError``: what came is no HTTP."""
+FAILURES = (ClientError, OSError, asyncio.TimeoutError, ValueError)
+"""Of a connection; ``ValueError``: what came is no HTTP, or there is no such URL."""
 
 PATIENCE_SECONDS = 2.0
 """After which a request that has no answer yet counts as taken: some engines send no status before
@@ -79,28 +83,26 @@ class EngineUnavailable(HostError):
     code = "engine_unavailable"
 
 
-def client(receive_buffer: int | None = None) -> httpx.AsyncClient:
+def client(receive_buffer: int | None = None) -> ClientSession:
     """The one client of a process: connections are kept alive, and there is no limit to them.
 
-    Silence has no limit here: that of a request is the front end's (``Host.budget``).
-    ``receive_buffer``: bytes that the kernel takes of a stream that is not read; as it likes, where
-    it is not given.
+    Of an event loop that runs. Silence has no limit here: that of a request is the front end's
+    (``Host.budget``). ``receive_buffer``: bytes that the kernel takes of a stream that is not read;
+    as it likes, where it is not given.
     """
-
-    def session() -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(
-            limit=0,
-            keepalive_timeout=KEEP_ALIVE_SECONDS,
-            socket_factory=None if receive_buffer is None else partial(_socket, receive_buffer),
-        )
-        return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-
-    return httpx.AsyncClient(
-        transport=AiohttpTransport(client=session),
-        timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-        follow_redirects=False,
-        trust_env=False,
+    connector = TCPConnector(
+        limit=0,
+        keepalive_timeout=KEEP_ALIVE_SECONDS,
+        socket_factory=None if receive_buffer is None else partial(_socket, receive_buffer),
     )
+    return ClientSession(
+        connector=connector, cookie_jar=DummyCookieJar(), timeout=silence(None), trust_env=False
+    )
+
+
+def silence(seconds: float | None) -> ClientTimeout:
+    """A server may say nothing for so long; ``None``: for ever."""
+    return ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=seconds)
 
 
 def _socket(receive_buffer: int, address: Any) -> socket.socket:
@@ -123,7 +125,7 @@ class HttpEngine:
 
     def __init__(
         self,
-        http: httpx.AsyncClient,
+        http: ClientSession,
         url: str,
         dialect: Dialect,
         *,
@@ -232,62 +234,49 @@ class HttpEngine:
         Raises ``EngineUnavailable`` before anything came, and ``OutputError`` behind that.
         """
         body = json.dumps(self.dialect.body(generation), separators=(",", ":")).encode()
-        request = self._http.build_request(
-            "POST",
-            self.url + self.dialect.path,
-            content=body,
-            headers=self._headers,
-            timeout=httpx.Timeout(seconds, connect=CONNECT_SECONDS),
+        sending = asyncio.ensure_future(
+            self._http.post(
+                self.url + self.dialect.path,
+                data=body,
+                headers=self._headers,
+                timeout=silence(seconds),
+                allow_redirects=False,
+            )
         )
-        sending = asyncio.ensure_future(self._http.send(request, stream=True))
         try:
             await asyncio.wait({sending}, timeout=PATIENCE_SECONDS)
             if not sending.done():
                 yield TAKEN
             response = await sending
-        except _FAILURES as error:
+        except FAILURES as error:
             raise EngineUnavailable(f"the engine cannot be reached ({_named(error)})") from error
         finally:
             await stopped(sending)
+        ending: asyncio.TimerHandle | None = None
         try:
             await _check(response)
             yield TAKEN
             read = self.dialect.reader().read
-            async with aclosing(_events(response)) as groups:
+            async with aclosing(_events(response.content)) as groups:
                 async for group in groups:
                     chunk, failure = _read(read, group)
                     if chunk is not None:
                         yield chunk
                     if failure is not None:
                         raise failure
-                    if chunk is not None and chunk.finish is not None:
-                        async for last in _rest(groups, read):
-                            yield last
-                        return
-        except _FAILURES as error:
-            problem = f"the connection to the engine broke ({_named(error)})"
-            raise OutputError(problem) from error
+                    if ending is None and chunk is not None and chunk.finish is not None:
+                        # What is left is numbers and the end, after which the connection is free:
+                        # no engine has a reason to keep us waiting for it.
+                        loop = asyncio.get_running_loop()
+                        ending = loop.call_later(END_SECONDS, response.close)
+        except FAILURES as error:
+            if ending is None:
+                problem = f"the connection to the engine broke ({_named(error)})"
+                raise OutputError(problem) from error
         finally:
-            await response.aclose()
-
-
-async def _rest(
-    groups: AsyncGenerator[list[str], None], read: Callable[[str], Chunk]
-) -> AsyncGenerator[Chunk, None]:
-    """What comes behind the last id: numbers, and the end, after which the connection is free.
-
-    No engine has a reason to keep us waiting for it.
-    """
-    try:
-        while True:
-            group = await asyncio.wait_for(anext(groups), END_SECONDS)
-            chunk, failure = _read(read, group)
-            if chunk is not None:
-                yield chunk
-            if failure is not None:
-                raise failure
-    except (StopAsyncIteration, asyncio.TimeoutError):
-        return
+            if ending is not None:
+                ending.cancel()
+            response.close()  # free already, if all of it was read
 
 
 class _Turn:
@@ -377,24 +366,31 @@ def _read(
     return _joined(chunks), None
 
 
-async def _events(response: httpx.Response) -> AsyncGenerator[list[str], None]:
+async def _events(content: StreamReader) -> AsyncGenerator[list[str], None]:
     """The data of the events, in the groups that they came in.
 
-    httpx-sse's own iterator gives one event at a time: what a socket brought at once would be
-    parsed, written and sent event by event.
+    As https://html.spec.whatwg.org/multipage/server-sent-events.html has it, of which ``data`` is
+    all that counts here; lines end with LF or CRLF.
     """
-    lines, events = SSELineDecoder(), SSEDecoder()
-    async for text in response.aiter_text():
-        found = [events.decode(line) for line in lines.decode(text)]
-        group = [event.data for event in found if event is not None]
+    rest = b""
+    data: list[bytes] = []
+    async for piece in content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        group: list[str] = []
+        for line in lines:
+            if line.startswith(b"data:"):
+                data.append(line[5:].strip())
+            elif data and not line.strip():
+                group.append(b"\n".join(data).decode("utf-8", "replace"))
+                data = []
         if group:
             yield group
 
 
-async def _check(response: httpx.Response) -> None:
+async def _check(response: ClientResponse) -> None:
     """Raises what a status, or another kind of answer than a stream, means."""
-    status = response.status_code
-    if status == httpx.codes.OK:
+    status = response.status
+    if status == HTTPStatus.OK:
         kind = response.headers.get("content-type", "")
         if not kind.startswith("text/event-stream"):
             raise EngineUnavailable(f"the engine answered with {kind or 'nothing'}, not a stream")
@@ -405,15 +401,15 @@ async def _check(response: httpx.Response) -> None:
     retry_after = response.headers.get("retry-after", "")
     raise EngineUnavailable(
         f"the engine answered {status}: {said}",
-        status=429 if status == httpx.codes.TOO_MANY_REQUESTS else 503,
+        status=429 if status == HTTPStatus.TOO_MANY_REQUESTS else 503,
         retry_after=int(retry_after) if retry_after.isdigit() else None,
     )
 
 
-async def _said(response: httpx.Response) -> str:
+async def _said(response: ClientResponse) -> str:
     """What an error says, or how it begins."""
     content = b""
-    async for piece in response.aiter_bytes():
+    async for piece in response.content.iter_any():
         content += piece
         if len(content) > LONGEST_ERROR:
             break

@@ -33,13 +33,15 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     Generation,
     count_of,
     failure_in,
+    finish_of,
     garbled,
     ids_of,
     parsed,
+    sampling,
 )
 from vllm_mlx_harmony.server.engine import Finish
 
-FINISHES: dict[object, Finish] = {"eos": "stop", "word": "stop", "limit": "length"}
+FINISHES: dict[str, Finish] = {"eos": "stop", "word": "stop", "limit": "length"}
 
 LLGUIDANCE = Capabilities(grammar=True, cached_tokens=True, min_tokens=False)
 CAPABILITIES = Capabilities(cached_tokens=True, min_tokens=False)
@@ -57,17 +59,12 @@ class LlamaCpp:
         """See ``Dialect``. Penalties look at the whole context, as elsewhere, and not at 64 ids."""
         settings = generation.settings
         body: dict[str, Any] = {
+            **sampling(settings),
             "prompt": generation.prompt,
             "stream": True,
             "return_tokens": True,
             "cache_prompt": True,
             "n_predict": settings.max_tokens,
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": settings.top_k,
-            "min_p": settings.min_p,
-            "presence_penalty": settings.presence_penalty,
-            "frequency_penalty": settings.frequency_penalty,
             "repeat_penalty": settings.repetition_penalty,
             "repeat_last_n": -1,
         }
@@ -108,9 +105,7 @@ class LlamaCppReader:
             return Chunk(ids)
         timings = event.get("timings")
         cached = count_of(timings.get("cache_n")) if isinstance(timings, dict) else 0
-        finish = FINISHES.get(event.get("stop_type"))
-        if finish is None:
-            raise OutputError(f"the engine gave the answer up ({event.get('stop_type')})")
+        finish = finish_of(event.get("stop_type", "none"), FINISHES)
         return Chunk(ids, finish, cached)
 
 

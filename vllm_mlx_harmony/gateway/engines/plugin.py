@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
     Chunk,
     Generation,
     count_of,
     failure_in,
+    finish_of,
     ids_of,
     parsed,
 )
@@ -57,7 +57,5 @@ class PluginReader:
         event = parsed(data)
         if "error" in event:
             raise failure_in(event)
-        finish = event.get("finish")
-        if finish not in (None, "stop", "length"):
-            raise OutputError(f"the engine gave the answer up ({finish})")
+        finish = finish_of(event.get("finish"))
         return Chunk(ids_of(event.get("ids")), finish, count_of(event.get("cached_tokens")))

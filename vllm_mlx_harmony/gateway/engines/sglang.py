@@ -27,11 +27,12 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     Generation,
     count_of,
     failure_in,
+    finish_of,
     garbled,
     ids_of,
     parsed,
+    sampling,
 )
-from vllm_mlx_harmony.server.engine import Finish
 
 CAPABILITIES = Capabilities(cached_tokens=True, tenant_salt=True)
 
@@ -47,28 +48,24 @@ class SGLang:
     def body(self, generation: Generation) -> dict[str, Any]:
         """See ``Dialect``."""
         settings = generation.settings
-        sampling: dict[str, Any] = {
-            "max_new_tokens": settings.max_tokens,
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
+        fields: dict[str, Any] = {
+            **sampling(settings),
             "top_k": settings.top_k or -1,
-            "min_p": settings.min_p,
-            "presence_penalty": settings.presence_penalty,
-            "frequency_penalty": settings.frequency_penalty,
             "repetition_penalty": settings.repetition_penalty,
+            "max_new_tokens": settings.max_tokens,
             "stop_token_ids": TURN_ENDS,
             "skip_special_tokens": False,
             "no_stop_trim": True,
         }
         if settings.seed is not None:
-            sampling["sampling_seed"] = settings.seed
+            fields["sampling_seed"] = settings.seed
         if settings.logit_bias:
-            sampling["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias}
+            fields["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias}
         if generation.min_tokens:
-            sampling["min_new_tokens"] = min(generation.min_tokens, settings.max_tokens)
+            fields["min_new_tokens"] = min(generation.min_tokens, settings.max_tokens)
         if generation.grammar is not None:
-            sampling["ebnf"] = generation.grammar
-        body = {"input_ids": generation.prompt, "sampling_params": sampling, "stream": True}
+            fields["ebnf"] = generation.grammar
+        body = {"input_ids": generation.prompt, "sampling_params": fields, "stream": True}
         if generation.salt:
             body["extra_key"] = generation.salt
         return body
@@ -102,17 +99,8 @@ class SGLangReader:
         else:
             raise OutputError("the engine did not hand on every id")
         self._seen += len(new)
-        return Chunk(new, _finish(about.get("finish_reason")), count_of(about.get("cached_tokens")))
-
-
-def _finish(reason: object) -> Finish | None:
-    """``{"type": "stop", "matched": 200002}`` and the like."""
-    if reason is None:
-        return None
-    kind = reason.get("type") if isinstance(reason, dict) else reason
-    if kind == "stop":
-        return "stop"
-    if kind == "length":
-        return "length"
-    said = reason.get("message") if isinstance(reason, dict) else None
-    raise OutputError(f"the engine gave the answer up ({kind}{f': {said}' if said else ''})")
+        reason, said = about.get("finish_reason"), None
+        if isinstance(reason, dict):  # {"type": "stop", "matched": 200002} and the like
+            reason, said = reason.get("type", ""), reason.get("message")
+        finish = finish_of(reason, said=said)
+        return Chunk(new, finish, count_of(about.get("cached_tokens")))

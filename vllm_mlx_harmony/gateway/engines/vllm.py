@@ -25,7 +25,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.gateway.engines.dialect import (
     DONE,
     NOTHING,
@@ -35,13 +34,12 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     Generation,
     count_of,
     failure_in,
+    finish_of,
     garbled,
     ids_of,
     parsed,
+    sampling,
 )
-from vllm_mlx_harmony.server.engine import Finish
-
-FINISHES: dict[object, Finish] = {"stop": "stop", "length": "length"}
 
 CAPABILITIES = Capabilities(cached_tokens=True, tenant_salt=True)
 
@@ -56,36 +54,13 @@ class Vllm:
 
     def body(self, generation: Generation) -> dict[str, Any]:
         """See ``Dialect``."""
-        settings = generation.settings
-        body: dict[str, Any] = {
-            "model": generation.model,
+        return {
+            **_request(generation),
+            **_sampling(generation),
             "prompt": generation.prompt,
-            "stream": True,
-            "stream_options": {"include_usage": True},
             "return_token_ids": True,
             "add_special_tokens": False,
-            "skip_special_tokens": False,
-            "stop_token_ids": TURN_ENDS,
-            "max_tokens": settings.max_tokens,
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": settings.top_k,
-            "min_p": settings.min_p,
-            "presence_penalty": settings.presence_penalty,
-            "frequency_penalty": settings.frequency_penalty,
-            "repetition_penalty": settings.repetition_penalty,
         }
-        if settings.seed is not None:
-            body["seed"] = settings.seed
-        if settings.logit_bias:
-            body["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias}
-        if generation.min_tokens:
-            body["min_tokens"] = min(generation.min_tokens, settings.max_tokens)
-        if generation.salt:
-            body["cache_salt"] = generation.salt
-        if generation.grammar is not None:
-            body["structured_outputs"] = {"grammar": generation.grammar}
-        return body
 
     def reader(self) -> VllmReader:
         """See ``Dialect``."""
@@ -102,41 +77,49 @@ class VllmTokens:
 
     def body(self, generation: Generation) -> dict[str, Any]:
         """See ``Dialect``."""
-        settings = generation.settings
-        sampling: dict[str, Any] = {
-            "detokenize": False,
-            "skip_special_tokens": False,
-            "stop_token_ids": TURN_ENDS,
-            "max_tokens": settings.max_tokens,
-            "min_tokens": min(generation.min_tokens, settings.max_tokens),
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": settings.top_k,
-            "min_p": settings.min_p,
-            "presence_penalty": settings.presence_penalty,
-            "frequency_penalty": settings.frequency_penalty,
-            "repetition_penalty": settings.repetition_penalty,
-            "seed": settings.seed,
-        }
-        if settings.logit_bias:
-            sampling["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias}
-        if generation.grammar is not None:
-            sampling["structured_outputs"] = {"grammar": generation.grammar}
-        body = {
-            "model": generation.model,
+        return {
+            **_request(generation),
             "token_ids": generation.prompt,
-            "sampling_params": sampling,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            "sampling_params": {**_sampling(generation), "detokenize": False},
             "reasoning_ended": True,
         }
-        if generation.salt:
-            body["cache_salt"] = generation.salt
-        return body
 
     def reader(self) -> VllmReader:
         """See ``Dialect``."""
         return VllmReader()
+
+
+def _request(generation: Generation) -> dict[str, Any]:
+    """What both endpoints take beside the prompt and how ids are drawn."""
+    request: dict[str, Any] = {
+        "model": generation.model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if generation.salt:
+        request["cache_salt"] = generation.salt
+    return request
+
+
+def _sampling(generation: Generation) -> dict[str, Any]:
+    """``SamplingParams``: fields of completions, an object of its own for the endpoint of ids."""
+    settings = generation.settings
+    fields: dict[str, Any] = {
+        **sampling(settings),
+        "repetition_penalty": settings.repetition_penalty,
+        "max_tokens": settings.max_tokens,
+        "stop_token_ids": TURN_ENDS,
+        "skip_special_tokens": False,
+    }
+    if settings.seed is not None:
+        fields["seed"] = settings.seed
+    if settings.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias}
+    if generation.min_tokens:
+        fields["min_tokens"] = min(generation.min_tokens, settings.max_tokens)
+    if generation.grammar is not None:
+        fields["structured_outputs"] = {"grammar": generation.grammar}
+    return fields
 
 
 class VllmReader:
@@ -162,8 +145,5 @@ class VllmReader:
         choice = choices[0]
         if not isinstance(choice, dict):
             raise garbled(data)
-        reason = choice.get("finish_reason")
-        if reason is not None and reason not in FINISHES:
-            raise OutputError(f"the engine gave the answer up ({reason})")
-        finish = None if reason is None else FINISHES[reason]
+        finish = finish_of(choice.get("finish_reason"))
         return Chunk(ids_of(choice.get("token_ids")), finish, cached)

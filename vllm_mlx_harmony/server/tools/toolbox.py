@@ -102,6 +102,14 @@ class Toolbox:
         """The tools as they are now: a turn that begins with them ends with them."""
         return tuple(map(self._namespace, self.servers))
 
+    @property
+    def lines(self) -> list[str]:
+        """What is there, one line for each server."""
+        return [
+            f"{each.label}: {', '.join(tool.origin[-1] for tool in each.tools) or each.problem}"
+            for each in self.namespaces
+        ]
+
     def _namespace(self, server: ToolServer) -> Namespace:
         tools = server.tools
         if not tools:
