@@ -126,7 +126,7 @@ def off() -> Row:
     before = os.environ.get(enforcement.GRAMMAR_VARIABLE)
     os.environ[enforcement.GRAMMAR_VARIABLE] = Policy.OFF.value
     try:
-        held = asyncio.run(enforcement.holding(turn, Names.of(turn)))
+        held = asyncio.run(enforcement.constraint_for(turn, Names.of(turn)))
     finally:
         os.environ.pop(enforcement.GRAMMAR_VARIABLE)
         if before is not None:

@@ -9,13 +9,13 @@ import pytest
 from rows import ids as ids_of
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.reasoning import GRACE, LONGEST_PERIOD, Loop, Reasoning
+from vllm_mlx_harmony.core.reasoning import GRACE, LONGEST_PERIOD, Loop, ReasoningWatch
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 NEXT = "<|end|><|start|>assistant"
 
 
-def shown(watch: Reasoning, output: str) -> str:
+def shown(watch: ReasoningWatch, output: str) -> str:
     """``output`` as far as it comes: where ids are forced, they stand in its place."""
     ids: list[int] = []
     for token in ids_of(output):
@@ -70,14 +70,14 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_row(row: Row) -> None:
-    watch = Reasoning(row.limit)
+    watch = ReasoningWatch(row.limit)
     assert shown(watch, row.output) == row.shown
     assert watch.tokens == row.tokens
     assert watch.ended_by == ("budget" if row.shown.endswith(NEXT) else "")
 
 
 def test_no_analysis_after_the_budget() -> None:
-    watch = Reasoning(1)
+    watch = ReasoningWatch(1)
     shown(watch, ANALYSIS + "One. Two")
     assert watch.banned == frozenset()
     watch.consume(vocab.CHANNEL)
@@ -89,13 +89,13 @@ def test_no_analysis_after_the_budget() -> None:
 
 
 def test_channels_are_free_before() -> None:
-    watch = Reasoning(5)
+    watch = ReasoningWatch(5)
     watch.consume(vocab.CHANNEL)
     assert watch.banned == frozenset()
 
 
 def test_what_is_forced_starts_anew_where_something_else_came() -> None:
-    watch = Reasoning(1)
+    watch = ReasoningWatch(1)
     for token in ids_of(ANALYSIS + "One."):
         watch.consume(token)
     assert watch.forced[0] == vocab.END
@@ -104,7 +104,7 @@ def test_what_is_forced_starts_anew_where_something_else_came() -> None:
 
 
 def test_within_an_answer_that_has_begun() -> None:
-    watch = Reasoning(0, answering=True)
+    watch = ReasoningWatch(0, answering=True)
     for token in ids_of("assistant analysis is one. Two."):
         watch.consume(token)
     assert (watch.forced, watch.tokens) == ((), 0)
@@ -160,7 +160,7 @@ def test_text_that_does_not_repeat_is_no_loop_and_takes_bounded_memory() -> None
 
 
 def test_a_loop_is_ended() -> None:
-    watch = Reasoning(repetitions=3)
+    watch = ReasoningWatch(repetitions=3)
     output = shown(watch, ANALYSIS + LINES * 9)
     assert output.endswith(NEXT)
     assert output.count("Let me think") == 3
@@ -168,5 +168,5 @@ def test_a_loop_is_ended() -> None:
 
 
 def test_a_loop_in_an_answer_is_the_models_own() -> None:
-    watch = Reasoning(repetitions=3)
+    watch = ReasoningWatch(repetitions=3)
     assert shown(watch, "<|channel|>final<|message|>" + LINES * 9).endswith(LINES)

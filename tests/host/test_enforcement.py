@@ -305,7 +305,9 @@ async def said(engine: Any, api: Any, document: Body, settings: Settings) -> Sai
     asked = await api.parsed(Document(document, False), Defaults(), "tenant")
     info = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
     context = StreamingHarmonyContext(asked.turn, info)
-    constraint = await enforcement.holding(asked.turn, context.names, VllmMlx().reasoning_tokens)
+    constraint = await enforcement.constraint_for(
+        asked.turn, context.names, VllmMlx().reasoning_tokens
+    )
     emitter = api.emitter(asked, info, context, "tenant")
     found = Said(asked.turn, [], constraint=constraint)
     deltas = list(context.start())
@@ -577,7 +579,7 @@ def constrained(run: Run, kind: str, seed: int = 0, **more: Any) -> Constraint |
         document = Document({**job.document, **more}, False)
         turn = (await job.api.parsed(document, Defaults(), "tenant")).turn
         names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
-        return await enforcement.holding(turn, names)
+        return await enforcement.constraint_for(turn, names)
 
     found: Constraint | None = run(asked())
     return found
@@ -654,7 +656,7 @@ def test_a_grammar_is_remembered_for_its_tenant_alone(run: Run) -> None:
     names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
 
     async def grammar(tenant: str) -> Any:
-        constraint = await enforcement.holding(replace(turn, tenant=tenant), names)
+        constraint = await enforcement.constraint_for(replace(turn, tenant=tenant), names)
         return constraint and constraint.spec.grammar
 
     one, again, other = run(grammar("one")), run(grammar("one")), run(grammar("two"))

@@ -483,11 +483,11 @@ def test_the_servers_defaults_count_where_the_request_names_none(
     server_wide = Sampling(temperature=0.25, top_k=17)
     monkeypatch.setattr(server, "_default_max_tokens", 77)
     allowed = VllmMlx().max_tokens
-    settled = sampling.settle(Sampling(), Limits(), allowed, server_wide)
+    settled = sampling.resolve(Sampling(), Limits(), allowed, server_wide)
     assert (settled.temperature, settled.top_k, settled.max_tokens) == (0.25, 17, 77)
     assert (settled.top_p, settled.repetition_penalty, settled.seed) == (1.0, 1.0, None)
     wanted = Sampling(temperature=0.0, top_k=3, frequency_penalty=1.0, seed=4)
-    asked = sampling.settle(wanted, Limits(max_tokens=5), allowed, server_wide)
+    asked = sampling.resolve(wanted, Limits(max_tokens=5), allowed, server_wide)
     assert (asked.temperature, asked.top_k, asked.max_tokens) == (0.0, 3, 5)
     assert (asked.frequency_penalty, asked.seed) == (1.0, 4)
 
@@ -538,19 +538,19 @@ def test_a_flag_comes_before_the_models_file_and_that_before_the_recommendation(
 def test_what_leaves_one_id_is_the_likeliest(
     temperature: float, top_p: float, expected: float
 ) -> None:
-    settled = sampling.settle(Sampling(temperature=temperature, top_p=top_p), Limits(), any_number)
+    settled = sampling.resolve(Sampling(temperature=temperature, top_p=top_p), Limits(), any_number)
     assert settled.temperature == expected and settled.top_p >= sampling.SMALLEST
 
 
 @pytest.mark.parametrize(("asked", "got"), [(0, 0), (-1, 0), (5, 5), (201_088, 0), (10**9, 0)])
 def test_top_k_that_keeps_everything_is_none(asked: int, got: int) -> None:
-    assert sampling.settle(Sampling(top_k=asked), Limits(), any_number).top_k == got
+    assert sampling.resolve(Sampling(top_k=asked), Limits(), any_number).top_k == got
 
 
 @pytest.mark.parametrize("token", [-1, 201_088, 10**12])
 def test_a_bias_on_no_token_is_refused(token: int) -> None:
     with pytest.raises(RequestError) as raised:
-        sampling.settle(Sampling(logit_bias=((token, 1.0),)), Limits(), any_number)
+        sampling.resolve(Sampling(logit_bias=((token, 1.0),)), Limits(), any_number)
     assert (raised.value.status, raised.value.param) == (400, "logit_bias")
 
 
@@ -559,13 +559,13 @@ def test_a_bias_on_no_token_is_refused(token: int) -> None:
     [(None, 10**6, 500), (1000, 100, 500), (1000, 600, 400), (1000, 999, 1)],
 )
 def test_an_answer_gets_what_the_prompt_leaves(room: int | None, tokens: int, left: int) -> None:
-    assert sampling.fit(GREEDY, tokens, room).max_tokens == left
+    assert sampling.capped(GREEDY, tokens, room).max_tokens == left
 
 
 @pytest.mark.parametrize("tokens", [1000, 1001, 10**6])
 def test_a_prompt_that_fills_the_window_is_refused_with_both_numbers(tokens: int) -> None:
     with pytest.raises(RequestError) as raised:
-        sampling.fit(GREEDY, tokens, 1000)
+        sampling.capped(GREEDY, tokens, 1000)
     assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
     assert "1000" in raised.value.message
     assert str(tokens) in raised.value.message

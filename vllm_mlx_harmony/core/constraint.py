@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.grammar import Compiled, Mask, Matcher
-from vllm_mlx_harmony.core.reasoning import Reason, Reasoning
+from vllm_mlx_harmony.core.reasoning import Reason, ReasoningWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ class ConstraintMatcher:
 
     def __init__(self, spec: ConstraintSpec) -> None:
         self.error = ""
-        self.reasoning: Reasoning | None = None
+        self.reasoning: ReasoningWatch | None = None
         if spec.reasoning_tokens is not None or spec.repetitions:
-            self.reasoning = Reasoning(
+            self.reasoning = ReasoningWatch(
                 spec.reasoning_tokens, spec.repetitions, answering=spec.answering
             )
         grammar = spec.grammar

@@ -39,7 +39,7 @@ _NO_IDS: frozenset[int] = frozenset()
 _Decoder = getincrementaldecoder("utf-8")
 
 
-class Reasoning:
+class ReasoningWatch:
     """Watches one turn from its first id on. Constant time for each, and bounded memory.
 
     ``limit``: ids of reasoning after which the model is made to answer (``None``: any number).

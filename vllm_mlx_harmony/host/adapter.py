@@ -95,15 +95,15 @@ class VllmMlx:
     @property
     def model_name(self) -> str | None:
         """What its only model is called; ``None`` when it has several."""
-        host = server()
-        return None if host._model_manager is not None else str(host._model_name or "")
+        vllm = server()
+        return None if vllm._model_manager is not None else str(vllm._model_name or "")
 
     async def models(self) -> dict[str, Any]:
         """Its list, with ``max_model_len``, as vLLM calls it: clients are set up by it."""
-        host = server()
-        listed: dict[str, Any] = (await host.list_models()).model_dump(mode="json")
+        vllm = server()
+        listed: dict[str, Any] = (await vllm.list_models()).model_dump(mode="json")
         for entry in listed["data"]:
-            path = host._model_path if entry["id"] == host._model_name else None
+            path = vllm._model_path if entry["id"] == vllm._model_name else None
             length = length_of(path) if path is not None else None
             if length is not None:
                 entry["max_model_len"] = length
@@ -111,15 +111,15 @@ class VllmMlx:
 
     async def acquire(self, request: Request, model: str | None, budget: Budget) -> Lease | None:
         """Its own acquisition. It files what it lent under the request: the same goes back."""
-        host = server()
+        vllm = server()
         if model is not None:
-            host._validate_model_name(model)
-        engine = await host._acquire_default_engine_for_request(
+            vllm._validate_model_name(model)
+        engine = await vllm._acquire_default_engine_for_request(
             request, total_timeout=budget.total, deadline=budget.deadline, model=model
         )
         if engine is None:
             return None
-        give_back = functools.partial(host._release_engine_for_request, request)
+        give_back = functools.partial(vllm._release_engine_for_request, request)
         return Lease(engine_of(engine), tenant_of(request), budget, give_back)
 
     async def forward(self, request: Request) -> Response:
@@ -132,17 +132,17 @@ class VllmMlx:
 
     def defaults(self, engine: Engine | None) -> Defaults:
         """What its flags say, and the model's ``generation_config.json``."""
-        host = server()
+        vllm = server()
         flags = Sampling(
-            temperature=host._default_temperature,
-            top_p=host._default_top_p,
-            top_k=host._default_top_k,
-            min_p=host._default_min_p,
-            presence_penalty=host._default_presence_penalty,
-            repetition_penalty=host._default_repetition_penalty,
+            temperature=vllm._default_temperature,
+            top_p=vllm._default_top_p,
+            top_k=vllm._default_top_k,
+            min_p=vllm._default_min_p,
+            presence_penalty=vllm._default_presence_penalty,
+            repetition_penalty=vllm._default_repetition_penalty,
         )
         model = configuration(engine.model, GENERATION) if engine is not None else {}
-        read = defaults.read(host._default_chat_template_kwargs or {})
+        read = defaults.read(vllm._default_chat_template_kwargs or {})
         return replace(read, sampling=defaults.sampling(flags, model))
 
     def max_tokens(self, requested: int | None) -> int:
@@ -168,8 +168,8 @@ class VllmMlx:
 
     async def authenticate(self, connection: HTTPConnection) -> None:
         """Its own check. Its comparison raises ``TypeError`` for a key that is not ASCII."""
-        host = server()
-        await host.verify_api_key(await host.security(connection))
+        vllm = server()
+        await vllm.verify_api_key(await vllm.security(connection))
 
     async def check_rate_limit(self, connection: HTTPConnection) -> None:
         """Its own check."""

@@ -100,7 +100,7 @@ def _prepare() -> None:
         prepare()
 
 
-async def holding(turn: Turn, names: Names, by_flag: int | None = None) -> Constraint | None:
+async def constraint_for(turn: Turn, names: Names, by_flag: int | None = None) -> Constraint | None:
     """What the output of ``turn``, rendered with ``names``, is held to; ``None`` for nothing.
 
     ``by_flag`` is the budget of reasoning that a flag of the server sets: it comes before the
@@ -178,10 +178,12 @@ def check(constraint: Constraint | None) -> None:
         raise OutputError("the answer could not be held to what was asked for: the log says why")
 
 
-def account(constraint: Constraint | None, key: str, tracker: Tracker) -> None:
+def account(constraint: Constraint | None, id_seed: str, tracker: Tracker) -> None:
     """Logs and counts what was decided for the model in the answer ``id_seed``, which has ended."""
     reason = constraint.reasoning_ended_by if constraint is not None else ""
     if constraint is None or not reason:
         return
-    logger.info("%s: reasoning ended by %s, %d tokens", key, reason, constraint.reasoning_tokens)
+    logger.info(
+        "%s: reasoning ended by %s, %d tokens", id_seed, reason, constraint.reasoning_tokens
+    )
     tracker.reasoning_ended(reason)

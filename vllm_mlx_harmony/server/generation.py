@@ -46,7 +46,7 @@ class Job:
     context: Any
     settings: Settings
     tracker: Tracker
-    turns: ReplayScope | None = None
+    replay: ReplayScope | None = None
     echoed: Callable[[Message], Message] = lambda message: message
     reports_cached: bool = False
     id_seed: str = ""
@@ -180,7 +180,7 @@ async def _generated(job: Job) -> Deltas:
     Every output but the first continues exactly the ids so far. While a tool runs, the engine is
     free for others; whoever closes this cancels the tool, or frees the engine.
     """
-    context, tools, said = job.context, job.tools, _Said()
+    context, tools, progress = job.context, job.tools, _Progress()
     settings, constraint = job.settings, job.constraint
     length = job.lease.harmony.context_length
     ended: EndReason = "stop"
@@ -188,10 +188,10 @@ async def _generated(job: Job) -> Deltas:
     approved = None if tools is None else context.server_call
     async with _engine_slot(job.lease, job.lease.budget.left):
         if approved is not None:
-            said.started = True
+            progress.started = True
             yield context.start(await _cached(job))
         else:
-            async with aclosing(_output(job, settings, constraint, said)) as output:
+            async with aclosing(_output(job, settings, constraint, progress)) as output:
                 async for deltas in output:
                     yield deltas
     while tools is not None:
@@ -207,33 +207,35 @@ async def _generated(job: Job) -> Deltas:
         closed = context.append_tool_output([ServerResult(call.id, call.name, answered.text)])
         yield [*closed, ToolFinished(answered.text, answered.failure)]
         prompt_tokens = len(context.render_for_completion())
-        going_on = await tools.going_on(settings, constraint, prompt_tokens, length, said.generated)
+        going_on = await tools.going_on(
+            settings, constraint, prompt_tokens, length, progress.generated
+        )
         if going_on is None:
             ended = "length"
             break
         settings, constraint = going_on
         slot = _engine_slot(job.lease, job.lease.budget.total)
-        async with slot, aclosing(_output(job, settings, constraint, said)) as output:
+        async with slot, aclosing(_output(job, settings, constraint, progress)) as output:
             async for deltas in output:
                 yield deltas
-    if ended == "stop" and said.finish is not None:
-        ended = said.finish
-    yield await _finished(job, ended, said.cached_tokens)
+    if ended == "stop" and progress.finish is not None:
+        ended = progress.finish
+    yield await _finished(job, ended, progress.cached_tokens)
 
 
 async def _finished(job: Job, ended: EndReason, cached_tokens: int) -> list[Delta]:
     """The deltas that end the turn, when it has been remembered and accounted for."""
     last: list[Delta] = job.context.finish(ended, cached_tokens)
-    if job.turns is not None and job.turns.blocks:  # before the client can ask another server
-        await asyncio.to_thread(remember, job.turns, job.context, job.echoed)
+    if job.replay is not None and job.replay.blocks:  # before the client can ask another server
+        await asyncio.to_thread(remember, job.replay, job.context, job.echoed)
     else:
-        remember(job.turns, job.context, job.echoed)
+        remember(job.replay, job.context, job.echoed)
     _account(job.tracker, last)
     return last
 
 
 @dataclass(slots=True)
-class _Said:
+class _Progress:
     """What is known of the outputs so far: ``generated`` ids and ``finish`` are of the last one,
     ``cached_tokens`` those of the turn's own prompt. ``started``: whether ``Started`` was sent."""
 
@@ -245,30 +247,30 @@ class _Said:
 
 
 async def _output(
-    job: Job, settings: Settings, constraint: Constraint | None, said: _Said
+    job: Job, settings: Settings, constraint: Constraint | None, progress: _Progress
 ) -> Deltas:
     """What the model says next, up to the end of its turn or of a call."""
     context, prompt = job.context, job.context.render_for_completion()
     engine = job.lease.harmony
-    cached = None if said.started else await _cached(job)
-    said.generated, said.finish = 0, None
-    said.outputs += 1
+    cached = None if progress.started else await _cached(job)
+    progress.generated, progress.finish = 0, None
+    progress.outputs += 1
     generated = engine.generate(prompt, settings, job.lease.tenant, constraint)
     async with aclosing(generated) as steps:
         if engine.remote:
             await anext(steps, None)
-        if not said.started:
-            said.started = True
+        if not progress.started:
+            progress.started = True
             yield context.start(cached)
         async for step in steps:
-            said.finish = step.finish
-            said.generated += len(step.ids)
-            if said.outputs == 1:
-                said.cached_tokens = max(said.cached_tokens, step.cached_tokens)
+            progress.finish = step.finish
+            progress.generated += len(step.ids)
+            if progress.outputs == 1:
+                progress.cached_tokens = max(progress.cached_tokens, step.cached_tokens)
             job.tracker.observe_ttft()
             enforcement.check(constraint)
             yield context.append_output(step.ids)
-            if said.finish is not None or context.done:
+            if progress.finish is not None or context.done:
                 break
 
 

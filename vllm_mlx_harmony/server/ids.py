@@ -40,7 +40,7 @@ from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.errors import with_error_body
 from vllm_mlx_harmony.server.generation import Job, run
 from vllm_mlx_harmony.server.host import Lease, host_of
-from vllm_mlx_harmony.server.sampling import Settings, fit
+from vllm_mlx_harmony.server.sampling import Settings, capped
 from vllm_mlx_harmony.server.serving import (
     Api,
     PreparedRequest,
@@ -203,7 +203,7 @@ async def _prepared(request: Request, parsed: IdRequest, lease: Lease) -> Prepar
     job = Job(
         lease=lease,
         context=IdContext(prompt),
-        settings=fit(parsed.settings.settings, len(prompt), lease.harmony.context_length),
+        settings=capped(parsed.settings.settings, len(prompt), lease.harmony.context_length),
         tracker=host.tracker(API.name, stream=True),
         id_seed=uuid4().hex,
         constraint=await _constraint(parsed, lease.tenant),

@@ -53,14 +53,14 @@ MESSAGES = Api(
 async def create_message(request: Request) -> Response:
     """``POST /v1/messages``."""
     id_seed = uuid4().hex
-    return _signed(await serve(_of(MESSAGES, id_seed), request, id_seed), id_seed)
+    return _with_request_id(await serve(_of(MESSAGES, id_seed), request, id_seed), id_seed)
 
 
 async def count_tokens(request: Request) -> Response:
     """``POST /v1/messages/count_tokens``: what the same request would put into the prompt."""
     id_seed = uuid4().hex
     api = _of(replace(MESSAGES, read=_read_to_count), id_seed)
-    return _signed(await count(api, request, messages.counted), id_seed)
+    return _with_request_id(await count(api, request, messages.counted), id_seed)
 
 
 async def root(_: Request) -> Response:
@@ -77,7 +77,7 @@ def _error_body(failure: HarmonyFailure, id_seed: str) -> dict[str, object]:
     return messages.error_body(failure, messages.request_id(ResponseInfo(id_seed, 0, "")))
 
 
-def _signed(response: Response, id_seed: str) -> Response:
+def _with_request_id(response: Response, id_seed: str) -> Response:
     response.headers[REQUEST_ID] = messages.request_id(ResponseInfo(id_seed, 0, ""))
     return response
 
@@ -85,7 +85,7 @@ def _signed(response: Response, id_seed: str) -> Response:
 def _error_response(failure: HarmonyFailure) -> Response:
     """For a request that comes to no endpoint: its answer has an id, too."""
     id_seed = uuid4().hex
-    return _signed(error_response(partial(_error_body, id_seed=id_seed), failure), id_seed)
+    return _with_request_id(error_response(partial(_error_body, id_seed=id_seed), failure), id_seed)
 
 
 async def bearer(request: Request) -> None:

@@ -35,7 +35,7 @@ class Settings:
     seed: int | None = None
 
 
-def settle(
+def resolve(
     sampling: Sampling,
     limits: Limits,
     max_tokens: Callable[[int | None], int],
@@ -70,7 +70,7 @@ def settle(
     )
 
 
-def fit(settings: Settings, prompt_tokens: int, context_length: int | None) -> Settings:
+def capped(settings: Settings, prompt_tokens: int, context_length: int | None) -> Settings:
     """``settings`` with no more ``max_tokens`` than the context holds after the prompt.
 
     Raises ``PromptTooLong`` when not even one fits (semantics A11).

@@ -26,12 +26,12 @@ from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server import replay
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
-from vllm_mlx_harmony.server.enforcement import holding
+from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.errors import error_response, failure_of, logged_failure
 from vllm_mlx_harmony.server.generation import Deltas, Job, run
 from vllm_mlx_harmony.server.host import Host, Lease, host_of, tenant_of
 from vllm_mlx_harmony.server.model_names import own_name, response_name
-from vllm_mlx_harmony.server.sampling import fit, settle
+from vllm_mlx_harmony.server.sampling import capped, resolve
 from vllm_mlx_harmony.server.streams import Emitter, EventBuffer, EventStream, written
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
 
@@ -156,9 +156,11 @@ async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]
                 document, with_tools(host.defaults(None), host.toolbox), lease.tenant
             )
             turn = replace(parsed.turn, tenant=lease.tenant)
-            turns = replay.view(host, lease)
+            remembered = replay.view(host, lease)
             await lease.release()
-            context = await _context(host, turn, ResponseInfo("", 0, ""), turns, document.large)
+            context = await _context(
+                host, turn, ResponseInfo("", 0, ""), remembered, document.large
+            )
             return JSONResponse(body(len(context.render_for_completion())))
     except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
         return error_answer(api, error)
@@ -233,19 +235,19 @@ async def prepare(
     defaults = with_tools(host.defaults(lease.engine), host.toolbox)
     parsed = await api.parsed(document, defaults, lease.tenant)
     info = ResponseInfo(id_seed, int(time.time()), response_name(parsed.model, host.model_name))
-    settings = settle(parsed.turn.sampling, parsed.turn.limits, host.max_tokens, defaults.sampling)
-    turns = replay.view(host, lease)
+    settings = resolve(parsed.turn.sampling, parsed.turn.limits, host.max_tokens, defaults.sampling)
+    remembered = replay.view(host, lease)
     turn = replace(parsed.turn, tenant=lease.tenant)
-    context = await _context(host, turn, info, turns, document.large)
+    context = await _context(host, turn, info, remembered, document.large)
     names = getattr(context, "names", None) or Names.of(turn)
-    constraint = await holding(turn, names, host.reasoning_tokens)
+    constraint = await constraint_for(turn, names, host.reasoning_tokens)
     prompt_tokens = len(context.render_for_completion())
     job = Job(
         lease=lease,
         context=context,
-        settings=fit(settings, prompt_tokens, lease.harmony.context_length),
+        settings=capped(settings, prompt_tokens, lease.harmony.context_length),
         tracker=host.tracker(api.name, stream=parsed.stream),
-        turns=turns,
+        replay=remembered,
         echoed=parsed.echoed,
         reports_cached=api.reports_cached and parsed.stream,
         id_seed=id_seed,
@@ -288,14 +290,14 @@ async def _collected(deltas: Deltas, emitter: Emitter) -> dict[str, Any]:
 
 
 async def _context(
-    host: Host, turn: Turn, info: ResponseInfo, turns: ReplayScope | None, large: bool
+    host: Host, turn: Turn, info: ResponseInfo, remembered: ReplayScope | None, large: bool
 ) -> Any:
     """The turn, rendered; not on the event loop when that may take long.
 
     A small body may have large tools: a ``$ref`` can stand in it any number of times.
     """
-    renderer = replay.replaying(host.renderer, turns)
-    waits = turns is not None and turns.blocks
+    renderer = replay.replaying(host.renderer, remembered)
+    waits = remembered is not None and remembered.blocks
     if not (large or turn.tools or turn.characters >= LARGE or waits):
         return host.context(turn, info, renderer)
     return await in_thread(host.context, turn, info, renderer)

@@ -97,7 +97,7 @@ class Emitter:
         self._freeform = freeform
         self._input: FreeformInput | None = None
         self._hidden = False
-        self._head = encode(self._signed("chat.completion.chunk"))[:-1] + ',"choices":['
+        self._head = encode(self._envelope("chat.completion.chunk"))[:-1] + ',"choices":['
         self._tail = ',"usage":null}' if include_usage else "}"
         self._texts: dict[str, list[str]] = {}
         self._calls: list[_Call] = []
@@ -148,7 +148,7 @@ class Emitter:
             "logprobs": None,
             "finish_reason": self._reason,
         }
-        document = self._signed("chat.completion")
+        document = self._envelope("chat.completion")
         return {**document, "choices": [choice], "usage": _usage(self._usage)}
 
     def _opened(self, delta: Opened) -> list[Event]:
@@ -233,7 +233,7 @@ class Emitter:
         *middle, last = (head + first, *rest)
         return (*middle, last + tail)
 
-    def _signed(self, kind: str) -> dict[str, Any]:
+    def _envelope(self, kind: str) -> dict[str, Any]:
         info = self._info
         return {
             "id": f"chatcmpl-{info.id_seed}",

@@ -146,15 +146,15 @@ def _conversation(body: ChatBody) -> tuple[list[Message], str | None]:
     ):
         if not spoken:
             for index, message in run:
-                read += reader.heard(message, index)
+                read += reader.read_input(message, index)
             continue
         turn = list(run)
         if continued and turn[-1][0] == last:
-            prefill = reader.begun(turn)
-            read += reader.said(turn, Preamble)
+            prefill = reader.take_prefill(turn)
+            read += reader.read_assistant(turn, Preamble)
         else:
             calls = any(message.tool_calls or message.function_call for _, message in turn)
-            read += reader.said(turn, Preamble if calls else Answer)
+            read += reader.read_assistant(turn, Preamble if calls else Answer)
     return read, prefill
 
 
@@ -188,7 +188,7 @@ class _Reader:
     _functions: dict[str, str] = field(default_factory=dict)
     """The ids of the latest calls of the legacy kind, which have none, by name."""
 
-    def heard(self, message: ChatMessage, index: int) -> Iterator[Message]:
+    def read_input(self, message: ChatMessage, index: int) -> Iterator[Message]:
         """What somebody else than the assistant said."""
         where = f"messages[{index}]"
         if message.role == "tool":
@@ -212,7 +212,7 @@ class _Reader:
     def _result(self, key: str, message: ChatMessage, where: str) -> Result:
         return Result(key, result_text(message.content or (), f"{where}.content"), where)
 
-    def said(self, run: _Run, kind: type[Preamble] | type[Answer]) -> list[Message]:
+    def read_assistant(self, run: _Run, kind: type[Preamble] | type[Answer]) -> list[Message]:
         """One turn of the assistant in the model's own order (A4): its texts are of one ``kind``.
 
         Calls come last: results follow them, and nothing that is said stands between.
@@ -239,7 +239,7 @@ class _Reader:
             arguments = call_arguments(legacy.arguments, f"{where}.function_call.arguments")
             yield Call(key, legacy.name, arguments)
 
-    def begun(self, run: _Run) -> str | None:
+    def take_prefill(self, run: _Run) -> str | None:
         """The text that the answer continues; it is taken out of the last message of ``run``.
 
         Raises ``RequestError`` for a call in it, which nobody has answered.

@@ -10,9 +10,9 @@ from vllm_mlx_harmony.core.deltas import ToolFailure
 from vllm_mlx_harmony.core.errors import PromptTooLong
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Defaults, ServerCall, ToolChoice, Turn
-from vllm_mlx_harmony.server.enforcement import holding
+from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.host import Budget, Host
-from vllm_mlx_harmony.server.sampling import Settings, fit
+from vllm_mlx_harmony.server.sampling import Settings, capped
 from vllm_mlx_harmony.server.tools.config import Use
 from vllm_mlx_harmony.server.tools.toolbox import Answered, Toolbox
 
@@ -105,7 +105,7 @@ class TurnTools:
             return None
         try:
             left = replace(settings, max_tokens=settings.max_tokens - generated)
-            left = fit(left, prompt_tokens, context_length)
+            left = capped(left, prompt_tokens, context_length)
         except PromptTooLong:
             return None
         if constraint is None:
@@ -118,7 +118,7 @@ class TurnTools:
             turn = _without_calls(turn)
         spec = constraint.spec
         if spec.grammar is not None:
-            fresh = await holding(turn, self.names, self.by_flag)
+            fresh = await constraint_for(turn, self.names, self.by_flag)
             spec = replace(spec, grammar=None if fresh is None else fresh.spec.grammar)
         budget = spec.reasoning_tokens
         return left, Constraint(
