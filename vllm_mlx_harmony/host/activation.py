@@ -139,8 +139,12 @@ def _open(args: Any) -> bool:
         contract.activate(args.tool_call_parser)
         _apply(args)
         enforcement.get_ready()
-        _imply(args)
-        _report()
+        # The flags that go with the one given, for those of vllm-mlx's own paths that look at them.
+        # Not with several models: there, they would change how those that are not Harmony answer.
+        if not getattr(args, "models_config", None):
+            args.enable_auto_tool_choice = True
+            args.reasoning_parser = args.reasoning_parser or "harmony"
+        logger.debug("requirements: %s", ", ".join(status().requirements))
     except HostError as error:
         _exit(error)
     except Exception as error:  # the plugin may fail, vllm-mlx may not
@@ -197,20 +201,6 @@ def _apply(args: Any) -> None:
     if directory and replaced:
         prefix.keep_on(opening.opened(directory, args.ssd_cache_max_gb))
     summary.set_idle(flags.without_effect(given, batched=batched, replaced=replaced))
-
-
-def _imply(args: Any) -> None:
-    """The flags that go with the one given, for those of vllm-mlx's own paths that look at them.
-
-    Not with several models: there, they would change how the models that are not Harmony answer.
-    """
-    if not getattr(args, "models_config", None):
-        args.enable_auto_tool_choice = True
-        args.reasoning_parser = args.reasoning_parser or "harmony"
-
-
-def _report() -> None:
-    logger.debug("requirements: %s", ", ".join(status().requirements))
 
 
 def _warn(message: str) -> None:

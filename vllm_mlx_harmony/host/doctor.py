@@ -197,17 +197,14 @@ def _packages() -> Group:
 def _clashes() -> Iterator[Finding]:
     """Other distributions with a package of vllm-mlx's name: whichever came last is imported."""
     owners = metadata.packages_distributions().get(PACKAGE, ())
-    for name in sorted({owner for owner in owners if _normal(owner) != "vllm-mlx"}):
+    normal = {owner: owner.lower().replace("_", "-").replace(".", "-") for owner in owners}
+    for name in sorted(owner for owner in normal if normal[owner] != "vllm-mlx"):
         yield Finding(
             False,
             "clash",
             f"{name} {metadata.version(name)} brings a {PACKAGE} of its own",
             f"pip uninstall {name}, and then pip install --force-reinstall --no-deps vllm-mlx",
         )
-
-
-def _normal(name: str) -> str:
-    return name.lower().replace("_", "-").replace(".", "-")
 
 
 def _loading() -> Group:
@@ -218,7 +215,10 @@ def _loading() -> Group:
         findings.append(
             Finding(False, "switch", f"{setting} keeps the plugin out", f"unset {_startup.SWITCH}")
         )
-    files = [path for path in _startup_files() if not _hidden(path)]
+    directories = dict.fromkeys([*site.getsitepackages(), site.getusersitepackages(), *sys.path])
+    paths = [path for name in directories if (path := Path(name) / STARTUP_FILE).is_file()]
+    # Python does not read `.pth` files that have macOS's hidden flag.
+    files = [path for path in paths if not getattr(path.stat(), "st_flags", 0) & stat.UF_HIDDEN]
     if files:
         findings.append(Finding(True, "startup file", str(files[0])))
     else:
@@ -231,16 +231,6 @@ def _loading() -> Group:
             Finding(False, "import hook", f"does not wait for {_startup.HOST}", explicit)
         )
     return Group("loading", tuple(findings), "`vllm-mlx serve` has the plugin in it")
-
-
-def _startup_files() -> list[Path]:
-    directories = dict.fromkeys([*site.getsitepackages(), site.getusersitepackages(), *sys.path])
-    return [path for name in directories if (path := Path(name) / STARTUP_FILE).is_file()]
-
-
-def _hidden(path: Path) -> bool:
-    """Python does not read `.pth` files that have macOS's hidden flag."""
-    return bool(getattr(path.stat(), "st_flags", 0) & stat.UF_HIDDEN)
 
 
 def _vocabulary() -> Group:

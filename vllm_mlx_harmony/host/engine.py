@@ -52,16 +52,23 @@ async def generate(
     Close the iterator (``aclosing``) to stop earlier: the engine is free again when that returns.
     Raises ``OutputError`` when the engine fails, ``HostError`` for one that takes no ids.
     """
+    if engine.is_mllm:
+        raise HostError("this engine serves a multimodal model: it takes no token ids", status=500)
     nothing = settings.max_tokens == 0
     settings = replace(settings, max_tokens=max(settings.max_tokens, 1))
+    source = _simple if one_at_a_time(engine) else _batched
     try:
         processor = None if constraint is None else partial(LogitsMask, constraint)
         sampler = Sampler(settings, prompt, processor)
-        source = _source(engine)
-        fetched = await _fetched(engine, prompt, tenant)
+        fetched: tuple[Fetched, ...] = ()  # what a disk has of the prompt and memory has not
+        if prefix.disk() is not None:
+            fetched = await prefix.fetch(model_of(engine), engine._model_path, prompt, tenant)
         async with aclosing(source(engine, prompt, sampler, tenant, fetched)) as steps:
             async for step in steps:
-                ended = _without_ids(step) if nothing else _ended(step)
+                if nothing:
+                    ended = replace(step, ids=(), finish="length" if step.finish else None)
+                else:
+                    ended = _ended(step)
                 yield ended
                 if ended.finish is not None:
                     return
@@ -78,31 +85,12 @@ def one_at_a_time(engine: Any) -> bool:
     return hasattr(engine, "_generation_lock")
 
 
-async def _fetched(engine: Any, prompt: Sequence[int], tenant: str) -> tuple[Fetched, ...]:
-    """What a disk has of ``prompt`` and memory has not."""
-    if prefix.disk() is None:
-        return ()
-    return await prefix.fetch(model_of(engine), engine._model_path, prompt, tenant)
-
-
-def _source(
-    engine: Any,
-) -> Callable[[Any, tuple[int, ...], Sampler, str, tuple[Fetched, ...]], Steps]:
-    if engine.is_mllm:
-        raise HostError("this engine serves a multimodal model: it takes no token ids", status=500)
-    return _simple if one_at_a_time(engine) else _batched
-
-
 def _ended(step: Step) -> Step:
     """The step up to the first id that ends the turn; engines may run on behind it."""
     for at, token in enumerate(step.ids, start=1):
         if token in vocab.TURN_ENDS:
             return replace(step, ids=step.ids[:at], finish="stop")
     return step
-
-
-def _without_ids(step: Step) -> Step:
-    return replace(step, ids=(), finish="length" if step.finish else None)
 
 
 async def reusable_tokens(engine: Any, prompt: Sequence[int], tenant: str = "") -> int:
@@ -121,28 +109,25 @@ async def _batched(
     tenant: str,
     fetched: tuple[Fetched, ...],
 ) -> Steps:
-    # The core itself, not its asynchronous wrapper: closing the wrapper leaves the core's
-    # iterator, which aborts the request, to the garbage collector.
-    core = engine._engine.engine
-    known = TenantPrompt(prompt, tenant, fetched)
-    request_id = await core.add_request(prompt=known, sampling_params=_params(sampler))
-    async with _closed_whole(core.stream_outputs(request_id)) as outputs:
-        async for output in outputs:
-            finish = _finish(output.finish_reason)
-            yield Step(tuple(output.new_token_ids), finish, known.cached)
-            _raise_if_failed(output.finish_reason)
-
-
-def _params(sampler: Sampler) -> Any:
     from vllm_mlx.request import SamplingParams
 
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=sampler.settings.max_tokens,
         temperature=LIKELIEST,
         # Counts only when this request is the one vllm-mlx makes its batch generator for.
         stop_token_ids=sorted(vocab.TURN_ENDS),
         logits_processors=[sampler],
     )
+    # The core itself, not its asynchronous wrapper: closing the wrapper leaves the core's
+    # iterator, which aborts the request, to the garbage collector.
+    core = engine._engine.engine
+    known = TenantPrompt(prompt, tenant, fetched)
+    request_id = await core.add_request(prompt=known, sampling_params=params)
+    async with _closed_whole(core.stream_outputs(request_id)) as outputs:
+        async for output in outputs:
+            finish = _finish(output.finish_reason)
+            yield Step(tuple(output.new_token_ids), finish, known.cached)
+            _raise_if_failed(output.finish_reason)
 
 
 async def _simple(
@@ -152,23 +137,32 @@ async def _simple(
     tenant: str,
     fetched: tuple[Fetched, ...],
 ) -> Steps:
+    from vllm_mlx.engine.base import EngineBusy
+
     started = False
     while not started:
-        await _free(engine)
+        # Until none of vllm-mlx's own routes holds the engine. Another may be quicker than the call
+        # that follows: then the engine says so, and we wait again.
+        async with engine._generation_lock:
+            pass
         ids = IdPrompt(prompt, tenant, fetched)
+        generated = engine.stream_generate(
+            prompt=ids,
+            prefill_step_size=engine._prefill_step_size,
+            max_tokens=sampler.settings.max_tokens,
+            temperature=LIKELIEST,
+            specprefill=False,  # it reads the prompt as text
+            logits_processors=[sampler],
+        )
         try:
-            async with _closed_whole(
-                engine.stream_generate(
-                    prompt=ids, prefill_step_size=engine._prefill_step_size, **_keywords(sampler)
-                )
-            ) as outputs:
+            async with _closed_whole(generated) as outputs:
                 async for output in outputs:
                     started = True
                     yield Step(ids.take(), _finish(output.finish_reason), ids.cached)
                     _raise_if_failed(output.finish_reason)
                 return
-        except Exception as error:
-            if started or not _busy(error):
+        except EngineBusy:
+            if started:
                 raise
             await asyncio.sleep(_RETRY_SECONDS)
 
@@ -186,30 +180,6 @@ async def _closed_whole(outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any
         closing = asyncio.ensure_future(outputs.aclose())
         await generation.end_of(closing)
         closing.result()
-
-
-async def _free(engine: Any) -> None:
-    """Waits until none of vllm-mlx's own routes holds the engine.
-
-    Another may be quicker than the call that follows: then the engine says so, and we wait again.
-    """
-    async with engine._generation_lock:
-        pass
-
-
-def _busy(error: Exception) -> bool:
-    from vllm_mlx.engine.base import EngineBusy
-
-    return isinstance(error, EngineBusy)
-
-
-def _keywords(sampler: Sampler) -> dict[str, Any]:
-    return {
-        "max_tokens": sampler.settings.max_tokens,
-        "temperature": LIKELIEST,
-        "specprefill": False,  # it reads the prompt as text
-        "logits_processors": [sampler],
-    }
 
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}

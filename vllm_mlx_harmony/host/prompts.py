@@ -42,18 +42,13 @@ class PromptText(str):
     @classmethod
     def of(cls, ids: Sequence[int]) -> PromptText:
         """The prompt of ``ids``."""
-        text = cls("".join(_texts(ids)))
+        pieces = []
+        for control, run in groupby(ids, vocab.CONTROL.__contains__):
+            piece = vocab.encoding().decode(list(run))
+            pieces.append(piece if control else _LOOKALIKE.sub(_BROKEN, piece))
+        text = cls("".join(pieces))
         text.ids = tuple(ids)
         return text
-
-
-def _texts(ids: Sequence[int]) -> list[str]:
-    encoding = vocab.encoding()
-    texts: list[str] = []
-    for control, run in groupby(ids, vocab.CONTROL.__contains__):
-        text = encoding.decode(list(run))
-        texts.append(text if control else _LOOKALIKE.sub(_BROKEN, text))
-    return texts
 
 
 def prompt_text(
@@ -75,19 +70,16 @@ def prompt_ids(
     known = ("reasoning_effort", "model_identity", "builtin_tools")
     body = {
         "model": "host",
-        "messages": [_plain(message) for message in messages],
+        "messages": [  # pydantic models, at some places
+            each.model_dump(exclude_none=True) if hasattr(each, "model_dump") else each
+            for each in messages
+        ],
         "tools": tools or None,
         "chat_template_kwargs": {name: (options or {}).get(name) for name in known},
     }
     options_given = defaults.read(server()._default_chat_template_kwargs or {})
     ids: tuple[int, ...] = entry_points.in_use().renderer(chat.read(body, options_given).turn).ids
     return ids
-
-
-def _plain(message: Any) -> Any:
-    """A message as a dictionary; vllm-mlx's own are pydantic models at some places."""
-    dump = getattr(message, "model_dump", None)
-    return message if dump is None else dump(exclude_none=True)
 
 
 # --- What replaces functions of vllm-mlx: each takes the original and gives its replacement.
@@ -142,7 +134,8 @@ def batched_apply_chat_template(original: Callable[..., Any]) -> Callable[..., A
 def simple_chat(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """``SimpleEngine.chat``: always by way of ``stream_chat``, whose prompt is ours.
 
-    The original has a path of its own for requests without tools: the model's chat template.
+    The original has a path of its own for requests without tools: the model's chat template. The
+    last output of a stream has the whole text; it is cleaned as vllm-mlx does.
     """
 
     @wraps(original)
@@ -151,17 +144,12 @@ def simple_chat(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
             await self.start()
         if not is_harmony(self.tokenizer):
             return await original(self, messages, *args, **kwargs)
-        return await _last(self.stream_chat(messages, *args, **kwargs))
+        from vllm_mlx.api.utils import clean_output_text
+        from vllm_mlx.engine.base import GenerationOutput
+
+        last = GenerationOutput(text="")
+        async for output in self.stream_chat(messages, *args, **kwargs):
+            last = output
+        return replace(last, text=clean_output_text(last.text))
 
     return answer
-
-
-async def _last(outputs: Any) -> Any:
-    """The last of the outputs, which has the whole text, cleaned as vllm-mlx does."""
-    from vllm_mlx.api.utils import clean_output_text
-    from vllm_mlx.engine.base import GenerationOutput
-
-    last = GenerationOutput(text="")
-    async for output in outputs:
-        last = output
-    return replace(last, text=clean_output_text(last.text))

@@ -32,8 +32,18 @@ def of_model(load_model: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load_model)
     def load(model_name: str, use_batching: bool = False, **kwargs: Any) -> Any:
         result = load_model(model_name, use_batching, **kwargs)
-        directory = str(kwargs.get("model_path") or model_name)
-        show([("model", _model()), *_engine(use_batching), ("context", _context(directory))])
+        name, path = server()._model_name, server()._model_path
+        engine = "batched, requests run together"
+        if not use_batching:
+            engine = f"simple, one request at a time, {places()} may wait"
+        window = length_of(str(kwargs.get("model_path") or model_name))
+        show(
+            [
+                ("model", f"{name}" if name == path else f"{name} ({path})"),
+                ("engine", engine),
+                ("context", "unknown: no config.json" if window is None else f"{window:,} tokens"),
+            ]
+        )
         return result
 
     return load
@@ -59,22 +69,6 @@ def show(facts: list[tuple[str, str]]) -> None:
     print(f"{ours} ({others})")
     for name, value in (*facts, *_common()):
         print(f"  {name:<{WIDTH}}{value}")
-
-
-def _model() -> str:
-    name, path = server()._model_name, server()._model_path
-    return f"{name}" if name == path else f"{name} ({path})"
-
-
-def _engine(batched: bool) -> list[tuple[str, str]]:
-    if batched:
-        return [("engine", "batched, requests run together")]
-    return [("engine", f"simple, one request at a time, {places()} may wait")]
-
-
-def _context(directory: str) -> str:
-    window = length_of(directory)
-    return "unknown: no config.json" if window is None else f"{window:,} tokens"
 
 
 def _common() -> Iterator[tuple[str, str]]:

@@ -116,22 +116,19 @@ class _Stream:
     def _pieces(self, deltas: list[Delta]) -> Iterator[dict[str, Any]]:
         for delta in deltas:
             if isinstance(delta, Opened):
-                yield from self._opened(delta)
+                self._open = delta
+                if delta.kind is Kind.CALL:
+                    self._calls += 1
+                    signed = {"id": self._info.call_id(delta.index), "type": "function"}
+                    yield {"tool_calls": [{**signed, **self._call(name=delta.name, arguments="")}]}
+                elif delta.kind in _SHOWN:
+                    if self._shown:
+                        yield {"content": "\n"}
+                    self._shown = True
             elif isinstance(delta, Text) and self._open.kind is Kind.CALL:
                 yield {"tool_calls": [self._call(arguments=delta.text)]}
             elif isinstance(delta, Text) and self._open.kind in _SHOWN:
                 yield {"content": delta.text}
-
-    def _opened(self, opened: Opened) -> Iterator[dict[str, Any]]:
-        self._open = opened
-        if opened.kind is Kind.CALL:
-            self._calls += 1
-            signed = {"id": self._info.call_id(opened.index), "type": "function"}
-            yield {"tool_calls": [{**signed, **self._call(name=opened.name, arguments="")}]}
-        elif opened.kind in _SHOWN:
-            if self._shown:
-                yield {"content": "\n"}
-            self._shown = True
 
     def _call(self, **function: str) -> dict[str, Any]:
         return {"index": self._calls, "function": function}

@@ -65,12 +65,11 @@ def _beginning(messages: Messages) -> tuple[int, ...]:
 
     Raises ``RequestError`` for messages that are none of Chat Completions.
     """
-    one, other = (prompt_ids(_asking(messages, word), None, None) for word in ("Alpha", "Bravo"))
+    ends_with_user = bool(messages) and messages[-1].get("role") == "user"
+    before = messages[: -1 if ends_with_user else None]
+    one, other = (
+        prompt_ids([*before, {"role": "user", "content": word}], None, None)
+        for word in ("Alpha", "Bravo")
+    )
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return tuple(token for token, _ in pairs)
-
-
-def _asking(messages: Messages, word: str) -> list[Any]:
-    """``messages`` with ``word`` as what the user asks last."""
-    ends_with_user = bool(messages) and messages[-1].get("role") == "user"
-    return [*messages[: -1 if ends_with_user else None], {"role": "user", "content": word}]

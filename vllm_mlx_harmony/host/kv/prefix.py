@@ -70,24 +70,15 @@ def marks(ids: Sequence[int], after: int) -> list[int]:
     """
     last = len(ids) - 1
     found, before = [], after
-    preamble = _preamble(ids)
-    for place in sorted({preamble, _last_user(ids, after)}):
+    opening, user = _roles()
+    preamble = next((place for place, role in _messages(ids) if role not in opening), 0)
+    asked = max((place for place, role in _messages(ids, after) if role == user), default=0)
+    for place in sorted({preamble, asked}):
         rest = 1 if place == preamble else SHORTEST
         if before + SHORTEST <= place <= last - rest:
             found.append(place)
             before = place
     return [*found, last] if last > after else found
-
-
-def _preamble(ids: Sequence[int]) -> int:
-    """Where the first message begins that is neither the system's nor the developer's."""
-    opening, _ = _roles()
-    return next((place for place, role in _messages(ids) if role not in opening), 0)
-
-
-def _last_user(ids: Sequence[int], after: int) -> int:
-    _, user = _roles()
-    return max((place for place, role in _messages(ids, after) if role == user), default=0)
 
 
 def _messages(ids: Sequence[int], after: int = 0) -> Iterator[tuple[int, int]]:

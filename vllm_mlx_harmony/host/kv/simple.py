@@ -55,33 +55,27 @@ def _answer(
     model: Any, prompt: TenantPrompt, sampler: Sampler, limit: int, step: int
 ) -> Iterator[Any]:
     """vllm-mlx's chunks for the ids that follow ``prompt``, without text: nobody reads it."""
-    with prefix.computing():
-        yield from _generated(model, prompt, sampler, limit, step)
-
-
-def _generated(
-    model: Any, prompt: TenantPrompt, sampler: Sampler, limit: int, step: int
-) -> Iterator[Any]:
     from vllm_mlx.models.llm import StreamingOutput
 
-    cache = _prefilled(model, prompt, step)
-    sampler.begin()
-    chunks = _decoded(model, prompt[-1], cache, sampler)
-    generated: list[int] = []
-    finish = None
-    try:
-        for token in chunks:
-            generated.append(token)
-            ends = token in vocab.TURN_ENDS
-            finish = "stop" if ends else "length" if len(generated) == limit else None
-            yield StreamingOutput("", token, finish is not None, finish, len(prompt))
+    with prefix.computing():
+        cache = _prefilled(model, prompt, step)
+        sampler.begin()
+        chunks = _decoded(model, prompt[-1], cache, sampler)
+        generated: list[int] = []
+        finish = None
+        try:
+            for token in chunks:
+                generated.append(token)
+                ends = token in vocab.TURN_ENDS
+                finish = "stop" if ends else "length" if len(generated) == limit else None
+                yield StreamingOutput("", token, finish is not None, finish, len(prompt))
+                if finish is not None:
+                    break
+        finally:
+            chunks.close()
+            # One that was stopped before its end is no turn that anybody will continue.
             if finish is not None:
-                break
-    finally:
-        chunks.close()
-        # One that was stopped before its end is no turn that anybody will continue.
-        if finish is not None:
-            prefix.remember(model, prompt.tenant, [*prompt, *generated], cache)
+                prefix.remember(model, prompt.tenant, [*prompt, *generated], cache)
 
 
 def _decoded(
@@ -116,25 +110,19 @@ def _prefilled(model: Any, prompt: TenantPrompt, step: int) -> list[Any]:
     with _wired(model), _stream():
         try:
             if prefix.reusable(model):
-                return _prefill(model, prompt, step)
+                known, resumed = prefix.resume(model, prompt, answer=HEADROOM)
+                cache: list[Any] = make_prompt_cache(model) if resumed is None else resumed
+                for place in prefix.marks(prompt, after=known):
+                    _compute(model, prompt[known:place], cache, step)
+                    prefix.remember(model, prompt.tenant, prompt[:place], cache)
+                    known = place
+                return cache
         except Exception:
             logger.exception("a prompt could not be computed in pieces")
         prompt.cached = 0
-        cache: list[Any] = make_prompt_cache(model)
+        cache = make_prompt_cache(model)
         _compute(model, prompt[:-1], cache, step)
         return cache
-
-
-def _prefill(model: Any, prompt: TenantPrompt, step: int) -> list[Any]:
-    from mlx_lm.models.cache import make_prompt_cache
-
-    known, cache = prefix.resume(model, prompt, answer=HEADROOM)
-    cache = make_prompt_cache(model) if cache is None else cache
-    for place in prefix.marks(prompt, after=known):
-        _compute(model, prompt[known:place], cache, step)
-        prefix.remember(model, prompt.tenant, prompt[:place], cache)
-        known = place
-    return cache
 
 
 @contextmanager
