@@ -109,8 +109,9 @@ class StreamingHarmonyContext:
         """What the model generated next: any number of ids, none and ids after the end included."""
         if self._has_results:
             self._ids, self._has_results = [*self.render_for_completion()], False
-            if self._goes_on:
-                self._go_on()
+            if self._goes_on:  # behind what the server ran: in the same output
+                self._output_at = len(self._ids)
+                self._read_before = self._parser.tokens
             else:
                 self._begin_output()
         goes_on = not self.done
@@ -196,11 +197,6 @@ class StreamingHarmonyContext:
         self._read_before = self._parser.tokens
         self._begins: list[int] = []
         self._cut = self._kept = False
-
-    def _go_on(self) -> None:
-        """The model goes on behind what the server ran: in the same output."""
-        self._output_at = len(self._ids)
-        self._read_before = self._parser.tokens
 
     def _place(self, generated: int) -> int:
         """Where in the output the id stands that comes behind ``generated`` ids.

@@ -141,7 +141,9 @@ class HeaderReader:
     @property
     def overfull(self) -> bool:
         """Whether so much loose text stands here that this is no header."""
-        return self._ids >= LOOSE_LIMIT and not (self._naming and len(self._word) < NAME_LIMIT)
+        naming = self._wants_name or _TO in self._word or self._word.startswith(_FUNCTION)
+        in_name = naming and not self._proper and len(self._word) < NAME_LIMIT
+        return self._ids >= LOOSE_LIMIT and not in_name
 
     @property
     def loose_ids(self) -> int:
@@ -158,8 +160,10 @@ class HeaderReader:
 
         ``cut``: the output ended here, perhaps in the middle of a word of the header.
         """
-        if cut and not self._proper and self._may_be_header(self._word):
-            self._word = ""
+        if cut and not self._proper:
+            placed = self._first and (self._in_channel or self._marked)
+            if placed or any(word.startswith(self._word) for word in _KNOWN):
+                self._word = ""
         self.gap()
         return self._addressed(self._proper or self._read), self._loose
 
@@ -167,16 +171,7 @@ class HeaderReader:
         between = self._between if read.content_type else ""
         return replace(read, recipient=self._in_role_position or read.recipient or between)
 
-    def _may_be_header(self, cut_word: str) -> bool:
-        placed = self._first and (self._in_channel or self._marked)
-        return placed or any(word.startswith(cut_word) for word in _KNOWN)
-
     # Words
-
-    @property
-    def _naming(self) -> bool:
-        named = self._wants_name or _TO in self._word or self._word.startswith(_FUNCTION)
-        return named and not self._proper
 
     def _end_word(self) -> None:
         word, self._word = self._word, ""

@@ -159,13 +159,10 @@ class Loop:
             self._places[gram] = at
         repeated = self._run >= self._period * (self._often - 1) > 0
         self.found = self.found or (repeated and self._run >= SHORTEST_LOOP)
-        if at > 4 * LONGEST_PERIOD:
-            self._shorten()
-
-    def _shorten(self) -> None:
-        gone = len(self._ids) - 2 * LONGEST_PERIOD
-        del self._ids[:gone]
-        self._places = {gram: at - gone for gram, at in self._places.items() if at > gone}
+        if at > 4 * LONGEST_PERIOD:  # what lies further back than a period can be is forgotten
+            gone = at - 2 * LONGEST_PERIOD
+            del ids[:gone]
+            self._places = {gram: at - gone for gram, at in self._places.items() if at > gone}
 
 
 @lru_cache(maxsize=1)

@@ -76,9 +76,12 @@ def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     if not turn.messages:
         raise RequestError("no message says anything: nothing to answer", param="messages")
     names = Names.of(turn)
-    leading, rest = _split(turn.messages)
+    # The leading instructions and tools, and everything after them (A2, A3).
+    leading = tuple(takewhile(lambda each: isinstance(each, _LEADING), turn.messages))
+    rest = turn.messages[len(leading) :]
     tools = replace(turn, messages=leading).callable_tools
-    instructions = _joined(each.text for each in leading if isinstance(each, Instructions))
+    texts = (each.text for each in leading if isinstance(each, Instructions))
+    instructions = "\n\n".join(text for text in texts if text.strip())
     ids = list(_system(turn, bool(tools)))
     budget = schema.SizeBudget()
     ids += _developer(turn, instructions, tools, names, budget)
@@ -125,7 +128,11 @@ def _ids_of(
     if isinstance(message, Call):
         text, tool = message.arguments, names.recipient(message.name)
     elif isinstance(message, Result):
-        text, tool = message.text, names.recipient(_called(message, calls))
+        called = calls.get(message.call_id)
+        if called is None:
+            problem = f"no earlier message has a tool call with the id {quoted(message.call_id)}"
+            raise RequestError(problem, param=message.where)
+        text, tool = message.text, names.recipient(called)
     elif isinstance(message, ServerCall):
         kind, text, tool = Call, message.arguments, message.name
     elif isinstance(message, ServerResult):
@@ -140,15 +147,6 @@ def _ids_of(
     else:
         text = message.text
     return _message(tenant, kind, text, tool)
-
-
-def _called(result: Result, calls: Mapping[str, str]) -> str:
-    """The name of the tool whose call ``result`` answers."""
-    name = calls.get(result.call_id)
-    if name is None:
-        problem = f"no earlier message has a tool call with the id {quoted(result.call_id)}"
-        raise RequestError(problem, param=result.where)
-    return name
 
 
 # --- bodies ---
@@ -260,18 +258,7 @@ def opening(prefill: str | None = None) -> list[int]:
 # --- which messages, in which order ---
 
 
-def _split(messages: Sequence[Message]) -> tuple[tuple[Message, ...], Sequence[Message]]:
-    """The leading instructions and tools, and everything after them (A2, A3)."""
-    leading = tuple(takewhile(lambda each: isinstance(each, _LEADING), messages))
-    return leading, messages[len(leading) :]
-
-
 _LEADING = (Instructions, AdditionalTools)
-
-
-def _joined(texts: Iterable[str]) -> str:
-    return "\n\n".join(text for text in texts if text.strip())
-
 
 _Stretch: TypeAlias = "tuple[Sequence[type[Message]], Sequence[Message], Sequence[Span] | None]"
 """What the assistant said in a row, or what stands between (then without kinds): the kinds of what
@@ -299,13 +286,10 @@ def _without_stale_reasoning(stretches: Sequence[_Stretch]) -> Sequence[_Stretch
     if not answers:
         return stretches
     at = answers[-1]
-    latest = _without_reasoning(stretches[at], _past_answer(stretches[at]))
+    kinds, *_ = stretches[at]
+    past_answer = len(kinds) - kinds[::-1].index(Answer)
+    latest = _without_reasoning(stretches[at], past_answer)
     return [*map(_without_reasoning, stretches[:at]), latest, *stretches[at + 1 :]]
-
-
-def _past_answer(stretch: _Stretch) -> int:
-    kinds, *_ = stretch
-    return len(kinds) - kinds[::-1].index(Answer)
 
 
 def _without_reasoning(stretch: _Stretch, until: int | None = None) -> _Stretch:
@@ -473,7 +457,12 @@ def _tools(
         budget.take_for(tools[-1], section.characters, section.schemas)
         return section.text
     characters, schemas = budget.left
-    text = _declaration(tools, names, budget, namespace, description)
+    declared = []
+    for tool in tools:
+        name, parameters = names.alias(tool.name), schema.parameters(tool, budget)
+        printed = typescript.tool(name, vocab.clean(tool.description), parameters)
+        declared.append(budget.declare(tool, printed))
+    text = typescript.section(namespace, declared, vocab.clean(description))
     if key is not None:
         left = budget.left
         section = _Section(text, characters - left[0], schemas - left[1])
@@ -493,19 +482,6 @@ def _declared(
         return marshal.dumps((namespace, description, values), 2)
     except ValueError:
         return None
-
-
-def _declaration(
-    tools: Sequence[Tool], names: Names, budget: schema.SizeBudget, namespace: str, description: str
-) -> str:
-    declared = [_declared_tool(tool, names.alias(tool.name), budget) for tool in tools]
-    return typescript.section(namespace, declared, vocab.clean(description))
-
-
-def _declared_tool(tool: Tool, name: str, budget: schema.SizeBudget) -> str:
-    parameters = schema.parameters(tool, budget)
-    description = vocab.clean(tool.description)
-    return budget.declare(tool, typescript.tool(name, description, parameters))
 
 
 _ANY_OBJECT = ResponseFormat(

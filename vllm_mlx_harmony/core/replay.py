@@ -210,13 +210,9 @@ class ReplayScope:
         Reasoning does not count: clients leave it out, shorten and reword it. Nor do white space
         and order within the JSON of a call's arguments: clients parse it and write it anew.
         """
-        return self._generated(*visible(turn), before, served(turn))
-
-    def _generated(
-        self, content: str, calls: Sequence[Call], before: int, ran: str
-    ) -> GeneratedTurn | None:
+        content, calls = visible(turn)
         (found,) = self._found([self._key(content, calls, before)])
-        return _unedited(found, content, calls, ran)
+        return _unedited(found, content, calls, served(turn))
 
     def _found(self, keys: Sequence[_Key]) -> list[GeneratedTurn | None]:
         """The turns with these keys: what memory has not, the archive is asked for in one go."""
@@ -243,7 +239,9 @@ def _unedited(
     found: GeneratedTurn | None, content: str, calls: Sequence[Call], ran: str
 ) -> GeneratedTurn | None:
     """``found``, if it is what a client sends back as ``content`` and ``calls``."""
-    if found is None or found.content != content or not _same(found.calls, calls):
+    if found is None or found.content != content or len(found.calls) != len(calls):
+        return None
+    if not all(map(_is_same, found.calls, calls)):
         return None
     # A client of an API that has no place for what ran here gives nothing of it back. A turn that
     # ended before it said anything is known by that alone.
@@ -358,19 +356,12 @@ def _digest(*parts: str | int) -> bytes:
     return digest.digest()
 
 
-def _same(ours: Sequence[Call], theirs: Sequence[Call]) -> bool:
-    """Whether the calls are the same ones, in the same order."""
-    return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
-
-
 def _is_same(ours: Call, theirs: Call) -> bool:
     if ours.id != theirs.id or ours.name != theirs.name:
         return False
-    one, other = ours.arguments, theirs.arguments
-    return one == other or _is_same_json(one or "{}", other or "{}")  # a cut call may have none
-
-
-def _is_same_json(one: str, other: str) -> bool:
+    if ours.arguments == theirs.arguments:
+        return True
+    one, other = ours.arguments or "{}", theirs.arguments or "{}"  # a cut call may have none
     if not is_parsed_soon(other):
         return False  # a text that is edited is another, too
     try:
@@ -415,18 +406,15 @@ def _ended(output: Output) -> Sequence[int]:
     """
     if output.ids[-1] in vocab.LAST:
         return (*output.ids[:-1], vocab.END)
-    ids = output.ids[: _end_of_messages(output)]
+    # Behind the last message that ended there may be half of another, or only a header, and perhaps
+    # junk before it, of one that never began.
+    rest = output.ids[output.ended :]
+    in_message = output.begins[-1] >= output.ended or vocab.MESSAGE in rest
+    ids = output.ids if in_message else output.ids[: output.ended]
     if ids[-1] in (vocab.END, vocab.CALL):
         return ids
     called = isinstance(output.messages[-1], (Call, ServerCall))
     return (*ids, vocab.CALL if called else vocab.END)
-
-
-def _end_of_messages(output: Output) -> int:
-    """Where only a header follows, and perhaps junk before it, of a message that never began."""
-    rest = output.ids[output.ended :]
-    in_message = output.begins[-1] >= output.ended or vocab.MESSAGE in rest
-    return len(output.ids) if in_message else output.ended
 
 
 class _Shared(dict[int, int]):

@@ -130,17 +130,13 @@ def parameters(tool: Tool, budget: SizeBudget | None = None) -> Schema | None:
     except OverflowError as error:
         raise too_large(tool) from error
     expressed.pop("nullable", None)
-    takes_none = not _shape(expressed) or expressed.get("properties") == {}
-    return None if takes_none else expressed
+    # `any` and `object` have nothing to say of an argument.
+    shaped = "oneOf" in expressed or expressed.get("type") not in (None, _OBJECT["type"])
+    return expressed if shaped and expressed.get("properties") != {} else None
 
 
 def _invalid(tool: Tool, problem: str) -> RequestError:
     return RequestError(f"the parameters of tool {quoted(tool.name)} {problem}", param=tool.where)
-
-
-def _shape(expressed: Schema) -> bool:
-    """Whether an argument has anything to say: `any` and `object` have not."""
-    return "oneOf" in expressed or expressed.get("type") not in (None, _OBJECT["type"])
 
 
 def express(schema: object, budget: SizeBudget | None = None) -> Schema:

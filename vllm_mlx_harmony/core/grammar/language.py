@@ -151,15 +151,12 @@ class _Writer:
             called = f"| preamble next {opened} call | call" if callable_ else ""
             self._rule("start", f"{reasoned} (answer {called})")
         if "answer" in ends:
-            self._answer(turn.answer_format)
+            self._rule("answer", f'{_CHANNEL} "final" type? {_MESSAGE} body {_RETURN}')
+            self._body(turn.answer_format)
         if callable_:
             self._call(callable_)
 
     # The answer
-
-    def _answer(self, requested: ResponseFormat | None) -> None:
-        self._rule("answer", f'{_CHANNEL} "final" type? {_MESSAGE} body {_RETURN}')
-        self._body(requested)
 
     def _body(self, requested: ResponseFormat | None) -> None:
         if requested is None:
