@@ -65,7 +65,15 @@ def message_text(parts: Sequence[Part], where: str) -> str:
 
     Raises ``RequestError`` naming the part that is not text.
     """
-    return "".join(_readable(part, f"{where}[{index}]") for index, part in enumerate(parts))
+    texts: list[str] = []
+    for index, part in enumerate(parts):
+        at = f"{where}[{index}]"
+        text = _part_text(part, at)
+        if text is None:
+            problem = f"{at} is of type {quoted(part.type)}: the model reads text only"
+            raise RequestError(problem, param=at, code=UNSUPPORTED)
+        texts.append(text)
+    return "".join(texts)
 
 
 def user_text(parts: Sequence[Part], where: str, *, newest: bool) -> str:
@@ -106,17 +114,6 @@ def call_arguments(given: object, where: str) -> str:
     if given is None:
         return "{}"
     raise RequestError(f"{where} must be a string of JSON", param=where, code="invalid_type")
-
-
-def _readable(part: Part, where: str) -> str:
-    text = _part_text(part, where)
-    if text is None:
-        raise RequestError(
-            f"{where} is of type {quoted(part.type)}: the model reads text only",
-            param=where,
-            code=UNSUPPORTED,
-        )
-    return text
 
 
 def _part_text(part: Part, where: str) -> str | None:

@@ -75,25 +75,28 @@ def read(options: Mapping[str, Any]) -> Defaults:
     Raises ``HostError`` naming the option that is not what it has to be.
     """
     none_effort = _none_effort()
-    effort, thinking = _reasoning(options, none_effort)
-    return Defaults(
-        effort=effort,
-        identity=_identity(options.get("model_identity")),
-        date=current_date(),
-        builtin_tools=_builtin_tools(options.get("builtin_tools")),
-        thinking=thinking,
-        none_effort=none_effort,
-    )
-
-
-def _reasoning(options: Mapping[str, Any], none_effort: Effort | None) -> tuple[Effort, bool]:
     try:
-        return Defaults(none_effort=none_effort).reasoning(
+        effort, thinking = Defaults(none_effort=none_effort).reasoning(
             ("reasoning_effort", options.get("reasoning_effort")),
             ("enable_thinking", NO_THINKING if options.get("enable_thinking") is False else None),
         )
     except RequestError as error:
         raise _wrong(error.message) from error
+    identity, builtin = options.get("model_identity"), options.get("builtin_tools")
+    if not (identity is None or isinstance(identity, str)):
+        raise _wrong("model_identity must be a string")
+    if builtin is None:
+        builtin = []
+    if not isinstance(builtin, list) or any(name not in BUILTIN_TOOLS for name in builtin):
+        raise _wrong(f"builtin_tools must be a list of {' and '.join(BUILTIN_TOOLS)}")
+    return Defaults(
+        effort=effort,
+        identity=identity,
+        date=current_date(),
+        builtin_tools=tuple(dict.fromkeys(builtin)),
+        thinking=thinking,
+        none_effort=none_effort,
+    )
 
 
 def _none_effort() -> Effort | None:
@@ -104,20 +107,6 @@ def _none_effort() -> Effort | None:
         return Effort.parse(word, param=NONE_VARIABLE)
     except RequestError as error:
         raise HostError(error.message) from error
-
-
-def _identity(text: object) -> str | None:
-    if text is None or isinstance(text, str):
-        return text
-    raise _wrong("model_identity must be a string")
-
-
-def _builtin_tools(names: object) -> tuple[str, ...]:
-    if names is None:
-        return ()
-    if not isinstance(names, list) or any(name not in BUILTIN_TOOLS for name in names):
-        raise _wrong(f"builtin_tools must be a list of {' and '.join(BUILTIN_TOOLS)}")
-    return tuple(dict.fromkeys(names))
 
 
 def _wrong(problem: str) -> HostError:

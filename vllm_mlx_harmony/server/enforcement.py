@@ -122,13 +122,15 @@ async def constraint_for(turn: Turn, names: Names, by_flag: int | None = None) -
         if grammar is None:
             grammar = await asyncio.to_thread(_grammar, turn, names, wanted.policy)
     requested = limits.reasoning_tokens
+    strict = wanted.policy is Policy.STRICT or any(tool.strict for tool in turn.callable_tools)
+    chosen = turn.tool_choice.required or turn.tool_choice.names is not None
     spec = ConstraintSpec(
         grammar=grammar,
         reasoning_tokens=wanted.reasoning_tokens if requested is None else requested,
         repetitions=wanted.repetitions,
         min_tokens=limits.min_tokens,
         answering=turn.prefill is not None,
-        binding=_is_binding(turn, wanted.policy),
+        binding=strict or chosen or turn.answer_format is not None,
     )
     return Constraint(spec) if spec else None
 
@@ -164,12 +166,6 @@ def _reject_unenforceable(turn: Turn) -> None:
         return
     problem = f"{what} cannot be enforced on this server ({GRAMMAR_VARIABLE}=off)"
     raise RequestError(problem, param=where, code="unsupported_value")
-
-
-def _is_binding(turn: Turn, policy: Policy) -> bool:
-    strict = policy is Policy.STRICT or any(tool.strict for tool in turn.callable_tools)
-    choice = turn.tool_choice
-    return strict or choice.required or choice.names is not None or turn.answer_format is not None
 
 
 def check(constraint: Constraint | None) -> None:

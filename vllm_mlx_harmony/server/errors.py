@@ -62,8 +62,11 @@ def failure_of(error: HarmonyFailure | HTTPException) -> HarmonyFailure:
     code, param = _CODES.get(status, (None, None))
     retry_after = (error.headers or {}).get("Retry-After", "")
     kind = RequestError if status < HostError.status else HostError
+    detail: Any = error.detail
+    if isinstance(detail, dict):
+        detail = detail.get("message") or detail
     return kind(
-        _message(error.detail),
+        str(detail),
         status=status,
         code=code,
         param=param,
@@ -77,12 +80,6 @@ def logged_failure(error: Exception, what: str) -> HarmonyFailure:
         return error
     logger.error("%s", what, exc_info=error)
     return OutputError(INTERNAL, code="internal_error")
-
-
-def _message(detail: Any) -> str:
-    if isinstance(detail, dict):
-        return str(detail.get("message") or detail)
-    return str(detail)
 
 
 async def admit(connection: HTTPConnection) -> None:

@@ -51,23 +51,20 @@ class Queue:
         Raises ``HostError``: 503 with ``retry_after`` at once when every place is taken, 504 when
         the time ran out, and what those who wait are rejected with.
         """
-        await self._come(seconds)
-        try:
-            yield
-        finally:
-            self._leave()
-
-    async def _come(self, seconds: float) -> None:
         if not self._taken:
             self._taken = True
-            return
-        if len(self._waiting) >= self._places:
+        elif len(self._waiting) < self._places:
+            await self._wait(seconds)
+        else:
             raise HostError(
                 f"{len(self._waiting)} requests are waiting already; try again later",
                 code="queue_full",
                 retry_after=RETRY_SECONDS,
             )
-        await self._wait(seconds)
+        try:
+            yield
+        finally:
+            self._leave()
 
     async def _wait(self, seconds: float) -> None:
         place = asyncio.get_running_loop().create_future()

@@ -212,15 +212,13 @@ class Emitter:
 
     def _finished(self, delta: Finished) -> list[Event]:
         self._reason, self._usage = delta.reason, delta.usage
-        last = "{}" if self._says_something() else '{"content":""}'
-        return [*self._send(last, quote(delta.reason)), *self._end()]
-
-    def _end(self) -> list[Event]:
         if not self._stream:
             return []
-        if not self._include_usage:
-            return [DONE]
-        return [Event(f'{self._head}],"usage":{encode(_usage(self._usage))}}}'), DONE]
+        last = "{}" if self._says_something() else '{"content":""}'
+        ended = self._send(last, quote(delta.reason))
+        if self._include_usage:
+            ended.append(Event(f'{self._head}],"usage":{encode(_usage(self._usage))}}}'))
+        return [*ended, DONE]
 
     def _send(self, delta: str, reason: str = "null") -> list[Event]:
         """One chunk with ``delta``, which is JSON, as is ``reason``."""

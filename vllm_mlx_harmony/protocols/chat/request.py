@@ -108,6 +108,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     effort, thinking = _reasoning(body, template, defaults)
     builtin_tools = defaults.enabled(template.builtin_tools)
     messages, prefill = _conversation(body)
+    older = body.max_completion_tokens is None
     choice = body.tool_choice or ChatToolChoice(type="auto")
     tools = () if choice.type == "none" else tuple(_tools(body.tools or ()))
     tool_choice = _tool_choice(choice, body.tools or (), builtin_tools)
@@ -124,7 +125,15 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
         builtin_tools=builtin_tools,
         prefill=prefill,
         sampling=sampling(body, _logit_bias(body)),
-        limits=_limits(body),
+        limits=Limits(
+            max_tokens=body.max_tokens if older else body.max_completion_tokens,
+            # An empty one can end nothing: forms send one for an empty field.
+            stop=tuple(text for text in body.stop or () if text),
+            one_call=body.parallel_tool_calls is False,
+            where="max_tokens" if older else "max_completion_tokens",
+            reasoning_tokens=_reasoning_tokens(body),
+            min_tokens=body.min_tokens or 0,
+        ),
         tool_choice=tool_choice,
         thinking=thinking,
         namespaces=() if choice.type == "none" else defaults.unasked(tools),
@@ -376,28 +385,11 @@ def _reasoning_tokens(body: ChatBody) -> int | None:
 
 def _logit_bias(body: ChatBody) -> Iterator[tuple[int, float]]:
     for key, bias in (body.logit_bias or {}).items():
-        yield _token_id(key), bias
-
-
-def _token_id(key: str) -> int:
-    digits = key.isascii() and key.isdigit() and len(key) <= len(str(VOCAB_SIZE))
-    if not digits or int(key) >= VOCAB_SIZE:
-        raise RequestError(
-            f"logit_bias: {quoted(key)} is not a token id from 0 to {VOCAB_SIZE - 1}",
-            param="logit_bias",
-            code="invalid_value",
-        )
-    return int(key)
-
-
-def _limits(body: ChatBody) -> Limits:
-    """An empty stop string can end nothing and is ignored: forms send one for an empty field."""
-    older = body.max_completion_tokens is None
-    return Limits(
-        max_tokens=body.max_tokens if older else body.max_completion_tokens,
-        stop=tuple(text for text in body.stop or () if text),
-        one_call=body.parallel_tool_calls is False,
-        where="max_tokens" if older else "max_completion_tokens",
-        reasoning_tokens=_reasoning_tokens(body),
-        min_tokens=body.min_tokens or 0,
-    )
+        digits = key.isascii() and key.isdigit() and len(key) <= len(str(VOCAB_SIZE))
+        if not digits or int(key) >= VOCAB_SIZE:
+            raise RequestError(
+                f"logit_bias: {quoted(key)} is not a token id from 0 to {VOCAB_SIZE - 1}",
+                param="logit_bias",
+                code="invalid_value",
+            )
+        yield int(key), bias

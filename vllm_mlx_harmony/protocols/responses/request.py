@@ -142,7 +142,8 @@ def read(
     if request.input is None and not history:
         raise required("input")
     said = tuple(with_results((*history, *reader.messages(request.input or []))))
-    if not any(map(_asks, said)):
+    declaring = (AdditionalTools, EffortUpdate, FormatUpdate)
+    if all(isinstance(each, declaring) for each in said):
         raise RequestError("input is empty: there is nothing to answer", param="input")
     instructions = (Instructions(request.instructions),) if request.instructions else ()
     tools = declared.tools(shown, request.tool_choice, server)
@@ -170,11 +171,6 @@ def read(
     )
 
 
-def _asks(message: Message) -> bool:
-    """Whether there is something to answer in it: not in what only declares."""
-    return not isinstance(message, (AdditionalTools, EffortUpdate, FormatUpdate))
-
-
 def previous_response_id(body: object) -> str | None:
     """The response that ``body``, not read yet, continues: what its history is looked up by."""
     key = body.get("previous_response_id") if isinstance(body, dict) else None
@@ -195,9 +191,11 @@ def read_turn(
         if isinstance(message, EffortUpdate):
             thinking = message.thinking
     budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
+    if tools.none:
+        messages = tuple(each for each in messages if not isinstance(each, AdditionalTools))
     format_ = body.text.format if body.text else None
     return Turn(
-        messages=_without_tools(messages) if tools.none else messages,
+        messages=messages,
         tools=tools.shown,
         effort=effort,
         response_format=response_format(format_, "text.format") if format_ else None,
@@ -217,10 +215,6 @@ def read_turn(
         namespaces=() if tools.none else server.namespaces,
         max_tool_calls=body.max_tool_calls if server.namespaces else None,
     )
-
-
-def _without_tools(messages: Iterable[Message]) -> tuple[Message, ...]:
-    return tuple(each for each in messages if not isinstance(each, AdditionalTools))
 
 
 def _effort(body: ResponsesBody, template: TemplateOptions) -> tuple[tuple[str, object], ...]:
