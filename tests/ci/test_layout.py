@@ -51,7 +51,7 @@ def test_names_say_something() -> None:
     assert {path.stem for path in MODULES} & EMPTY_NAMES == set()
 
 
-EXTRAS = {"anyio", "mcp", "mcp_types", "redis"}
+EXTRAS = {"anyio", "httpx2", "mcp", "mcp_types", "redis"}
 """What an extra brings: imported where it is asked for."""
 
 LOADED_BY_OTHERS = {"websockets"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -110,6 +111,29 @@ def test_serve_puts_the_flag_before_what_is_given(
     assert main(["serve", *given]) == 0
     assert installed == [True]
     assert command_line == [["vllm-mlx", "serve", "--tool-call-parser", "harmony", *given]]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["m", "--tool-urls", "https://a,https://b=c", "--port", "1"],
+        ["--tool-urls=https://a,https://b=c", "m", "--port", "1"],
+    ],
+)
+def test_serve_takes_the_patterns_of_urls(
+    given: list[str], command_line: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "install", lambda: None)
+    monkeypatch.setenv(TOOL_URLS, "before")
+    assert main(["serve", *given]) == 0
+    assert command_line == [
+        ["vllm-mlx", "serve", "--tool-call-parser", "harmony", "m", "--port", "1"]
+    ]
+    assert os.environ[TOOL_URLS] == "https://a,https://b=c"
+    assert main(["serve", "m", "--tool-urls"]) == 2
+
+
+TOOL_URLS = "VLLM_MLX_HARMONY_TOOL_URLS"
 
 
 def test_serve_installs_before_it_runs(

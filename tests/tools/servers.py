@@ -122,7 +122,19 @@ def browser(server: MCPServer) -> None:
         return f"[2] Found {pattern}"
 
 
-KINDS = {each.__name__: each for each in (weather, slow, crash, big, changing, python, browser)}
+def caller(server: MCPServer) -> None:
+    """Says who asks."""
+
+    @server.tool()
+    def who(context: Context) -> str:
+        """Tells the credentials of this call."""
+        headers = context.headers or {}
+        return f"{headers.get('authorization')} {headers.get('x-team')} {headers.get('host')}"
+
+
+KINDS = {
+    each.__name__: each for each in (weather, slow, crash, big, changing, python, browser, caller)
+}
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.responses import store
 from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
+from vllm_mlx_harmony.server.tools.tool_server import Answer
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 FIRST = (
@@ -182,6 +183,40 @@ def test_three_calls_and_an_answer(at_once: int, stream: bool) -> None:
         assert [each.model_dump() for each in done] == [
             each.model_dump() for each in response.output
         ]
+
+
+FOUND = (
+    "[0] A page\nURL: https://a.example/x_(y)?q=1&r=2\n"
+    "[1] Another (see http://b.example/z), and (https://c.example/d).\n"
+    "[2] the first once more: https://a.example/x_(y)?q=1&r=2 【3†https://d.example†x】\n"
+)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("included", [True, False])
+def test_the_sources_of_a_search(included: bool, stream: bool) -> None:
+    async def search(query: str) -> Answer:
+        return Answer(FOUND)
+
+    found = browser()
+    found.runs["search"] = (None, search)
+    scripts = {"Where is it warm?": THIRD, "[2] the first once more": LAST}
+    host = serving(found, scripts=scripts)
+    include = ["web_search_call.action.sources"] if included else []
+    request = {"input": "Where is it warm?", "tools": TOOLS[2:], "include": include}
+    response, events = finally_(create(host, stream, **request))
+    (call,) = [each for each in response.output if each.type == "web_search_call"]
+    urls = [
+        "https://a.example/x_(y)?q=1&r=2",
+        "http://b.example/z",
+        "https://c.example/d",
+        "https://d.example",
+    ]
+    sources = call.action.sources
+    assert (sources and [each.url for each in sources]) == (urls if included else None)
+    if stream:
+        done = [each.item for each in events if each.type == "response.output_item.done"]
+        assert call in done
 
 
 ORDERS = {

@@ -213,10 +213,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(port: int, transport: str) -> Iterator[subprocess.Popen[bytes]]:
+def serving(port: int, transport: str, kind: str = "weather") -> Iterator[subprocess.Popen[bytes]]:
     more = ["--sse"] if transport == "sse" else []
     server = subprocess.Popen(
-        [sys.executable, str(SERVERS), "weather", str(port), *more],
+        [sys.executable, str(SERVERS), kind, str(port), *more],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

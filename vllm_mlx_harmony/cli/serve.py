@@ -16,14 +16,18 @@ from vllm_mlx_harmony.cli.errors import UsageError
 ID_FLAG = "--id-endpoint"
 """Switches on the endpoint of ids, for a gateway in front of this server."""
 
+URLS_FLAG = "--tool-urls"
+"""Patterns of the tool servers that requests may name by URL, with commas between."""
+
 
 def run(arguments: Sequence[str]) -> int:
     """Runs ``vllm-mlx serve`` with these arguments until it ends. The process is the server's.
 
     ``--tool-call-parser harmony`` stands in front of them, so that another one given overrides it;
-    ``--id-endpoint`` is not the host's.
+    ``--id-endpoint`` and ``--tool-urls`` are not the host's.
     Raises ``UsageError`` when the plugin is switched off or the host cannot be imported.
     """
+    arguments = _without_urls(list(arguments))
     if ID_FLAG in arguments:
         arguments = [each for each in arguments if each != ID_FLAG]
         os.environ["VLLM_MLX_HARMONY_ID_ENDPOINT"] = "1"
@@ -38,3 +42,18 @@ def run(arguments: Sequence[str]) -> int:
     sys.argv = ["vllm-mlx", "serve", "--tool-call-parser", "harmony", *arguments]
     importlib.import_module(_startup.HOST).main()
     return 0
+
+
+def _without_urls(arguments: list[str]) -> list[str]:
+    """``arguments`` without the patterns, which go where they are read."""
+    for at, each in enumerate(arguments):
+        flag, equals, given = each.partition("=")
+        if flag != URLS_FLAG:
+            continue
+        if not equals:
+            if at + 1 == len(arguments):
+                raise UsageError(f"{URLS_FLAG} needs patterns: {URLS_FLAG} 'https://*.example.com'")
+            given = arguments[at + 1]
+        os.environ["VLLM_MLX_HARMONY_TOOL_URLS"] = given
+        return [*arguments[:at], *arguments[at + (1 if equals else 2) :]]
+    return arguments

@@ -175,7 +175,7 @@ class Namespace:
     ``tools`` say; ``python`` is called by that name alone, and what is written to it is code.
     ``label`` is what clients and the operator call it, ``problem`` why it has no tools now.
     ``approval`` are the names of tools that the caller wants to be asked about before one of their
-    calls is run.
+    calls is run. ``given``: the request names the server by its URL, it is none of the operator's.
     """
 
     name: str
@@ -184,6 +184,7 @@ class Namespace:
     label: str = ""
     problem: str = ""
     approval: frozenset[str] = frozenset()
+    given: bool = False
 
     @property
     def trained(self) -> bool:

@@ -12,6 +12,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure
 _CALLERS_FAULT = range(400, 500)
 _ERRORS: dict[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
+    424: ("external_connector_error", "http_error"),
     429: ("requests", "rate_limit_exceeded"),
 }
 

@@ -65,6 +65,7 @@ class Lease:
     budget: Budget
     _give_back: Callable[[], Awaitable[None]]
     _released: bool = field(default=False, init=False)
+    _endings: list[Callable[[], Awaitable[None]]] = field(default_factory=list, init=False)
 
     @property
     def harmony(self) -> Engine:
@@ -72,11 +73,19 @@ class Lease:
         assert self.engine is not None
         return self.engine
 
+    def on_release(self, ending: Callable[[], Awaitable[None]]) -> None:
+        """``ending`` ends what is there for this request alone, when the engine is given back."""
+        self._endings.append(ending)
+
     async def release(self) -> None:
         """Gives the engine back."""
         if not self._released:
             self._released = True
-            await self._give_back()
+            try:
+                await self._give_back()
+            finally:
+                for ending in self._endings:
+                    await ending()
 
 
 class Tracker(Protocol):

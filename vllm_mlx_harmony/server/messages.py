@@ -47,6 +47,7 @@ MESSAGES = Api(
     prefix="/v1/messages",
     ping=messages.PING,
     reports_cached=True,
+    servers=messages.client_servers,
 )
 
 

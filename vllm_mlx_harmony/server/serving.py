@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 from uuid import uuid4
 
@@ -23,6 +24,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
+from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server import replay
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
@@ -33,6 +35,7 @@ from vllm_mlx_harmony.server.host import Host, Lease, host_of, tenant_of
 from vllm_mlx_harmony.server.model_names import own_name, response_name
 from vllm_mlx_harmony.server.sampling import capped, resolve
 from vllm_mlx_harmony.server.streams import Emitter, EventBuffer, EventStream, written
+from vllm_mlx_harmony.server.tools.client_servers import ConnectedServer, stop
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
 
 logger = logging.getLogger(__name__)
@@ -75,7 +78,8 @@ class Api:
     below it, also a middleware's, is written by ``error_body``. ``frame`` writes one event of a
     stream. ``ping`` is sent while a stream is silent, where the API has such an event. ``writer``
     replaces the request's own emitter. ``blocks``: ``read`` may wait for a disk or a network, and
-    runs in a thread. ``reports_cached``: a stream begins with the usage of the prompt.
+    runs in a thread. ``reports_cached``: a stream begins with the usage of the prompt. ``servers``:
+    the tool servers that a body names by their URLs, where the operator's have these labels.
     """
 
     name: str
@@ -87,6 +91,7 @@ class Api:
     writer: Callable[[Any, ResponseInfo, Any, str], Emitter] | None = None
     blocks: bool = False
     reports_cached: bool = False
+    servers: Callable[[object, Collection[str]], Sequence[ClientServer]] = lambda body, labels: ()
 
     async def parsed(self, document: Document, defaults: Defaults, tenant: str) -> Any:
         """The request in ``document``, from ``tenant``. Raises ``RequestError``."""
@@ -152,9 +157,9 @@ async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]
             if lease.engine is None:
                 return await _forwarded(request, lease)
             host = host_of(request)
-            parsed = await api.parsed(
-                document, with_tools(host.defaults(None), host.toolbox), lease.tenant
-            )
+            given = await _given(api, host, document, lease)
+            defaults = with_tools(host.defaults(None), host.toolbox, given)
+            parsed = await api.parsed(document, defaults, lease.tenant)
             turn = replace(parsed.turn, tenant=lease.tenant)
             remembered = replay.view(host, lease)
             await lease.release()
@@ -232,7 +237,8 @@ async def prepare(
     api: Api, host: Host, document: Document, lease: Lease, id_seed: str
 ) -> PreparedRequest:
     """The request, read and rendered; ids are made from ``id_seed``. Raises ``RequestError``."""
-    defaults = with_tools(host.defaults(lease.engine), host.toolbox)
+    given = await _given(api, host, document, lease)
+    defaults = with_tools(host.defaults(lease.engine), host.toolbox, given)
     parsed = await api.parsed(document, defaults, lease.tenant)
     info = ResponseInfo(id_seed, int(time.time()), response_name(parsed.model, host.model_name))
     settings = resolve(parsed.turn.sampling, parsed.turn.limits, host.max_tokens, defaults.sampling)
@@ -252,10 +258,28 @@ async def prepare(
         reports_cached=api.reports_cached and parsed.stream,
         id_seed=id_seed,
         constraint=constraint,
-        tools=TurnTools.of(host, turn, names, lease.budget),
+        tools=TurnTools.of(host, turn, names, lease.budget, given),
     )
     emitter = api.emitter(parsed, info, context, lease.tenant)
     return PreparedRequest(api, parsed, info, job, emitter)
+
+
+async def _given(
+    api: Api, host: Host, document: Document, lease: Lease
+) -> Sequence[ConnectedServer]:
+    """The tool servers that the request names by their URLs, until ``lease`` is released.
+
+    None where the server runs no tools. Raises ``RequestError``.
+    """
+    if host.toolbox is None:
+        return ()
+    labels = [each.label for each in host.toolbox.servers]
+    requested = api.servers(document.value, labels)
+    if not requested:
+        return ()
+    servers = await host.toolbox.clients.connected(requested, lease.tenant)
+    lease.on_release(partial(stop, servers))
+    return servers
 
 
 async def respond(request: Request, prepared: PreparedRequest, deltas: Deltas) -> Response:

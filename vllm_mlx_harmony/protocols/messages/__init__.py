@@ -9,12 +9,14 @@ from vllm_mlx_harmony.protocols.messages.emitter import (
     request_id,
 )
 from vllm_mlx_harmony.protocols.messages.request import MessagesRequest, read
+from vllm_mlx_harmony.protocols.messages.server_tools import client_servers
 
 __all__ = [
     "PING",
     "Display",
     "Emitter",
     "MessagesRequest",
+    "client_servers",
     "counted",
     "error_body",
     "read",

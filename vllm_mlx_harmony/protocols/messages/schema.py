@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.protocols.client_servers import MOST_SERVERS
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, StopStrings, Wire, checked, required
 
 # --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
@@ -194,10 +195,6 @@ class McpServer(Wire):
     url: str | None = None
     authorization_token: str | None = Field(default=None, repr=False)
     tool_configuration: ToolConfiguration | None = None
-
-
-MOST_SERVERS = 20
-"""As many servers as Anthropic's API takes."""
 
 
 class EffortConfig(Wire):

@@ -9,13 +9,15 @@ Knows names, switches and the shapes of results. Refuses to know messages (messa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from json import dumps
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.names import carryable
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
+from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
 from vllm_mlx_harmony.protocols.messages.schema import (
     TOOLSET,
     AnthropicTool,
@@ -55,6 +57,33 @@ def asked_for(body: MessagesBody, available: Sequence[Namespace]) -> tuple[Names
             raise _unknown(tool.mcp_server_name, f"tools[{index}].mcp_server_name", known)
         chosen[found.label] = _only(found, _enabled(tool, found.tools))
     return tuple(each for each in chosen.values() if each.tools)
+
+
+def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer, ...]:
+    """The servers that ``body``, not read yet, names and that are not the operator's ``labels``.
+
+    What is malformed is left to whoever reads all of it. Raises ``RequestError`` naming the field.
+    """
+    servers = body.get("mcp_servers") if isinstance(body, dict) else None
+    found: list[ClientServer] = []
+    for index, server in enumerate(servers if isinstance(servers, list) else ()):
+        if not isinstance(server, dict):
+            continue
+        name, url = server.get("name"), server.get("url")
+        if not (isinstance(name, str) and name and isinstance(url, str)) or name in labels:
+            continue
+        where = f"mcp_servers[{index}]"
+        token_where = f"{where}.authorization_token"
+        headers = headers_of(None, server.get("authorization_token"), where, token_where)
+        unreachable = partial(_unreachable, name)
+        found.append(ClientServer(name, url, f"{where}.url", headers, unreachable))
+    return tuple(found)
+
+
+def _unreachable(name: str, why: str) -> RequestError:
+    """With the status that api.anthropic.com has for it, and why."""
+    problem = f"Connection error while communicating with MCP server {quoted(name)}: {why}"
+    return RequestError(problem, param="mcp_servers")
 
 
 def _unknown(name: str, where: str, known: Iterable[str]) -> RequestError:

@@ -7,10 +7,12 @@ from vllm_mlx_harmony.protocols.responses.request import (
     previous_response_id,
     read,
 )
+from vllm_mlx_harmony.protocols.responses.server_tools import client_servers
 
 __all__ = [
     "Emitter",
     "ResponsesRequest",
+    "client_servers",
     "error_body",
     "previous_response_id",
     "read",

@@ -212,6 +212,7 @@ class Emitter:
             recipient,
             asks=server.needs_approval(recipient) if asks is None else asks,
             outputs=self._writing.shows_outputs,
+            sources=self._writing.shows_sources,
         )
 
     def _key(self, index: int) -> str:

@@ -221,7 +221,8 @@ def _addressed(tool: Declared) -> Document:
 class Writing:
     """How one request wants its output written. ``cipher`` is there when it asked for encrypted
     reasoning. ``server`` are the tools that the server runs, ``listed`` those of their servers that
-    the client is told the tools of; ``shows_outputs``: what code has printed is shown."""
+    the client is told the tools of; ``shows_outputs``: what code has printed is shown;
+    ``shows_sources``: where a search has found something."""
 
     tools: Tools
     summarised: bool = False
@@ -229,6 +230,7 @@ class Writing:
     server: ServerTools = field(default_factory=ServerTools)
     listed: tuple[Namespace, ...] = ()
     shows_outputs: bool = False
+    shows_sources: bool = False
 
     def item(self, delta: Opened, index: int, info: ResponseInfo) -> OutputItem:
         """The item for the message that ``delta`` opens; it is number ``index`` of the output."""

@@ -45,7 +45,11 @@ from vllm_mlx_harmony.protocols.responses.schema import (
     read_body,
     response_format,
 )
-from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools, read_server_tools
+from vllm_mlx_harmony.protocols.responses.server_tools import (
+    ServerTools,
+    read_server_tools,
+    without_secrets,
+)
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
 from vllm_mlx_harmony.protocols.server_calls import with_results
 from vllm_mlx_harmony.protocols.validation import required
@@ -56,6 +60,9 @@ ENCRYPTED_CONTENT = "reasoning.encrypted_content"
 
 OUTPUTS = "code_interpreter_call.outputs"
 """What ``include`` says when what code has printed is wanted."""
+
+SOURCES = "web_search_call.action.sources"
+"""What ``include`` says when the URLs that a search has found are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +173,7 @@ def read(
             server=server,
             listed=tuple(each for each in server.listed if each.label not in listed),
             shows_outputs=OUTPUTS in (request.include or ()),
+            shows_sources=SOURCES in (request.include or ()),
         ),
         _repeated=repeated(request, defaults),
     )
@@ -322,4 +330,4 @@ def _tool(tool: NamespacedTool) -> dict[str, Any]:
         inner: Sequence[NamespacedTool] = tool.tools or ()
         described = {"description": tool.description or ""}
         return {**tool.document, **described, "tools": [_tool(each) for each in inner]}
-    return dict(tool.document)
+    return without_secrets(tool.document) if tool.type == "mcp" else dict(tool.document)

@@ -11,6 +11,7 @@ Refuses to know the response around it, and what is run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from json import loads
 from typing import Any
@@ -35,7 +36,8 @@ class ServerItem:
     """One call while it is written and run: what happens to it in, events out. ``key``: of its id.
 
     ``approved`` is the id of the request for approval that came before it. ``outputs``: the request
-    wants to see what code has printed. ``code``: what is called takes code, not JSON.
+    wants to see what code has printed; ``sources``: where a search has found something. ``code``:
+    what is called takes code, not JSON.
     """
 
     stem = ""
@@ -43,7 +45,7 @@ class ServerItem:
     def __init__(self, index: int, key: str, tool: Served) -> None:
         self.index, self.key, self.tool = index, key, tool
         self.approved: str | None = None
-        self.outputs = self.code = False
+        self.outputs = self.sources = self.code = False
         self.arguments = ""
         self.status = IN_PROGRESS
         self.text: str | None = None
@@ -217,7 +219,31 @@ class WebSearchCall(ServerItem):
         if self.tool.name == "find":
             return {"type": "find_in_page", "pattern": str(given.get("pattern", "")), "url": ""}
         query = str(given.get("query", ""))
-        return {"type": "search", "query": query, "queries": [query]}
+        action: Document = {"type": "search", "query": query, "queries": [query]}
+        if self.sources and self.failure is None and self.text is not None:
+            action["sources"] = [{"type": "url", "url": url} for url in _urls(self.text)]
+        return action
+
+
+_URL = re.compile(r"https?://[^\s<>\"'`|\\^{}\[\]【】†]+")
+_MOST_URLS = 100
+
+
+def _urls(text: str) -> list[str]:
+    """The URLs in what a search has answered, each once, in order.
+
+    Without what a sentence, or brackets around it, put behind one: a bracket that the URL has
+    opened itself belongs to it.
+    """
+    found: dict[str, None] = {}
+    for match in _URL.finditer(text):
+        url = match.group().rstrip(".,;:!?")
+        while url.endswith(")") and url.count("(") < url.count(")"):
+            url = url[:-1].rstrip(".,;:!?")
+        found[url] = None
+        if len(found) == _MOST_URLS:
+            break
+    return list(found)
 
 
 def _object(arguments: str) -> dict[str, Any]:
@@ -259,11 +285,11 @@ _CLASSES: dict[str, Callable[[int, str, Served], ServerItem]] = {
 
 
 def server_item(
-    index: int, key: str, tool: Served, recipient: str, *, asks: bool, outputs: bool
+    index: int, key: str, tool: Served, recipient: str, *, asks: bool, outputs: bool, sources: bool
 ) -> ServerItem:
     """The item of a call to ``recipient``; ``asks``: it is not run before it is approved."""
     item = (ApprovalRequest if asks else _CLASSES[tool.kind])(index, key, tool)
-    item.outputs, item.code = outputs, recipient == PYTHON
+    item.outputs, item.sources, item.code = outputs, sources, recipient == PYTHON
     return item
 
 

@@ -1,6 +1,7 @@
 """Responses, inwards: the tools of a request that the server runs, and when to ask before.
 
-``mcp`` names one of the operator's tool servers by its ``server_label``; ``code_interpreter`` is
+``mcp`` names one of the operator's tool servers by its ``server_label``, or where the operator
+allows that a server by its ``server_url``; ``code_interpreter`` is
 the server named ``python``, ``web_search`` the one named ``browser``. Where the server runs no
 tools, or has none of that name for the latter two, a tool of these types stays what it is without
 them: left out, since agents declare them whether or not anybody has them.
@@ -10,12 +11,15 @@ Knows labels and filters. Refuses to know how calls are written (server_items) a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
+from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
 from vllm_mlx_harmony.protocols.responses.schema import ResponsesTool, ToolFilter
 from vllm_mlx_harmony.protocols.server_calls import recipient_of
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
@@ -135,21 +139,71 @@ def read_server_tools(
     return ServerTools(tuple(chosen.values()), tuple(listed), kinds, available)
 
 
-_ELSEWHERE = ("server_url", "connector_id", "tunnel_id", "authorization", "headers")
+_ELSEWHERE = ("connector_id", "tunnel_id")
+_OF_A_URL = ("authorization", "headers")
+
+
+def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer, ...]:
+    """The servers that ``body``, not read yet, names by their URLs; the operator's have ``labels``.
+
+    What is malformed is left to whoever reads all of it. Raises ``RequestError`` naming the field.
+    """
+    tools = body.get("tools") if isinstance(body, dict) else None
+    found: list[ClientServer] = []
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if not (isinstance(tool, dict) and tool.get("type") == "mcp"):
+            continue
+        where = f"tools[{index}]"
+        label, url = tool.get("server_label"), tool.get("server_url")
+        if not (isinstance(label, str) and label and isinstance(url, str)):
+            continue
+        if label in labels:
+            problem = (
+                f"{where}: {quoted(label)} is a server of the operator's: leave server_url out"
+            )
+            raise RequestError(problem, param=f"{where}.server_url", code="invalid_value")
+        token_where = f"{where}.authorization"
+        headers = headers_of(
+            tool.get("headers"), tool.get("authorization"), f"{where}.headers", token_where
+        )
+        unreachable = partial(_unreachable, label)
+        found.append(ClientServer(label, url, f"{where}.server_url", headers, unreachable))
+    return tuple(found)
+
+
+def _unreachable(label: str, why: str) -> RequestError:
+    """As api.openai.com has it, and why."""
+    problem = f"Error retrieving tool list from MCP server: {quoted(label)}. {why}"
+    return RequestError(problem, status=424, param="tools", code="http_error")
+
+
+def without_secrets(tool: Mapping[str, object]) -> dict[str, object]:
+    """``tool`` as a response repeats it: credentials are for its server and for nobody else.
+
+    As with api.openai.com, of the URL the part is left that says whose it is.
+    """
+    shown = {name: value for name, value in tool.items() if name not in _OF_A_URL}
+    url = tool.get("server_url")
+    if isinstance(url, str):
+        scheme, _, rest = url.partition("://")
+        host = re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")[2]
+        shown["server_url"] = f"{scheme}://{host}/<redacted>"
+    return {**shown, "headers": None} if "headers" in tool else shown
 
 
 def _mcp(tool: ResponsesTool, where: str, available: Iterable[Namespace]) -> Namespace:
-    for name in _ELSEWHERE:
+    by_url = bool(tool.document.get("server_url"))
+    for name in _ELSEWHERE if by_url else (*_ELSEWHERE, *_OF_A_URL):
         if tool.document.get(name):
             problem = f"{where}.{name}: only servers that the operator has configured are used"
             raise RequestError(problem, param=f"{where}.{name}", code=UNSUPPORTED)
     if tool.server_label is None:
         raise required(f"{where}.server_label")
     for namespace in available:
-        if namespace.label == tool.server_label:
+        if namespace.label == tool.server_label and namespace.given == by_url:
             break
     else:
-        known = ", ".join(each.label for each in available)
+        known = ", ".join(each.label for each in available if not each.given) or "none"
         problem = f"there is no tool server {quoted(tool.server_label)}; there are: {known}"
         raise RequestError(problem, param=f"{where}.server_label", code="invalid_value")
     allowed = _allowed(tool, where, namespace)

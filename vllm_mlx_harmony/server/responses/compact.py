@@ -67,4 +67,11 @@ class _Compaction:
         return self._parsed.compaction(text, server_cipher(self._tenant), self._info, self._usage)
 
 
-COMPACT = Api("responses_compact", _read, responses.error_body, writer=_Compaction, blocks=True)
+COMPACT = Api(
+    "responses_compact",
+    _read,
+    responses.error_body,
+    writer=_Compaction,
+    blocks=True,
+    servers=responses.client_servers,
+)

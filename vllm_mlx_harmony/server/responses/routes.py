@@ -57,7 +57,13 @@ def _writer(
 
 
 RESPONSES = Api(
-    "responses", read, responses.error_body, prefix="/v1/responses", writer=_writer, blocks=True
+    "responses",
+    read,
+    responses.error_body,
+    prefix="/v1/responses",
+    writer=_writer,
+    blocks=True,
+    servers=responses.client_servers,
 )
 
 

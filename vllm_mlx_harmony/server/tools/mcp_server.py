@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from vllm_mlx_harmony.server.tools.config import ServerConfig
 from vllm_mlx_harmony.server.tools.tool_server import Answer, ToolError
 
 if TYPE_CHECKING:
+    import httpx2
     from mcp import Client
 
 logger = logging.getLogger(__name__)
@@ -57,13 +58,28 @@ def check_package() -> None:
 
 
 class McpServer:
-    """An MCP server as a ``ToolServer``."""
+    """An MCP server as a ``ToolServer``.
 
-    def __init__(self, label: str, config: ServerConfig, default_timeout: float) -> None:
+    ``http`` makes what speaks HTTP to it, in place of the package's own. ``starting`` seconds may
+    a connection take. ``log`` is the level for what becomes of it, where less is to be said.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        config: ServerConfig,
+        default_timeout: float,
+        *,
+        http: Callable[[], httpx2.AsyncClient] | None = None,
+        starting: float = STARTING,
+        log: int | None = None,
+    ) -> None:
         self.label = label
         self.description = config.description
         self.timeout = config.timeout or default_timeout
         self._config = config
+        self._http, self._starting = http, starting
+        self._info, self._warning = log or logging.INFO, log or logging.WARNING
         self._tools: tuple[Tool, ...] = ()
         self._problem = "it has not been started"
         self._client: Client | None = None
@@ -86,7 +102,7 @@ class McpServer:
         """Connects for the first time; from then on the connection is kept in the background."""
         self._task = asyncio.create_task(self._keep_connected(), name=f"mcp {self.label}")
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._tried.wait(), STARTING)
+            await asyncio.wait_for(self._tried.wait(), self._starting + 1.0)
 
     async def stop(self) -> None:
         """Closes the connection, and ends the process of a server over stdio."""
@@ -123,7 +139,7 @@ class McpServer:
             ready = asyncio.create_task(self._ready.wait())
             try:
                 first = asyncio.FIRST_COMPLETED
-                await asyncio.wait({connection, ready}, timeout=STARTING, return_when=first)
+                await asyncio.wait({connection, ready}, timeout=self._starting, return_when=first)
                 late = not (ready.done() or connection.done())
                 if late:
                     connection.cancel()
@@ -140,9 +156,8 @@ class McpServer:
             self._tried.set()
             if loop.time() - began > STEADY:
                 pause = FIRST_PAUSE
-            logger.warning(
-                "tool server %s: %s; next try in %.1f s", self.label, self._problem, pause
-            )
+            told = "tool server %s: %s; next try in %.1f s"
+            logger.log(self._warning, told, self.label, self._problem, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -161,7 +176,7 @@ class McpServer:
             self._tools = await self._listed(client)
             self._client, self._problem = client, ""
             names = ", ".join(each.name for each in self._tools)
-            logger.info("tool server %s: %s", self.label, names or "no tools")
+            logger.log(self._info, "tool server %s: %s", self.label, names or "no tools")
             self._ready.set()
             self._tried.set()
             listening = asyncio.create_task(self._listen(client))
@@ -182,7 +197,8 @@ class McpServer:
         if tools != self._tools:
             self._tools = tools
             names = ", ".join(each.name for each in tools)
-            logger.info("tool server %s has other tools now: %s", self.label, names or "none")
+            told = "tool server %s has other tools now: %s"
+            logger.log(self._info, told, self.label, names or "none")
 
     @asynccontextmanager
     async def _watched(self) -> AsyncIterator[Any]:
@@ -221,7 +237,10 @@ class McpServer:
         if config.transport == "sse":
             from mcp.client.sse import sse_client
 
-            return sse_client(config.url, headers=config.headers, timeout=self.timeout)
+            if self._http is None:
+                return sse_client(config.url, headers=config.headers, timeout=self.timeout)
+            http = self._http
+            return sse_client(config.url, httpx_client_factory=lambda **_: http())
         return self._streamable_http()
 
     @asynccontextmanager
@@ -229,8 +248,11 @@ class McpServer:
         from mcp.client.streamable_http import streamable_http_client
         from mcp.shared._httpx_utils import create_mcp_http_client
 
+        made = (
+            create_mcp_http_client(headers=self._config.headers) if not self._http else self._http()
+        )
         async with (
-            create_mcp_http_client(headers=self._config.headers) as http,
+            made as http,
             streamable_http_client(self._config.url, http_client=http) as streams,
         ):
             yield streams

@@ -28,6 +28,7 @@ from vllm_mlx_harmony.core.text_limits import is_parsed_soon
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ServerCall, Tool
 from vllm_mlx_harmony.protocols.validation import mended
 from vllm_mlx_harmony.server.body import in_thread
+from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
 from vllm_mlx_harmony.server.tools.tool_server import GROUP, ToolError, ToolServer
@@ -59,14 +60,22 @@ class Counts:
 
 
 class Toolbox:
-    """Some tool servers, started and stopped together. ``use``: for which requests they are."""
+    """Some tool servers, started and stopped together. ``use``: for which requests they are.
+
+    ``clients`` has those that requests name by themselves, which live as long as their requests.
+    """
 
     def __init__(
-        self, servers: Sequence[ToolServer], config: ToolsConfig | None = None, use: Use = Use.ON
+        self,
+        servers: Sequence[ToolServer],
+        config: ToolsConfig | None = None,
+        use: Use = Use.ON,
+        clients: ClientServers | None = None,
     ) -> None:
         self.servers = tuple(servers)
         self.config = config or ToolsConfig()
         self.use = use
+        self.clients = clients or ClientServers((), self.config.default_timeout)
         self.counts: dict[tuple[str, str], Counts] = {}
         """By label and tool."""
         self._free = asyncio.Semaphore(self.config.max_concurrent_calls)
@@ -77,9 +86,11 @@ class Toolbox:
     def of(cls, config: ToolsConfig, use: Use) -> Toolbox:
         """The MCP servers of ``config``, and whatever other packages bring.
 
-        Raises ``HostError`` where the package ``mcp`` is missing or too old.
+        Raises ``HostError`` where the package ``mcp`` is missing or too old, and for a pattern of
+        URLs in the environment that is none.
         """
-        if config.servers:
+        clients = ClientServers.of_environment(config.default_timeout)
+        if config.servers or clients.any:
             check_package()
         servers: list[ToolServer] = [
             McpServer(label, each, config.default_timeout)
@@ -87,7 +98,7 @@ class Toolbox:
             if each.enabled
         ]
         servers += [entry.load()() for entry in entry_points(group=GROUP)]
-        return cls(servers, config, use)
+        return cls(servers, config, use, clients)
 
     async def start(self) -> None:
         """Starts all servers at once. What goes wrong is said in the log, and tried again."""
@@ -110,6 +121,16 @@ class Toolbox:
             for each in self.namespaces
         ]
 
+    def given(self, servers: Sequence[ToolServer]) -> tuple[Namespace, ...]:
+        """The tools of ``servers`` that a request has named itself."""
+        taken = {*_TAKEN, *self._names.values()}
+        return tuple(
+            replace(
+                _shown(carryable(each.label.replace(".", "_"), taken), each, each.tools), given=True
+            )
+            for each in servers
+        )
+
     def _namespace(self, server: ToolServer) -> Namespace:
         tools = server.tools
         if not tools:
@@ -124,9 +145,14 @@ class Toolbox:
     # One call
 
     async def run(
-        self, call: ServerCall, namespaces: Sequence[Namespace], seconds: float, room: int
+        self,
+        call: ServerCall,
+        namespaces: Sequence[Namespace],
+        seconds: float,
+        room: int,
+        given: Sequence[ToolServer] = (),
     ) -> Answered:
-        """The answer to ``call`` of a turn that has ``namespaces``.
+        """The answer to ``call`` of a turn that has ``namespaces``, some of them ``given``.
 
         It comes within ``seconds``, and takes no more than ``room`` tokens of a prompt.
         """
@@ -136,8 +162,11 @@ class Toolbox:
             return self._failed(call, found)
         namespace, tool = found
         label, name = tool.origin
-        server = next(each for each in self.servers if each.label == label)
-        counts = self.counts.setdefault((label, name), Counts())
+        server = next(
+            each for each in (given if namespace.given else self.servers) if each.label == label
+        )
+        counted = GIVEN if namespace.given else (label, name)
+        counts = self.counts.setdefault(counted, Counts())
         counts.calls += 1
         answered: Answered | None = None
         try:
@@ -199,6 +228,9 @@ class Toolbox:
         logger.debug("%s: %s", call.id, text)
         return Answered(f"Error: {text}", ToolFailure(text))
 
+
+GIVEN = ("(of a request)", "")
+"""What calls of servers that requests name are counted as: their names are without end."""
 
 NOTHING = "[the tool returned nothing]"
 """What the model reads of an answer that says nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vllm_mlx_harmony.core.constraint import Constraint
@@ -14,6 +15,7 @@ from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.host import Budget, Host
 from vllm_mlx_harmony.server.sampling import Settings, capped
 from vllm_mlx_harmony.server.tools.config import Use
+from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.toolbox import Answered, Toolbox
 
 LEFT_FOR_THE_ANSWER = 512
@@ -25,25 +27,31 @@ MOST_REFUSED = 3
 
 @dataclass(slots=True)
 class TurnTools:
-    """What a turn may still have run. ``patience``: seconds in which an answer may say nothing."""
+    """What a turn may still have run. ``patience``: seconds in which an answer may say nothing.
+
+    ``given`` are servers that its request has named.
+    """
 
     toolbox: Toolbox
     turn: Turn
     names: Names
     patience: float
     by_flag: int | None = None
+    given: tuple[ToolServer, ...] = ()
     _calls: int = 0
     _refused: int = 0
     _until: float | None = None
 
     @classmethod
-    def of(cls, host: Host, turn: Turn, names: Names, budget: Budget) -> TurnTools | None:
+    def of(
+        cls, host: Host, turn: Turn, names: Names, budget: Budget, given: Sequence[ToolServer] = ()
+    ) -> TurnTools | None:
         """The tools that ``host`` runs in ``turn``, if there are any."""
         if host.toolbox is None or not turn.namespaces:
             return None
         # An answer that is silent for as long as a request may take is ended: a tool is before.
         patience = max(budget.total - 1.0, budget.total / 2)
-        return cls(host.toolbox, turn, names, patience, host.reasoning_tokens)
+        return cls(host.toolbox, turn, names, patience, host.reasoning_tokens, tuple(given))
 
     @property
     def _allowed(self) -> int:
@@ -86,7 +94,7 @@ class TurnTools:
         if context_length is not None:
             room = context_length - prompt_tokens - LEFT_FOR_THE_ANSWER
         seconds = min(self._until - now, self.patience)
-        return await self.toolbox.run(call, self.turn.namespaces, seconds, room)
+        return await self.toolbox.run(call, self.turn.namespaces, seconds, room, self.given)
 
     async def going_on(
         self,
@@ -133,12 +141,18 @@ class TurnTools:
         )
 
 
-def with_tools(defaults: Defaults, toolbox: Toolbox | None) -> Defaults:
-    """``defaults`` with the tools that the server can run, as they are now."""
+def with_tools(
+    defaults: Defaults, toolbox: Toolbox | None, given: Sequence[ToolServer] = ()
+) -> Defaults:
+    """``defaults`` with the tools that the server can run, as they are now.
+
+    ``given`` are servers that the request at hand has named.
+    """
     if toolbox is None:
         return defaults
     for_all = toolbox.use is Use.ALL
-    return replace(defaults, namespaces=toolbox.namespaces, tools_for_all=for_all)
+    namespaces = (*toolbox.namespaces, *toolbox.given(given))
+    return replace(defaults, namespaces=namespaces, tools_for_all=for_all)
 
 
 _NO_MORE = "no more tools can be called in this turn: answer with what you have"

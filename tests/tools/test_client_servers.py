@@ -1,0 +1,465 @@
+"""MCP servers that requests name by URL: real ones over HTTP, the official clients in process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("mcp")
+pytest.importorskip("starlette")
+pytest.importorskip("openai")
+pytest.importorskip("anthropic")
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "server")]
+
+import anthropic
+import httpx2
+import openai
+from fakes import MODEL, Alone, ScriptedEngine
+from local import weather
+from official_clients import clients
+from test_responses_loop import CALLED, LAST, _nothing_kept, create, finally_, told
+from test_toolbox import free_port
+from test_toolbox import serving as mcp_serving
+
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.server.tools import client_servers, guarded_http
+from vllm_mlx_harmony.server.tools.client_servers import VARIABLE, ClientServers
+from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
+from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern, is_public
+from vllm_mlx_harmony.server.tools.toolbox import GIVEN, Toolbox
+
+__all__ = ["_nothing_kept"]
+
+SECRET = "s3cret-token"
+WHO = CALLED.format("caller.who", "{}")
+SCRIPTS = {
+    "Who am I?": WHO,
+    "Bearer s3cret-token": LAST,
+    "None None": LAST,
+    "Error: ": LAST,
+    "Twice?": CALLED.format("caller.who", "{}"),
+}
+
+
+def serving(*patterns: str, scripts: dict[str, str] | None = None, **limits: Any) -> Alone:
+    host = Alone(ScriptedEngine({**SCRIPTS, **(scripts or {})}, 3, context_length=100_000))
+    clients = ClientServers([UrlPattern.read(each) for each in patterns], 20.0)
+    host.toolbox = Toolbox((weather(),), ToolsConfig(**limits), Use.ON, clients)
+    return host
+
+
+def given(port: int, **more: Any) -> dict[str, Any]:
+    url = f"http://127.0.0.1:{port}/{more.pop('path', 'mcp')}"
+    tool = {"type": "mcp", "server_label": "caller", "server_url": url, "require_approval": "never"}
+    return {**tool, **more}
+
+
+@pytest.fixture(scope="module", params=["streamable-http", "sse"])
+def there(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
+    """A real server, and the path of its URL."""
+    port = free_port()
+    with mcp_serving(port, request.param, "caller"):
+        yield port, "sse" if request.param == "sse" else "mcp"
+
+
+def quiet(host: Alone, body: Callable[[], Any]) -> Any:
+    """What ``body`` returns; no task and no connection is left of it."""
+
+    async def bounded() -> Any:
+        before = len(asyncio.all_tasks())
+        found = await asyncio.wait_for(body(), 60)
+        for _ in range(50):
+            if len(asyncio.all_tasks()) == before:
+                break
+            await asyncio.sleep(0.1)
+        assert len(asyncio.all_tasks()) == before, asyncio.all_tasks()
+        return found
+
+    found = asyncio.run(bounded())
+    assert host.lent == 0
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_responses(there: tuple[int, str], stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    port, path = there
+    host = serving(f"http://127.0.0.1:{port}/*")
+    tool = given(port, path=path, authorization=SECRET, headers={"X-Team": "red"})
+    caplog.set_level(logging.INFO)
+    request = {"input": "Who am I?", "tools": [tool], "stream": stream}
+    response, _ = quiet(host, lambda: create(host, **request))
+    said = f"Bearer {SECRET} red 127.0.0.1:{port}"
+    assert told(response) == [
+        ("mcp_list_tools", ["who"], None),
+        ("mcp_call", "who", "{}", said, "completed"),
+        ("reasoning", "Done."),
+        ("message", "It is warm."),
+    ]
+    # Credentials are nowhere: not in what the response repeats, not in the log.
+    (echoed,) = response.tools
+    assert echoed.server_url == f"http://127.0.0.1:{port}/<redacted>"
+    assert SECRET not in json.dumps(response.model_dump()["tools"])
+    assert SECRET not in caplog.text
+    assert host.toolbox is not None
+    assert host.toolbox.counts[GIVEN].calls == 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_messages(there: tuple[int, str], stream: bool) -> None:
+    port, path = there
+    host = serving(f"http://127.0.0.1:{port}/*")
+    server = {"type": "url", "name": "caller", "url": f"http://127.0.0.1:{port}/{path}"}
+    request: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 500,
+        "messages": [{"role": "user", "content": "Who am I?"}],
+        "mcp_servers": [{**server, "authorization_token": SECRET}],
+        "betas": ["mcp-client-2025-11-20"],
+        "tools": [{"type": "mcp_toolset", "mcp_server_name": "caller"}],
+    }
+
+    async def body() -> Any:
+        _, client = clients(host)
+        counted = await client.beta.messages.count_tokens(
+            **{name: value for name, value in request.items() if name != "max_tokens"}
+        )
+        if stream:
+            async with client.beta.messages.stream(**request) as events:
+                return counted, await events.get_final_message()
+        return counted, await client.beta.messages.create(**request)
+
+    counted, message = quiet(host, body)
+    kinds = [block.type for block in message.content]
+    assert kinds == ["mcp_tool_use", "mcp_tool_result", "thinking", "text"]
+    assert message.content[1].content[0].text.startswith(f"Bearer {SECRET} ")
+    usage = message.usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_the_list_is_remembered_for_whoever_has_the_same_credentials() -> None:
+    """The calls go to the server all the same; after a while it is asked again."""
+    port = free_port()
+    host = serving(f"http://127.0.0.1:{port}")
+    lists: list[float] = []
+
+    async def body() -> None:
+        with mcp_serving(port, "streamable-http", "caller"):
+            for _ in range(2):
+                began = time.monotonic()
+                await create(host, input="Say hello.", tools=[given(port)])
+                lists.append(time.monotonic() - began)
+        # It has gone. What is remembered still holds; a call says that nobody is there.
+        response, _ = await create(host, input="Who am I?", tools=[given(port)])
+        (call,) = [each for each in response.output if each.type == "mcp_call"]
+        assert call.status == "failed"
+        # Another token is another caller, who has asked for nothing yet.
+        with pytest.raises(openai.APIStatusError) as caught:
+            await create(host, input="Say hello.", tools=[given(port, authorization="other")])
+        assert caught.value.status_code == 424
+
+    host.engine.scripts["Say hello."] = LAST  # type: ignore[attr-defined]
+    quiet(host, body)
+
+
+def test_a_list_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_servers, "REMEMBERED", 0.0)
+    port = free_port()
+    host = serving(f"http://127.0.0.1:{port}", scripts={"Say hello.": LAST})
+
+    async def body() -> None:
+        with mcp_serving(port, "streamable-http", "caller"):
+            await create(host, input="Say hello.", tools=[given(port)])
+        with pytest.raises(openai.APIStatusError) as caught:
+            await create(host, input="Say hello.", tools=[given(port)])
+        assert caught.value.status_code == 424
+
+    quiet(host, body)
+
+
+# --- What is refused.
+
+REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
+    ((), {}, "tools[0].server_url", VARIABLE),
+    (("https://127.0.0.1",), {}, "tools[0].server_url", VARIABLE),
+    (("http://127.0.0.1:1",), {}, "tools[0].server_url", VARIABLE),
+    (("http://127.0.0.1:9/other",), {}, "tools[0].server_url", VARIABLE),
+    (("http://*:9",), {"server_url": "not a url"}, "tools[0].server_url", VARIABLE),
+    (("http://*:9",), {"server_url": "http://[::1"}, "tools[0].server_url", "no URL"),
+    (("http://*:9",), {"server_url": "http://a@127.0.0.1:9/mcp"}, "tools[0].server_url", VARIABLE),
+    (("http://*:9",), {"server_label": "weather"}, "tools[0].server_url", "the operator's"),
+    (("http://*:9",), {"headers": {"Host": "x"}}, "tools[0].headers", "of the connection"),
+    (("http://*:9",), {"headers": {"A": "b\r\nc: d"}}, "tools[0].headers", "no header"),
+    (("http://*:9",), {"headers": ["A"]}, "tools[0].headers", "an object"),
+    (("http://*:9",), {"authorization": "a\nb"}, "tools[0].authorization", "a token"),
+    (("http://*:9",), {"connector_id": "c"}, "tools[0].connector_id", "configured"),
+]
+
+
+@pytest.mark.parametrize(("patterns", "more", "where", "why"), REFUSED)
+def test_what_is_not_allowed(
+    patterns: tuple[str, ...], more: dict[str, Any], where: str, why: str
+) -> None:
+    host = serving(*patterns)
+    if "connector_id" in more:
+        more = {**more, "server_url": None}
+    with pytest.raises(openai.BadRequestError) as caught:
+        finally_(create(host, input="Say hello.", tools=[given(9, **more)]))
+    assert caught.value.param == where
+    assert why in caught.value.message
+    assert host.lent == 0
+
+
+def test_two_servers_of_one_name_are_refused() -> None:
+    tools = [given(9), given(9, path="other")]
+    with pytest.raises(openai.BadRequestError) as caught:
+        finally_(create(serving("http://127.0.0.1:9"), input="Say hello.", tools=tools))
+    assert caught.value.param == "tools[1].server_url"
+
+
+def test_credentials_without_a_url_are_refused() -> None:
+    tool = {"type": "mcp", "server_label": "weather", "authorization": SECRET}
+    with pytest.raises(openai.BadRequestError) as caught:
+        finally_(create(serving(), input="Say hello.", tools=[tool]))
+    assert caught.value.param == "tools[0].authorization"
+    assert SECRET not in str(caught.value)
+
+
+class _Strange(BaseHTTPRequestHandler):
+    """What a server may do that is none; ``seen`` are the paths and tokens that came."""
+
+    seen: ClassVar[list[tuple[str, str | None]]] = []
+    elsewhere = ""
+
+    def do_POST(self) -> None:
+        self.seen.append((self.path, self.headers.get("authorization")))
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.path == "/redirect":
+            self.send_response(307)
+            self.send_header("location", self.elsewhere)
+            self.send_header("content-length", "0")
+            self.end_headers()
+        elif self.path == "/silent":
+            time.sleep(8)
+        elif self.path == "/endless":
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            try:
+                while True:
+                    self.wfile.write(b" " * 2**20)
+            except OSError:
+                return
+        else:
+            self.send_response(401)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+    do_GET = do_DELETE = do_POST  # noqa: N815 - as http.server names them
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def strange() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Strange)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+FAULTS = ["redirect", "silent", "endless", "denied"]
+
+
+@pytest.mark.parametrize("path", FAULTS)
+def test_a_server_that_is_none(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """424 as with OpenAI, 400 as with Anthropic, soon; where it redirects to hears nothing."""
+    monkeypatch.setattr(client_servers, "CONNECTING", 2.0)
+    _Strange.seen.clear()
+    with strange() as server, strange() as other:
+        port = server.server_address[1]
+        _Strange.elsewhere = f"http://127.0.0.1:{other.server_address[1]}/stolen"
+        host = serving(f"http://127.0.0.1:{port}")
+        began = time.monotonic()
+
+        async def body() -> None:
+            tool = given(port, path=path, authorization=SECRET)
+            with pytest.raises(openai.APIStatusError) as caught:
+                await create(host, input="Say hello.", tools=[tool])
+            error = caught.value
+            assert (error.status_code, error.code, error.param) == (424, "http_error", "tools")
+            assert "Error retrieving tool list from MCP server: 'caller'" in error.message
+            assert SECRET not in error.message
+            _, client = clients(host)
+            named = {"type": "url", "name": "caller", "url": tool["server_url"]}
+            with pytest.raises(anthropic.BadRequestError) as refused:
+                await client.beta.messages.create(
+                    model=MODEL,
+                    max_tokens=9,
+                    messages=[{"role": "user", "content": "Say hello."}],
+                    mcp_servers=[named],
+                )
+            assert "Connection error while communicating with MCP server" in str(refused.value)
+
+        quiet(host, body)
+    assert time.monotonic() - began < 30
+    assert _Strange.seen
+    assert "/stolen" not in [path for path, _ in _Strange.seen]
+
+
+def test_a_private_address_is_for_a_pattern_that_names_it() -> None:
+    """Names that lead there are refused, however they are written; nothing is connected to."""
+    _Strange.seen.clear()
+    with strange() as server:
+        port = server.server_address[1]
+        for name in ("localhost", "127.0.0.1", "2130706433", "0x7f.1", "[::ffff:127.0.0.1]"):
+            host = serving(f"http://*:{port}")
+            tool = {**given(port), "server_url": f"http://{name}:{port}/mcp"}
+            with pytest.raises(openai.APIStatusError) as caught:
+                finally_(create(host, input="Say hello.", tools=[tool]))
+            assert caught.value.status_code == 424, name
+            assert "no public address" in caught.value.message or "cannot be found" in (
+                caught.value.message
+            )
+        assert _Strange.seen == []
+
+
+PATTERNS: list[tuple[str, str, bool]] = [
+    ("https://a.example", "https://a.example/any/path", True),
+    ("https://a.example", "https://a.example:443/", True),
+    ("https://a.example", "https://a.example:8443/", False),
+    ("https://a.example", "http://a.example/", False),
+    ("https://a.example", "https://A.EXAMPLE/", True),
+    ("https://a.example", "https://a.example.evil/", False),
+    ("https://a.example", "https://evil/a.example", False),
+    ("https://a.example", "https://a.example@evil/", False),
+    ("https://a.example", "https://evil@a.example/", False),
+    ("https://a.example", "https://evil\\@a.example/", False),
+    ("https://*.example", "https://a.example/", True),
+    ("https://*.example", "https://b.a.example/", True),
+    ("https://*.example", "https://example/", False),
+    ("https://*.example", "https://evil-example/", False),
+    ("https://*.example", "https://evil/.example", False),
+    ("https://*", "https://anything/", True),
+    ("https://a.example:8443", "https://a.example:8443/x", True),
+    ("https://a.example/mcp", "https://a.example/mcp", True),
+    ("https://a.example/mcp", "https://a.example/mcp?key=1", True),
+    ("https://a.example/mcp", "https://a.example/mcp/x", False),
+    ("https://a.example/mcp/*", "https://a.example/mcp/x/y", True),
+    ("https://a.example/mcp/*", "https://a.example/mcpx", False),
+    ("https://a.example/mcp/*", "https://a.example/mcp/../admin", False),
+    ("https://a.example/mcp/*", "https://a.example/mcp/%2e%2e/admin", False),
+    ("https://a.example/mcp/*", "https://a.example/mcp/..%2fadmin", False),
+    ("https://a.example/mcp/*", "https://a.example/mcp/x\\..\\admin", False),
+]
+
+
+@pytest.mark.parametrize(("pattern", "url", "allowed"), PATTERNS)
+def test_patterns(pattern: str, url: str, allowed: bool) -> None:
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL:
+        assert not allowed
+        return
+    assert UrlPattern.read(pattern).allows(parsed) is allowed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "*",
+        "a.example",
+        "ftp://a",
+        "https://",
+        "https://a*b",
+        "https://*.*.b",
+        "https://a/*/b",
+        "https://a?b",
+        "https://a:port",
+        "https://u@a",
+    ],
+)
+def test_what_is_no_pattern(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HostError):
+        UrlPattern.read(text)
+    if text:
+        monkeypatch.setenv(VARIABLE, f"https://a.example, {text}")
+        with pytest.raises(HostError):
+            ClientServers.of_environment(5.0)
+
+
+ADDRESSES = {
+    "93.184.216.34": True,
+    "2606:2800:220:1:248:1893:25c8:1946": True,
+    "127.0.0.1": False,
+    "10.1.2.3": False,
+    "172.16.0.1": False,
+    "192.168.0.1": False,
+    "169.254.169.254": False,
+    "100.64.0.1": False,
+    "0.0.0.0": False,
+    "224.0.0.1": False,
+    "255.255.255.255": False,
+    "::": False,
+    "::1": False,
+    "fe80::1%eth0": False,
+    "fc00::1": False,
+    "ff02::1": False,
+    "::ffff:10.0.0.1": False,
+    "::ffff:93.184.216.34": True,
+    "64:ff9b::a00:1": False,
+    "64:ff9b::5db8:d822": True,
+    "2002:a00:1::": False,
+}
+
+
+@pytest.mark.parametrize(("address", "public"), ADDRESSES.items())
+def test_addresses(address: str, public: bool) -> None:
+    assert is_public(address) is public
+
+
+def test_what_is_connected_to_is_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is resolved once: a DNS that answers with another address later is not asked."""
+    asked: list[str] = []
+    connected: list[str] = []
+
+    async def addresses(host: str, port: int, *, private: bool) -> list[str]:
+        asked.append(host)
+        return ["203.0.113.7"]
+
+    async def connect(self: Any, request: httpx2.Request) -> httpx2.Response:
+        connected.append(request.url.host)
+        assert request.headers["host"] == "mcp.example"
+        assert request.extensions["sni_hostname"] == "mcp.example"
+        return httpx2.Response(200, stream=httpx2.ByteStream(b"fine"))
+
+    monkeypatch.setattr(guarded_http, "_addresses", addresses)
+    monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", connect)
+
+    async def body() -> None:
+        url = httpx2.URL("https://mcp.example/mcp")
+        async with guarded_http.client(url, [], private=False) as http:
+            assert (await http.get(url)).text == "fine"
+            with pytest.raises(httpx2.ConnectError):
+                await http.get("https://other.example/mcp")
+
+    asyncio.run(body())
+    assert (asked, connected) == (["mcp.example"], ["203.0.113.7"])

@@ -1,0 +1,72 @@
+"""MCP servers that a request names by their URL, as far as any API says so.
+
+What is asked for, and with which credentials: these go to the server and nowhere else. Whether it
+is allowed, and how it is reached, is for `server.tools.client_servers`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from vllm_mlx_harmony.core.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class ClientServer:
+    """A server at ``url`` that a request calls ``label``; ``where`` is the path of its URL.
+
+    ``headers`` go with every request to it. ``unreachable`` makes the error of an API out of why
+    there are no tools.
+    """
+
+    label: str
+    url: str
+    where: str
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    unreachable: Callable[[str], RequestError] = field(default=RequestError, repr=False)
+
+
+MOST_SERVERS = 20
+"""Of one request: as many as Anthropic's API takes."""
+
+
+def headers_of(
+    given: object, token: object, where: str, token_where: str
+) -> tuple[tuple[str, str], ...]:
+    """``given`` headers, and ``token`` as the one that HTTP has for it.
+
+    Raises ``RequestError`` naming the field, and no value, for what can be no header.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise RequestError(f"{where} must be an object", param=where, code="invalid_type")
+    headers: dict[str, str] = {}
+    for name, value in (given or {}).items():
+        if not (isinstance(name, str) and _NAME.fullmatch(name) and _is_value(value)):
+            problem = f"{where} has a name or a value that no header can have"
+            raise RequestError(problem, param=where, code="invalid_value")
+        if name.lower() in _OF_THE_CONNECTION:
+            problem = f"{where}: {name} is a header of the connection"
+            raise RequestError(problem, param=where, code="invalid_value")
+        headers[name.lower()] = value
+    if token is not None:
+        if not _is_value(token):
+            raise RequestError(f"{token_where} must be a token", param=token_where)
+        headers["authorization"] = f"Bearer {token}"
+    if len(headers) > _MOST:
+        raise RequestError(f"{where} has more than {_MOST} headers", param=where)
+    return tuple(headers.items())
+
+
+_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
+_MOST, _LONGEST = 64, 16_384
+_OF_THE_CONNECTION = frozenset(
+    {"host", "content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer"}
+)
+
+
+def _is_value(value: object) -> bool:
+    if not isinstance(value, str) or len(value) > _LONGEST:
+        return False
+    return value.isascii() and value.isprintable()
