@@ -227,9 +227,9 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="gateway",
         what="the gateway over fake engines on real sockets: every kind, every fault, its process",
-        install=("-e", ".", *TEST_TOOLS, *GATEWAY),
+        install=("-e", ".[tools]", *TEST_TOOLS, *GATEWAY),
         without=("vllm-mlx", "fastapi"),
-        present=("starlette", "openai", "anthropic", "uvicorn", "pytest-xdist"),
+        present=("starlette", "openai", "anthropic", "uvicorn", "pytest-xdist", "mcp"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "-n", "2", "tests/gateway"),),
         runners=("ubuntu-latest", "macos-14"),

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from gateway.fake_engines import FakeEngine, ids, served, until
 from several.real_redis import RedisServer
+from websockets.sync.client import connect
 
 MODEL = "gpt-oss-20b"
 KEYS = {"Authorization": "Bearer alice"}
@@ -258,6 +259,52 @@ def test_an_answer_in_the_background_is_cancelled_at_the_other_gateway(setting: 
     until(lambda: sum(engine.aborted for engine in setting.engines) == aborted + 1, "a free engine")
     told = events_of(other.send("GET", begun, stream="true"))
     assert told[-1]["response"]["status"] == "cancelled"
+
+
+def test_an_answer_is_cancelled_at_the_other_gateway(setting: Setting) -> None:
+    slowly(setting)
+    one, other = setting.gateways
+    aborted = sum(engine.aborted for engine in setting.engines)
+    body = {
+        "model": MODEL,
+        "stream": True,
+        "messages": [{"role": "user", "content": "Count"}],
+    }
+    bob = {"Authorization": "Bearer bob"}
+    url = f"{one.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, headers=KEYS, timeout=30) as stream:
+        lines = stream.iter_lines()
+        first = json.loads(next(lines).removeprefix("data: "))
+        path = f"/v1/requests/{first['id']}/cancel"
+        assert other.post(path, headers=bob).status_code == 404
+        cancelled = other.post(path)
+        assert cancelled.status_code == 200, cancelled.text
+        assert cancelled.json()["cancelled"] is True
+        rest = [line for line in lines if line]
+    assert '"code":"cancelled"' in "".join(rest[-2:]).replace(" ", "")
+    until(lambda: sum(engine.aborted for engine in setting.engines) == aborted + 1, "a free engine")
+    assert other.post(path).status_code == 404  # it has ended
+
+
+def test_a_conversation_goes_on_over_a_websocket_at_the_other_gateway(setting: Setting) -> None:
+    def converse(gateway: Gateway, **fields: Any) -> dict[str, Any]:
+        url = f"{gateway.url.replace('http', 'ws')}/v1/responses"
+        with connect(url, additional_headers=KEYS) as socket:
+            socket.send(json.dumps({"type": "response.create", "model": MODEL, **fields}))
+            while True:
+                event = json.loads(socket.recv(30))
+                if event["type"] in ("response.completed", "error"):
+                    return dict(event)
+
+    one, other = setting.gateways
+    first = converse(one, input="Hello")["response"]
+    second = converse(other, input="And more", previous_response_id=first["id"])["response"]
+    assert (content(first), content(second)) == ("Good day.", "More.")
+    before, after = setting.prompts[-2:]
+    assert after[: len(before)] == before
+    unstored = converse(one, input="Hello", store=False)["response"]
+    refused = converse(other, input="And more", previous_response_id=unstored["id"])
+    assert refused["error"]["code"] == "previous_response_not_found"
 
 
 def test_an_answer_in_the_background_is_deleted_at_the_other_gateway(setting: Setting) -> None:

@@ -13,18 +13,23 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.server import generation
+from vllm_mlx_harmony.server import cancellations, generation
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.host import host_of, tenant_of
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
+from vllm_mlx_harmony.server.shared import SharedError
 
 _ID = re.compile(r"[a-z]+[-_](?P<seed>[0-9a-f]+)")
 
 
 async def cancel_request(request: Request, request_id: str) -> Response:
     """Ends the answer with this id, as the host says that it has done so."""
-    if not await _cancelled(request_id, tenant_of(request)):
+    try:
+        cancelled = await _cancelled(request_id, tenant_of(request))
+    except SharedError as error:
+        return error_response(chat.error_body, error)
+    if not cancelled:
         try:
             return await host_of(request).forward(request)
         except LookupError:
@@ -48,7 +53,10 @@ async def _cancelled(request_id: str, tenant: str) -> bool:
         await running.cancel()
         return True
     match = _ID.fullmatch(request_id)
-    return match is not None and generation.cancel(match["seed"], tenant)
+    if match is None:
+        return False
+    seed = match["seed"]
+    return generation.cancel(seed, tenant) or await cancellations.cancel_elsewhere(seed, tenant)
 
 
 _WHY = "the ids of answers from token ids are not the engines'"

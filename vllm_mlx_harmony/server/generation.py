@@ -73,9 +73,9 @@ def cancel(id_seed: str, tenant: str) -> bool:
     return True
 
 
-def running() -> bool:
-    """Whether any answer is being generated, or waits for its turn."""
-    return bool(_running)
+def running() -> list[tuple[str, str]]:
+    """The answers that are being generated, or wait for their turn: seed and tenant of each."""
+    return list(_running)
 
 
 def reject_new(failure: HarmonyFailure | None) -> None:

@@ -86,9 +86,14 @@ def replaying(
     renderer: Callable[..., Rendered], turns: ReplayScope | None
 ) -> Callable[[Turn], Rendered]:
     """``renderer`` with ``turns``, if it is one that knows of them: it may be somebody else's."""
-    if turns is None or "replay" not in signature(renderer).parameters:
+    if turns is None or not _knows_replay(renderer):
         return renderer
     return partial(renderer, replay=turns)
+
+
+@lru_cache(maxsize=8)
+def _knows_replay(renderer: Callable[..., Rendered]) -> bool:
+    return "replay" in signature(renderer).parameters
 
 
 def remember(turns: ReplayScope | None, context: Any, echoed: Callable[[Message], Message]) -> None:

@@ -26,7 +26,7 @@ from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import Event, frame
-from vllm_mlx_harmony.server import replay
+from vllm_mlx_harmony.server import cancellations, replay
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.errors import error_response, failure_of, logged_failure
@@ -261,6 +261,7 @@ async def prepare(
         tools=TurnTools.of(host, turn, names, lease.budget, given),
     )
     emitter = api.emitter(parsed, info, context, lease.tenant)
+    cancellations.watch()
     return PreparedRequest(api, parsed, info, job, emitter)
 
 
