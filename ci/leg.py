@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Runs legs of the CI matrix in fresh virtual environments: `leg.py NAME…` or `leg.py all`.
 
-Two legs run at a time, unless `--jobs` says otherwise, and legs that install the same share an
-environment. Standard library only; what else is needed is installed by it, `uv` included. What the
-legs are is in `legs.py`.
+Three legs run at a time, unless `--jobs` says otherwise: that is for two processors, because tests
+of servers wait a part of their time. Legs that install the same share an environment. Standard
+library only; what else is needed is installed by it, `uv` included. What the legs are is in
+`legs.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = 1 if any(leg.alone for leg in legs) else min(parsed.jobs, len(legs))
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
         one = partial(run, environments=environments, prefixed=jobs > 1)
-        return summarise(list(pool.map(one, legs)))
+        outcomes = list(pool.map(one, legs))
+    if not parsed.keep:
+        shutil.rmtree(BUILD / "bytecode", ignore_errors=True)
+    return summarise(outcomes)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -83,7 +87,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("legs", nargs="*", metavar="LEG", default=["all"])
     parser.add_argument("--keep", action="store_true", help="keep the environment, use a kept one")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="legs at a time (2)")
+    parser.add_argument("--jobs", type=int, default=3, metavar="N", help="legs at a time (3)")
     parser.add_argument("--json", action="store_true", help="print the matrix and run nothing")
     return parser.parse_args(argv)
 
@@ -186,6 +190,24 @@ def install(leg: Leg, environment: Path) -> None:
     overrides.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in leg.without))
     target = ["--python", str(environment / "bin" / "python"), "--override", str(overrides)]
     must([uv, "pip", "install", "--quiet", *target, *leg.install])
+    share_bytecode(environment)
+
+
+def share_bytecode(environment: Path) -> None:
+    """What one environment of a Python compiles of its packages, the others have.
+
+    Where their files are the same ones, as links to those of uv's cache are. Copies are younger
+    than what was compiled of another's: each would be compiled again and again.
+    """
+    (library,) = (environment / "lib").glob("python*")
+    if not any(path.stat().st_nlink > 1 for path in library.glob("site-packages/*/__init__.py")):
+        return
+    compiled = BUILD / "bytecode" / "packages" / library.name
+    compiled.mkdir(parents=True, exist_ok=True)
+    place = BUILD / "bytecode" / library.relative_to(library.anchor)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.is_symlink():
+        place.symlink_to(compiled)
 
 
 def check(leg: Leg, environment: Path) -> None:
@@ -222,7 +244,7 @@ def execute(
         "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
         # A server imports thousands of files: compiled each time, they are half of its start.
         # Apart, so that an environment has nothing in it but what was installed.
-        "PYTHONPYCACHEPREFIX": str(environment / "bytecode"),
+        "PYTHONPYCACHEPREFIX": str(BUILD / "bytecode"),
     }
     unset = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
     without = {k: v for k, v in os.environ.items() if k not in unset}

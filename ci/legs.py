@@ -95,7 +95,6 @@ SMOKE = (
     (
         *PYTEST,
         *("tests/cli", "tests/core/test_context.py", "tests/core/test_replay.py"),
-        *("tests/core/test_vocab.py",),
         *(f"tests/protocols/test_{name}_client.py" for name in ("chat", "messages", "responses")),
         *("-m", "not served and not once"),
     ),
@@ -158,6 +157,10 @@ HOSTED = ("-e", ".[cpu,test]", *FRAMEWORKS)
 """With the host and everything that talks to it: most legs with a host share this environment."""
 
 
+FRONT_ENDS = ("-e", ".[redis,tools]", *TEST_TOOLS, *GATEWAY, "openai-agents>=0.3")
+"""Without a host, and with all that a front end can be told to use."""
+
+
 def served(engine: str, chosen: str) -> Leg:
     """A leg with one engine's half of the served tests; those of no engine go with the simple one.
 
@@ -179,15 +182,7 @@ def served(engine: str, chosen: str) -> Leg:
 LEGS: tuple[Leg, ...] = (
     served("simple", "not batched"),
     core(NEWEST, MEASURED),
-    served("batched", "batched"),
-    Leg(
-        name="packaging",
-        what="wheel, editable and tool installs: active, and gone when uninstalled",
-        install=("-e", ".[cpu,test]", "--group", "dev"),
-        present=HOST,
-        commands=((*PYTEST, "tests/packaging"),),
-        runners=("ubuntu-latest", "macos-14"),
-    ),
+    # Behind one of another environment: the first makes that of all with a host.
     Leg(
         name="host",
         what="the plugin inside the host's own objects, both engines, no sockets",
@@ -195,6 +190,15 @@ LEGS: tuple[Leg, ...] = (
         present=(*HOST, "openai-harmony"),
         # Apart: the host gives mlx's default stream to its own thread, for the rest of the process.
         commands=((*PYTEST, "tests/standin"), (*PYTEST, "tests/host")),
+        runners=("ubuntu-latest", "macos-14"),
+    ),
+    served("batched", "batched"),
+    Leg(
+        name="packaging",
+        what="wheel, editable and tool installs: active, and gone when uninstalled",
+        install=("-e", ".[cpu,test]", "--group", "dev"),
+        present=HOST,
+        commands=((*PYTEST, "tests/packaging"),),
         runners=("ubuntu-latest", "macos-14"),
     ),
     Leg(
@@ -227,7 +231,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="gateway",
         what="the gateway over fake engines on real sockets: every kind, every fault, its process",
-        install=("-e", ".[tools]", *TEST_TOOLS, *GATEWAY),
+        install=FRONT_ENDS,
         without=("vllm-mlx", "fastapi"),
         present=("starlette", "openai", "anthropic", "uvicorn", "pytest-xdist", "mcp"),
         absent=(*HOST, "fastapi"),
@@ -248,7 +252,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="tools",
         what="tools that the server runs, over a real MCP server",
-        install=("-e", ".[tools]", *TEST_TOOLS, *GATEWAY, "openai-agents>=0.3"),
+        install=FRONT_ENDS,
         without=("vllm-mlx", "fastapi"),
         present=("mcp", "starlette"),
         absent=(*HOST, "fastapi"),
@@ -267,7 +271,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="several",
         what="several servers behind one address, over a real Redis",
-        install=("-e", ".[redis]", *TEST_TOOLS, *GATEWAY),
+        install=FRONT_ENDS,
         without=("vllm-mlx", "fastapi"),
         present=("redis", "starlette", "openai"),
         absent=(*HOST, "fastapi"),

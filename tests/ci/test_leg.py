@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import os
+import py_compile
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +49,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append(environment.name)
         environment.symlink_to(HERE)
 
+    rmtree = shutil.rmtree
+
+    def remove(path: Path, **options: Any) -> None:
+        path.unlink() if path.is_symlink() else rmtree(path, **options)
+
     monkeypatch.setattr(leg, "install", install)
-    monkeypatch.setattr(leg.shutil, "rmtree", lambda path, **_: Path(path).unlink(missing_ok=True))
+    monkeypatch.setattr(leg.shutil, "rmtree", remove)
     return made
 
 
@@ -55,6 +63,7 @@ def run(one: Any) -> Any:
     return leg.run(one, leg.Environments([one], keep=False))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("what", "why"),
     [
@@ -123,6 +132,25 @@ def test_what_is_imported_is_compiled_once(build: Path, made: list[str]) -> None
     assert run(one).result == "passed"
 
 
+@pytest.mark.parametrize(("make", "shared"), [(os.link, True), (shutil.copy, False)])
+def test_environments_of_a_python_share_what_they_compile(
+    build: Path, monkeypatch: pytest.MonkeyPatch, make: Any, shared: bool
+) -> None:
+    """Where their files are links to the same ones."""
+    (build / "cache.py").write_text("x = 1")
+    monkeypatch.setattr(sys, "pycache_prefix", str(leg.BUILD / "bytecode"))
+    files = []
+    for name in "ab":
+        package = leg.BUILD / name / "lib" / "python3.99" / "site-packages" / "package"
+        package.mkdir(parents=True)
+        files.append(package / "__init__.py")
+        make(build / "cache.py", files[-1])
+        leg.share_bytecode(leg.BUILD / name)
+    py_compile.compile(str(files[0]))
+    compiled = [importlib.util.cache_from_source(str(file)) for file in files]
+    assert [os.path.exists(each) for each in compiled] == [True, shared]
+
+
 HALVES = """
 import pytest
 
@@ -136,6 +164,7 @@ def test_on_one(engine): pass
 """
 
 
+@pytest.mark.once
 def test_the_two_halves_of_the_served_tests_are_all_of_them(build: Path) -> None:
     """Each test is in exactly one, and both look at the same files."""
     (build / "test_it.py").write_text(HALVES)

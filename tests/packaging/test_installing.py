@@ -279,6 +279,9 @@ def other_model(tmp_path: Path) -> Path:
     return directory
 
 
+COMPILED = {name: os.environ[name] for name in ("PYTHONPYCACHEPREFIX",) if name in os.environ}
+"""What is compiled of the real host need not be compiled again; nothing here looks for it."""
+
 MAIN = "import sys; sys.argv[0] = 'vllm-mlx'; from vllm_mlx.cli import main; main()"
 
 
@@ -287,7 +290,7 @@ def test_the_real_host_is_changed_by_the_flag_alone(
     beside_the_host: Environment, other_model: Path, tmp_path: Path, way: tuple[str, str]
 ) -> None:
     command = (beside_the_host.python, *way, "serve", other_model)
-    home = {"HOME": str(tmp_path / "home")}
+    home = {"HOME": str(tmp_path / "home"), **COMPILED}
     done = run(*command, "--tool-call-parser", "harmony", **home)
     assert done.returncode == 2, done.stderr
     assert "is not a gpt-oss (Harmony) model" in done.stderr.splitlines()[-1]
@@ -298,6 +301,7 @@ def test_the_real_host_is_changed_by_the_flag_alone(
 
 def test_the_doctor_finds_everything_in_place(beside_the_host: Environment, tmp_path: Path) -> None:
     script = beside_the_host.directory / BIN / "vllm-mlx-harmony"
-    report = succeed(script, "doctor", "--verbose", HOME=str(tmp_path / "home"))
+    home = {"HOME": str(tmp_path / "home"), **COMPILED}
+    report = succeed(script, "doctor", "--verbose", **home)
     assert "vllm_mlx_harmony_startup.pth" in report
     assert "NO " not in report
