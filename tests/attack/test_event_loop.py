@@ -70,8 +70,9 @@ def observed(
     directory = standin.write(place / "gpt-oss-standin", SCRIPTS)
     flags = (*served.ENGINES[request.param], *served.FLAG)
     home = place / "home"
-    # As users start it: what a fork shares with others is no part of what is measured.
-    server = served.start(directory, *flags, home=home, command=served.HARMONY, preloaded=False)
+    # In full, as users start it: what a fork shares with others is no part of what is measured.
+    forked = size(False, True)
+    server = served.start(directory, *flags, home=home, command=served.HARMONY, preloaded=forked)
     try:
         model = _ready(server)
         with closing(Observer(server.base_url, server.pid, model)) as observer:

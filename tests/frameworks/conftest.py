@@ -5,14 +5,18 @@ Everything a framework gets out of it is the grammar's doing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from vllm_mlx_harmony import standin
-from vllm_mlx_harmony.cli.process import serving
 from vllm_mlx_harmony.standin import Script
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "served"))  # for `server`
+import server as served
 
 MODEL = "gpt-oss-20b"
 
@@ -30,15 +34,11 @@ ENGINES = {"simple": ((), "prose"), "batched": (("--continuous-batching",), "ano
 
 @dataclass(frozen=True)
 class Server:
-    """A server on ``port``, and a ``question`` to which its model does not want to answer."""
+    """A server, and a ``question`` to which its model does not want to answer. ``root`` is the base
+    URL of clients that add the version themselves."""
 
-    port: int
+    root: str
     question: str
-
-    @property
-    def root(self) -> str:
-        """The base URL of clients that add the version themselves."""
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def v1(self) -> str:
@@ -55,9 +55,10 @@ def server(
     place = tmp_path_factory.mktemp("server")
     scripts = [Script(f"Wanted: {name}", said) for name, said in WANTS.items()]
     model = standin.write(place / "model", scripts)
-    (place / "home").mkdir()
-    with serving(model, place / "home", ("--served-model-name", MODEL, *flags)) as running:
-        yield Server(running.port, f"Who is Ada Lovelace? Wanted: {want}")
+    flags = (*served.FLAG, "--served-model-name", MODEL, *flags)
+    running = served.start(model, *flags, home=place / "home", command=served.HARMONY)
+    yield Server(running.base_url, f"Who is Ada Lovelace? Wanted: {want}")
+    running.stop()
 
 
 @pytest.fixture(scope="session")

@@ -465,7 +465,7 @@ def test_limits_cut_anywhere(tiny: Any, run: Run, part: int) -> None:
 
 
 def test_what_runs_beside_it_does_not_change_an_output(tiny: Any, run: Run) -> None:
-    jobs = [Job(kind, 3) for kind in ("required", "schema", "plain", "custom")]
+    jobs = [Job(kind, 3, 100) for kind in ("required", "schema", "plain", "custom")]
     together = run(all_said(tiny, jobs))
     alone = [run(all_said(tiny, [job]))[0] for job in jobs]
     assert [each.ids for each in together] == [each.ids for each in alone]

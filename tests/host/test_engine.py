@@ -36,7 +36,7 @@ INTERVALS = [2, 7, 64]
 """Of the batched engine: how many ids it hands on at a time."""
 
 GREEDY = Settings(max_tokens=500, temperature=0.0, top_p=1.0)
-COUNT = "<|channel|>final<|message|>" + "".join(f" {n}" for n in range(80)) + "<|return|>"
+COUNT = "<|channel|>final<|message|>" + "".join(f" {n}" for n in range(45)) + "<|return|>"
 
 COMPLETIONS = {
     "answer": "<|channel|>final<|message|>Hi.<|return|>",

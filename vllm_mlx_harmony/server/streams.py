@@ -50,8 +50,11 @@ SECONDS_VARIABLE = "VLLM_MLX_HARMONY_STREAM_SECONDS"
 
 DEFAULT_SECONDS = 60
 
-PING_SECONDS = 5.0
-"""Silence after which a stream says that it is alive, in APIs that have a word for it."""
+PING_VARIABLE = "VLLM_MLX_HARMONY_PING_SECONDS"
+"""Environment variable: seconds of silence after which a stream says that it is alive, in APIs that
+have a word for it; 0: never."""
+
+DEFAULT_PING_SECONDS = 5
 
 T = TypeVar("T")
 
@@ -103,8 +106,8 @@ class EventBuffer:
     While more than ``capacity`` bytes wait to be read the answer is ended: ``HostError`` is thrown
     into ``events``, and what they make of it is the last that is read. The first group does not
     count: it repeats what the client has sent. ``ping`` is read after each silence of
-    ``PING_SECONDS``. ``waits``: the answer is not ended, but waits while ``HIGH_WATER`` bytes are
-    unread. For one reader; closed, it frees the engine.
+    ``pings_after`` seconds, 0: never. ``waits``: the answer is not ended, but waits while
+    ``HIGH_WATER`` bytes are unread. For one reader; closed, it frees the engine.
     """
 
     def __init__(
@@ -114,11 +117,15 @@ class EventBuffer:
         capacity: int | None = None,
         *,
         waits: bool = False,
+        pings_after: float | None = None,
     ) -> None:
         self._events = events
         self._waits = waits
         self._read: asyncio.Future[None] | None = None
-        self._ping = ping
+        if pings_after is None:
+            pings_after = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
+        self._ping = ping if pings_after else None
+        self._pings_after = pings_after
         self._capacity = (
             number(CAPACITY_VARIABLE, DEFAULT_CAPACITY) if capacity is None else capacity
         )
@@ -142,7 +149,7 @@ class EventBuffer:
                 raise StopAsyncIteration
             loop = asyncio.get_running_loop()
             self._more = loop.create_future()
-            silence = loop.call_later(PING_SECONDS, self._wake) if self._ping else None
+            silence = loop.call_later(self._pings_after, self._wake) if self._ping else None
             try:
                 await self._more
             finally:

@@ -45,7 +45,7 @@ PLACES = [150, 400, 600]
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return standin.write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    return standin.write_tiny(tmp_path_factory.mktemp("models") / "tiny", width=16)
 
 
 @pytest.fixture(scope="session")

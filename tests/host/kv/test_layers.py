@@ -195,7 +195,7 @@ def test_layouts_of_one_kind() -> None:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from mlx_lm.utils import load_model
 
-    directory: Path = standin.write_tiny(tmp_path_factory.mktemp("tiny"))
+    directory: Path = standin.write_tiny(tmp_path_factory.mktemp("tiny"), width=16)
     return load_model(directory)[0]
 
 
