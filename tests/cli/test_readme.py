@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from vllm_mlx_harmony import standin
-from vllm_mlx_harmony.cli.process import serving
+from vllm_mlx_harmony.cli.process import Running, serving
 from vllm_mlx_harmony.standin import Script
+
+Serving = Callable[..., AbstractContextManager[Running]]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text("utf-8")
@@ -65,16 +70,20 @@ OUTPUTS = dict(zip(EXAMPLES, blocks("text"), strict=True))
 
 @pytest.mark.served
 @pytest.mark.parametrize("flags", [(), ("--continuous-batching",)], ids=["simple", "batched"])
-def test_the_examples_print_what_they_say(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_the_examples_print_what_they_say(
+    tmp_path: Path, forked: Serving, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
     model = standin.write(tmp_path / "model", SCRIPTS)
     (tmp_path / "home").mkdir()
     named = ("--served-model-name", "gpt-oss-20b")
-    with serving(model, tmp_path / "home", [*named, *flags]) as server:
-        printed = {
-            name: run(code.replace(":8000/", f":{server.port}/"))
-            for name, code in EXAMPLES.items()
-            if name != "tools"
-        }
+    printed = {}
+    with forked(model, tmp_path / "home", [*named, *flags]) as server:
+        for name, code in EXAMPLES.items():
+            if name != "tools":
+                (tmp_path / "example.py").write_text(code.replace(":8000/", f":{server.port}/"))
+                runpy.run_path(str(tmp_path / "example.py"), run_name="__main__")
+                printed[name], errors = capsys.readouterr()
+                assert errors == ""
     assert printed == {name: text for name, text in OUTPUTS.items() if name != "tools"}
 
 

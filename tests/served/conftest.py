@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import openai
 import pytest
 
 from vllm_mlx_harmony import standin
@@ -33,7 +34,7 @@ def standin_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real gpt-oss architecture, tiny, with random weights."""
-    return standin.write_tiny(tmp_path_factory.mktemp("tiny") / "gpt-oss-tiny")
+    return standin.write_tiny(tmp_path_factory.mktemp("tiny") / "gpt-oss-tiny", width=16)
 
 
 @pytest.fixture(scope="session")
@@ -97,9 +98,10 @@ def open_server(start: Start, engine: str) -> served.Server:
 
 @pytest.fixture(scope="session")
 def keyed_server(start: Start, engine: str) -> served.Server:
-    """With an API key."""
+    """With an API key. It says after a second of silence that it is alive."""
     flags = (*served.FLAG, "--api-key", served.KEY)
-    return start(*flags, engine=engine, command=served.HARMONY)
+    env = {"VLLM_MLX_HARMONY_PING_SECONDS": "1"}
+    return start(*flags, engine=engine, command=served.HARMONY, env=env)
 
 
 @pytest.fixture(scope="session")
@@ -110,6 +112,22 @@ def enforcing_server(start: Start, engine: str) -> served.Server:
         "VLLM_MLX_HARMONY_MODEL_NAMES": "claude-*,gpt-4o",
     }
     return start(*served.FLAG, engine=engine, command=served.HARMONY, env=env)
+
+
+# Of a module's own `server`.
+
+
+@pytest.fixture(scope="module")
+def client(server: served.Server) -> Iterator[openai.OpenAI]:
+    """OpenAI's client."""
+    with server.openai() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(server: served.Server) -> str:
+    """What the model is called there: by its directory."""
+    return str(server.model)
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ POSSIBLE = sys.platform == "linux"
 
 LIBRARIES = (
     *("torch", "torch.nn", "transformers", "transformers.tokenization_utils_fast"),
+    "transformers.models.auto.tokenization_auto",
     *("fastapi", "uvicorn", "numpy", "openai_harmony", "httpx"),
 )
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import openai
 from preloaded import POSSIBLE, Forked, Process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -77,6 +78,12 @@ class Server:
     def client(self, timeout: float = 60.0) -> httpx.Client:
         """A plain HTTP client of this server; the caller closes it."""
         return httpx.Client(base_url=self.base_url, timeout=timeout)
+
+    def openai(self, key: str = KEY) -> openai.OpenAI:
+        """OpenAI's client of this server; the caller closes it. Where no key is asked for, it says
+        whose tenant this is."""
+        url = f"{self.base_url}/v1"
+        return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
 
     def stop(self, patience: float = 10.0) -> int:
         """Ends the process, gently at first. Returns its exit code; a second call does nothing."""

@@ -5,11 +5,10 @@ Every row goes through the front end in process (`tests/server/test_rows.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from row_answers import (
@@ -67,18 +66,6 @@ SCRIPTS = [
 def server(open_server: Server, standin_dir: Path) -> Server:
     standin.rescript(standin_dir, SCRIPTS)
     return open_server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[OpenAI]:
-    base = f"{server.base_url}/v1"
-    with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def model(client: OpenAI) -> str:
-    return client.models.list().data[0].id
 
 
 def user(text: str) -> dict[str, str]:
@@ -198,8 +185,7 @@ def test_any_stream_interval(start: Start, standin_dir: Path, interval: int) -> 
     standin.rescript(standin_dir, SCRIPTS)
     grouping = ("--stream-interval", str(interval))
     server = start(*FLAG, *grouping, engine="batched", command=HARMONY)
-    base = f"{server.base_url}/v1"
-    with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=60) as client:
+    with server.openai() as client:
         for row in [row for row in SERVED if row.said]:
             check(client, client.models.list().data[0].id, row)
     server.stop()

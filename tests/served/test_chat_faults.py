@@ -39,7 +39,7 @@ SCRIPTS = [
     Script(
         "<|message|>Very slowly.<|end|>",
         "<|channel|>final<|message|>" + " word" * 8 + "<|return|>",
-        delay_ms=3000,
+        delay_ms=1500,
     ),
     Script("<|message|>Break.<|end|>", "<|channel|>final<|message|>Never said.", fail_at=5),
     Script("<|message|>Break now.<|end|>", "<|channel|>final<|message|>x", fail_at=0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +36,6 @@ PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw
 def server(enforcing_server: Server, standin_dir: Path) -> Server:
     standin.rescript(standin_dir, SCRIPTS)
     return enforcing_server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    base = f"{server.base_url}/v1"
-    with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

@@ -316,7 +316,7 @@ def test_loops_go_on_when_the_model_was_unloaded(
     first = agent.ask(server, body)
     deadline = time.monotonic() + 40
     while time.monotonic() < deadline and '"unloaded"' not in status(server):
-        time.sleep(0.5)
+        time.sleep(0.1)
     assert '"unloaded"' in status(server)
     said = agent.ask(server, agent.following(body, first, reasoning=False))
     assert said.text == "as it was" and said.prompt - said.cached <= NEW * said.prompt

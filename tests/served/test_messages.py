@@ -67,7 +67,7 @@ SCRIPTS = [
     Script(
         "<|message|>Slowly.<|end|>",
         "<|channel|>final<|message|>one two<|return|>",
-        delay_ms=2500,
+        delay_ms=1500,
     ),
 ]
 
@@ -97,15 +97,6 @@ def named(stream: str) -> list[tuple[str, str]]:
     """Names and data of the events of ``stream``."""
     lines = [block.split("\n") for block in stream.split("\n\n") if block[:1] == "e"]
     return [(name.removeprefix("event: "), data.removeprefix("data: ")) for name, data in lines]
-
-
-@pytest.fixture(scope="module")
-def model(client: Anthropic) -> str:
-    return str(client.get("/v1/models", cast_to=object, options=bearer())["data"][0]["id"])  # type: ignore[index]
-
-
-def bearer() -> Any:
-    return {"headers": {"Authorization": f"Bearer {KEY}"}}
 
 
 def user(content: Any) -> dict[str, Any]:

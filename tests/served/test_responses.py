@@ -6,7 +6,7 @@ Every row goes through the front end in process (`tests/server/test_rows.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,18 +90,6 @@ SCRIPTS = [
 def server(keyed_server: Server, standin_dir: Path) -> Server:
     standin.rescript(standin_dir, SCRIPTS)
     return keyed_server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[OpenAI]:
-    url = f"{server.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def model(client: OpenAI) -> str:
-    return client.models.list().data[0].id
 
 
 def ask(client: OpenAI, *, stream: bool, **request: Any) -> Response:

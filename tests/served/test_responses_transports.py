@@ -58,22 +58,6 @@ def server(keyed_server: Server, standin_dir: Path) -> Server:
     return keyed_server
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[OpenAI]:
-    with client_of(server) as client:
-        yield client
-
-
-def client_of(server: Server) -> OpenAI:
-    url = f"{server.base_url}/v1"
-    return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60)
-
-
-@pytest.fixture(scope="module")
-def model(client: OpenAI) -> str:
-    return client.models.list().data[0].id
-
-
 def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not true():
@@ -358,14 +342,14 @@ def test_a_file_survives_and_a_limit_holds(start: Start, standin_dir: Path, tmp_
     env = {"VLLM_MLX_HARMONY_STORE": str(tmp_path / "responses.sqlite")}
     flags = (*FLAG, "--rate-limit", "5")
     server = start(*flags, command=HARMONY, env=env)
-    with client_of(server) as client:
+    with server.openai() as client:
         model = client.models.list().data[0].id
         answer = client.responses.create(model=model, input="Quickly.")
         server.process.send_signal(signal.SIGKILL)
     server.process.wait()
     server = start(*flags, command=HARMONY, env=env)
     try:
-        with client_of(server) as client:
+        with server.openai() as client:
             assert client.responses.retrieve(answer.id).output_text == WORDS
             more = client.responses.create(model=model, input="Hi.", previous_response_id=answer.id)
             assert more.output_text == "Hello."

@@ -7,13 +7,11 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 from server import FLAG, HARMONY
 
@@ -64,16 +62,10 @@ def server(open_server: Server) -> Server:
     return open_server
 
 
-@contextmanager
-def talking_to(server: Server) -> Iterator[OpenAI]:
-    base = f"{server.base_url}/v1"
-    with openai.OpenAI(base_url=base, api_key="reuse", max_retries=0, timeout=60) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[OpenAI]:
-    with talking_to(server) as client:
+    """Of a tenant of its own: nobody else has computed what it asks for."""
+    with server.openai("reuse") as client:
         yield client
 
 
@@ -206,7 +198,7 @@ def test_real_architecture_says_the_same_with_and_without(
     for server in (tiny_server, without):
         answers.append([])
         messages = [{"role": "user", "content": words(7, 100)}]
-        with talking_to(server) as client:
+        with server.openai() as client:
             for turn in range(3):
                 answer = ask(client, messages, max_tokens=20)
                 message = answer.choices[0].message
@@ -226,12 +218,12 @@ def test_nothing_is_left_on_disk_and_idle_models_take_all_with_them(
 ) -> None:
     server = start(*FLAG, "--auto-unload-idle-seconds", "2", engine=engine, command=HARMONY)
     messages = [{"role": "user", "content": f"{words(8, 60)} I am 4."}]
-    with talking_to(server) as client:
+    with server.openai() as client:
         first = ask(client, messages)
         assert cached(ask(client, messages)) == first.usage.prompt_tokens - 1
         deadline = time.monotonic() + 40
         while time.monotonic() < deadline and '"unloaded"' not in _status(server):
-            time.sleep(0.5)
+            time.sleep(0.1)
         assert '"unloaded"' in _status(server)
         again = ask(client, messages)  # loads the model again
         assert cached(again) == 0

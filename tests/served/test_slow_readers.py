@@ -89,12 +89,6 @@ def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
     server.stop()
 
 
-@pytest.fixture(scope="module")
-def model(server: Server) -> str:
-    with server.client() as client:
-        return str(client.get("/v1/models").json()["data"][0]["id"])
-
-
 # --- Readers.
 
 ECHOED = {"instructions": LONG_TOKEN * 4_000, "metadata": {f"k{n}": "v" * 512 for n in range(16)}}
