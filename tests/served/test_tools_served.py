@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ import pytest
 from server import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
@@ -33,13 +36,17 @@ FIRST = (
 SECOND = "<|channel|>analysis to=python code<|message|>6 * 7<|call|>"
 LAST = "<|channel|>final<|message|>It is warm.<|return|>"
 SLEEPS = '<|channel|>commentary to=slow.sleep <|constrain|>json<|message|>{"seconds":60}<|call|>'
+WHO = "<|channel|>commentary to=caller.who <|constrain|>json<|message|>{}<|call|>"
 SCRIPTS = [
     Script("Where is it warm?<|end|>", FIRST),
     Script("Rome: 20 °C<|end|>", SECOND),
     Script("<|message|>42<|end|>", LAST),
     Script("Sleep.<|end|>", SLEEPS),
     Script("Error: ", LAST),
+    Script("Who am I?<|end|>", WHO),
+    Script("Bearer s3cret", LAST),
 ]
+CALLER_PORT = free_port()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +71,11 @@ def server(
         engine=engine,
         model=model,
         command=HARMONY,
-        env={"VLLM_MLX_HARMONY_TOOLS": "all", "VLLM_MLX_HARMONY_GRAMMAR": "auto"},
+        env={
+            "VLLM_MLX_HARMONY_TOOLS": "all",
+            "VLLM_MLX_HARMONY_TOOL_URLS": f"http://127.0.0.1:{CALLER_PORT}",
+            "VLLM_MLX_HARMONY_GRAMMAR": "auto",
+        },
     )
     yield running
     tools = children(running.pid)
@@ -103,6 +114,51 @@ def test_responses(server: Server, stream: bool) -> None:
         "message",
     ]
     assert response.output_text == "It is warm."
+
+
+def test_a_server_that_a_request_names(server: Server) -> None:
+    """Over both APIs; its credentials are neither in the response nor in the log."""
+    command = [sys.executable, str(SERVERS), "caller", str(CALLER_PORT)]
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **quiet) as caller:
+        try:
+            wait_for_port(CALLER_PORT)
+            url = f"http://127.0.0.1:{CALLER_PORT}/mcp"
+            tool = {"type": "mcp", "server_label": "caller", "server_url": url}
+            client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="x", max_retries=0)
+            response = client.responses.create(
+                model=str(server.model),
+                input="Who am I?",
+                tools=[{**tool, "authorization": "s3cret", "require_approval": "never"}],  # type: ignore[list-item]
+            )
+            kinds = [each.type for each in response.output]
+            assert kinds == ["mcp_list_tools", "mcp_call", "message"]
+            assert "s3cret" not in response.model_dump_json(include={"tools"})
+            body = {
+                "model": str(server.model),
+                "max_tokens": 500,
+                "messages": [{"role": "user", "content": "Who am I?"}],
+                "mcp_servers": [
+                    {"type": "url", "name": "caller", "url": url, "authorization_token": "s3cret"}
+                ],
+            }
+            message = httpx.post(f"{server.base_url}/v1/messages", json=body, timeout=60).json()
+            kinds = [each["type"] for each in message["content"]]
+            assert kinds == ["mcp_tool_use", "mcp_tool_result", "text"]
+        finally:
+            caller.kill()
+    assert "s3cret" not in server.log
+    assert f"tools         requests may name http://127.0.0.1:{CALLER_PORT}" in server.log
+
+
+def wait_for_port(port: int) -> None:
+    """Until somebody listens there."""
+    for _ in range(600):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError("the tool server did not start")
 
 
 def test_nothing_is_computed_twice(server: Server) -> None:

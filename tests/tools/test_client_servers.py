@@ -373,6 +373,7 @@ PATTERNS: list[tuple[str, str, bool]] = [
 
 @pytest.mark.parametrize(("pattern", "url", "allowed"), PATTERNS)
 def test_patterns(pattern: str, url: str, allowed: bool) -> None:
+    assert str(UrlPattern.read(pattern)) == pattern
     try:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL:

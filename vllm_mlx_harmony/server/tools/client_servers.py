@@ -70,9 +70,9 @@ class ClientServers:
         return cls([UrlPattern.read(each) for each in texts], timeout)
 
     @property
-    def any(self) -> bool:
-        """Whether any may be named."""
-        return bool(self._patterns)
+    def allowed(self) -> tuple[str, ...]:
+        """The patterns of what may be named."""
+        return tuple(map(str, self._patterns))
 
     async def connected(
         self, requested: Sequence[ClientServer], tenant: str

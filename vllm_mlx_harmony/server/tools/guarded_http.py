@@ -68,6 +68,10 @@ class UrlPattern:
             raise HostError(f"{text!r}: * in a path stands at its end")
         return cls(parts.scheme, host, port or _PORTS[parts.scheme], parts.path or None)
 
+    def __str__(self) -> str:
+        port = "" if self.port == _PORTS[self.scheme] else f":{self.port}"
+        return f"{self.scheme}://{self.host}{port}{self.path or ''}"
+
     @property
     def names_host(self) -> bool:
         """Whether it has one host, which the operator knows: it may be at a private address."""

@@ -90,7 +90,7 @@ class Toolbox:
         URLs in the environment that is none.
         """
         clients = ClientServers.of_environment(config.default_timeout)
-        if config.servers or clients.any:
+        if config.servers or clients.allowed:
             check_package()
         servers: list[ToolServer] = [
             McpServer(label, each, config.default_timeout)
@@ -115,11 +115,14 @@ class Toolbox:
 
     @property
     def lines(self) -> list[str]:
-        """What is there, one line for each server."""
-        return [
+        """What is there, one line for each server, and one for what requests may name."""
+        lines = [
             f"{each.label}: {', '.join(tool.origin[-1] for tool in each.tools) or each.problem}"
             for each in self.namespaces
         ]
+        if self.clients.allowed:
+            lines.append(f"requests may name {', '.join(self.clients.allowed)}")
+        return lines
 
     def given(self, servers: Sequence[ToolServer]) -> tuple[Namespace, ...]:
         """The tools of ``servers`` that a request has named itself."""
