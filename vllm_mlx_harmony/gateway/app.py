@@ -45,7 +45,7 @@ from vllm_mlx_harmony.server import defaults, enforcement, generation
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.garbage import set_aside
-from vllm_mlx_harmony.server.host import Budget, Lease, Tracker, tenant_of
+from vllm_mlx_harmony.server.host import Budget, Context, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.shared import SharedError, server_shared
 from vllm_mlx_harmony.server.shutdown import at_once, gracefully
 from vllm_mlx_harmony.server.tools import config as tools
@@ -70,7 +70,7 @@ class Gateway:
 
     archive: Archive | None = None
     renderer: Callable[..., Any] = staticmethod(render)
-    context: Callable[..., Any] = StreamingHarmonyContext
+    context: Callable[..., Context] = StreamingHarmonyContext
 
     def __init__(self, settings: GatewaySettings, rule: Rule | None = None) -> None:
         self.settings = settings

@@ -28,7 +28,7 @@ from vllm_mlx_harmony.host.mount import forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.engine import Engine, Steps
-from vllm_mlx_harmony.server.host import Budget, Lease, Tracker, tenant_of
+from vllm_mlx_harmony.server.host import Budget, Context, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.model_files import GENERATION, configuration, length_of
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -208,7 +208,7 @@ class VllmMlx:
         return renderer
 
     @property
-    def context(self) -> Callable[..., Any]:
+    def context(self) -> Callable[..., Context]:
         """By entry point."""
         return entry_points.in_use().context
 

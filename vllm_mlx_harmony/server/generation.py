@@ -21,7 +21,7 @@ from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Message, ServerResult
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.engine import Finish
-from vllm_mlx_harmony.server.host import TIMED_OUT, Lease, Tracker
+from vllm_mlx_harmony.server.host import TIMED_OUT, Context, Lease, Tracker
 from vllm_mlx_harmony.server.queue import queue_before, reject_all_waiting
 from vllm_mlx_harmony.server.replay import remember
 from vllm_mlx_harmony.server.sampling import Settings
@@ -43,7 +43,7 @@ class Job:
     """
 
     lease: Lease
-    context: Any
+    context: Context
     settings: Settings
     tracker: Tracker
     replay: ReplayScope | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -18,9 +18,11 @@ from starlette.applications import Starlette
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
+from vllm_mlx_harmony.core.deltas import Delta
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import Archive
-from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.core.turn import Defaults, Message, Result, ServerCall, ServerResult
 from vllm_mlx_harmony.server.engine import Engine
 
 if TYPE_CHECKING:
@@ -86,6 +88,40 @@ class Lease:
             finally:
                 for ending in self._endings:
                     await ending()
+
+
+class Context(Protocol):
+    """One turn, from its prompt to its last delta: what is used of a `StreamingHarmonyContext`.
+
+    Its ``names`` and ``outputs`` are used where it has them: another's need not.
+    """
+
+    @property
+    def done(self) -> bool:
+        """Whether the model has ended its output: generate no more."""
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far."""
+
+    @property
+    def server_call(self) -> ServerCall | None:
+        """The call that the server has to answer before the model goes on, if there is one."""
+
+    def start(self, cached_tokens: int | None = None) -> list[Delta]:
+        """The turn is about to be generated."""
+
+    def append_output(self, ids: Sequence[int]) -> list[Delta]:
+        """What the model generated next."""
+
+    def append_tool_output(self, messages: Iterable[Result | ServerResult]) -> list[Delta]:
+        """What tools answered."""
+
+    def render_for_completion(self) -> tuple[int, ...]:
+        """The ids to generate from."""
+
+    def finish(self, reason: EndReason, cached_tokens: int = 0) -> list[Delta]:
+        """The deltas that end the turn."""
 
 
 class Tracker(Protocol):
@@ -186,7 +222,7 @@ class Host(Protocol):
         """Makes the prompt of a turn (`core.render.render`)."""
 
     @property
-    def context(self) -> Callable[..., Any]:
+    def context(self) -> Callable[..., Context]:
         """Follows one answer (`core.context.StreamingHarmonyContext`)."""
 
 

@@ -202,7 +202,7 @@ async def _prepared(request: Request, parsed: IdRequest, lease: Lease) -> Prepar
     host = host_of(request)
     job = Job(
         lease=lease,
-        context=IdContext(prompt),
+        context=IdContext(prompt),  # type: ignore[arg-type]  # its emitter takes ids for deltas
         settings=capped(parsed.settings.settings, len(prompt), lease.harmony.context_length),
         tracker=host.tracker(API.name, stream=True),
         id_seed=uuid4().hex,

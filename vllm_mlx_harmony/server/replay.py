@@ -12,13 +12,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from inspect import signature
-from typing import Any
 
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import Archive, GeneratedTurn, Replay, ReplayScope
 from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.core.turn import Message, Turn
-from vllm_mlx_harmony.server.host import Host, Lease
+from vllm_mlx_harmony.server.host import Context, Host, Lease
 from vllm_mlx_harmony.server.shared import Shared, SharedError, server_shared, shared_key
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,9 @@ def _knows_replay(renderer: Callable[..., Rendered]) -> bool:
     return "replay" in signature(renderer).parameters
 
 
-def remember(turns: ReplayScope | None, context: Any, echoed: Callable[[Message], Message]) -> None:
+def remember(
+    turns: ReplayScope | None, context: Context, echoed: Callable[[Message], Message]
+) -> None:
     """Takes in what ``context``, which has ended, holds of generated turns.
 
     ``echoed`` is how its messages are read when a client gives them back.

@@ -31,7 +31,7 @@ from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, pa
 from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.errors import error_response, failure_of, logged_failure
 from vllm_mlx_harmony.server.generation import Deltas, Job, run
-from vllm_mlx_harmony.server.host import Host, Lease, host_of, tenant_of
+from vllm_mlx_harmony.server.host import Context, Host, Lease, host_of, tenant_of
 from vllm_mlx_harmony.server.model_names import own_name, response_name
 from vllm_mlx_harmony.server.sampling import capped, resolve
 from vllm_mlx_harmony.server.streams import Emitter, EventBuffer, EventStream, written
@@ -88,7 +88,7 @@ class Api:
     prefix: str = ""
     frame: Callable[[Event], str] = frame
     ping: Event | None = None
-    writer: Callable[[Any, ResponseInfo, Any, str], Emitter] | None = None
+    writer: Callable[[Any, ResponseInfo, Context, str], Emitter] | None = None
     blocks: bool = False
     reports_cached: bool = False
     servers: Callable[[object, Collection[str]], Sequence[ClientServer]] = lambda body, labels: ()
@@ -102,7 +102,7 @@ class Api:
         return self.read(document.value, defaults, tenant)
 
     def emitter(
-        self, parsed: ParsedRequest, info: ResponseInfo, context: Any, tenant: str
+        self, parsed: ParsedRequest, info: ResponseInfo, context: Context, tenant: str
     ) -> Emitter:
         """The emitter for the answer to ``parsed``; ``context`` holds its conversation."""
         if self.writer is None:
@@ -316,7 +316,7 @@ async def _collected(deltas: Deltas, emitter: Emitter) -> dict[str, Any]:
 
 async def _context(
     host: Host, turn: Turn, info: ResponseInfo, remembered: ReplayScope | None, large: bool
-) -> Any:
+) -> Context:
     """The turn, rendered; not on the event loop when that may take long.
 
     A small body may have large tools: a ``$ref`` can stand in it any number of times.

@@ -28,6 +28,7 @@ from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.errors import logged_failure
 from vllm_mlx_harmony.server.generation import Deltas
+from vllm_mlx_harmony.server.host import Context
 from vllm_mlx_harmony.server.responses.elsewhere import runs_elsewhere
 from vllm_mlx_harmony.server.responses.store import StoredResponse, StoreError, server_store
 from vllm_mlx_harmony.server.streams import Events, ends
@@ -120,7 +121,7 @@ class StoringEmitter:
     """
 
     def __init__(
-        self, parsed: ResponsesRequest, info: ResponseInfo, context: Any, tenant: str
+        self, parsed: ResponsesRequest, info: ResponseInfo, context: Context, tenant: str
     ) -> None:
         self.tenant = tenant
         self._parsed, self._info, self._context = parsed, info, context

@@ -23,7 +23,7 @@ from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
 from vllm_mlx_harmony.server.errors import with_error_body
 from vllm_mlx_harmony.server.generation import run
-from vllm_mlx_harmony.server.host import tenant_of
+from vllm_mlx_harmony.server.host import Context, tenant_of
 from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, read, written_input
 from vllm_mlx_harmony.server.responses.compact import COMPACT
@@ -49,7 +49,7 @@ from vllm_mlx_harmony.server.streams import EventStream
 
 
 def _writer(
-    parsed: ResponsesRequest, info: ResponseInfo, context: Any, tenant: str
+    parsed: ResponsesRequest, info: ResponseInfo, context: Context, tenant: str
 ) -> StoringEmitter:
     """Who asks for an answer in the background may ask for its events later."""
     streamed = parsed.stream or parsed.background
