@@ -250,6 +250,17 @@ LEGS: tuple[Leg, ...] = (
         group="",
     ),
     Leg(
+        name="agents",
+        what="Codex, Claude Code and opencode from npm (1 GB) through a gateway over a fake engine",
+        install=("-e", ".", *TEST_TOOLS, *GATEWAY),
+        without=("vllm-mlx", "fastapi"),
+        present=("starlette", "uvicorn"),
+        absent=(*HOST, "fastapi"),
+        commands=((*PYTEST, "tests/gateway_agents"),),
+        programs=("node", "npm"),
+        group="",
+    ),
+    Leg(
         name="tools",
         what="tools that the server runs, over a real MCP server",
         install=FRONT_ENDS,

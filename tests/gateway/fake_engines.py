@@ -243,6 +243,8 @@ class FakeEngine:
     """Events that are sent in one piece."""
     grammar: bool = True
     """Whether it writes what a trial's grammar says."""
+    length: int = 4096
+    """Of its context."""
     faults: list[Fault] = field(default_factory=list)
     bodies: list[Json] = field(default_factory=list)
     prompts: list[tuple[int, ...]] = field(default_factory=list)
@@ -315,7 +317,7 @@ class FakeEngine:
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
-        entry = {"id": "m", "object": "model", "owned_by": self.kind, "max_model_len": 4096}
+        entry = {"id": "m", "object": "model", "owned_by": self.kind, "max_model_len": self.length}
         return JSONResponse({"object": "list", "data": [entry]})
 
     @property
