@@ -29,7 +29,7 @@ import openai
 from fakes import MODEL, Alone, ScriptedEngine
 from local import weather
 from official_clients import clients
-from test_responses_loop import CALLED, LAST, _nothing_kept, create, finally_, told
+from test_responses_loop import CALLED, LAST, _nothing_kept, client, create, finally_, told
 from test_toolbox import free_port
 from test_toolbox import serving as mcp_serving
 
@@ -186,6 +186,51 @@ def test_a_list_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.status_code == 424
 
     quiet(host, body)
+
+
+def test_in_the_background() -> None:
+    """The connection lasts as long as the answer, not as the request for it."""
+    port = free_port()
+    host = serving(f"http://127.0.0.1:{port}")
+
+    async def body() -> Any:
+        with mcp_serving(port, "streamable-http", "caller"):
+            tools = [given(port, authorization=SECRET)]
+            request: dict[str, Any] = {"input": "Who am I?", "tools": tools, "background": True}
+            response, _ = await create(host, **request)
+            api = client(host)
+            for _ in range(200):
+                if response.status not in ("queued", "in_progress"):
+                    break
+                await asyncio.sleep(0.1)
+                response = await api.responses.retrieve(response.id)
+            return response
+
+    response = quiet(host, body)
+    assert [each[0] for each in told(response)][:2] == ["mcp_list_tools", "mcp_call"]
+    assert response.output_text == "It is warm."
+    assert SECRET not in json.dumps(response.model_dump()["tools"])
+
+
+def test_a_client_that_goes_away_ends_the_call() -> None:
+    """And the connection, in the middle of it."""
+    port = free_port()
+    sleeps = CALLED.format("caller.sleep", '{"seconds": 60}')
+    host = serving(f"http://127.0.0.1:{port}", scripts={"Sleep.": sleeps})
+
+    async def body() -> None:
+        with mcp_serving(port, "streamable-http", "slow"):
+            asked = asyncio.ensure_future(create(host, input="Sleep.", tools=[given(port)]))
+            for _ in range(200):
+                await asyncio.sleep(0.1)
+                if host.toolbox and host.toolbox.counts.get(GIVEN):
+                    break
+            asked.cancel()
+            await asyncio.wait({asked}, timeout=20)
+
+    quiet(host, body)
+    assert host.toolbox is not None
+    assert (host.toolbox.counts[GIVEN].calls, host.toolbox.counts[GIVEN].errors) == (1, 1)
 
 
 # --- What is refused.

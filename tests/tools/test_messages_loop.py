@@ -161,7 +161,8 @@ def test_a_call_of_a_named_server_is_run() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"mcp_servers": [{**WEATHER, "name": "other"}]}, "mcp_servers[0].name"),
+    ({"mcp_servers": [{**WEATHER, "name": "other"}]}, "mcp_servers[0].url"),
+    ({"mcp_servers": [{"type": "url", "name": "other"}]}, "mcp_servers[0].name"),
     ({"tools": [{**TOOLSET, "mcp_server_name": "other"}]}, "tools[0].mcp_server_name"),
     ({"tools": [{"type": "mcp_toolset"}]}, "tools[0].mcp_server_name"),
     ({"mcp_servers": [{"type": "url", "url": "https://x"}]}, "mcp_servers[0].name"),
