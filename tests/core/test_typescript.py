@@ -76,6 +76,35 @@ def test_as_the_library(tools: list[tuple[str, str, Any]]) -> None:
     )
 
 
+DEFAULTS: dict[str, Any] = {
+    "of a property": {
+        "type": "object",
+        "properties": {
+            "p": {
+                "default": "b",
+                "oneOf": [
+                    {"type": "string", "enum": ["a", "b"], "default": "a"},
+                    {"type": "number", "default": 1},
+                ],
+            }
+        },
+    },
+    "of a parameter": {
+        "oneOf": [
+            {"type": "string", "enum": ["b"], "default": "b"},
+            {"type": "string", "default": "b"},
+        ]
+    },
+}
+"""Where it is in quotes and where it is not, in unions."""
+
+
+@pytest.mark.parametrize("schema", DEFAULTS.values(), ids=DEFAULTS)
+def test_defaults_in_unions_as_the_library(schema: dict[str, Any]) -> None:
+    ours = typescript.section("functions", [typescript.tool("f", "", schema)])
+    assert f"# Tools\n\n{ours}" == library(ToolDescription.new("f", "", schema))
+
+
 NUMERALS = [1e16, 123456789012345680.0, 1e21, 1.5e300, -1.5e-7, 1.25e-5, -1e-5, 1e-4, 5e-324, -0.0]
 
 

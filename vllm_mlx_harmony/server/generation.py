@@ -230,7 +230,13 @@ async def _finished(job: Job, ended: EndReason, cached_tokens: int) -> list[Delt
         await asyncio.to_thread(remember, job.replay, job.context, job.echoed)
     else:
         remember(job.replay, job.context, job.echoed)
-    _account(job.tracker, last)
+    for delta in last:
+        if isinstance(delta, Finished):
+            job.tracker.finish(
+                result="success",
+                prompt_tokens=delta.usage.prompt_tokens,
+                completion_tokens=delta.usage.completion_tokens,
+            )
     return last
 
 
@@ -272,16 +278,6 @@ async def _output(
             yield context.append_output(step.ids)
             if progress.finish is not None or context.done:
                 break
-
-
-def _account(tracker: Tracker, last: list[Delta]) -> None:
-    for delta in last:
-        if isinstance(delta, Finished):
-            tracker.finish(
-                result="success",
-                prompt_tokens=delta.usage.prompt_tokens,
-                completion_tokens=delta.usage.completion_tokens,
-            )
 
 
 class _Groups:
