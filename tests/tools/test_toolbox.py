@@ -221,7 +221,7 @@ def serving(port: int, transport: str, kind: str = "weather") -> Iterator[subpro
         stderr=subprocess.DEVNULL,
     )
     try:
-        for _ in range(500):
+        for _ in range(2_400):  # two minutes, where much else is going on
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
