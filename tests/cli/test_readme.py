@@ -151,7 +151,7 @@ def test_every_variable_is_one() -> None:
 
 def test_every_command_is_one() -> None:
     named = set(re.findall(r"^\| `vllm-mlx-harmony (\w+)", README, re.MULTILINE))
-    assert named == {"serve", "connect", "demo", "doctor", "render", "parse"}
+    assert named == {"serve", "gateway", "connect", "demo", "doctor", "render", "parse"}
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
@@ -165,6 +165,6 @@ def test_links_lead_somewhere() -> None:
     assert links
     for link in links:
         path, _, anchor = link.partition("#")
-        text = (REPOSITORY / path).read_text("utf-8")
+        text = (REPOSITORY / (path or "README.md")).read_text("utf-8")
         headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
         assert not anchor or anchor in {each.lower().replace(" ", "-") for each in headings}, link
