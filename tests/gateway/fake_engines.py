@@ -154,9 +154,9 @@ def llamacpp_events(prompt: Sequence[int], said: list[int], finish: str) -> Iter
 
 
 def plugin_events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
-    for at, token in enumerate(said):
-        last = at == len(said) - 1
-        yield compact({"ids": [token], "finish": finish if last else None, "cached_tokens": 16})
+    for token in said:
+        yield compact({"ids": [token], "finish": None, "cached_tokens": 0})
+    yield compact({"ids": [], "finish": finish, "cached_tokens": 16})
 
 
 EXCHANGES: dict[str, Exchange] = {

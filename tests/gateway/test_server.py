@@ -86,6 +86,23 @@ def test_what_is_no_engine_is_said() -> None:
         found("http://127.0.0.1:9")
 
 
+# --- Counting
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_tokens_are_counted_wherever_an_engine_says_them(kind: str) -> None:
+    """llama.cpp and vllm-mlx do behind the last id."""
+    engine = FakeEngine(kind, SCRIPTS, pause=0.02)
+    with ExitStack() as stack:
+        url = stack.enter_context(served(engine.app))
+        base = stack.enter_context(served(application(Watched("", (engine, url)))))
+        answer = httpx.post(base + CHAT, json=USER, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"] == "Good day to you."
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
+        until(lambda: engine.running == 0, "the engine to end")
+        assert engine.aborted == 0
+
+
 # --- Keys, tenants, limits
 
 

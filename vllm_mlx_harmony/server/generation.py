@@ -276,7 +276,9 @@ async def _output(
             job.tracker.observe_ttft()
             enforcement.check(constraint)
             yield context.append_output(step.ids)
-            if progress.finish is not None or context.done:
+            # A remote engine ends by itself: behind the last id it says how much was cached, and
+            # only then its connection is free for the next request.
+            if progress.finish is not None or (context.done and not engine.remote):
                 break
 
 

@@ -21,7 +21,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -185,15 +185,16 @@ class HttpEngine:
                     cached = max(cached, chunk.cached_tokens)
                     finish = finish or chunk.finish
                     ids = turn.take(chunk.ids) if settings.max_tokens else ()
-                    if turn.forced or (turn.ended and finish is None):
+                    if turn.forced:
                         break  # what it says from here on is not wanted
                     if ids or (chunk is TAKEN and number == 0):
                         yield Step(ids, None, cached)
+                    if turn.ended and finish is None:
+                        cached = max(cached, await _cached_behind(chunks))
+                        break
             if turn.ended or (finish is not None and not turn.forced):
-                last = ids if finish is None else ()
-                if settings.max_tokens == 0:
-                    finish = "length"
-                yield Step(last, "stop" if turn.ended else finish, cached)
+                finish = finish if settings.max_tokens else "length"
+                yield Step((), "stop" if turn.ended else finish, cached)
                 return
             if not turn.forced:
                 raise OutputError("the engine ended before the answer did")
@@ -277,6 +278,22 @@ class HttpEngine:
             if ending is not None:
                 ending.cancel()
             response.close()  # free already, if all of it was read
+
+
+async def _cached_behind(chunks: AsyncGenerator[Chunk, None]) -> int:
+    """The cached tokens that an engine counts behind the id that ends the turn.
+
+    It is let come to its end, so that it keeps what it computed, unless it goes on to generate or
+    takes long.
+    """
+    cached = 0
+    with suppress(StopAsyncIteration, asyncio.TimeoutError, OutputError):
+        while True:
+            chunk = await asyncio.wait_for(anext(chunks), END_SECONDS)
+            if chunk.ids:
+                break
+            cached = max(cached, chunk.cached_tokens)
+    return cached
 
 
 class _Turn:
