@@ -41,7 +41,9 @@ from vllm_mlx_harmony.core.turn import (
 from vllm_mlx_harmony.protocols.chat import read as read_chat
 from vllm_mlx_harmony.protocols.events import DONE
 from vllm_mlx_harmony.protocols.messages import read as read_messages
+from vllm_mlx_harmony.protocols.messages import server_tools as messages_tools
 from vllm_mlx_harmony.protocols.responses import read
+from vllm_mlx_harmony.protocols.responses.server_tools import client_servers, without_secrets
 
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 KEY = INFO.id_seed[:20]
@@ -802,3 +804,178 @@ def test_a_call_of_the_clients_behind_one_of_the_servers() -> None:
     assert answer == ServerResult(INFO.call_id(0), "weather.now", "20 °C")
     assert own == Call(INFO.call_id(1), "mine", "{}")
     assert (theirs.call_id, theirs.text) == (INFO.call_id(1), "3")  # type: ignore[union-attr]
+
+
+# --- Servers that a request names by their URLs, and who gets which credentials.
+
+
+def of_responses(**fields: Any) -> Any:
+    tool = {"type": "mcp", "server_label": "mine", "server_url": "https://mine", **fields}
+    return client_servers({"tools": [SEARCH, tool, 3]}, {"weather"})
+
+
+def of_messages(**fields: Any) -> Any:
+    server = {"type": "url", "name": "mine", "url": "https://mine", **fields}
+    return messages_tools.client_servers({"mcp_servers": [3, server]}, {"weather"})
+
+
+TOKEN = ("authorization", "Bearer t")
+GIVEN: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
+    "a tool": (of_responses, [("mine", "https://mine", "tools[1].server_url", ())]),
+    "with a token": (
+        lambda: of_responses(authorization="t"),
+        [("mine", "https://mine", "tools[1].server_url", (TOKEN,))],
+    ),
+    "with headers, and a token": (
+        lambda: of_responses(headers={"X-A": "1"}, authorization="t"),
+        [("mine", "https://mine", "tools[1].server_url", (("x-a", "1"), TOKEN))],
+    ),
+    "malformed, for who reads it all": (lambda: of_responses(server_label=3), []),
+    "no tools": (lambda: client_servers({"tools": 3}, set()), []),
+    "no body": (lambda: client_servers([], set()), []),
+    "a server": (of_messages, [("mine", "https://mine", "mcp_servers[1].url", ())]),
+    "a server with a token": (
+        lambda: of_messages(authorization_token="t"),
+        [("mine", "https://mine", "mcp_servers[1].url", (TOKEN,))],
+    ),
+    "the operator's": (lambda: of_messages(name="weather"), []),
+    "no servers": (lambda: messages_tools.client_servers(3, set()), []),
+}
+
+
+@pytest.mark.parametrize(("read_servers", "expected"), GIVEN.values(), ids=GIVEN)
+def test_servers_of_a_request(read_servers: Any, expected: list[tuple[Any, ...]]) -> None:
+    found = read_servers()
+    assert [(each.label, each.url, each.where, each.headers) for each in found] == expected
+    for each in found:
+        assert "Bearer" not in repr(each)
+        error = each.unreachable("it is away")
+        assert "'mine'" in error.message and "it is away" in error.message
+
+
+NOT_TAKEN: dict[str, tuple[Any, str]] = {
+    "the operator's": (lambda: of_responses(server_label="weather"), "tools[1].server_url"),
+    "headers that are none": (lambda: of_responses(headers=[]), "tools[1].headers"),
+    "a name": (lambda: of_responses(headers={"a b": "1"}), "tools[1].headers"),
+    "a value": (lambda: of_responses(headers={"a": "1\n2"}), "tools[1].headers"),
+    "the connection's": (lambda: of_responses(headers={"Host": "x"}), "tools[1].headers"),
+    "too many": (
+        lambda: of_responses(headers={f"x{at}": "1" for at in range(65)}),
+        "tools[1].headers",
+    ),
+    "a token": (lambda: of_responses(authorization="\n"), "tools[1].authorization"),
+    "another token": (
+        lambda: of_messages(authorization_token=3),
+        "mcp_servers[1].authorization_token",
+    ),
+}
+
+
+@pytest.mark.parametrize(("read_servers", "param"), NOT_TAKEN.values(), ids=NOT_TAKEN)
+def test_servers_that_are_not_taken(read_servers: Any, param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        read_servers()
+    assert refused.value.param == param
+
+
+def test_a_response_repeats_no_credentials() -> None:
+    tool = {"type": "mcp", "server_label": "a", "server_url": "https://me:pw@a.example/x?key=1",
+            "authorization": "t", "headers": {"X": "1"}}  # fmt: skip
+    assert without_secrets(tool) == {
+        "type": "mcp",
+        "server_label": "a",
+        "server_url": "https://a.example/<redacted>",
+        "headers": None,
+    }
+    assert without_secrets(WEATHER) == WEATHER
+
+
+# --- Messages, inwards.
+
+ONE = {"type": "url", "name": "weather", "url": "https://a"}
+SET = {"type": "mcp_toolset", "mcp_server_name": "weather"}
+WANTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "a server": ({"mcp_servers": [ONE]}, ALL),
+    "some of it": (
+        {"mcp_servers": [{**ONE, "tool_configuration": {"allowed_tools": ["later?"]}}]},
+        ALL[1:],
+    ),
+    "none of it": ({"mcp_servers": [{**ONE, "tool_configuration": {"enabled": False}}]}, ()),
+    "a set of tools": ({"tools": [SET]}, ALL),
+    "but one": ({"tools": [{**SET, "configs": {"now": {"enabled": False}}}]}, ALL[1:]),
+    "one alone": (
+        {
+            "tools": [
+                {**SET, "default_config": {"enabled": False}, "configs": {"now": {"enabled": True}}}
+            ]
+        },
+        ALL[:1],
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "shown"), WANTED.values(), ids=WANTED)
+def test_messages_what_is_asked_for(fields: dict[str, Any], shown: tuple[str, ...]) -> None:
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+    found = read_messages({**body, **fields}, DEFAULTS, Reverse()).turn.namespaces
+    assert tuple(name for each in found for name in each.recipients) == shown
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"mcp_servers": [{**ONE, "name": "no"}]}, "mcp_servers[0].name"),
+        ({"tools": [{**SET, "mcp_server_name": "no"}]}, "tools[0].mcp_server_name"),
+        ({"tools": [{"type": "mcp_toolset"}]}, "tools[0].mcp_server_name"),
+    ],
+)
+def test_messages_what_is_refused(fields: dict[str, Any], param: str) -> None:
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+    with pytest.raises(RequestError) as refused:
+        read_messages({**body, **fields}, DEFAULTS, Reverse())
+    assert refused.value.param == param
+
+
+PAST: list[tuple[str | None, str, dict[str, Any], tuple[str, str] | None]] = [
+    ("weather", "later?", {"a": 1}, ("weather.later_1", '{"a": 1}')),
+    ("python", "python", {"code": "6 * 7"}, ("python", "6 * 7")),
+    (None, "web_search", {"query": "é"}, ("browser.search", '{"query":"é"}')),
+    (None, "web_fetch", {"url": "http://a"}, ("browser.open", '{"id":"http://a"}')),
+    (None, "code_execution", {"code": "6 * 7"}, ("python", "6 * 7")),
+    (None, "code_execution", {"files": []}, ("python", '{"files": []}')),
+    (None, "something else", {}, ("something_else", "{}")),
+    (None, "tool_search_tool_regex", {}, None),
+]
+
+
+@pytest.mark.parametrize(("label", "name", "given", "expected"), PAST)
+def test_messages_calls_of_a_history(
+    label: str | None, name: str, given: dict[str, Any], expected: tuple[str, str] | None
+) -> None:
+    arguments = json.dumps(given)
+    assert messages_tools.call_of(SERVERS, label, name, given, arguments) == expected
+
+
+SHOWN: list[tuple[Any, str]] = [
+    ("text", "text"),
+    ([{"type": "text", "text": "a"}, {"type": "text", "text": ""}, "b"], "a\nb"),
+    ({"type": "web_search_tool_result_error", "error_code": "busy"}, "Error: busy"),
+    ({"stdout": "42", "stderr": "warned", "return_code": 0}, "42\nwarned"),
+    ({"content": {"source": {"data": "page"}}}, "page"),
+    (3, ""),
+]
+
+
+@pytest.mark.parametrize(("found", "expected"), SHOWN)
+def test_messages_results_of_a_history(found: Any, expected: str) -> None:
+    assert messages_tools.result_text(found) == expected
+
+
+def test_responses_the_sources_of_a_search_when_asked_for() -> None:
+    said = "[0] Rome (https://a.example/x). See https://b.example/(y), https://a.example/x"
+    deltas = turn(*called("browser.search", '{"query": "Rome"}'), *ran(said))
+    _, final = responses_events(deltas, include=["web_search_call.action.sources"])
+    assert final["output"][0]["action"]["sources"] == [
+        {"type": "url", "url": "https://a.example/x"},
+        {"type": "url", "url": "https://b.example/(y)"},
+    ]
