@@ -203,6 +203,9 @@ def _mcp(tool: ResponsesTool, where: str, available: Iterable[Namespace]) -> Nam
         if namespace.label == tool.server_label and namespace.given == by_url:
             break
     else:
+        if by_url:
+            problem = f"{where}.server_url: only servers that the operator allows are used"
+            raise RequestError(problem, param=f"{where}.server_url", code=UNSUPPORTED)
         known = ", ".join(each.label for each in available if not each.given) or "none"
         problem = f"there is no tool server {quoted(tool.server_label)}; there are: {known}"
         raise RequestError(problem, param=f"{where}.server_label", code="invalid_value")
