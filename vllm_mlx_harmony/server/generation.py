@@ -13,6 +13,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Delta, Finished, ToolFinished, ToolStarted
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
@@ -276,9 +277,10 @@ async def _output(
             job.tracker.observe_ttft()
             enforcement.check(constraint)
             yield context.append_output(step.ids)
-            # A remote engine ends by itself: behind the last id it says how much was cached, and
-            # only then its connection is free for the next request.
-            if progress.finish is not None or (context.done and not engine.remote):
+            # A remote engine that has ended the turn says how much was cached behind the last id,
+            # and only then its connection is free for the next request. It knows of no stop string.
+            ends = engine.remote and bool(vocab.TURN_ENDS.intersection(step.ids[-1:]))
+            if progress.finish is not None or (context.done and not ends):
                 break
 
 
