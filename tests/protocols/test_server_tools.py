@@ -648,7 +648,7 @@ def test_a_choice_among_them(choice: Any, expected: ToolChoice) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nobody": ({"tools": [{**WEATHER, "server_label": "nobody"}]}, "tools[0].server_label"),
     "no label": ({"tools": [{"type": "mcp"}]}, "tools[0].server_label"),
-    "one elsewhere": ({"tools": [{**WEATHER, "server_url": "http://a"}]}, "tools[0].server_label"),
+    "one elsewhere": ({"tools": [{**WEATHER, "server_url": "http://a"}]}, "tools[0].server_url"),
     "twice": ({"tools": [WEATHER, WEATHER]}, "tools[1]"),
     "no such tool": ({"tools": [{**WEATHER, "allowed_tools": ["x"]}]}, "tools[0].allowed_tools"),
     "a rule": ({"tools": [{**WEATHER, "require_approval": "maybe"}]}, "tools[0].require_approval"),
