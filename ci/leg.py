@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs legs of the CI matrix in fresh virtual environments: `leg.py NAME…` or `leg.py all`.
 
-Four legs run at a time, unless `--jobs` says otherwise: that is for two processors, because tests
+Three legs run at a time, unless `--jobs` says otherwise: that is for two processors, because tests
 of servers wait a part of their time. Legs that install the same share an environment. Standard
 library only; what else is needed is installed by it, `uv` included. What the legs are is in
 `legs.py`.
@@ -87,7 +87,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("legs", nargs="*", metavar="LEG", default=["all"])
     parser.add_argument("--keep", action="store_true", help="keep the environment, use a kept one")
-    parser.add_argument("--jobs", type=int, default=4, metavar="N", help="legs at a time (4)")
+    parser.add_argument("--jobs", type=int, default=3, metavar="N", help="legs at a time (3)")
     parser.add_argument("--json", action="store_true", help="print the matrix and run nothing")
     return parser.parse_args(argv)
 

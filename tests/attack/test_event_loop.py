@@ -61,7 +61,7 @@ class Observed:
     observer: Observer
 
 
-@pytest.fixture(scope="module", params=[*served.ENGINES])
+@pytest.fixture(scope="module", params=size([*served.ENGINES], ["simple"]))
 def observed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Observed]:

@@ -243,7 +243,7 @@ def test_a_slow_reader_slows_its_engine_and_gets_everything(
             sent = engine.sent
             time.sleep(1.0)
         assert engine.running == 1
-        assert engine.sent < 2_000_000, "the engine was not made to wait"
+        assert engine.sent < 2_800_000, "the engine was not made to wait"
         read = b""
         while b"[DONE]" not in read[-200:]:
             read += client.recv(1 << 20)

@@ -326,6 +326,7 @@ class _Groups:
         try:
             return await self._coming
         finally:
+            self._coming = None  # an error in it holds the frames that it went through
             if late is not None:
                 late.cancel()
 
@@ -366,6 +367,7 @@ class _Groups:
     async def aclose(self) -> None:
         """Sees them ended. Raises what they raise at that."""
         self._closing = True
+        self._ended.remove_done_callback(self._end)
         if self._task is not None:
             await stopped(self._task)
         await self._groups.aclose()
@@ -390,5 +392,8 @@ async def end_of(task: asyncio.Future[Any]) -> None:
             cancelled = error
     if not task.cancelled():
         task.exception()
-    if cancelled is not None:
-        raise cancelled
+    try:
+        if cancelled is not None:
+            raise cancelled
+    finally:
+        del cancelled  # or it and this frame would hold each other, and all that waits for us

@@ -23,7 +23,7 @@ from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
-from vllm_mlx_harmony.server.body import Document, in_thread, parse_body
+from vllm_mlx_harmony.server.body import Document, parse_body
 from vllm_mlx_harmony.server.errors import admit, error_response, failure_of, logged_failure
 from vllm_mlx_harmony.server.generation import Deltas, rejection, run, stopped
 from vllm_mlx_harmony.server.host import host_of
@@ -34,7 +34,6 @@ from vllm_mlx_harmony.server.responses.persistence import (
     stored_events,
     storing,
 )
-from vllm_mlx_harmony.server.responses.store import StoredResponse
 from vllm_mlx_harmony.server.serving import Api, PreparedRequest, leased, prepare
 from vllm_mlx_harmony.server.streams import (
     EventBuffer,
@@ -80,7 +79,7 @@ class Conversation:
         self._transport = host_of(socket).transport(socket)
         self._until = time.monotonic() + lifetime
         self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MOST_WAITING)
-        self._local: dict[str, StoredResponse] = {}
+        self._previous: StoringEmitter | None = None
         self._say: Callable[[str], Awaitable[None]] = self._write
         self._api = Api(
             "responses", self._read, responses.error_body, writer=StoringEmitter, blocks=True
@@ -102,7 +101,7 @@ class Conversation:
             await stopped(answering)
             await stopped(listening)
             # `_api` refers to this object: until garbage is collected nothing else would free it.
-            self._local.clear()
+            self._previous = None
 
     async def _write(self, text: str) -> None:
         """Ends when the system has all of it. Raises ``WebSocketDisconnect`` where nobody reads.
@@ -157,7 +156,8 @@ class Conversation:
             await self._run(document, message.large)
         except (HarmonyFailure, HTTPException) as error:
             # What a turn that failed wanted to go on with is gone, as the specification has it.
-            self._local.pop(responses.previous_response_id(document) or "", None)
+            if responses.previous_response_id(document) == self._previous_id:
+                self._previous = None
             await self._send_error(failure_of(error))
         except WebSocketDisconnect:
             raise
@@ -184,18 +184,21 @@ class Conversation:
                 async for event in events:
                     if event is not DONE:
                         await self._say(event.data)
-            await self._remember(prepared)
+            emitter: StoringEmitter = prepared.emitter
+            if not emitter.forgotten and emitter.document()["status"] != "failed":
+                self._previous = emitter
+            elif prepared.parsed.previous_response_id == self._previous_id:
+                self._previous = None
+
+    @property
+    def _previous_id(self) -> str | None:
+        return None if self._previous is None else self._previous.id
 
     def _read(self, body: object, defaults: Any, tenant: str) -> Any:
-        return read(body, defaults, tenant, self._local)
-
-    async def _remember(self, prepared: PreparedRequest) -> None:
-        # An item for each of thousands of messages.
-        stored = await in_thread(prepared.emitter.stored)
-        if prepared.emitter.forgotten or stored.document["status"] == "failed":
-            self._local.pop(prepared.parsed.previous_response_id or "", None)
-        else:
-            self._local = {stored.id: stored}
+        """In a thread: what is stored has an item for each of thousands of messages."""
+        previous = self._previous
+        local = {} if previous is None else {previous.id: previous.stored()}
+        return read(body, defaults, tenant, local)
 
     async def _send_error(self, failure: HarmonyFailure) -> None:
         event = {"type": "error", "status": failure.status, **responses.error_body(failure)}
