@@ -24,6 +24,7 @@ from vllm_mlx_harmony.gateway.engines.http import (
     FAILURES,
     EngineUnavailable,
     HttpEngine,
+    reason_of,
     silence,
 )
 from vllm_mlx_harmony.gateway.engines.llamacpp import LLGUIDANCE, LlamaCpp
@@ -157,7 +158,8 @@ class _Asking:
             async with asked as response:
                 content = await response.read()
         except FAILURES as error:
-            raise EngineUnavailable(f"{self._url} cannot be reached ({error!r})") from error
+            problem = f"{self._url} cannot be reached ({reason_of(error)})"
+            raise EngineUnavailable(problem) from error
         if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise EngineUnavailable(f"{self._url}{path} answered {response.status}")
         if response.status != HTTPStatus.OK:

@@ -250,7 +250,7 @@ class HttpEngine:
                 yield TAKEN
             response = await sending
         except FAILURES as error:
-            raise EngineUnavailable(f"the engine cannot be reached ({_named(error)})") from error
+            raise EngineUnavailable(f"the engine cannot be reached ({reason_of(error)})") from error
         finally:
             await stopped(sending)
         ending: asyncio.TimerHandle | None = None
@@ -272,7 +272,7 @@ class HttpEngine:
                         ending = loop.call_later(END_SECONDS, response.close)
         except FAILURES as error:
             if ending is None:
-                problem = f"the connection to the engine broke ({_named(error)})"
+                problem = f"the connection to the engine broke ({reason_of(error)})"
                 raise OutputError(problem) from error
         finally:
             if ending is not None:
@@ -437,5 +437,6 @@ async def _said(response: ClientResponse) -> str:
         return text[:200]
 
 
-def _named(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What ``error`` says of itself: the name of its kind where it says nothing."""
     return str(error) or type(error).__name__
