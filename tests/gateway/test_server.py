@@ -215,6 +215,9 @@ def test_a_configuration_of_tools_that_is_none_is_said(
     flags = ["--engine", "http://127.0.0.1:9", "--model", "m", "--mcp-config", str(missing)]
     assert main(["gateway", *flags]) == 2
     assert str(missing) in capsys.readouterr().err
+    monkeypatch.delenv(config.VARIABLE)
+    assert main(["gateway", *flags]) == 2
+    assert "--mcp-config does nothing without" in capsys.readouterr().err
 
 
 # --- What is enforced

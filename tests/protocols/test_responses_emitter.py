@@ -12,6 +12,7 @@ import pytest
 from event_checker import check, check_documents, from_wire
 from hypothesis import given
 from hypothesis import strategies as st
+from reverse_cipher import Reverse
 from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row
 
 from vllm_mlx_harmony.core import vocab
@@ -42,14 +43,6 @@ INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-
 KEY = INFO.id_seed[:20]
 USAGE = Usage(prompt_tokens=80, completion_tokens=20, reasoning_tokens=7, cached_tokens=64)
 STOP, CALLS, CUT = (Finished(reason, None, USAGE) for reason in ("stop", "tool_calls", "length"))
-
-
-class Reverse:
-    def encrypt(self, text: str) -> str:
-        return text[::-1]
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return encrypted[::-1]
 
 
 TOOLS: list[dict[str, Any]] = [

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from reverse_cipher import Reverse
 
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.errors import HostError
@@ -24,14 +25,6 @@ from vllm_mlx_harmony.protocols.responses.resource import (
 )
 
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
-
-
-class Reverse:
-    def encrypt(self, text: str) -> str:
-        return text[::-1]
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return encrypted[::-1]
 
 
 @pytest.mark.parametrize(

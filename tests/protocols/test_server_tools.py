@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from reverse_cipher import Reverse
 
 from vllm_mlx_harmony.core.deltas import (
     Closed,
@@ -70,14 +71,6 @@ SEARCH = {"type": "web_search"}
 TOOLS = [WEATHER, PYTHON, SEARCH]
 USAGE = Usage(prompt_tokens=80, completion_tokens=20, reasoning_tokens=7, tool_tokens=5)
 STOP, CUT = Finished("stop", None, USAGE), Finished("length", None, USAGE)
-
-
-class Reverse:
-    def encrypt(self, text: str) -> str:
-        return text[::-1]
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return encrypted[::-1]
 
 
 def called(recipient: str, *arguments: str) -> list[Delta]:

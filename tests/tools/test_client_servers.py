@@ -449,7 +449,14 @@ def test_what_is_no_pattern(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if text:
         monkeypatch.setenv(VARIABLE, f"https://a.example, {text}")
         with pytest.raises(HostError):
-            ClientServers.of_environment(5.0)
+            ClientServers.of_environment(Use.ON, 5.0)
+
+
+def test_patterns_that_allow_nothing_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "https://a.example")
+    assert ClientServers.of_environment(Use.ON, 5.0).allowed
+    with pytest.raises(HostError, match="VLLM_MLX_HARMONY_TOOLS=on"):
+        ClientServers.of_environment(Use.OFF, 5.0)
 
 
 ADDRESSES = {

@@ -49,6 +49,7 @@ from vllm_mlx_harmony.server.host import Budget, Context, Lease, Tracker, tenant
 from vllm_mlx_harmony.server.shared import SharedError, server_shared
 from vllm_mlx_harmony.server.shutdown import at_once, gracefully
 from vllm_mlx_harmony.server.tools import config as tools
+from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.metrics import ToolMetrics
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
@@ -198,11 +199,15 @@ class Gateway:
 
 
 def _toolbox(settings: GatewaySettings) -> Toolbox | None:
-    """The tools that the gateway runs. Raises ``HostError`` for a configuration that is none."""
-    use = tools.use()
+    """The tools that the gateway runs. Raises ``HostError`` for a configuration that is none, and
+    for one that does nothing.
+    """
+    use, path = tools.use(), settings.mcp_config
     if use is tools.Use.OFF:
+        if path is not None:
+            raise HostError(f"--mcp-config does nothing without {tools.VARIABLE}=on")
+        ClientServers.of_environment(use, 0.0)
         return None
-    path = settings.mcp_config
     return Toolbox.of(tools.ToolsConfig() if path is None else tools.read(path), use)
 
 

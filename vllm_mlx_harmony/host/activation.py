@@ -175,8 +175,10 @@ def _check(args: Any) -> None:
 def _check_tools(args: Any) -> None:
     """Raises HostError for a setting or a file of tool servers that cannot be used."""
     from vllm_mlx_harmony.server.tools import config
+    from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 
     use = config.use()
+    ClientServers.of_environment(use, 0.0)
     if use is config.Use.OFF:
         return
     path = getattr(args, "mcp_config", None)

@@ -55,8 +55,8 @@ class Engine(Protocol):
         """Whether it runs elsewhere, behind a connection of this request's own.
 
         Then its first step is empty and says that the engine has taken the request: what fails
-        before it is answered with an HTTP status. It also waits for a slow reader, since that holds
-        nobody else up.
+        before it is answered with an HTTP status. It is read to its own end behind the id that ends
+        a turn, and waits for a slow reader, since neither holds anybody else up.
         """
 
     def generate(

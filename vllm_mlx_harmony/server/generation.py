@@ -279,8 +279,9 @@ async def _output(
             yield context.append_output(step.ids)
             # A remote engine that has ended the turn says how much was cached behind the last id,
             # and only then its connection is free for the next request. It knows of no stop string.
-            ends = engine.remote and bool(vocab.TURN_ENDS.intersection(step.ids[-1:]))
-            if progress.finish is not None or (context.done and not ends):
+            if progress.finish is not None:
+                break
+            if context.done and not (engine.remote and vocab.TURN_ENDS.intersection(step.ids)):
                 break
 
 

@@ -20,12 +20,13 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_mlx_harmony.core import lru
-from vllm_mlx_harmony.core.errors import RequestError, quoted
+from vllm_mlx_harmony.core.errors import HostError, RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.protocols.client_servers import MOST_SERVERS, ClientServer
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED
-from vllm_mlx_harmony.server.tools.config import ServerConfig
-from vllm_mlx_harmony.server.tools.mcp_server import McpServer
+from vllm_mlx_harmony.server.tools import config
+from vllm_mlx_harmony.server.tools.config import ServerConfig, Use
+from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
 from vllm_mlx_harmony.server.tools.tool_server import Answer, ToolError
 
 if TYPE_CHECKING:
@@ -59,12 +60,17 @@ class ClientServers:
             logging.getLogger("httpx2").setLevel(logging.WARNING)
 
     @classmethod
-    def of_environment(cls, timeout: float) -> ClientServers:
-        """What the environment allows. Raises ``HostError`` for what is no pattern."""
+    def of_environment(cls, use: Use, timeout: float) -> ClientServers:
+        """What the environment allows. Raises ``HostError`` for what is no pattern, for patterns
+        where the server runs no tools, and without the package ``mcp``.
+        """
         given = [each.strip() for each in os.environ.get(VARIABLE, "").split(",")]
         texts = [each for each in given if each]
         if not texts:
             return cls((), timeout)
+        if use is Use.OFF:
+            raise HostError(f"{VARIABLE} allows nothing without {config.VARIABLE}=on")
+        check_package()
         from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern
 
         return cls([UrlPattern.read(each) for each in texts], timeout)

@@ -89,8 +89,8 @@ class Toolbox:
         Raises ``HostError`` where the package ``mcp`` is missing or too old, and for a pattern of
         URLs in the environment that is none.
         """
-        clients = ClientServers.of_environment(config.default_timeout)
-        if config.servers or clients.allowed:
+        clients = ClientServers.of_environment(use, config.default_timeout)
+        if config.servers:
             check_package()
         servers: list[ToolServer] = [
             McpServer(label, each, config.default_timeout)
