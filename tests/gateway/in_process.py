@@ -13,11 +13,11 @@ from starlette.requests import Request
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.gateway.app import Gateway
 from vllm_mlx_harmony.gateway.engines import http
-from vllm_mlx_harmony.gateway.engines.finding import KINDS, Spec
+from vllm_mlx_harmony.gateway.engines.detection import KINDS, Spec
 from vllm_mlx_harmony.gateway.engines.http import HttpEngine
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server.engine import Engine
-from vllm_mlx_harmony.server.host import Budget, Lease, Tracker
+from vllm_mlx_harmony.server.host import Deadline, Lease, Tracker
 
 MODEL = "gpt-oss-20b"
 
@@ -75,15 +75,17 @@ class Watched(Gateway):
         self.lent = 0
         self.trackers: list[Recorded] = []
 
-    async def acquire(self, request: Request, model: str | None, budget: Budget) -> Lease | None:
-        lease = await super().acquire(request, model, budget)
+    async def acquire(
+        self, request: Request, model: str | None, deadline: Deadline
+    ) -> Lease | None:
+        lease = await super().acquire(request, model, deadline)
         assert lease is not None
         self.lent += 1
 
         async def give_back() -> None:
             self.lent -= 1
 
-        return Lease(lease.engine, lease.tenant, lease.budget, give_back)
+        return Lease(lease.engine, lease.tenant, lease.deadline, give_back)
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
         self.trackers.append(Recorded(super().tracker(api, stream=stream)))

@@ -16,8 +16,8 @@ from fake_engines import EXCHANGES, KINDS, ids
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
-from vllm_mlx_harmony.gateway.engines.dialect import Generation
-from vllm_mlx_harmony.gateway.engines.finding import KINDS as DIALECTS
+from vllm_mlx_harmony.gateway.engines.detection import KINDS as DIALECTS
+from vllm_mlx_harmony.gateway.engines.dialect import EngineRequest
 from vllm_mlx_harmony.server.sampling import Settings
 
 SAID = ids("<|channel|>final<|message|>☀ été 👩‍🚀 你好\n<|return|>")
@@ -33,7 +33,7 @@ SETTINGS = Settings(
     logit_bias=((5, -3.0),),
     seed=7,
 )
-GENERATION = Generation("m", (1, 2, 3), SETTINGS, "salt", 'start: "x"', 4)
+REQUEST = EngineRequest("m", (1, 2, 3), SETTINGS, "salt", 'start: "x"', 4)
 
 
 def dialect(kind: str) -> Any:
@@ -129,7 +129,7 @@ def test_an_engine_that_gives_up_says_so() -> None:
 
 
 def test_the_body_for_vllm() -> None:
-    body = DIALECTS["vllm"].body(GENERATION)
+    body = DIALECTS["vllm"].body(REQUEST)
     assert body == {
         "model": "m",
         "prompt": (1, 2, 3),
@@ -156,7 +156,7 @@ def test_the_body_for_vllm() -> None:
 
 
 def test_the_body_for_vllms_endpoint_of_ids() -> None:
-    body = DIALECTS["vllm-tokens"].body(GENERATION)
+    body = DIALECTS["vllm-tokens"].body(REQUEST)
     sampling = body.pop("sampling_params")
     assert body == {
         "model": "m",
@@ -171,7 +171,7 @@ def test_the_body_for_vllms_endpoint_of_ids() -> None:
 
 
 def test_the_body_for_sglang() -> None:
-    body = DIALECTS["sglang"].body(GENERATION)
+    body = DIALECTS["sglang"].body(REQUEST)
     sampling = body.pop("sampling_params")
     assert body == {"input_ids": (1, 2, 3), "stream": True, "extra_key": "salt"}
     assert sampling == {
@@ -194,7 +194,7 @@ def test_the_body_for_sglang() -> None:
 
 
 def test_the_body_for_llamacpp() -> None:
-    body = DIALECTS["llamacpp-llguidance"].body(GENERATION)
+    body = DIALECTS["llamacpp-llguidance"].body(REQUEST)
     assert body == {
         "prompt": (1, 2, 3),
         "stream": True,

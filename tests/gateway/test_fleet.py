@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 
 from fake_engines import FakeEngine, served, until
 
-from vllm_mlx_harmony.gateway.engines.finding import Spec
+from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.router import Fleet
 
 LONG = "word " * 100

@@ -16,7 +16,7 @@ from fake_engines import served, until
 from fakes import KEY, MODEL, Alone, ScriptedEngine
 
 from vllm_mlx_harmony.gateway.app import gateway
-from vllm_mlx_harmony.gateway.engines.finding import Spec
+from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.ids import VARIABLE

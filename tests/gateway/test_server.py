@@ -1,4 +1,4 @@
-"""What a gateway does beside answering: finding engines, keys and limits, reasoning that must end,
+"""What a gateway does beside answering: detecting engines, keys, limits, reasoning that must end,
 grammars, settings, and its own life as a process."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines import http
-from vllm_mlx_harmony.gateway.engines.finding import Spec, find, start_line
+from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, start_line
 from vllm_mlx_harmony.gateway.limits import RateLimit
 from vllm_mlx_harmony.gateway.settings import PREFIX, GatewaySettings, load
 from vllm_mlx_harmony.server.app import application
@@ -38,15 +38,15 @@ SCRIPTS = {"Hello": "<|channel|>final<|message|>Good day to you.<|return|>"}
 USER = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 
 
-# --- Finding
+# --- Detection
 
 
-def found(url: str, kind: str = "", model: str = MODEL) -> http.HttpEngine:
-    async def finding() -> http.HttpEngine:
+def detected(url: str, kind: str = "", model: str = MODEL) -> http.HttpEngine:
+    async def asking() -> http.HttpEngine:
         async with http.client() as client:
-            return await find(client, Spec(url, kind), model)
+            return await detect(client, Spec(url, kind), model)
 
-    return asyncio.run(finding())
+    return asyncio.run(asking())
 
 
 MISSING = {
@@ -62,7 +62,7 @@ MISSING = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_says_which_kind_it_is(kind: str) -> None:
     with served(FakeEngine(kind, SCRIPTS).app) as url:
-        engine = found(url)
+        engine = detected(url)
         line = start_line(engine)
     assert engine.dialect.name == kind.removesuffix("-incremental")
     assert (engine.served_name, engine.context_length) == ("m", 4096)
@@ -72,18 +72,18 @@ def test_a_server_says_which_kind_it_is(kind: str) -> None:
 
 def test_a_vllm_that_keeps_to_no_grammar_is_found_out() -> None:
     with served(FakeEngine("vllm", SCRIPTS, grammar=False).app) as url:
-        assert found(url).capabilities.missing == ("grammar",)
+        assert detected(url).capabilities.missing == ("grammar",)
 
 
 def test_what_is_no_engine_is_said() -> None:
     other = FakeEngine("vllm", SCRIPTS)
     with served(application(Watched("", (other, "http://127.0.0.1:9")))) as url:
         with pytest.raises(HostError, match=r"is none of vllm, .*: KIND=URL"):
-            found(url)
+            detected(url)
         with pytest.raises(HostError, match="no kind of engine"):
-            found(url, kind="nonsense")
+            detected(url, kind="nonsense")
     with pytest.raises(http.EngineUnavailable, match="cannot be reached"):
-        found("http://127.0.0.1:9")
+        detected("http://127.0.0.1:9")
 
 
 # --- Counting

@@ -23,7 +23,7 @@ from fake_engines import FakeEngine, ids, served
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.gateway.app import gateway
-from vllm_mlx_harmony.gateway.engines.finding import Spec
+from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 
 KEY = "a-key-of-the-gateway"

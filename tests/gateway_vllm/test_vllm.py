@@ -20,7 +20,7 @@ from fake_engines import served, until
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.gateway.app import gateway
-from vllm_mlx_harmony.gateway.engines.finding import Spec
+from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 
 MODEL = "gpt-oss-20b"

@@ -34,7 +34,7 @@ from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.errors import error_response, failure_of
 from vllm_mlx_harmony.server.generation import Job, run
-from vllm_mlx_harmony.server.host import Budget, install
+from vllm_mlx_harmony.server.host import Deadline, install
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.streams import EventBuffer, EventStream, written
 
@@ -373,7 +373,7 @@ class Lent:
 
     def __init__(self, engine: Engine, total: float) -> None:
         self.engine = self.harmony = engine
-        self.budget = Budget(total, time.monotonic() + total)
+        self.deadline = Deadline(total, time.monotonic() + total)
         self.released = 0
 
     async def release(self) -> None:

@@ -18,7 +18,7 @@ from fake_engines import served
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.gateway.app import gateway
-from vllm_mlx_harmony.gateway.engines.finding import Spec
+from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.standin import Script
 

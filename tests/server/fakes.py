@@ -18,7 +18,7 @@ from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.server.engine import Engine, Finish, Step, Steps
-from vllm_mlx_harmony.server.host import Budget, Lease, tenant_of
+from vllm_mlx_harmony.server.host import Deadline, Lease, tenant_of
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
@@ -119,7 +119,9 @@ class Alone:
         entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nobody"}
         return {"object": "list", "data": [entry]}
 
-    async def acquire(self, request: Request, model: str | None, budget: Budget) -> Lease | None:
+    async def acquire(
+        self, request: Request, model: str | None, deadline: Deadline
+    ) -> Lease | None:
         """Counts what is lent."""
         if model not in (None, MODEL):
             raise HTTPException(404, f"there is no {model}")
@@ -128,16 +130,16 @@ class Alone:
         async def give_back() -> None:
             self.lent -= 1
 
-        return Lease(self.engine, tenant_of(request), budget, give_back)
+        return Lease(self.engine, tenant_of(request), deadline, give_back)
 
     async def forward(self, request: Request) -> Response:
         """Nobody is behind."""
         raise LookupError(request.url.path)
 
-    def budget(self, timeout: float | None) -> Budget:
+    def deadline(self, timeout: float | None) -> Deadline:
         """What is asked for, or all there is."""
         seconds = timeout or self.seconds
-        return Budget(seconds, time.monotonic() + seconds)
+        return Deadline(seconds, time.monotonic() + seconds)
 
     def defaults(self, engine: Engine | None) -> Defaults:
         """No date: prompts are the same every day."""

@@ -17,7 +17,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.replay import Output, Replay
 from vllm_mlx_harmony.core.turn import Answer, Call, User
 from vllm_mlx_harmony.gateway.app import Gateway
-from vllm_mlx_harmony.gateway.engines.finding import Spec
+from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.gateway.shared_limit import SharedRateLimit
 from vllm_mlx_harmony.protocols.events import DONE, Event

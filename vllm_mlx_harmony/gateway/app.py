@@ -33,7 +33,7 @@ from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.gateway.engines import http as engine_http
-from vllm_mlx_harmony.gateway.engines.finding import Spec, find, start_line
+from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, start_line
 from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable
 from vllm_mlx_harmony.gateway.limits import Keys, RateLimit
 from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
@@ -45,7 +45,7 @@ from vllm_mlx_harmony.server import defaults, enforcement, generation
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.garbage import set_aside
-from vllm_mlx_harmony.server.host import Budget, Context, Lease, Tracker, tenant_of
+from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.shared import SharedError, server_shared
 from vllm_mlx_harmony.server.shutdown import at_once, gracefully
 from vllm_mlx_harmony.server.tools import config as tools
@@ -99,20 +99,22 @@ class Gateway:
             entry["max_model_len"] = self.fleet.context_length
         return {"object": "list", "data": [entry]}
 
-    async def acquire(self, request: Request, model: str | None, budget: Budget) -> Lease | None:
+    async def acquire(
+        self, request: Request, model: str | None, deadline: Deadline
+    ) -> Lease | None:
         """See ``Host``. Nothing is loaded, and an engine is chosen when the prompt is there."""
         if model not in (None, self.settings.model):
             raise HTTPException(404, f"The model `{model}` does not exist.")
-        return Lease(self.fleet, tenant_of(request), budget, _nothing)
+        return Lease(self.fleet, tenant_of(request), deadline, _nothing)
 
     async def forward(self, request: Request) -> Response:
         """Nobody is behind."""
         raise LookupError(request.url.path)
 
-    def budget(self, timeout: float | None) -> Budget:
+    def deadline(self, timeout: float | None) -> Deadline:
         """See ``Host``."""
         seconds = self.settings.timeout if timeout is None else min(timeout, self.settings.timeout)
-        return Budget(seconds, time.monotonic() + seconds)
+        return Deadline(seconds, time.monotonic() + seconds)
 
     def defaults(self, engine: Engine | None) -> Defaults:
         """See ``Host``."""
@@ -330,7 +332,7 @@ async def probe(http: ClientSession, backend: Backend, model: str) -> None:
             await is_well(http, backend.spec)
             backend.probed("")
         else:
-            engine = await find(http, backend.spec, model)
+            engine = await detect(http, backend.spec, model)
             backend.found(engine)
             logger.info("engine %s", start_line(engine))
     except HostError as error:

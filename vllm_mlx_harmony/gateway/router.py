@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import OutputError
-from vllm_mlx_harmony.gateway.engines.finding import Spec
+from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
 from vllm_mlx_harmony.gateway.routing import Health, Routing, Rule, conversation
 from vllm_mlx_harmony.server.engine import Steps

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import BUILTIN_TOOLS, EFFORTS
-from vllm_mlx_harmony.gateway.engines.finding import KINDS, Spec
+from vllm_mlx_harmony.gateway.engines.detection import KINDS, Spec
 
 if sys.version_info >= (3, 11):
     import tomllib

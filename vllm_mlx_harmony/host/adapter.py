@@ -28,7 +28,7 @@ from vllm_mlx_harmony.host.mount import forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.engine import Engine, Steps
-from vllm_mlx_harmony.server.host import Budget, Context, Lease, Tracker, tenant_of
+from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.model_files import GENERATION, configuration, length_of
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -109,26 +109,28 @@ class VllmMlx:
                 entry["max_model_len"] = length
         return listed
 
-    async def acquire(self, request: Request, model: str | None, budget: Budget) -> Lease | None:
+    async def acquire(
+        self, request: Request, model: str | None, deadline: Deadline
+    ) -> Lease | None:
         """Its own acquisition. It files what it lent under the request: the same goes back."""
         vllm = server()
         if model is not None:
             vllm._validate_model_name(model)
         engine = await vllm._acquire_default_engine_for_request(
-            request, total_timeout=budget.total, deadline=budget.deadline, model=model
+            request, total_timeout=deadline.total, deadline=deadline.at, model=model
         )
         if engine is None:
             return None
         give_back = functools.partial(vllm._release_engine_for_request, request)
-        return Lease(engine_of(engine), tenant_of(request), budget, give_back)
+        return Lease(engine_of(engine), tenant_of(request), deadline, give_back)
 
     async def forward(self, request: Request) -> Response:
         """The answer of vllm-mlx's route that ours stands in front of."""
         return await forward_to_host(request)
 
-    def budget(self, timeout: float | None) -> Budget:
+    def deadline(self, timeout: float | None) -> Deadline:
         """Its own; ``--timeout`` where a request names none."""
-        return Budget(*server()._start_request_budget(timeout))
+        return Deadline(*server()._start_request_budget(timeout))
 
     def defaults(self, engine: Engine | None) -> Defaults:
         """What its flags say, and the model's ``generation_config.json``."""

@@ -120,7 +120,7 @@ async def run(job: Job) -> Deltas:
             raise _rejection
         while (group := await groups.next(seconds)) is not None:
             yield group
-            seconds = job.lease.budget.total
+            seconds = job.lease.deadline.total
         result = "success"
     except Exception as error:
         status = getattr(error, "status", 0)
@@ -187,7 +187,7 @@ async def _generated(job: Job) -> Deltas:
     ended: EndReason = "stop"
     # A call that the turn before ended with: approved since, or its turn was paused.
     approved = None if tools is None else context.server_call
-    async with _engine_slot(job.lease, job.lease.budget.left):
+    async with _engine_slot(job.lease, job.lease.deadline.left):
         if approved is not None:
             progress.started = True
             yield context.start(await _cached(job))
@@ -215,7 +215,7 @@ async def _generated(job: Job) -> Deltas:
             ended = "length"
             break
         settings, constraint = going_on
-        slot = _engine_slot(job.lease, job.lease.budget.total)
+        slot = _engine_slot(job.lease, job.lease.deadline.total)
         async with slot, aclosing(_output(job, settings, constraint, progress)) as output:
             async for deltas in output:
                 yield deltas

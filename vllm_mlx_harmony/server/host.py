@@ -34,20 +34,20 @@ TIMED_OUT = 504
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """``total`` seconds for a request, until ``deadline`` on the monotonic clock."""
+class Deadline:
+    """``total`` seconds for a request, until ``at`` on the monotonic clock."""
 
     total: float
-    deadline: float
+    at: float
 
     @property
     def left(self) -> float:
         """Seconds left, never less than none."""
-        return max(0.0, self.deadline - time.monotonic())
+        return max(0.0, self.at - time.monotonic())
 
     def remaining(self) -> float:
         """Seconds left. Raises ``HostError`` 504 when there are none."""
-        seconds = self.deadline - time.monotonic()
+        seconds = self.at - time.monotonic()
         if seconds <= 0:
             problem = f"Request timed out after {self.total:.1f} seconds"
             raise HostError(problem, status=TIMED_OUT, code="timeout")
@@ -64,7 +64,7 @@ class Lease:
 
     engine: Engine | None
     tenant: str
-    budget: Budget
+    deadline: Deadline
     _give_back: Callable[[], Awaitable[None]]
     _released: bool = field(default=False, init=False)
     _endings: list[Callable[[], Awaitable[None]]] = field(default_factory=list, init=False)
@@ -149,7 +149,9 @@ class Host(Protocol):
     async def models(self) -> dict[str, Any]:
         """The list of ``GET /v1/models``, with ``max_model_len`` where it is known."""
 
-    async def acquire(self, request: Request, model: str | None, budget: Budget) -> Lease | None:
+    async def acquire(
+        self, request: Request, model: str | None, deadline: Deadline
+    ) -> Lease | None:
         """The engine that serves ``model``, loaded if it was not; ``None`` for a client that went.
 
         Raises ``HTTPException``: 404 for a model it does not have, 503 and 504.
@@ -160,7 +162,7 @@ class Host(Protocol):
 
     # --- What applies where a request is silent
 
-    def budget(self, timeout: float | None) -> Budget:
+    def deadline(self, timeout: float | None) -> Deadline:
         """The time a request has from now on, which asks for ``timeout`` seconds or for nothing."""
 
     def defaults(self, engine: Engine | None) -> Defaults:

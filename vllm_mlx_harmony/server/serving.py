@@ -194,7 +194,7 @@ async def leased(api: Api, request: Request, document: Document) -> AsyncIterato
         await api.parsed(document, host.defaults(None), tenant_of(request))
         raise RequestError("model must be a string", param="model")
     own = None if model is None else own_name(model, host.model_name)
-    lease = await host.acquire(request, own, host.budget(timeout))
+    lease = await host.acquire(request, own, host.deadline(timeout))
     if lease is None:
         raise ClientDisconnect
     try:
@@ -258,7 +258,7 @@ async def prepare(
         reports_cached=api.reports_cached and parsed.stream,
         id_seed=id_seed,
         constraint=constraint,
-        tools=TurnTools.of(host, turn, names, lease.budget, given),
+        tools=TurnTools.of(host, turn, names, lease.deadline, given),
     )
     emitter = api.emitter(parsed, info, context, lease.tenant)
     cancellations.watch()
@@ -285,20 +285,20 @@ async def _given(
 
 async def respond(request: Request, prepared: PreparedRequest, deltas: Deltas) -> Response:
     """The answer to ``prepared``, made of ``deltas``: streamed or whole, as it was asked for."""
-    host, api, budget = host_of(request), prepared.api, prepared.job.lease.budget
+    host, api, deadline = host_of(request), prepared.api, prepared.job.lease.deadline
     try:
-        seconds = budget.remaining()
+        seconds = deadline.remaining()
     except HarmonyFailure:
         prepared.job.tracker.finish(result="timeout")  # nothing has run that would say so
         raise
     if not prepared.parsed.stream:
         result = await host.unless_gone(
-            _collected(deltas, prepared.emitter), request, seconds, budget.total
+            _collected(deltas, prepared.emitter), request, seconds, deadline.total
         )
         return Response(status_code=CLIENT_CLOSED) if result is None else JSONResponse(result)
     # Headers go out when this request has the engine: until then errors have a status of their own.
     # A second more, so that the limit of the queue is first: its error says what was waited for.
-    first = await host.unless_gone(anext(deltas), request, seconds + 1.0, budget.total)
+    first = await host.unless_gone(anext(deltas), request, seconds + 1.0, deadline.total)
     if first is None:
         return Response(status_code=CLIENT_CLOSED)
     waits = prepared.job.lease.harmony.remote

@@ -50,7 +50,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class EngineRequest:
     """One request to an engine. ``grammar`` is text for llguidance; ``salt`` the tenant's."""
 
     model: str
@@ -73,7 +73,7 @@ class Chunk:
     cached_tokens: int = 0
 
 
-NOTHING = Chunk()
+EMPTY = Chunk()
 
 
 class Reader(Protocol):
@@ -98,7 +98,7 @@ class Dialect(Protocol):
     def capabilities(self) -> Capabilities:
         """What it can do."""
 
-    def body(self, generation: Generation) -> dict[str, Any]:
+    def body(self, request: EngineRequest) -> dict[str, Any]:
         """The request's JSON. Raises ``RequestError`` for what the engine cannot do."""
 
     def reader(self) -> Reader:

@@ -5,7 +5,7 @@ Knows connections, statuses and how a turn ends. Refuses to know what fields and
 
 **Back-pressure.** Nothing is read from the engine's socket before the last ids were taken: whoever
 reads slowly fills the kernel's buffers, and the engine's server waits for room in them. **Abort.**
-Closing the iterator closes the connection, which every engine here takes as the end of the request.
+Closing the iterator closes the connection, which ends the request on every engine here.
 
 **Costs.** The client is aiohttp's: its parser is in C and hands on what a socket brought in one
 piece, and all that follows is done once for a piece (``ci/bench_gateway.py`` has the figures).
@@ -46,7 +46,7 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
     Chunk,
     Dialect,
-    Generation,
+    EngineRequest,
     message_of,
 )
 from vllm_mlx_harmony.server.engine import Finish, Step, Steps
@@ -64,14 +64,14 @@ FAILURES = (ClientError, OSError, asyncio.TimeoutError, ValueError)
 """Of a connection; ``ValueError``: what came is no HTTP, or there is no such URL."""
 
 PATIENCE_SECONDS = 2.0
-"""After which a request that has no answer yet counts as taken: some engines send no status before
-they have computed the prompt."""
+"""After which a request that has no answer yet counts as accepted: some engines send no status
+before they have computed the prompt."""
 
 END_SECONDS = 3.0
 """For what an engine sends behind the last id."""
 
-TAKEN = Chunk()
-"""Says that the engine has taken the request."""
+ACCEPTED = Chunk()
+"""Says that the engine has accepted the request."""
 
 MOST_CONTINUATIONS = 4
 """Requests that one turn is made of, at most: each after the first follows ids that were forced."""
@@ -87,7 +87,7 @@ def client(receive_buffer: int | None = None) -> ClientSession:
     """The one client of a process: connections are kept alive, and there is no limit to them.
 
     Of an event loop that runs. Silence has no limit here: that of a request is the front end's
-    (``Host.budget``). ``receive_buffer``: bytes that the kernel takes of a stream that is not read;
+    (``Host.deadline``). ``receive_buffer``: bytes that the kernel takes of a stream nobody reads;
     as it likes, where it is not given.
     """
     connector = TCPConnector(
@@ -166,7 +166,7 @@ class HttpEngine:
     ) -> Steps:
         """See ``server.engine.Engine``. Raises ``EngineUnavailable`` before anything came."""
         grammar = self._grammar(constraint.spec) if constraint is not None else None
-        generation = Generation(
+        request = EngineRequest(
             model=self.served_name,
             prompt=prompt,
             settings=replace(settings, max_tokens=max(settings.max_tokens, 1)),
@@ -180,14 +180,14 @@ class HttpEngine:
         for number in range(MOST_CONTINUATIONS):
             finish: Finish | None = None
             ids: tuple[int, ...] = ()
-            async with aclosing(self.chunks(generation)) as chunks:
+            async with aclosing(self.chunks(request)) as chunks:
                 async for chunk in chunks:
                     cached = max(cached, chunk.cached_tokens)
                     finish = finish or chunk.finish
                     ids = turn.take(chunk.ids) if settings.max_tokens else ()
                     if turn.forced:
                         break  # what it says from here on is not wanted
-                    if ids or (chunk is TAKEN and number == 0):
+                    if ids or (chunk is ACCEPTED and number == 0):
                         yield Step(ids, None, cached)
                     if turn.ended and finish is None:
                         cached = max(cached, await _cached_behind(chunks))
@@ -199,11 +199,11 @@ class HttpEngine:
             if not turn.forced:
                 raise OutputError("the engine ended before the answer did")
             yield Step(ids + turn.force(), None, cached)
-            generation = _behind(generation, prompt, settings, turn.ids)
+            request = _behind(request, prompt, settings, turn.ids)
             if grammar is not None and constraint is not None and constraint.spec.grammar:
                 text = constraint.spec.grammar.grammar.without_analysis
-                generation = replace(generation, grammar=self._written(text))
-            if generation.settings.max_tokens < 1:
+                request = replace(request, grammar=self._written(text))
+            if request.settings.max_tokens < 1:
                 yield Step((), "length", cached)
                 return
         raise OutputError("the model would not stop to reason")
@@ -228,13 +228,13 @@ class HttpEngine:
         return text if self.capabilities.grammar_white_space else with_compact_json(text)
 
     async def chunks(
-        self, generation: Generation, seconds: float | None = None
+        self, request: EngineRequest, seconds: float | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """What the engine streams, ``TAKEN`` first; with ``seconds`` it is never silent for longer.
+        """What the engine streams, ``ACCEPTED`` first; never silent for longer than ``seconds``.
 
         Raises ``EngineUnavailable`` before anything came, and ``OutputError`` behind that.
         """
-        body = json.dumps(self.dialect.body(generation), separators=(",", ":")).encode()
+        body = json.dumps(self.dialect.body(request), separators=(",", ":")).encode()
         sending = asyncio.ensure_future(
             self._http.post(
                 self.url + self.dialect.path,
@@ -247,7 +247,7 @@ class HttpEngine:
         try:
             await asyncio.wait({sending}, timeout=PATIENCE_SECONDS)
             if not sending.done():
-                yield TAKEN
+                yield ACCEPTED
             response = await sending
         except FAILURES as error:
             raise EngineUnavailable(f"the engine cannot be reached ({reason_of(error)})") from error
@@ -256,7 +256,7 @@ class HttpEngine:
         ending: asyncio.TimerHandle | None = None
         try:
             await _check(response)
-            yield TAKEN
+            yield ACCEPTED
             read = self.dialect.reader().read
             async with aclosing(_events(response.content)) as groups:
                 async for group in groups:
@@ -347,12 +347,12 @@ class _Turn:
 
 
 def _behind(
-    generation: Generation, prompt: tuple[int, ...], settings: Settings, said: Sequence[int]
-) -> Generation:
-    """``generation`` of what follows ``said``."""
+    request: EngineRequest, prompt: tuple[int, ...], settings: Settings, said: Sequence[int]
+) -> EngineRequest:
+    """``request`` of what follows ``said``."""
     left = replace(settings, max_tokens=settings.max_tokens - len(said))
-    missing = max(0, generation.min_tokens - len(said))
-    return replace(generation, prompt=(*prompt, *said), settings=left, min_tokens=missing)
+    missing = max(0, request.min_tokens - len(said))
+    return replace(request, prompt=(*prompt, *said), settings=left, min_tokens=missing)
 
 
 def _salt(tenant: str) -> str:

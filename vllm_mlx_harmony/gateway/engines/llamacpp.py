@@ -27,10 +27,10 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.gateway.engines.dialect import (
     DONE,
-    NOTHING,
+    EMPTY,
     Capabilities,
     Chunk,
-    Generation,
+    EngineRequest,
     count_of,
     failure_in,
     finish_of,
@@ -55,12 +55,12 @@ class LlamaCpp:
     name: str = "llamacpp"
     path: str = "/completion"
 
-    def body(self, generation: Generation) -> dict[str, Any]:
+    def body(self, request: EngineRequest) -> dict[str, Any]:
         """See ``Dialect``. Penalties look at the whole context, as elsewhere, and not at 64 ids."""
-        settings = generation.settings
+        settings = request.settings
         body: dict[str, Any] = {
             **sampling(settings),
-            "prompt": generation.prompt,
+            "prompt": request.prompt,
             "stream": True,
             "return_tokens": True,
             "cache_prompt": True,
@@ -72,8 +72,8 @@ class LlamaCpp:
             body["seed"] = settings.seed & 0xFFFF_FFFF
         if settings.logit_bias:
             body["logit_bias"] = [list(pair) for pair in settings.logit_bias]
-        if generation.grammar is not None:
-            body["grammar"] = f"%llguidance {{}}\n{generation.grammar}"
+        if request.grammar is not None:
+            body["grammar"] = f"%llguidance {{}}\n{request.grammar}"
         return body
 
     def reader(self) -> LlamaCppReader:
@@ -90,7 +90,7 @@ class LlamaCppReader:
     def read(self, data: str) -> Chunk:
         """See ``Reader``."""
         if data == DONE:
-            return NOTHING
+            return EMPTY
         event = parsed(data)
         if "error" in event:
             raise failure_in(event)

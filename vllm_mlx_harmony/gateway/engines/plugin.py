@@ -12,7 +12,7 @@ from typing import Any
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
     Chunk,
-    Generation,
+    EngineRequest,
     count_of,
     failure_in,
     finish_of,
@@ -33,15 +33,15 @@ class Plugin:
     name: str = "vllm-mlx"
     path: str = "/harmony/v1/generate"
 
-    def body(self, generation: Generation) -> dict[str, Any]:
+    def body(self, request: EngineRequest) -> dict[str, Any]:
         """See ``Dialect``."""
         return {
-            "model": generation.model,
-            "prompt": generation.prompt,
-            "settings": asdict(generation.settings),
-            "tenant": generation.salt,
-            "grammar": generation.grammar,
-            "min_tokens": generation.min_tokens,
+            "model": request.model,
+            "prompt": request.prompt,
+            "settings": asdict(request.settings),
+            "tenant": request.salt,
+            "grammar": request.grammar,
+            "min_tokens": request.min_tokens,
         }
 
     def reader(self) -> PluginReader:

@@ -20,11 +20,11 @@ from typing import Any
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.gateway.engines.dialect import (
     DONE,
-    NOTHING,
+    EMPTY,
     TURN_ENDS,
     Capabilities,
     Chunk,
-    Generation,
+    EngineRequest,
     count_of,
     failure_in,
     finish_of,
@@ -45,9 +45,9 @@ class SGLang:
     name: str = "sglang"
     path: str = "/generate"
 
-    def body(self, generation: Generation) -> dict[str, Any]:
+    def body(self, request: EngineRequest) -> dict[str, Any]:
         """See ``Dialect``."""
-        settings = generation.settings
+        settings = request.settings
         fields: dict[str, Any] = {
             **sampling(settings),
             "top_k": settings.top_k or -1,
@@ -61,13 +61,13 @@ class SGLang:
             fields["sampling_seed"] = settings.seed
         if settings.logit_bias:
             fields["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias}
-        if generation.min_tokens:
-            fields["min_new_tokens"] = min(generation.min_tokens, settings.max_tokens)
-        if generation.grammar is not None:
-            fields["ebnf"] = generation.grammar
-        body = {"input_ids": generation.prompt, "sampling_params": fields, "stream": True}
-        if generation.salt:
-            body["extra_key"] = generation.salt
+        if request.min_tokens:
+            fields["min_new_tokens"] = min(request.min_tokens, settings.max_tokens)
+        if request.grammar is not None:
+            fields["ebnf"] = request.grammar
+        body = {"input_ids": request.prompt, "sampling_params": fields, "stream": True}
+        if request.salt:
+            body["extra_key"] = request.salt
         return body
 
     def reader(self) -> SGLangReader:
@@ -84,7 +84,7 @@ class SGLangReader:
     def read(self, data: str) -> Chunk:
         """See ``Reader``."""
         if data == DONE:
-            return NOTHING
+            return EMPTY
         event = parsed(data)
         if "error" in event:
             raise failure_in(event)

@@ -27,11 +27,11 @@ from typing import Any
 
 from vllm_mlx_harmony.gateway.engines.dialect import (
     DONE,
-    NOTHING,
+    EMPTY,
     TURN_ENDS,
     Capabilities,
     Chunk,
-    Generation,
+    EngineRequest,
     count_of,
     failure_in,
     finish_of,
@@ -52,12 +52,12 @@ class Vllm:
     name: str = "vllm"
     path: str = "/v1/completions"
 
-    def body(self, generation: Generation) -> dict[str, Any]:
+    def body(self, request: EngineRequest) -> dict[str, Any]:
         """See ``Dialect``."""
         return {
-            **_request(generation),
-            **_sampling(generation),
-            "prompt": generation.prompt,
+            **_common(request),
+            **_sampling(request),
+            "prompt": request.prompt,
             "return_token_ids": True,
             "add_special_tokens": False,
         }
@@ -75,12 +75,12 @@ class VllmTokens:
     name: str = "vllm-tokens"
     path: str = "/inference/v1/generate"
 
-    def body(self, generation: Generation) -> dict[str, Any]:
+    def body(self, request: EngineRequest) -> dict[str, Any]:
         """See ``Dialect``."""
         return {
-            **_request(generation),
-            "token_ids": generation.prompt,
-            "sampling_params": {**_sampling(generation), "detokenize": False},
+            **_common(request),
+            "token_ids": request.prompt,
+            "sampling_params": {**_sampling(request), "detokenize": False},
             "reasoning_ended": True,
         }
 
@@ -89,21 +89,21 @@ class VllmTokens:
         return VllmReader()
 
 
-def _request(generation: Generation) -> dict[str, Any]:
+def _common(request: EngineRequest) -> dict[str, Any]:
     """What both endpoints take beside the prompt and how ids are drawn."""
-    request: dict[str, Any] = {
-        "model": generation.model,
+    fields: dict[str, Any] = {
+        "model": request.model,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if generation.salt:
-        request["cache_salt"] = generation.salt
-    return request
+    if request.salt:
+        fields["cache_salt"] = request.salt
+    return fields
 
 
-def _sampling(generation: Generation) -> dict[str, Any]:
+def _sampling(request: EngineRequest) -> dict[str, Any]:
     """``SamplingParams``: fields of completions, an object of its own for the endpoint of ids."""
-    settings = generation.settings
+    settings = request.settings
     fields: dict[str, Any] = {
         **sampling(settings),
         "repetition_penalty": settings.repetition_penalty,
@@ -115,10 +115,10 @@ def _sampling(generation: Generation) -> dict[str, Any]:
         fields["seed"] = settings.seed
     if settings.logit_bias:
         fields["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias}
-    if generation.min_tokens:
-        fields["min_tokens"] = min(generation.min_tokens, settings.max_tokens)
-    if generation.grammar is not None:
-        fields["structured_outputs"] = {"grammar": generation.grammar}
+    if request.min_tokens:
+        fields["min_tokens"] = min(request.min_tokens, settings.max_tokens)
+    if request.grammar is not None:
+        fields["structured_outputs"] = {"grammar": request.grammar}
     return fields
 
 
@@ -128,7 +128,7 @@ class VllmReader:
     def read(self, data: str) -> Chunk:
         """See ``Reader``."""
         if data == DONE:
-            return NOTHING
+            return EMPTY
         event = parsed(data)
         if "error" in event:
             raise failure_in(event)

@@ -12,7 +12,7 @@ from vllm_mlx_harmony.core.errors import PromptTooLong
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Defaults, ServerCall, ToolChoice, Turn
 from vllm_mlx_harmony.server.enforcement import constraint_for
-from vllm_mlx_harmony.server.host import Budget, Host
+from vllm_mlx_harmony.server.host import Deadline, Host
 from vllm_mlx_harmony.server.sampling import Settings, capped
 from vllm_mlx_harmony.server.tools.config import Use
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
@@ -44,13 +44,18 @@ class TurnTools:
 
     @classmethod
     def of(
-        cls, host: Host, turn: Turn, names: Names, budget: Budget, given: Sequence[ToolServer] = ()
+        cls,
+        host: Host,
+        turn: Turn,
+        names: Names,
+        deadline: Deadline,
+        given: Sequence[ToolServer] = (),
     ) -> TurnTools | None:
         """The tools that ``host`` runs in ``turn``, if there are any."""
         if host.toolbox is None or not turn.namespaces:
             return None
         # An answer that is silent for as long as a request may take is ended: a tool is before.
-        patience = max(budget.total - 1.0, budget.total / 2)
+        patience = max(deadline.total - 1.0, deadline.total / 2)
         return cls(host.toolbox, turn, names, patience, host.reasoning_tokens, tuple(given))
 
     @property

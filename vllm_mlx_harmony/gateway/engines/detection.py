@@ -19,7 +19,7 @@ from aiohttp import ClientSession
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT
-from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, Generation
+from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, EngineRequest
 from vllm_mlx_harmony.gateway.engines.http import (
     FAILURES,
     EngineUnavailable,
@@ -61,7 +61,7 @@ class Spec:
 _Json: TypeAlias = "dict[str, Any]"
 
 
-async def find(http: ClientSession, spec: Spec, model: str) -> HttpEngine:
+async def detect(http: ClientSession, spec: Spec, model: str) -> HttpEngine:
     """The engine at a URL, for the ``model`` of the gateway.
 
     Raises ``EngineUnavailable`` as long as nobody answers there, ``HostError`` for what is no
@@ -119,7 +119,7 @@ async def _first_id(engine: HttpEngine, grammar: str) -> int | None:
     """
     settings = Settings(max_tokens=1, temperature=1.0, top_p=1.0)
     prompt = (vocab.START, *vocab.encode("assistant"))
-    trial = Generation(engine.served_name, prompt, settings, grammar=grammar)
+    trial = EngineRequest(engine.served_name, prompt, settings, grammar=grammar)
     first: int | None = None
     try:
         async with aclosing(engine.chunks(trial, seconds=TRY_SECONDS)) as chunks:
