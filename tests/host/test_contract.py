@@ -8,9 +8,10 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -548,9 +549,49 @@ def test_every_row_of_the_table_says_why() -> None:
     assert all(row.why for row in contract.table(entry_points.in_use()))
 
 
+class Setting:
+    """Sets attributes in every way that the host's classes do."""
+
+    annotated: int
+
+    def __init__(self, other: Any) -> None:
+        self.plain = 1
+        self.typed: int = 1
+        self.one, self.two = other.pair
+        self.chosen = other.a if other else other.b
+        other.of_another = self
+        other.self.of_its_own = self.only_read
+        local = [self.only_read]
+
+        def later() -> None:
+            self.within = local
+
+        later()
+
+    @property
+    def counted(self) -> int:
+        self.by_reading = 1
+        return 1
+
+    @counted.setter
+    def counted(self, value: int) -> None:
+        self.by_writing = value
+
+    @contextmanager
+    def decorated(self) -> Iterator[None]:
+        self.wrapped = 1
+        yield
+
+
+SET = "annotated plain typed one two chosen within by_reading by_writing wrapped counted"
+NOT_SET = "of_another of_its_own only_read local value"
+
+
 @pytest.mark.parametrize(
     ("target", "problem"),
     [
+        *((f"{__name__}:Setting.{name}", None) for name in SET.split()),
+        *((f"{__name__}:Setting.{name}", f"has no {name}") for name in NOT_SET.split()),
         ("vllm_mlx.engine.simple:SimpleEngine._generation_lock", None),
         ("vllm_mlx.scheduler:Scheduler.waiting", None),
         ("vllm_mlx.engine.simple:SimpleEngine._no_such_thing", "has no _no_such_thing"),
@@ -558,7 +599,10 @@ def test_every_row_of_the_table_says_why() -> None:
         ("vllm_mlx.no_such_module:Engine._model", "is missing"),
     ],
 )
-def test_an_attribute_that_objects_have_is_found(target: str, problem: str | None) -> None:
+def test_an_attribute_that_objects_have_is_found(
+    target: str, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(Setting=Setting))
     row = Attribute(target, "a test")
     found = row.problem()
     assert found is None if problem is None else problem in (found or "")
