@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import gc
 import hashlib
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -18,6 +19,16 @@ from typing import Any
 import pytest
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _libraries_are_no_garbage() -> Iterator[None]:
+    """vllm-mlx collects garbage whenever an engine ends: torch and transformers are not looked at."""
+    pytest.importorskip("vllm_mlx.server")
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,8 @@
 """The stand-in's `tokenizer.json`, read once, for all servers that are forked from this process.
 
-It is 12 MB. mlx-lm and transformers parse it, and tokenizers builds a tokenizer of it: three of
-the five seconds of a processor that a server takes until it is healthy, and the same each time.
+It is 12 MB. mlx-lm and transformers parse it, and a tokenizer is built of it twice, for the check
+that the model is one of ours and for transformers: most of the seconds of a processor that a server
+takes until it is healthy, and the same each time.
 Imported before the fork, it reads the file that the environment names; a server that is to load
 a file with these very bytes (`use`) is given what came of it, and reads any other.
 """
@@ -14,17 +15,20 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO
 
+import tokenizers
 from tokenizers import Tokenizer
 
 VARIABLE = "SERVED_TOKENIZER"
 
 _path = os.environ.get(VARIABLE, os.devnull)
-_text = Path(_path).read_text("utf-8")
-_document: dict[str, Any] = json.loads(_text) if _text else {}
-_unused: list[Any] = [Tokenizer.from_file(_path)] if _text else []
-if _text:
+_bytes = Path(_path).read_bytes()
+_document: dict[str, Any] = json.loads(_bytes) if _bytes else {}
+_unused: list[Any] = [Tokenizer.from_file(_path) for _ in range(2)] if _bytes else []
+_used: list[Any] = []
+"""Kept: to free one copies every page of it that is shared with the other servers."""
+if _bytes:
     gc.freeze()  # no collection of a server looks at half a million objects that are not its own
 
 
@@ -34,16 +38,16 @@ def use() -> None:
 
     json.load = _loading(json.load)
     module = sys.modules[PreTrainedTokenizerFast.__mro__[0].__module__]
-    module.TokenizerFast = _Tokenizers()  # type: ignore[attr-defined]
+    module.TokenizerFast = tokenizers.Tokenizer = _Tokenizers()  # type: ignore[attr-defined, misc]
 
 
 def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
-    def loaded(file: IO[str], **options: Any) -> Any:
+    def loaded(file: TextIO, **options: Any) -> Any:
         if options or not str(getattr(file, "name", "")).endswith("tokenizer.json"):
             return load(file, **options)
-        text = file.read()
-        if text != _text:
-            return json.loads(text)
+        content = file.buffer.read()
+        if content != _bytes:
+            return json.loads(content)
         added = [dict(token) for token in _document["added_tokens"]]  # transformers empties it
         return {**_document, "added_tokens": added}
 
@@ -51,7 +55,7 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Tokenizers:
-    """What transformers uses of the class `tokenizers.Tokenizer`, which cannot be patched."""
+    """What a server uses of the class `tokenizers.Tokenizer`, which cannot be patched."""
 
     def __call__(self, *arguments: Any) -> Any:
         return Tokenizer(*arguments)
@@ -60,6 +64,7 @@ class _Tokenizers:
         return getattr(Tokenizer, name)
 
     def from_file(self, path: str) -> Any:
-        if _unused and Path(path).read_text("utf-8") == _text:
-            return _unused.pop()  # it can be changed: only one may have it
-        return Tokenizer.from_file(path)
+        if not _unused or Path(path).read_bytes() != _bytes:
+            return Tokenizer.from_file(path)
+        _used.append(_unused.pop())  # it can be changed: only one may have it
+        return _used[-1]
