@@ -282,6 +282,7 @@ def test_where_a_users_cache_is(
 _CHILD = "from vllm_mlx_harmony.core import vocab; print(vocab.encode('hello'))"
 
 
+@pytest.mark.once
 def test_many_processes_at_once(tmp_path: Path) -> None:
     environment = {
         **{name: value for name, value in os.environ.items() if name != vocab.BASE_VARIABLE},

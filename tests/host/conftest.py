@@ -25,6 +25,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 def _libraries_are_no_garbage() -> Iterator[None]:
     """vllm-mlx collects garbage whenever an engine ends: torch and transformers are not looked at."""
     pytest.importorskip("vllm_mlx.server")
+    pytest.importorskip("mlx_vlm")  # imported by the first engine
     gc.collect()
     gc.freeze()
     yield
