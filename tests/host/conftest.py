@@ -23,7 +23,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 @pytest.fixture(scope="session", autouse=True)
 def _libraries_are_no_garbage() -> Iterator[None]:
-    """vllm-mlx collects garbage whenever an engine ends: torch and transformers are not looked at."""
+    """vllm-mlx collects garbage whenever an engine ends: not among what torch brought along."""
     pytest.importorskip("vllm_mlx.server")
     pytest.importorskip("mlx_vlm")  # imported by the first engine
     gc.collect()
