@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -134,6 +134,22 @@ class Inspection:
             if time.monotonic() > end:
                 return left
             time.sleep(0.2)
+
+    def baseline(self, looks: int = 3) -> Left:
+        """What there is when nothing is answered: the most that several looks find.
+
+        One look may come between two tasks of vllm-mlx's own, which are there again afterwards.
+        """
+        seen = [self.quiet()]
+        while len(seen) < looks:
+            time.sleep(0.3)
+            seen.append(self.quiet())
+        return replace(
+            seen[-1],
+            files=max(each.files for each in seen),
+            tasks=max(each.tasks for each in seen),
+            objects={name: max(each.objects[name] for each in seen) for name in seen[0].objects},
+        )
 
 
 if __name__ == "__main__":

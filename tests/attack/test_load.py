@@ -43,7 +43,7 @@ def test_nothing_is_left_behind(target: Target) -> None:
     chance = random.Random(SEED)
     began = time.monotonic()
     memory, left = [], None
-    before = target.inspection.quiet()
+    before = target.inspection.baseline()
     for _ in range(ROUNDS):
         for way, leaves, seen in asyncio.run(a_round(target, chance)):
             if leaves:

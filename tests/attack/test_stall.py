@@ -24,7 +24,7 @@ PATIENCE = 300.0
 
 def test_others_are_answered(target: Target) -> None:
     url, model = target.server.base_url, target.model
-    before = target.inspection.quiet()
+    before = target.inspection.baseline()
     connections = [
         stalled(url, way, asking(way, model, "At length.", LONG_WORDS))
         for way in (WAYS[number % len(WAYS)] for number in range(STALLED))
