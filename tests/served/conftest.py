@@ -24,6 +24,10 @@ AS_SCRIPTED = {"VLLM_MLX_HARMONY_GRAMMAR": "off"}
 """Most scripts say what no grammar lets through: that it is read all the same is what they test.
 What is enforced is tested by itself, and wherever agents run."""
 
+GREEDY = ("--default-temperature", "0")
+"""The scripted model puts all weight on one id: to draw from 201,088 is two thirds of a step on a
+processor, and gives the same one. `open_server` draws, as it is by default."""
+
 
 @pytest.fixture(scope="session")
 def standin_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,7 +46,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterat
     """Starts servers; see `served.start`. Those still running at the end are stopped.
 
     ``start(*flags, engine="simple", model=standin_dir, command=HOST, env=None, ready=True,
-    preloaded=True)``
+    preloaded=True, greedy=True)``
     """
     running: list[served.Server] = []
 
@@ -54,10 +58,12 @@ def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterat
         env: Mapping[str, str] | None = None,
         ready: bool = True,
         preloaded: bool = True,
+        greedy: bool = True,
     ) -> served.Server:
         one = served.start(
             model or standin_dir,
             *served.ENGINES[engine],
+            *(GREEDY if greedy else ()),
             *flags,
             home=tmp_path_factory.mktemp("home"),
             command=command,
@@ -93,7 +99,8 @@ def bare_host(start: Start, engine: str) -> served.Server:
 @pytest.fixture(scope="session")
 def open_server(start: Start, engine: str) -> served.Server:
     """Without an API key: whatever key is sent is a tenant. A process like any user's."""
-    return start(*served.FLAG, engine=engine, command=served.HARMONY, preloaded=False)
+    command = served.HARMONY
+    return start(*served.FLAG, engine=engine, command=command, preloaded=False, greedy=False)
 
 
 @pytest.fixture(scope="session")
