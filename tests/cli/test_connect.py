@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.cli import connect
@@ -173,7 +173,7 @@ def test_a_wrong_key_is_said(server: Models, capsys: pytest.CaptureFixture[str])
 
 def test_codex_has_a_whole_catalog(home: Path) -> None:
     """The fields without which Codex 0.169.0 does not read it, and what the model can do."""
-    _, catalog = connect.codex(Served("http://h:1", "gpt-oss-20b", 5000)).files.values()
+    catalog, _ = connect.codex(Served("http://h:1", "gpt-oss-20b", 5000)).files.values()
     (model,) = json.loads(catalog)["models"]
     needed = {
         *("slug", "display_name", "supported_reasoning_levels", "shell_type", "visibility"),
@@ -214,13 +214,16 @@ theme = "x"
 """
 
 MERGED = """\
-model = "m"
+# mine
+model = "m" # was "gpt-6"; best
+approval_policy = "on-request"
 model_provider = "vllm-mlx"
 model_catalog_json = "CATALOG"
 
-# mine
-# model = "gpt-6"  # best
-approval_policy = "on-request"
+[model_providers.vllm-mlx]
+name = "vllm-mlx"
+base_url = "http://h:1/v1"
+wire_api = "responses"
 
 [model_providers.other]
 name = "other"
@@ -228,16 +231,25 @@ name = "other"
 # below
 [tui]
 theme = "x"
+"""
 
+PLAIN_TEXT = """\
+instructions = \"\"\"
+model = "x"
 [model_providers.vllm-mlx]
-name = "vllm-mlx"
-base_url = "http://h:1/v1"
-wire_api = "responses"
+mine
+\"\"\"
+
+[model_providers.vllm-mlx] # for work
+name = "old" # to be renamed
+# do not trust this one
+[projects."/x"]
+trust_level = "untrusted"
 """
 
 
 def _ours(home: Path) -> tuple[str, str]:
-    (path, ours), (catalog, _) = connect.codex(Served("http://h:1", "m")).files.items()
+    (catalog, _), (path, ours) = connect.codex(Served("http://h:1", "m")).files.items()
     assert path == home / ".codex" / "config.toml"
     return ours, str(catalog)
 
@@ -250,24 +262,70 @@ def test_codex_keeps_what_the_user_wrote(home: Path) -> None:
     assert connect.merged("", ours) == ours
 
 
-if sys.version_info >= (3, 11):  # nothing before it reads TOML
+@pytest.mark.parametrize(
+    "before",
+    [
+        PLAIN_TEXT,
+        "# only\na = 1 # c\n",
+        "a = 1\r\n[t]\r\nb = 2\r\n",
+        '[tui]\ntheme = "x"',
+        '[model_providers]\nother = {name = "x"}\n# c\n[z]\nq = 1\n',
+        "[model_providers.a]\nn = 1\n[z] # last\nq = 1\n[model_providers.b]\nn = 2\n",
+        "a = [\n[1], # one\n]\n[[servers]]\nx = 1\n[[servers]]\nx = 2\n",
+    ],
+)
+def test_codex_no_comment_and_no_value_is_lost(home: Path, before: str) -> None:
+    ours, _ = _ours(home)
+    once = connect.merged(before, ours)
+    assert connect.merged(once, ours) == once
+    comments = [line.partition("#")[2] for line in before.splitlines() if "#" in line]
+    assert [each for each in comments if each not in once] == []
+    said, mine, added = (tomlkit.parse(each).unwrap() for each in (once, before, ours))
+    providers = {**mine.get("model_providers", {}), **added["model_providers"]}
+    assert said == {**mine, **added, "model_providers": providers}
 
-    @pytest.mark.parametrize(
-        "before", ["not toml at all [", 'text = """\nmodel = "x"\n"""\n', "a = [\n[1],\n]\nb = 2\n"]
-    )
-    def test_codex_a_file_that_cannot_be_merged_is_left_alone(
-        home: Path, before: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        path = home / ".codex" / "config.toml"
-        path.parent.mkdir()
-        path.write_text(before)
-        arguments = ["connect", "codex", "--model", "m", "--context", "5", "--write"]
-        code = main(arguments)
-        if code == 0:  # it can be, after all: then nothing of it is lost
-            import tomllib
 
-            assert tomllib.loads(before).items() <= tomllib.loads(path.read_text()).items()
-        else:
-            assert code == 2
-            assert "leave --write out" in capsys.readouterr().err
-            assert path.read_text() == before
+@pytest.mark.parametrize(
+    "before",
+    [
+        "not toml at all [",
+        'model_providers = {other = {name = "x"}}\n',
+        'model_providers.other.name = "x"\n[t]\na = 1\n',
+    ],
+)
+def test_codex_a_file_that_cannot_be_merged_is_left_alone(
+    home: Path, before: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = home / ".codex" / "config.toml"
+    path.parent.mkdir()
+    path.write_text(before)
+    arguments = ["connect", "codex", "--model", "m", "--context", "5", "--write"]
+    assert main(arguments) == 2
+    assert "leave --write out" in capsys.readouterr().err
+    assert path.read_text() == before
+
+
+def test_codex_the_catalog_is_there_before_it_is_named(home: Path) -> None:
+    directory = home / ".codex"
+    (directory / "vllm-mlx-models.json").mkdir(parents=True)
+    assert main(["connect", "codex", "--model", "m", "--context", "5", "--write"]) == 2
+    assert not (directory / "config.toml").exists()
+
+
+def test_a_link_stays_one_and_a_file_keeps_its_mode(home: Path) -> None:
+    there = home / "dotfiles.toml"
+    there.write_text("a = 1\n")
+    there.chmod(0o640)
+    path = home / ".codex" / "config.toml"
+    path.parent.mkdir()
+    path.symlink_to(there)
+    assert main(["connect", "codex", "--model", "m", "--context", "5", "--write"]) == 0
+    assert path.is_symlink() and "vllm-mlx" in there.read_text()
+    assert there.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("given", [{}, {"model": "gpt-oss-20b"}])
+def test_what_refuses_is_no_server_to_be_set_up_for(server: Models, given: dict[str, str]) -> None:
+    server.key = KEY
+    with pytest.raises(connect.UsageError, match="answered 401: say --key"):
+        connect.look(server.url, **{"model": None, "key": None, "context": None, **given})

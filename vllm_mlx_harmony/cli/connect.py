@@ -8,21 +8,22 @@ not written to a disk: the agents take them from the environment.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from http.client import HTTPException
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+import tomlkit
+from tomlkit.items import Item
+
 from vllm_mlx_harmony.cli.errors import UsageError
+from vllm_mlx_harmony.core.files import write_atomically
 
 NAME = "vllm-mlx"
 """Of the provider and of files that are ours alone."""
@@ -125,7 +126,7 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
     try:
         entries = _models(base, key)
     except (OSError, ValueError, HTTPException) as error:
-        if model is None:
+        if model is None or isinstance(error, HTTPError):
             raise UsageError(_silent(base, error)) from error
         return Served(base, model, context or CONTEXT, keyed=key is not None)
     names = [str(entry["id"]) for entry in entries]
@@ -201,9 +202,9 @@ def codex(served: Served) -> Setup:
         "visibility": "list",
         "priority": 1,
     }
-    files = {
-        home / "config.toml": "\n".join(lines) + "\n",
+    files = {  # in this order: the second names the first
         catalog: _json({"models": [model]}),
+        home / "config.toml": "\n".join(lines) + "\n",
     }
     return Setup("Codex", files, "codex")
 
@@ -292,10 +293,13 @@ def _write(path: Path, content: str) -> None:
         if before == content:
             print(f"{_shown(path)} is as it should be")
             return
+        place = path.resolve()  # a link stays one
+        mode = place.stat().st_mode if before is not None else None
         if before is not None:
             print(f"{_shown(path)} is kept as {_shown(_copy(path))}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, "utf-8")
+        write_atomically(place, content.encode())
+        if mode is not None:
+            place.chmod(mode)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
     except ValueError as error:
@@ -311,52 +315,41 @@ def _copy(path: Path) -> Path:
     return copy
 
 
-_TABLE = re.compile(r"^[ \t]*\[", re.MULTILINE)
-_KEY = re.compile(r"\s*([A-Za-z0-9_-]+)\s*=")
-
-
 def merged(before: str, ours: str) -> str:
-    """The TOML document ``before`` with the keys and the table of ``ours`` in it.
+    """The TOML document ``before`` with the keys and tables of ``ours``; all else is as it was.
 
-    Keys that stand there with other values become comments; a table of the same name goes. Merging
-    once more changes nothing. Raises ``ValueError`` when the outcome is not what it should be: a
-    document is changed line by line, so that its comments and its order stay.
+    A value that ours replaces stays as a comment behind it. Merging once more changes nothing.
+    Raises ``ValueError`` for what is no TOML, and for tables written in a way that cannot be added
+    to: inline, or as dotted keys.
     """
-    our_root, our_table = _halves(ours)
-    root, tables = _halves(before)
-    heading = our_table.splitlines()[0]
-    keys = {match[1] for line in our_root.splitlines() if (match := _KEY.match(line))}
-    lines = []
-    for line in root.splitlines():
-        match = _KEY.match(line)
-        if match and match[1] in keys:
-            if line not in our_root.splitlines():
-                lines.append(f"# {line}")
+    document, added = tomlkit.parse(before), tomlkit.parse(ours)
+    wanted = document.unwrap()
+    for key, value in added.items():
+        old = document.get(key)
+        if not isinstance(value, Mapping):
+            wanted[key] = value
+            if old == value:
+                continue
+            if isinstance(old, Item) and "\n" not in old.as_string():
+                said = old.trivia.comment.lstrip("# ")
+                value.comment(f"was {old.as_string()}{said and f'; {said}'}")
+            document[key] = value
+        elif old is None:
+            wanted[key] = document[key] = value
         else:
-            lines.append(line)
-    places = [match.start() for match in _TABLE.finditer(tables)]
-    others = [tables[at:end] for at, end in pairwise([*places, len(tables)])]
-    rest = "".join(part for part in others if part.splitlines()[0].strip() != heading)
-    head = "\n".join(lines).strip("\n")
-    parts = (our_root.rstrip("\n"), head, rest.strip("\n"), our_table.rstrip("\n"))
-    document = "\n\n".join(part for part in parts if part) + "\n"
-    _check(before, ours, document)
-    return document
-
-
-def _halves(document: str) -> tuple[str, str]:
-    """What stands before the first table, and the tables."""
-    table = _TABLE.search(document)
-    at = table.start() if table else len(document)
-    return document[:at], document[at:]
-
-
-def _check(before: str, ours: str, document: str) -> None:
-    try:
-        tomllib = importlib.import_module("tomllib")
-    except ImportError:  # Python 3.10 has no reader of TOML; a copy is kept in any case
-        return
-    wanted, added = tomllib.loads(before), tomllib.loads(ours)
-    tables = {**wanted.get("model_providers", {}), **added["model_providers"]}
-    if tomllib.loads(document) != {**wanted, **added, "model_providers": tables}:
+            wanted[key].update(value)
+            for name, table in value.items():
+                _fill(old.setdefault(name, tomlkit.table()), table)
+    text = tomlkit.dumps(document)
+    if tomlkit.parse(text).unwrap() != wanted:
         raise ValueError("it would not say the same as before")
+    return text
+
+
+def _fill(table: MutableMapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Makes a table what ours is; its comments stay."""
+    for key in table.keys() - ours.keys():
+        del table[key]
+    for key, value in ours.items():
+        if table.get(key) != value:
+            table[key] = value
