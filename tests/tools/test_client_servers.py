@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import sys
@@ -487,6 +488,42 @@ ADDRESSES = {
 @pytest.mark.parametrize(("address", "public"), ADDRESSES.items())
 def test_addresses(address: str, public: bool) -> None:
     assert is_public(address) is public
+
+
+@pytest.mark.parametrize(
+    ("encodings", "refused"),
+    [((), False), (("identity",), False), (("gzip",), True), (("identity", "Deflate"), True)],
+)
+def test_what_is_counted_is_what_comes(
+    encodings: tuple[str, ...], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes are counted as they arrive: there must not be a thousand times as many in them."""
+    closed: list[bool] = []
+
+    class Body(httpx2.ByteStream):
+        async def aclose(self) -> None:
+            closed.append(True)
+
+    async def connect(self: Any, request: httpx2.Request) -> httpx2.Response:
+        assert request.headers.get_list("accept-encoding") == ["identity"]
+        headers = [("content-encoding", each) for each in encodings]
+        body = gzip.compress(b"fine") if refused else b"fine"
+        return httpx2.Response(200, headers=headers, stream=Body(body))
+
+    monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", connect)
+
+    async def body() -> None:
+        url = httpx2.URL("http://127.0.0.1/mcp")
+        asked = [("accept-encoding", "gzip, br")]  # a request has headers of its client's choice
+        async with guarded_http.client(url, asked, private=True) as http:
+            if not refused:
+                assert (await http.get(url)).text == "fine"
+                return
+            with pytest.raises(httpx2.ReadError, match="compressed"):
+                await http.get(url)
+
+    asyncio.run(body())
+    assert closed
 
 
 def test_what_is_connected_to_is_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:

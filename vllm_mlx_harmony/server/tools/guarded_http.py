@@ -11,7 +11,9 @@ services inside its network that trust whoever is there. Therefore:
   second answer of the DNS can be another (DNS rebinding). The certificate is still the name's.
 - Addresses that are not public are refused, unless the pattern names that host as it is.
 - Every request of a connection is for the origin that was allowed: no redirect leads elsewhere.
-- No proxy, no ``.netrc``: nothing of the environment. No more bytes than ``MOST``.
+- No proxy, no ``.netrc``: nothing of the environment.
+- No more bytes than ``MOST``, and none that are compressed: a thousand times as many could be in
+  them, in memory before anybody has counted them.
 
 Imports httpx2, which the package ``mcp`` brings: it is imported when the first URL is asked for.
 """
@@ -125,12 +127,14 @@ class _GuardedTransport(httpx2.AsyncHTTPTransport):
             raise httpx2.ConnectError("it leads to another server")
         host = request.url.host
         addresses = await _addresses(host, port_of(request.url), private=self._private)
+        headers = request.headers.copy()
+        headers["Accept-Encoding"] = "identity"
         for left in range(len(addresses) - 1, -1, -1):
             url = request.url.copy_with(host=addresses[-1 - left])
             direct = httpx2.Request(
                 request.method,
                 url,
-                headers=request.headers,
+                headers=headers,
                 stream=request.stream,
                 extensions={**request.extensions, "sni_hostname": host},
             )
@@ -140,6 +144,9 @@ class _GuardedTransport(httpx2.AsyncHTTPTransport):
                 if not left:
                     raise
                 continue
+            if response.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
+                await response.aclose()
+                raise httpx2.ReadError("its answer is compressed, which it was not asked for")
             return httpx2.Response(
                 response.status_code,
                 headers=response.headers,
