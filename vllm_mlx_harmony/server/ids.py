@@ -200,13 +200,14 @@ async def _prepared(request: Request, parsed: IdRequest, lease: Lease) -> Prepar
     lease.tenant = sha256(f"{lease.tenant}\0{parsed.tenant}".encode()).hexdigest()
     prompt = tuple(parsed.prompt)
     host = host_of(request)
+    constraint = await _constraint(parsed, lease.tenant)  # what it refuses is not accounted for
     job = Job(
         lease=lease,
         context=IdContext(prompt),  # type: ignore[arg-type]  # its emitter takes ids for deltas
         settings=capped(parsed.settings.settings, len(prompt), lease.harmony.context_length),
         tracker=host.tracker(API.name, stream=True),
         id_seed=uuid4().hex,
-        constraint=await _constraint(parsed, lease.tenant),
+        constraint=constraint,
     )
     info = ResponseInfo(job.id_seed, int(time.time()), parsed.model or "")
     return PreparedRequest(API, parsed, info, job, IdEmitter())
