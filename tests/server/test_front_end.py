@@ -26,9 +26,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from official_clients import clients
 
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
-from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server import enforcement, generation
 from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.responses import store
 
 CALL = (
@@ -258,6 +260,45 @@ def test_one_at_a_time_means_it() -> None:
     answers = asyncio.run(asyncio.wait_for(many(), 30))
     assert [one.choices[0].message.content for one in answers] == ["Good day."] * 8
     assert (engine.most_running, host.lent) == (1, 0)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "the server ends"])
+def test_an_engine_in_the_middle_of_a_step_is_not_given_back(how: str) -> None:
+    """The client has its error at once, but the model must not be unloaded before the step ends."""
+
+    async def test() -> None:
+        computed, computing = asyncio.Event(), asyncio.Event()
+
+        async def stubborn(*_: Any) -> Steps:
+            try:
+                yield Step(ids("<|channel|>"))
+                computing.set()
+                await asyncio.sleep(60)
+            finally:
+                await computed.wait()
+
+        engine = ScriptedEngine(SCRIPTS)
+        engine.generate = stubborn  # type: ignore[method-assign]
+        host = Alone(engine)
+        client, _ = clients(host)
+        user: Any = [{"role": "user", "content": "Hello!"}]
+        asked = asyncio.ensure_future(
+            client.with_options(max_retries=0).chat.completions.create(model=MODEL, messages=user)
+        )
+        await computing.wait()
+        if how == "cancelled":
+            ((seed, tenant),) = generation.running()
+            assert generation.cancel(seed, tenant)
+        else:
+            generation.end_all(HostError("the server is shutting down", code="shutting_down"))
+        with pytest.raises(openai.APIStatusError):
+            await asked
+        assert host.lent == 1
+        computed.set()
+        while host.lent:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(test(), 10))
 
 
 def test_what_nobody_has_and_nobody_may() -> None:

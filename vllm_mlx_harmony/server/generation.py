@@ -103,12 +103,14 @@ async def run(job: Job) -> Deltas:
     """The deltas of a turn, in the groups they come in.
 
     The first group says that the turn has started, as soon as it is this request's turn, before
-    anything is generated. When the iterator is closed, the engine is free and the lease is
-    released. When it raises while the engine computes, that happens behind that step: an engine can
-    be stopped between two steps only, and the client does not wait for it.
+    anything is generated. With the first step the lease is taken over. When the iterator is closed,
+    the engine is free and the lease is released. When it raises while the engine computes, that
+    happens behind that step: an engine can be stopped between two steps only, and the client does
+    not wait for it.
     Raises ``HostError`` (queue full, time run out, the server ends) and ``OutputError`` (the engine
     failed, or somebody has cancelled it).
     """
+    job.lease.taken_over = True
     named = (job.id_seed, job.lease.tenant)
     ended = _running[named] = asyncio.get_running_loop().create_future()
     groups = _Groups(_generated(job), ended)

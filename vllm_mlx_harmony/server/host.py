@@ -58,14 +58,17 @@ class Deadline:
 class Lease:
     """An engine lent to ``tenant``, not unloaded until it is released, and the time it is lent for.
 
-    Releasing it again does nothing. ``engine`` is ``None`` where the model is not a Harmony model:
-    the host answers by itself.
+    Releasing it again does nothing. It is released at the end of the block that it was acquired for
+    (``serving.leased``), unless somebody has ``taken_over``: whoever sets that, before it generates
+    on the engine, releases it when the engine has stopped. ``engine`` is ``None`` where the model
+    is not a Harmony model: the host answers by itself.
     """
 
     engine: Engine | None
     tenant: str
     deadline: Deadline
     _give_back: Callable[[], Awaitable[None]]
+    taken_over: bool = field(default=False, init=False)
     _released: bool = field(default=False, init=False)
     _endings: list[Callable[[], Awaitable[None]]] = field(default_factory=list, init=False)
 
@@ -209,7 +212,8 @@ class Host(Protocol):
         """
 
     def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
-        """``frames``, ended when the client has gone, with a comment now and then to find out."""
+        """``frames``, ended when the client has gone. A host that cannot see it go may send a
+        comment now and then, to find out."""
 
     def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
         """What asyncio writes to this client with; ``None`` where there is no socket of its own.

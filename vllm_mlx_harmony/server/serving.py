@@ -184,9 +184,9 @@ def error_answer(api: Api, error: Exception) -> Response:
 async def leased(api: Api, request: Request, document: Document) -> AsyncIterator[Lease]:
     """The engine that ``document`` is for, lent for as long as the request may take.
 
-    It is given back here when the block raises; otherwise by whoever has the lease then, which is
-    `run`, as a rule. Raises ``HarmonyFailure``, the host's ``HTTPException``, and
-    ``ClientDisconnect`` when the client has gone meanwhile.
+    It is given back at the end of the block, unless somebody in it has taken the lease over: `run`,
+    as a rule. Raises ``HarmonyFailure``, the host's ``HTTPException``, and ``ClientDisconnect``
+    when the client has gone meanwhile.
     """
     host = host_of(request)
     model, timeout = _routing(document.value)
@@ -199,9 +199,9 @@ async def leased(api: Api, request: Request, document: Document) -> AsyncIterato
         raise ClientDisconnect
     try:
         yield lease
-    except BaseException:
-        await lease.release()
-        raise
+    finally:
+        if not lease.taken_over:
+            await lease.release()
 
 
 async def _forwarded(request: Request, lease: Lease) -> Response:

@@ -72,6 +72,7 @@ class Running:
         self.bytes = len(self._input)
         self._more = asyncio.Event()
         self._append(*answer.create())
+        job.lease.taken_over = True  # here, not when `run` begins: whoever asked does not wait
         task = asyncio.ensure_future(self._generate(job, answer))
         self._generating: _Generating | None = _Generating(job, answer, task)
 

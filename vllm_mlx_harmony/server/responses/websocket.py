@@ -225,7 +225,6 @@ async def _nothing(prepared: PreparedRequest) -> Deltas:
         yield [Finished("stop", None, Usage(prompt_tokens))]
     finally:
         prepared.job.tracker.finish(result="success", prompt_tokens=prompt_tokens)
-        await prepared.job.lease.release()
 
 
 UVICORN = "uvicorn.error"
