@@ -27,16 +27,21 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import OutputError, RequestError
+from vllm_mlx_harmony.core.grammar import grammar_of
+from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import (
+    Answer,
     Call,
     Defaults,
     Message,
     Namespace,
+    Preamble,
     ResponseInfo,
     ServerCall,
     ServerResult,
     Tool,
     ToolChoice,
+    Turn,
     User,
 )
 from vllm_mlx_harmony.protocols.chat import read as read_chat
@@ -638,6 +643,49 @@ def test_a_choice_among_them(choice: Any, expected: ToolChoice) -> None:
     assert read(body, DEFAULTS, Reverse()).turn.tool_choice == expected
 
 
+def read_by(api: str, defaults: Defaults, **fields: Any) -> Turn:
+    body: dict[str, Any] = {"model": "m", **fields}
+    if api == "responses":
+        return read({**body, "input": "Hi"}, defaults, Reverse()).turn
+    body["messages"] = [{"role": "user", "content": "Hi"}]
+    if api == "chat":
+        return read_chat(body, defaults).turn
+    return read_messages({**body, "max_tokens": 9}, defaults, Reverse()).turn
+
+
+def choice(api: str, word: str) -> Any:
+    if api != "messages":
+        return word
+    return {"type": "any" if word == "required" else word}
+
+
+APIS = ("chat", "responses", "messages")
+BUILTIN = Defaults(builtin_tools=("python",))
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("server", [BUILTIN, replace(DEFAULTS, tools_for_all=True)])
+def test_no_tool_at_all_where_none_is_chosen(server: Defaults, api: str) -> None:
+    """A9: neither in the prompt nor in the grammar."""
+    asked = read_by(api, server, tool_choice=choice(api, "none"))
+    assert (asked.tools, asked.builtin_tools, asked.namespaces) == ((), (), ())
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("server", [BUILTIN, replace(DEFAULTS, tools_for_all=True)])
+def test_a_call_can_be_required_of_what_the_server_brings(server: Defaults, api: str) -> None:
+    asked = read_by(api, server, tool_choice=choice(api, "required"))
+    assert asked.tool_choice == ToolChoice(required=True)
+    assert grammar_of(asked, Names.of(asked)) is not None
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_no_call_can_be_required_where_there_is_no_tool(api: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        read_by(api, DEFAULTS, tool_choice=choice(api, "required"))
+    assert refused.value.param == "tool_choice"
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nobody": ({"tools": [{**WEATHER, "server_label": "nobody"}]}, "tools[0].server_label"),
     "no label": ({"tools": [{"type": "mcp"}]}, "tools[0].server_label"),
@@ -927,6 +975,59 @@ def test_messages_what_is_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as refused:
         read_messages({**body, **fields}, DEFAULTS, Reverse())
     assert refused.value.param == param
+
+
+def ended(key: str, text: str) -> dict[str, Any]:
+    return {"type": "mcp_tool_result", "tool_use_id": key,
+            "content": [{"type": "text", "text": text}]}  # fmt: skip
+
+
+FIRST, SECOND = ({**used("now", "weather", {}), "id": f"mcptoolu_{key}"} for key in "12")
+RAN_1, RAN_2 = (ServerCall(f"mcptoolu_{key}", "weather.now", "{}") for key in "12")
+OF_1, OF_2 = ended("mcptoolu_1", "20 °C"), ended("mcptoolu_2", "30 °C")
+GOT_1, GOT_2 = (
+    ServerResult(f"mcptoolu_{key}", "weather.now", text)
+    for key, text in (("1", "20 °C"), ("2", "30 °C"))
+)
+NOT_RUN = "[the call was not run to its end]"
+WARM = {"type": "text", "text": "Warm."}
+PARALLEL: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
+    "answered in order": (
+        [FIRST, SECOND, OF_1, OF_2, WARM], [RAN_1, GOT_1, RAN_2, GOT_2, Answer("Warm.")]
+    ),
+    "answered in another order": (
+        [FIRST, SECOND, OF_2, OF_1, WARM], [RAN_1, GOT_1, RAN_2, GOT_2, Answer("Warm.")]
+    ),
+    "one is not": (
+        [FIRST, SECOND, OF_2, WARM],
+        [RAN_1, ServerResult("mcptoolu_1", "weather.now", NOT_RUN), RAN_2, GOT_2, Answer("Warm.")],
+    ),
+    "something is said before the answer": (
+        [FIRST, WARM, OF_1, WARM], [RAN_1, GOT_1, Preamble("Warm."), Answer("Warm.")]
+    ),
+    "answered twice": ([FIRST, OF_1, OF_1, WARM], [RAN_1, GOT_1, Answer("Warm.")]),
+    "an id comes twice": (
+        [FIRST, OF_1, FIRST, OF_1, WARM], [RAN_1, GOT_1, RAN_1, GOT_1, Answer("Warm.")]
+    ),
+    "before its call": (
+        [OF_1, FIRST, WARM],
+        [RAN_1, ServerResult("mcptoolu_1", "weather.now", NOT_RUN), Answer("Warm.")],
+    ),
+    "the last is still to be run": ([FIRST, SECOND, OF_1], [RAN_1, GOT_1, RAN_2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("blocks", "expected"), PARALLEL.values(), ids=PARALLEL)
+def test_each_call_of_a_history_has_its_own_answer(
+    blocks: list[dict[str, Any]], expected: list[Message]
+) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": blocks}]
+    if blocks[-1] is WARM:
+        messages.append({"role": "user", "content": "Bye"})
+        expected = [*expected, User("Bye")]
+    body = {"model": "m", "max_tokens": 9, "messages": messages, "mcp_servers": [ONE]}
+    found = read_messages(body, DEFAULTS, Reverse()).turn.messages
+    assert found == (User("Hi"), *expected)
 
 
 PAST: list[tuple[str | None, str, dict[str, Any], tuple[str, str] | None]] = [

@@ -33,19 +33,26 @@ def recipient_of(namespaces: Iterable[Namespace], label: str, name: str) -> str:
 def with_results(messages: Iterable[Message]) -> Iterator[Message]:
     """``messages`` with an answer to every call that the server should have run, but to a last one.
 
-    An answer stands behind its call, under its name; one to no call is left out.
+    An answer stands right behind its call, under its name, wherever behind it the history has it:
+    results of calls made in parallel come after all of them. One to no call is left out.
     """
-    waiting: ServerCall | None = None
+    said: list[Message] = []
+    answers: dict[int, ServerResult] = {}  # by the place of the call in ``said``
+    waiting: dict[str, tuple[int, ServerCall]] = {}
     for message in messages:
-        if isinstance(message, ServerResult):
-            if waiting is not None and message.call_id == waiting.id:
-                yield replace(message, name=waiting.name)
-                waiting = None
-            continue
-        if waiting is not None:
-            yield ServerResult(waiting.id, waiting.name, NOT_RUN)
-        waiting = message if isinstance(message, ServerCall) else None
+        if not isinstance(message, ServerResult):
+            if isinstance(message, ServerCall):
+                waiting[message.id] = len(said), message
+            said.append(message)
+        elif message.call_id in waiting:
+            place, call = waiting.pop(message.call_id)
+            answers[place] = replace(message, name=call.name)
+    for place, message in enumerate(said):
         yield message
+        if place in answers:
+            yield answers[place]
+        elif isinstance(message, ServerCall) and place + 1 < len(said):
+            yield ServerResult(message.id, message.name, NOT_RUN)
 
 
 # --- Code as the arguments of a call, which are JSON.

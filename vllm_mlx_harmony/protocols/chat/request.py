@@ -106,12 +106,15 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
     template = body.chat_template_kwargs or ChatTemplateOptions()
     effort, thinking = _reasoning(body, template, defaults)
-    builtin_tools = defaults.enabled(template.builtin_tools)
     messages, prefill = _conversation(body)
     older = body.max_completion_tokens is None
     choice = body.tool_choice or ChatToolChoice(type="auto")
-    tools = () if choice.type == "none" else tuple(_tools(body.tools or ()))
-    tool_choice = _tool_choice(choice, body.tools or (), builtin_tools)
+    none = choice.type == "none"
+    tools = () if none else tuple(_tools(body.tools or ()))
+    builtin_tools = () if none else defaults.enabled(template.builtin_tools)
+    namespaces = () if none else defaults.unasked(tools)
+    callable_ = bool(tools or builtin_tools or namespaces)
+    tool_choice = _tool_choice(choice, body.tools or (), callable_)
     if tool_choice.required and prefill is not None:
         problem = "tool_choice: an answer that has begun cannot become a call"
         raise RequestError(problem, param="tool_choice", code=UNSUPPORTED)
@@ -136,7 +139,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
         ),
         tool_choice=tool_choice,
         thinking=thinking,
-        namespaces=() if choice.type == "none" else defaults.unasked(tools),
+        namespaces=namespaces,
     )
 
 
@@ -308,14 +311,15 @@ def is_freeform(tool: ChatTool) -> bool:
     return tool.type == "custom" or (tool.type is None and tool.function is None)
 
 
-def _tool_choice(
-    choice: ChatToolChoice, tools: Sequence[ChatTool], builtin_tools: Sequence[str]
-) -> ToolChoice:
-    """What may or must be called. All tools stay in the prompt, whichever are allowed (A12)."""
+def _tool_choice(choice: ChatToolChoice, tools: Sequence[ChatTool], callable_: bool) -> ToolChoice:
+    """What may or must be called. All tools stay in the prompt, whichever are allowed (A12).
+
+    ``callable_``: there is a tool that can be called, be it built in or the server's.
+    """
     if choice.type in ("auto", "none"):
         return ToolChoice()
     if choice.type == "required":
-        if not tools and not builtin_tools:
+        if not callable_:
             raise _no_choice("there are no tools")
         return ToolChoice(required=True)
     if choice.type in ("function", "custom"):

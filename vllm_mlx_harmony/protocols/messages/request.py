@@ -137,6 +137,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     asked = () if _no_tools(body) else asked_for(body, defaults.namespaces)
     taken = {each.name for each in asked}
     others = () if _no_tools(body) else defaults.unasked(added)
+    builtin_tools = () if _no_tools(body) else defaults.builtin_tools
     namespaces = (*asked, *(each for each in others if each.name not in taken))
     last = messages[-1] if messages else None
     if isinstance(last, ServerCall) and (prefill is not None or not namespaces):
@@ -153,7 +154,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
         response_format=_response_format(body),
         identity=defaults.identity,
         date=defaults.date,
-        builtin_tools=defaults.builtin_tools,
+        builtin_tools=builtin_tools,
         prefill=prefill,
         sampling=_sampling(body),
         limits=Limits(
@@ -162,7 +163,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
             one_call=bool(body.tool_choice and body.tool_choice.disable_parallel_tool_use),
             reasoning_tokens=thinks.budget_tokens if thinks and thinks.type == "enabled" else None,
         ),
-        tool_choice=_tool_choice(body, added, namespaces),
+        tool_choice=_tool_choice(body, added, namespaces, builtin_tools),
         thinking=thinking,
         namespaces=namespaces,
         pauses=True,
@@ -636,14 +637,17 @@ def _added(messages: Iterable[Message]) -> Iterator[Tool]:
 
 
 def _tool_choice(
-    body: MessagesBody, tools: Sequence[Tool], namespaces: Sequence[Namespace]
+    body: MessagesBody,
+    tools: Sequence[Tool],
+    namespaces: Sequence[Namespace],
+    builtin_tools: Sequence[str],
 ) -> ToolChoice:
     """Anthropic's API refuses ``any`` and ``tool`` while thinking; this model may think first."""
     choice = body.tool_choice
     if choice is None or choice.type not in ("any", "tool"):
         return ToolChoice()
     if choice.type == "any":
-        if not (tools or namespaces):
+        if not (tools or namespaces or builtin_tools):
             problem = "tool_choice is 'any', and no tool is given that could be called"
             raise RequestError(problem, param="tool_choice")
         return ToolChoice(required=True)

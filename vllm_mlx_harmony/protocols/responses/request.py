@@ -153,7 +153,10 @@ def read(
     if all(isinstance(each, declaring) for each in said):
         raise RequestError("input is empty: there is nothing to answer", param="input")
     instructions = (Instructions(request.instructions),) if request.instructions else ()
-    tools = declared.tools(shown, request.tool_choice, server)
+    builtin_tools = defaults.enabled(
+        (request.chat_template_kwargs or TemplateOptions()).builtin_tools
+    )
+    tools = declared.tools(shown, request.tool_choice, server, builtin_tools)
     lists = [each.document for each in request.input or () if each.type == "mcp_list_tools"]
     listed |= {str(each.get("server_label")) for each in lists}
     return ResponsesRequest(
@@ -209,7 +212,7 @@ def read_turn(
         response_format=response_format(format_, "text.format") if format_ else None,
         identity=template.model_identity or defaults.identity,
         date=defaults.date,
-        builtin_tools=defaults.enabled(template.builtin_tools),
+        builtin_tools=() if tools.none else defaults.enabled(template.builtin_tools),
         sampling=sampling(body),
         limits=Limits(
             max_tokens=body.max_output_tokens,

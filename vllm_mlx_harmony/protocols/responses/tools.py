@@ -146,10 +146,11 @@ class ToolReader:
         shown: tuple[Tool, ...],
         choice: ToolChoice | None,
         server: ServerTools = NO_SERVER_TOOLS,
+        builtin_tools: Sequence[str] = (),
     ) -> Tools:
         """All that was read, ``shown`` at the beginning, with what ``choice`` leaves of it.
 
-        ``server`` are the tools that the server runs.
+        ``server`` are the tools that the server runs, ``builtin_tools`` the built-in namespaces.
 
         Raises ``RequestError`` naming ``tool_choice`` when it cannot be obeyed.
         """
@@ -158,7 +159,10 @@ class ToolReader:
         if choice is not None and choice.type == "none":
             return replace(read, shown=(), none=True)
         known = {tool: name for tool, name in names.items() if name in self._shown}
-        return replace(read, choice=_choice(choice, read, known, set(names), server))
+        return replace(
+            read,
+            choice=_choice(choice, read, known, set(names), server, builtin_tools=builtin_tools),
+        )
 
     def _name(self, tools: Sequence[Declared]) -> None:
         """Names first for those without namespace: they keep theirs."""
@@ -308,9 +312,11 @@ def _choice(
     known: Mapping[Declared, str],
     declared: set[Declared],
     server: ServerTools,
+    *,
+    builtin_tools: Sequence[str],
 ) -> Choice:
     """``known`` are the tools that can be called, of all that are ``declared``."""
-    served = [name for each in server.namespaces for name in each.recipients]
+    others = [*builtin_tools, *(name for each in server.namespaces for name in each.recipients)]
     if requested is None or requested.type == "auto":
         return Choice()
     if requested.type == "required":
@@ -332,7 +338,7 @@ def _choice(
             param="tool_choice",
             code=UNSUPPORTED,
         )
-    if chosen.required and not ((known or served) if chosen.names is None else chosen.names):
+    if chosen.required and not ((known or others) if chosen.names is None else chosen.names):
         problem = "tool_choice: a call is required, and there is no tool that can be called"
         raise RequestError(problem, param="tool_choice", code="invalid_value")
     return chosen
