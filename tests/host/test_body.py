@@ -68,7 +68,7 @@ def test_what_is_within_the_limit_can_be_read_again() -> None:
 
 @pytest.mark.parametrize(
     ("given", "bytes_"),
-    [("", 2**25), ("64M", 2**26), ("2g", 2**31), ("10", 10), ("8 M", 2**25), ("x", 2**25)],
+    [("", 2**25), ("64M", 2**26), ("2g", 2**31), ("10", 10), ("8 M", 2**23), ("x", 2**25)],
 )
 def test_the_setting(monkeypatch: pytest.MonkeyPatch, given: str, bytes_: int) -> None:
     monkeypatch.setenv(body.VARIABLE, given)

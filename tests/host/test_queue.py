@@ -174,7 +174,7 @@ def test_whatever_happens_the_line_ends_empty_and_free(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("7", 7), ("0", 0), ("-3", 0), ("", DEFAULT_PLACES), ("many", DEFAULT_PLACES)],
+    [("7", 7), ("0", 0), ("-3", DEFAULT_PLACES), ("", DEFAULT_PLACES), ("many", DEFAULT_PLACES)],
 )
 def test_places_are_set_by_the_environment(
     value: str, expected: int, monkeypatch: pytest.MonkeyPatch

@@ -34,7 +34,13 @@ from vllm_mlx_harmony.protocols import chat, messages, responses
 from vllm_mlx_harmony.protocols.events import DONE, Event, frame
 from vllm_mlx_harmony.server import streams
 from vllm_mlx_harmony.server.encryption import ServerCipher
-from vllm_mlx_harmony.server.streams import EventBuffer, unread, within, written
+from vllm_mlx_harmony.server.streams import (
+    CAPACITY_VARIABLE,
+    EventBuffer,
+    unread,
+    within,
+    written,
+)
 
 SEAL = ServerCipher(b"0" * 32, "tenant")
 INFO = ResponseInfo("0f1e2d3c4b5a69788796", 1_754_352_000, "m")
@@ -189,6 +195,29 @@ def test_what_the_client_sent_itself_does_not_count() -> None:
         ]
 
     run(test)
+
+
+@pytest.mark.parametrize(("size", "fits"), [("1000", False), ("2K", True), ("0.001M", False)])
+def test_the_environment_says_how_much_may_wait(
+    monkeypatch: pytest.MonkeyPatch, size: str, fits: bool
+) -> None:
+    monkeypatch.setenv(CAPACITY_VARIABLE, size)
+    thrown: list[HostError] = []
+
+    async def test() -> None:
+        async def events() -> AsyncGenerator[list[Event], None]:
+            try:
+                for _ in range(3):
+                    yield [Event("x" * 600)]
+            except HostError as error:
+                thrown.append(error)
+
+        buffer = EventBuffer(events())
+        await asyncio.sleep(0.01)  # nobody reads
+        await buffer.aclose()
+
+    run(test)
+    assert [error.code for error in thrown] == ([] if fits else ["reader_too_slow"])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])

@@ -10,8 +10,6 @@ Refuses to know what a body says (protocols).
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,14 +24,13 @@ from starlette.types import Message, Receive
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.validation import mended
 from vllm_mlx_harmony.server.garbage import without_collections
-
-logger = logging.getLogger("vllm_mlx_harmony")
+from vllm_mlx_harmony.server.settings import number
 
 VARIABLE = "VLLM_MLX_HARMONY_MAX_BODY"
-"""Environment variable: bytes that a request may have, as ``32M``; K and G, too."""
+"""Environment variable: bytes that a request may have, as ``32M``."""
 
 VALUES = "VLLM_MLX_HARMONY_MAX_VALUES"
-"""Environment variable: JSON values that a request may have, as ``200000``; K, M and G, too.
+"""Environment variable: JSON values that a request may have, as ``200000``.
 
 What else is bounded below grows with it."""
 
@@ -63,7 +60,6 @@ MOST_MENDED = 8 * 2**20
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """Where half a surrogate pair may be: whatever repeats it to the client could not be encoded."""
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _R = TypeVar("_R")
 _SLICE = 2**16
 
@@ -79,24 +75,13 @@ class Document:
 @lru_cache(maxsize=1)
 def limit() -> int:
     """Bytes that a body may have. Reads the environment once."""
-    return _given(VARIABLE, DEFAULT, "bytes")
+    return number(VARIABLE, DEFAULT)
 
 
 @lru_cache(maxsize=1)
 def most_values() -> int:
     """JSON values that a body may have. Reads the environment once."""
-    return _given(VALUES, MOST_VALUES, "values")
-
-
-def _given(variable: str, default: int, unit: str) -> int:
-    given = os.environ.get(variable, "").strip().upper().removesuffix("B")
-    number = given.rstrip("KMG")
-    if not given:
-        return default
-    if not (number.isascii() and number.isdigit() and given[len(number) :] in _UNITS):
-        logger.warning("%s=%r is not a number of %s: %d it is", variable, given, unit, default)
-        return default
-    return int(number) * _UNITS[given[len(number) :]]
+    return number(VALUES, MOST_VALUES)
 
 
 def bounded(request: Request) -> Request:

@@ -50,7 +50,7 @@ from vllm_mlx_harmony.server import streams
 from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.responses import background, routes, websocket
-from vllm_mlx_harmony.server.responses.background import Background, Running
+from vllm_mlx_harmony.server.responses.background import RUNNING_VARIABLE, Background, Running
 from vllm_mlx_harmony.server.responses.compact import COMPACT
 from vllm_mlx_harmony.server.responses.persistence import (
     References,
@@ -913,9 +913,13 @@ def test_a_message_that_is_no_utf_8_makes_no_traceback(
     assert bool(record.exc_info) is traceback
 
 
-def test_answers_in_the_background_are_bounded_in_all(turns: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_answers_in_the_background_are_bounded_in_all(
+    turns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, by_environment: bool
+) -> None:
     """What has ended takes no room away from what is to come."""
     turns(slowly)
+    monkeypatch.setenv(RUNNING_VARIABLE, "98k")
 
     async def test() -> None:
         def another(number: int) -> Running:
@@ -923,7 +927,7 @@ def test_answers_in_the_background_are_bounded_in_all(turns: Callable[[Any], Non
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
             return background.start(job(), kept)
 
-        background = Background(most_running=100_000)
+        background = Background(most_running=None if by_environment else 100_000)
         first = another(1)
         second = another(2)
         with pytest.raises(HostError) as full:

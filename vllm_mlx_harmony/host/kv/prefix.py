@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.host.kv.disk import Disk, Fetched, Offered, Root
 from vllm_mlx_harmony.host.kv.tree import WIDTH, Counters, Tree, pack
+from vllm_mlx_harmony.server.settings import number
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.host.kv.layers import Segment
@@ -96,10 +96,6 @@ def _roles() -> tuple[frozenset[int], int]:
     return frozenset({system, developer}), user
 
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-
-
 _limit: int | None = None
 
 
@@ -117,12 +113,7 @@ def budget() -> int:
     """
     if _limit is not None:
         return _limit
-    given = os.environ.get(VARIABLE, "").strip()
-    if size := _SIZE.fullmatch(given):
-        return int(float(size[1]) * _UNITS[size[2].upper()])
-    if given:
-        logger.warning("%s=%r is not a size such as 512M; the default counts", VARIABLE, given)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
+    return number(VARIABLE, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE)
 
 
 @lru_cache(maxsize=1)
