@@ -463,6 +463,8 @@ def result(text: str, name: str = "weather.now") -> ServerResult:
     return ServerResult("call_ab12", name, text)
 
 
+NOT_RUN = result("[the call was not run to its end]")
+
 ITEMS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
     "what was run": ([{**ECHO, "output": "20 °C"}], [ROMES, result("20 °C")]),
     "what the tool said had failed": (
@@ -476,7 +478,7 @@ ITEMS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
     "an error in words": ([{**ECHO, "error": "died"}], [ROMES, result("died")]),
     "neither answer nor error": (
         [{**ECHO, "output": None, "error": None}],
-        [ROMES, result("[the call was not run to its end]")],
+        [ROMES, NOT_RUN],
     ),
     "without an id": (
         [{**ECHO, "id": None, "output": "20 °C"}],
@@ -522,12 +524,20 @@ ITEMS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
     ),
     "no word of it": (
         [ASKS, {"role": "user", "content": "Never mind."}],
-        [ROMES, result("[the call was not run to its end]"), User("Never mind.")],
+        [ROMES, NOT_RUN, User("Never mind.")],
     ),
     "a word of another": (
-        [{**APPROVED, "approve": False}, ASKS, {**APPROVED, "approval_request_id": "mcpr_no",
-                                               "approve": False}],
-        [ROMES],
+        [ASKS, {**APPROVED, "approval_request_id": "mcpr_no", "approve": False}],
+        [ROMES, NOT_RUN],
+    ),
+    "another is approved": (
+        [ASKS, {**APPROVED, "approval_request_id": "mcpr_no"}],
+        [ROMES, NOT_RUN],
+    ),
+    "no word at all": ([ASKS], [ROMES, NOT_RUN]),
+    "approved and not": (
+        [ASKS, APPROVED, {**APPROVED, "approve": False}],
+        [ROMES, result("The user did not approve this call")],
     ),
 }  # fmt: skip
 
@@ -537,6 +547,34 @@ def test_what_comes_back(items: list[dict[str, Any]], expected: list[Message]) -
     body = {"model": "m", "input": [{"role": "user", "content": "Hi"}, *items], "tools": TOOLS}
     found = read(body, DEFAULTS, Reverse()).turn.messages
     assert found == (User("Hi"), *expected)
+
+
+STORED: dict[str, tuple[dict[str, Any], list[Message]]] = {
+    "approved": ({"input": [APPROVED]}, []),
+    "not approved": (
+        {"input": [{**APPROVED, "approve": False}]},
+        [result("The user did not approve this call")],
+    ),
+    "no input": ({}, [NOT_RUN]),
+    "an empty one": ({"input": []}, [NOT_RUN]),
+    "another is approved": (
+        {"input": [{**APPROVED, "approval_request_id": "mcpr_no"}]},
+        [NOT_RUN],
+    ),
+    "approved, without the tool": ({"input": [APPROVED], "tools": []}, [NOT_RUN]),
+    "approved, and no tool wanted": ({"input": [APPROVED], "tool_choice": "none"}, [NOT_RUN]),
+}
+
+
+@pytest.mark.parametrize(("fields", "expected"), STORED.values(), ids=STORED)
+def test_a_call_that_a_stored_response_ends_with(
+    fields: dict[str, Any], expected: list[Message]
+) -> None:
+    """One that was asked about, or cut: what nobody has approved is not run."""
+    body = {"model": "m", "tools": TOOLS, "previous_response_id": "resp_1", **fields}
+    asked = read(body, DEFAULTS, Reverse(), (User("Hi"), ROMES))
+    assert asked.turn.messages == (User("Hi"), ROMES, *expected)
+    assert asked.conversation(asked.turn.messages) == asked.turn.messages
 
 
 NEEDED: list[tuple[dict[str, Any], str]] = [

@@ -383,6 +383,54 @@ def test_approval(approve: bool, by_id: bool, stream: bool) -> None:
     assert told(second)[-1] == ("message", "It is warm.")
 
 
+UNAPPROVED: dict[str, Any] = {
+    "no input": None,
+    "nothing": [],
+    "the request itself": ["request"],
+    "another is approved": [{"approval_request_id": "mcpr_other", "approve": True}],
+    "another is not": [{"approval_request_id": "mcpr_other", "approve": False}],
+}
+
+
+@pytest.mark.parametrize("rule", [None, "always"])
+@pytest.mark.parametrize("sent", UNAPPROVED.values(), ids=UNAPPROVED)
+@pytest.mark.parametrize("by_id", [True, False])
+def test_what_nobody_has_approved_is_not_run(sent: Any, by_id: bool, rule: str | None) -> None:
+    server = weather()
+    host = serving(server, scripts={"was not run": LAST})
+    tools = [{"type": "mcp", "server_label": "weather", "require_approval": rule}]
+    first, _ = finally_(create(host, input="Where is it warm?", tools=tools))
+    request = first.output[-1].model_dump(exclude_none=True)
+    assert request["type"] == "mcp_approval_request"
+    items = [
+        request if each == "request" else {"type": "mcp_approval_response", **each}
+        for each in sent or ()
+    ]
+    more: dict[str, Any] = {"input": [{"role": "user", "content": "Where is it warm?"}]}
+    more["input"] += [each.model_dump(exclude_none=True) for each in first.output]
+    more["input"] += [each for each in items if each is not request]
+    if by_id:
+        given = {} if sent is None else {"input": items}
+        more = {"previous_response_id": first.id, **given}
+    second, _ = finally_(create(host, tools=tools, **more))
+    assert server.called == []
+    assert told(second)[-1] == ("message", "It is warm.")
+
+
+def test_a_call_that_was_cut_is_not_run_by_the_next_request() -> None:
+    server = weather()
+    host = serving(server, scripts={"was not run": LAST})
+    tools = [{"type": "mcp", "server_label": "weather"}]
+    most = len(ids(FIRST)) - 1
+    first, _ = finally_(
+        create(host, input="Where is it warm?", tools=tools, max_output_tokens=most)
+    )
+    assert first.status == "incomplete"
+    second, _ = finally_(create(host, input=[], previous_response_id=first.id, tools=tools))
+    assert server.called == []
+    assert told(second)[-1] == ("message", "It is warm.")
+
+
 def test_filters() -> None:
     for asked, shown in (
         ({"allowed_tools": ["now", "sleep"]}, ["now", "sleep"]),

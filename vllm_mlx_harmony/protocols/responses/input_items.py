@@ -66,7 +66,8 @@ class _After(NamedTuple):
 class ItemReader:
     """Reads one request's items. ``notes`` says, for the log, what could not be used.
 
-    ``calls`` are the ids of the calls that were made in the conversation so far.
+    ``calls`` are the ids of the calls that were made in the conversation so far, ``approved`` those
+    of the server's calls that the client has approved.
     """
 
     cipher: Cipher
@@ -76,6 +77,7 @@ class ItemReader:
     calls: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     server: ServerTools = field(default_factory=ServerTools)
+    approved: set[str] = field(default_factory=set)
     _lost: bool = False  # whether a reference referred to nothing
 
     def messages(self, items: Sequence[Item]) -> Iterator[Message]:
@@ -225,7 +227,9 @@ class ItemReader:
         key = _needed(item.approval_request_id, f"{where}.approval_request_id")
         if item.approve is None:
             raise required(f"{where}.approve")
-        if not item.approve:
+        if item.approve:
+            self.approved.add(call_id(key))
+        else:
             reason = f": {item.reason}" if item.reason else ""
             yield ServerResult(call_id(key), "", f"{NOT_APPROVED}{reason}")
 

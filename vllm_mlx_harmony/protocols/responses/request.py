@@ -24,6 +24,8 @@ from vllm_mlx_harmony.core.turn import (
     Limits,
     Message,
     ResponseInfo,
+    ServerCall,
+    ServerResult,
     Turn,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
@@ -51,7 +53,7 @@ from vllm_mlx_harmony.protocols.responses.server_tools import (
     without_secrets,
 )
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
-from vllm_mlx_harmony.protocols.server_calls import with_results
+from vllm_mlx_harmony.protocols.server_calls import NOT_RUN, with_results
 from vllm_mlx_harmony.protocols.validation import required
 
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"
@@ -148,7 +150,7 @@ def read(
     reader = ItemReader(cipher, declared, defaults, stored, calls, server=server)
     if request.input is None and not history:
         raise required("input")
-    said = tuple(with_results((*history, *reader.messages(request.input or []))))
+    said = [*with_results((*history, *reader.messages(request.input or [])))]
     declaring = (AdditionalTools, EffortUpdate, FormatUpdate)
     if all(isinstance(each, declaring) for each in said):
         raise RequestError("input is empty: there is nothing to answer", param="input")
@@ -157,6 +159,13 @@ def read(
         (request.chat_template_kwargs or TemplateOptions()).builtin_tools
     )
     tools = declared.tools(shown, request.tool_choice, server, builtin_tools)
+    last = said[-1]
+    if isinstance(last, ServerCall) and not (
+        last.id in reader.approved and server.namespaces and not tools.none
+    ):
+        # A call that a history ends with is run before anything else: one that was asked about,
+        # or cut, only when its caller has approved it, and only where something would run it.
+        said.append(ServerResult(last.id, last.name, NOT_RUN))
     lists = [each.document for each in request.input or () if each.type == "mcp_list_tools"]
     listed |= {str(each.get("server_label")) for each in lists}
     return ResponsesRequest(
@@ -168,7 +177,7 @@ def read(
         previous_response_id=request.previous_response_id,
         notes=tuple(reader.notes),
         _items=tuple(request.input or ()),
-        _said=said,
+        _said=tuple(said),
         _writing=Writing(
             tools=tools,
             summarised=summary(request) is not None,
