@@ -129,25 +129,26 @@ def test_keys_are_tenants_and_limited() -> None:
         base = stack.enter_context(served(gateway(settings)))
 
         def ask(key: str, path: str = "/v1/responses", **options: Any) -> httpx.Response:
-            headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+            headers = {"Authorization": f"Bearer {key}".encode("latin-1")} if key else {}
             method = options.pop("method", "POST")
             return httpx.request(method, base + path, headers=headers, timeout=30, **options)
 
         body = {"model": MODEL, "input": "Hello"}
-        assert [ask(key, json=body).status_code for key in ("", "wrong", "ké")] == [401] * 3
+        wrong = ("", "wrong", "ké", "key-1\xa0", "\xa0key-1", "key-1\x85")
+        assert [ask(key, json=body).status_code for key in wrong] == [401] * 6
         mine = ask("key-1", json=body).json()
         path = f"/v1/responses/{mine['id']}"
         assert ask("key-1", path, method="GET").status_code == 200
         assert ask("key-2", path, method="GET").status_code == 404
-        assert ask("key-1", json=body).status_code == 200
-        refused = ask("key-1", json=body)
+        assert ask(" key-1", json=body).status_code == 200
+        refused = ask("\tkey-1", json=body)
         assert refused.status_code == 429
         assert 0 < int(refused.headers["retry-after"]) <= 60
         assert ask("key-2", json=body).status_code == 200
         salts = [each["cache_salt"] for each in engine.bodies]
         assert salts[0] == salts[1] != salts[2]
         metrics = httpx.get(f"{base}/metrics").text
-        assert 'vllm_mlx_harmony_refused_total{reason="key"} 3.0' in metrics
+        assert 'vllm_mlx_harmony_refused_total{reason="key"} 6.0' in metrics
         assert 'vllm_mlx_harmony_refused_total{reason="rate limit"} 1.0' in metrics
         assert "key-1" not in metrics
         assert httpx.get(f"{base}/ready").json()["status"] == "ready"
@@ -292,7 +293,7 @@ def test_an_engine_with_grammars_gets_them() -> None:
 def test_flags_stand_over_the_environment_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "gateway.toml"
     file.write_text(
-        'model = "of the file"\nport = 1\nrate_limit = 5\nkeys = { alice = "a" }\n'
+        'model = "of the file"\nport = 1\nrate_limit = 5\nkeys = { alice = " alice-key " }\n'
         '[[engines]]\nurl = "http://one:1"\nkind = "vllm"\nkey = "k"\n'
         '[[engines]]\nurl = "http://two:2"\n'
     )
@@ -300,11 +301,14 @@ def test_flags_stand_over_the_environment_over_the_file(tmp_path: Path) -> None:
     read = load({"port": "3"}, environment, str(file))
     assert (read.model, read.port, read.rate_limit) == ("of the file", 3, 6)
     assert read.engines == (Spec("http://one:1", "vllm", "k"), Spec("http://two:2", "", "e"))
-    assert read.keys == (("alice", "a"),)
-    given = {f"{PREFIX}ENGINES": "http://a, vllm=http://b", f"{PREFIX}KEYS": "x,bob=y"}
+    assert read.keys == (("alice", "alice-key"),)
+    given = {
+        f"{PREFIX}ENGINES": "http://a, vllm=http://b",
+        f"{PREFIX}KEYS": "key-of-any,bob=bobs-key",
+    }
     other = load({"model": "m"}, given)
     assert other.engines == (Spec("http://a"), Spec("http://b", "vllm"))
-    assert other.keys == (("key-1", "x"), ("bob", "y"))
+    assert other.keys == (("key-1", "key-of-any"), ("bob", "bobs-key"))
 
 
 GIVEN = {"engines": ["http://a"], "model": "m"}
@@ -323,13 +327,100 @@ GIVEN = {"engines": ["http://a"], "model": "m"}
         ({**GIVEN, "drain": "-1"}, "--drain"),
         ({**GIVEN, "reasoning_effort": "much"}, "--reasoning-effort: 'much' is not one of"),
         ({**GIVEN, "builtin_tools": ["shell"]}, "--builtin-tool"),
-        ({**GIVEN, "keys": ["a=k", "b=k"]}, "two names have the same key"),
-        ({**GIVEN, "keys": ["ké"]}, "no ASCII text"),
+        ({**GIVEN, "keys": ["a=12345678", "b= 12345678"]}, "two names have the same key"),
+        ({**GIVEN, "keys": ["ké345678"]}, "key 1 is no ASCII text"),
+        ({**GIVEN, "keys": {"a": 12345678}}, "the key of 'a' is no ASCII text"),
+        ({**GIVEN, "keys": ["12345678", "1234567"]}, "key 2 is shorter than 8 characters"),
+        ({**GIVEN, "keys": ["a========"]}, "key 1 is shorter than 8 characters"),
+        ({**GIVEN, "keys": ["production="]}, "key 1 is a name without a key"),
+        ({**GIVEN, "keys": []}, "no key is given"),
+        ({**GIVEN, "keys": {}}, "no key is given"),
+        ({**GIVEN, "keys": ""}, "--key: this str is not a list"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(flags: dict[str, Any], said: str) -> None:
     with pytest.raises(HostError, match=said):
         load(flags, {})
+
+
+BASE64 = "MDEyMzQ1Njc4OWFiY2RlZg=="
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (BASE64, ("key-1", BASE64)),
+        ("MDEyMzQ1Njc4OWFiY2RlZjA=", ("key-1", "MDEyMzQ1Njc4OWFiY2RlZjA=")),
+        (f"team={BASE64}", ("team", BASE64)),
+        ("a+b/c=defgh", ("key-1", "a+b/c=defgh")),  # no name
+        (" 12345678\n", ("key-1", "12345678")),
+    ],
+)
+def test_a_key_may_end_in_an_equals_sign(given: str, expected: tuple[str, str]) -> None:
+    assert load({**GIVEN, "keys": [given]}, {}).keys == (expected,)
+
+
+SECRET = "s3cret-9f2e"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"keys": SECRET}, "--key: this str is not a list"),
+        ({"keys": [f"a-{SECRET}="]}, "key 1 is a name without a key"),
+        ({"keys": {"a": [SECRET]}}, "the key of 'a'"),
+        ({"engine_key": [SECRET]}, "--engine-key: this list is not a string"),
+        ({"engines": {"url": "http://a", "key": SECRET}}, "--engine: this dict is not a list"),
+        (
+            {"engines": [{"url": "http://a", "key": SECRET, "knd": "vllm"}]},
+            "--engine: 'knd' is not one of url, kind, key",
+        ),
+        ({"engines": [{"url": "http://a", "key": [SECRET]}]}, "the key of an engine is a string"),
+        ({"engines": [f"http://me:{SECRET}@a:8000"]}, "no user, query or fragment"),
+        ({"engines": [f"http://a:8000/?key={SECRET}"]}, "no user, query or fragment"),
+        ({"engines": [f"me:{SECRET}@a:8000"]}, "'a:8000' is not a URL"),
+        ({"engines": [f"http://me:{SECRET}@a:many"]}, "'a:many' is not a URL"),
+    ],
+)
+def test_no_message_says_a_key(flags: dict[str, Any], said: str) -> None:
+    """Messages go to logs, on SIGHUP for instance."""
+    with pytest.raises(HostError, match=said) as caught:
+        load({**GIVEN, **flags}, {})
+    assert SECRET not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("KEY", SECRET, f"^{PREFIX}KEY is no setting; {PREFIX}KEYS is meant$"),
+        ("ENGINE", "http://a", f"{PREFIX}ENGINES is meant"),
+        ("BUILTIN_TOOL", "python", f"{PREFIX}BUILTIN_TOOLS is meant"),
+        ("RATELIMIT", "5", f"{PREFIX}RATE_LIMIT is meant"),
+        ("CONFG", "gateway.toml", f"{PREFIX}CONFIG is meant"),
+        ("COLOUR", "red", f"^{PREFIX}COLOUR is no setting$"),
+        ("KEYS", "", "--key: no key is given"),
+        ("KEYS", " ,", "--key: no key is given"),
+    ],
+)
+def test_a_variable_that_would_do_nothing_is_refused(name: str, value: str, said: str) -> None:
+    """A gateway whose keys are not read is open to everybody."""
+    with pytest.raises(HostError, match=said):
+        load(GIVEN, {PREFIX + name: value})
+
+
+def test_variables_that_kubernetes_sets_for_a_service_are_none_of_ours() -> None:
+    service = {
+        "SERVICE_HOST": "10.0.0.11",
+        "SERVICE_PORT": "8000",
+        "SERVICE_PORT_HTTP": "8000",
+        "PORT": "tcp://10.0.0.11:8000",
+        "PORT_8000_TCP": "tcp://10.0.0.11:8000",
+        "PORT_8000_TCP_PROTO": "tcp",
+        "PORT_8000_TCP_PORT": "8000",
+        "PORT_8000_TCP_ADDR": "10.0.0.11",
+    }
+    environment = {PREFIX + name: value for name, value in service.items()}
+    assert load(GIVEN, environment) == load(GIVEN, {})
 
 
 def test_a_file_that_cannot_be_is_named(tmp_path: Path) -> None:

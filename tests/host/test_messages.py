@@ -59,6 +59,7 @@ PAIRS: list[tuple[dict[str, Any], bool]] = [
     ({}, False),
     ({"x-api-key": KEY}, True),
     ({"Authorization": bearer(KEY)}, True),
+    ({"Authorization": bearer(KEY) + b"\xa0"}, True),  # FastAPI strips it: no other tenant
     ({"x-api-key": KEY, "Authorization": bearer(KEY)}, True),
     ({"x-api-key": KEY, "Authorization": bearer("wrong")}, True),
     ({"x-api-key": KEY, "Authorization": bearer("fälsch")}, True),

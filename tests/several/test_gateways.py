@@ -22,7 +22,7 @@ from several.real_redis import RedisServer
 from websockets.sync.client import connect
 
 MODEL = "gpt-oss-20b"
-KEYS = {"Authorization": "Bearer alice"}
+KEYS = {"Authorization": "Bearer key-of-alice"}
 THINKING = "<|channel|>analysis<|message|>Tools, then.<|end|><|start|>assistant"
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a":1}<|call|>'
 ANSWER = "<|channel|>analysis<|message|>Sum.<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -45,7 +45,8 @@ class Gateway:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--model", MODEL]
-        command += ["--port", str(port), "--key", "alice", "--key", "bob", "--log-level", "warning"]
+        command += ["--port", str(port), "--key", "key-of-alice", "--key", "key-of-bob"]
+        command += ["--log-level", "warning"]
         for url in engines:
             command += ["--engine", f"vllm={url}"]
         environment = {**os.environ, "VLLM_MLX_HARMONY_STORE": redis}
@@ -152,7 +153,7 @@ def _within(prompt: tuple[int, ...], part: list[int]) -> tuple[int, ...]:
 def test_what_is_deleted_at_one_gateway_is_gone_at_the_other(setting: Setting) -> None:
     one, other = setting.gateways
     stored = one.respond("Hello")["id"]
-    bob = {"Authorization": "Bearer bob"}
+    bob = {"Authorization": "Bearer key-of-bob"}
     assert other.send("GET", stored, bob).status_code == 404
     assert other.send("DELETE", stored, bob).status_code == 404
     assert other.send("DELETE", stored).json()["deleted"]
@@ -270,7 +271,7 @@ def test_an_answer_is_cancelled_at_the_other_gateway(setting: Setting) -> None:
         "stream": True,
         "messages": [{"role": "user", "content": "Count"}],
     }
-    bob = {"Authorization": "Bearer bob"}
+    bob = {"Authorization": "Bearer key-of-bob"}
     url = f"{one.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, headers=KEYS, timeout=30) as stream:
         lines = stream.iter_lines()

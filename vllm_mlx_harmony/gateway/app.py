@@ -148,7 +148,7 @@ class Gateway:
         if not self._keys:
             return
         scheme, _, key = connection.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or self._keys.name_of(key.strip()) is None:
+        if scheme.lower() != "bearer" or self._keys.name_of(key.strip(" \t")) is None:
             self.metrics.refused.labels("key").inc()
             raise HTTPException(401, "Invalid API key")
 

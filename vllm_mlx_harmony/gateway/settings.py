@@ -20,12 +20,15 @@ key = "…"                             # the engine's own
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import BUILTIN_TOOLS, EFFORTS
@@ -41,6 +44,14 @@ _Read: TypeAlias = Callable[[str, Any], Any]
 
 PREFIX = "VLLM_MLX_HARMONY_GATEWAY_"
 """Of environment variables; ``…CONFIG`` names the file."""
+
+_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?")
+"""What Kubernetes sets in every container for a service called ``vllm-mlx-harmony-gateway``
+(https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables); of these
+``PORT`` is ours as well, unless it is a URL."""
+
+SHORTEST_KEY = 8
+"""Characters: a shorter API key is soon guessed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +70,8 @@ class GatewaySettings:
         default=0, metadata={"help": "requests per minute and key (0: no limit)"}
     )
     timeout: float = field(
-        default=600.0, metadata={"help": "seconds of silence a request may take"}
+        default=600.0,
+        metadata={"help": "seconds that a whole answer may take, or a pause in a streamed one"},
     )
     max_tokens: int = field(
         default=32_768, metadata={"help": "tokens of an answer that names none"}
@@ -120,12 +132,8 @@ def load(
     """
     path = file or environment.get(f"{PREFIX}CONFIG")
     found: dict[str, Any] = {} if not path else _from_file(Path(path))
-    for each in fields(GatewaySettings):
-        word = environment.get(PREFIX + each.name.upper())
-        if word is not None:
-            found[each.name] = _split(word) if each.name in REPEATABLE else word
-        if flags.get(each.name) is not None:
-            found[each.name] = flags[each.name]
+    found |= _from_environment(environment)
+    found |= {name: value for name, value in flags.items() if value is not None}
     values = {name: _value(name, value) for name, value in found.items()}
     for name in ("engines", "model"):
         if not values.get(name):
@@ -136,6 +144,29 @@ def load(
             Spec(each.url, each.kind, each.key or key) for each in values["engines"]
         )
     return GatewaySettings(**values)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What its variables say. Raises ``HostError`` for one of ours that is no setting: what it was
+    to protect would be open.
+    """
+    names = {each.name.upper(): each.name for each in fields(GatewaySettings)}
+    flags = {flag.upper().replace("-", "_"): name.upper() for name, flag in FLAGS.items()}
+    found: dict[str, Any] = {}
+    for variable, word in environment.items():
+        if not variable.startswith(PREFIX):
+            continue
+        given = variable.removeprefix(PREFIX)
+        if _KUBERNETES.fullmatch(given) and (given != "PORT" or "://" in word):
+            continue
+        if given in names:
+            name = names[given]
+            found[name] = _split(word) if name in REPEATABLE else word
+        elif given != "CONFIG":
+            close = flags.get(given) or next(iter(get_close_matches(given, [*names, "CONFIG"])), "")
+            meant = f"; {PREFIX}{close} is meant" if close else ""
+            raise HostError(f"{variable} is no setting{meant}")
+    return found
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -196,38 +227,73 @@ def _engines(name: str, value: Any) -> tuple[Spec, ...]:
     return specs
 
 
+_ENGINE = ("url", "kind", "key")
+
+
 def _engine(value: Any) -> Spec:
     """``URL``, ``KIND=URL``, or a table of a file."""
     if isinstance(value, Mapping):
-        known = {"url", "kind", "key"}
-        if not value.keys() <= known or not all(isinstance(each, str) for each in value.values()):
-            raise _wrong("engines", dict(value), "a table of url, kind and key")
+        for name, content in value.items():
+            if name not in _ENGINE:
+                raise _wrong("engines", name, f"one of {', '.join(_ENGINE)}")
+            if not isinstance(content, str):
+                raise HostError(f"{flag('engines')}: the {name} of an engine is a string")
         spec = Spec(value.get("url", ""), value.get("kind", ""), value.get("key", ""))
     else:
         kind, equals, url = str(value).partition("=")
         spec = Spec(url, kind) if equals and "/" not in kind else Spec(str(value))
-    if not spec.url.startswith(("http://", "https://")):
-        raise _wrong("engines", spec.url, "a URL: http://host:port")
+    try:
+        parts = urlsplit(spec.url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise _wrong("engines", spec.url.rpartition("@")[2], "a URL: http://host:port")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        # The URL is said in logs, in /ready and in /metrics.
+        raise HostError(
+            f"{flag('engines')}: the URL of an engine has no user, query or fragment; "
+            f"a key goes into {flag('engine_key')}, or the engine's key in the file"
+        )
     if spec.kind and spec.kind not in KINDS:
         raise _wrong("engines", spec.kind, f"one of {', '.join(KINDS)}")
     return spec
 
 
+_NAMED_KEY = re.compile(r"([A-Za-z0-9_.-]+)=(?!=*$)(.*)", re.DOTALL)
+_NO_KEY = re.compile(r"[A-Za-z0-9_.-]+=")
+
+
 def _keys(name: str, value: Any) -> tuple[tuple[str, str], ...]:
-    """Names and keys: a table of a file, or a list of ``KEY`` and ``NAME=KEY``."""
+    """Names and keys: a table of a file, or a list of ``KEY`` and ``NAME=KEY``.
+
+    A key in base64 may end in ``=``, and then its length is a multiple of four.
+    """
+    rows: list[tuple[str, str, Any]] = []
+    """Names, what a message says for the key, and keys."""
     if isinstance(value, Mapping):
-        named = [(str(name), key) for name, key in value.items()]
+        rows += [(str(label), f"the key of {label!r}", key) for label, key in value.items()]
     else:
-        named = []
-        for number, each in enumerate(_listed("keys", value), start=1):
-            name, equals, key = str(each).partition("=")
-            named.append((name, key) if equals and key else (f"key-{number}", str(each)))
-    for name, key in named:
-        if not isinstance(key, str) or not key.isascii() or not key.strip():
-            raise HostError(f"{flag('keys')}: the key of {name!r} is no ASCII text")
-    if len({key for _, key in named}) < len(named):
-        raise HostError(f"{flag('keys')}: two names have the same key")
-    return tuple(named)
+        for number, each in enumerate(_listed(name, value), start=1):
+            called, text = f"key {number}", each.strip() if isinstance(each, str) else ""
+            if _NO_KEY.fullmatch(text) and len(text) % 4:
+                raise HostError(f"{flag(name)}: {called} is a name without a key")
+            named = _NAMED_KEY.fullmatch(text)
+            label, key = (f"key-{number}", text) if named is None else named.groups()
+            rows.append((label, called, key))
+    if not rows:
+        raise HostError(f"{flag(name)}: no key is given; without the setting everybody may ask")
+    names: dict[str, str] = {}
+    for label, called, given in rows:
+        key = given.strip() if isinstance(given, str) else ""  # as a header has it
+        if not key or not key.isascii() or not key.isprintable():
+            raise HostError(f"{flag(name)}: {called} is no ASCII text")
+        if len(key.rstrip("=")) < SHORTEST_KEY:
+            raise HostError(f"{flag(name)}: {called} is shorter than {SHORTEST_KEY} characters")
+        if key in names:
+            raise HostError(f"{flag(name)}: two names have the same key")
+        names[key] = label
+    return tuple((label, key) for key, label in names.items())
 
 
 def _number(kind: type[int] | type[float], most: float) -> _Read:
@@ -264,4 +330,7 @@ _READ: dict[str, _Read] = {
 
 
 def _wrong(name: str, value: object, wanted: str) -> HostError:
-    return HostError(f"{flag(name)}: {value!r} is not {wanted}")
+    """``value`` is quoted where it cannot be a key, nor hold one."""
+    secret = name in ("keys", "engine_key") or not isinstance(value, (str, int, float))
+    said = f"this {type(value).__name__}" if secret else repr(value)
+    return HostError(f"{flag(name)}: {said} is not {wanted}")

@@ -254,7 +254,9 @@ def host_of(connection: HTTPConnection) -> Host:
 def tenant_of(connection: HTTPConnection) -> str:
     """A digest of the API key that ``connection`` came with: the same key, the same tenant.
 
-    What one tenant stored, and what is remembered of its prompts, no other gets to see.
+    What one tenant stored, and what is remembered of its prompts, no other gets to see. White space
+    around a key is not the key's, Unicode's neither: FastAPI's ``HTTPBearer``, which asks for the
+    key of vllm-mlx, strips it all.
     """
     key = connection.headers.get("authorization") or connection.headers.get("x-api-key") or ""
-    return sha256(re.sub(r"(?i)^bearer\s+", "", key).encode()).hexdigest()
+    return sha256(re.sub(r"(?i)^bearer\s+", "", key).strip().encode()).hexdigest()
