@@ -459,6 +459,17 @@ async def failing(*_: Any) -> AsyncIterator[Step]:
     raise OutputError("out of memory")
 
 
+async def stopped_from_outside(*_: Any) -> AsyncIterator[Step]:
+    """As when an engine cancels all its work."""
+    yield Step((7,))
+    raise asyncio.CancelledError
+
+
+async def stopped_before(*_: Any) -> AsyncIterator[Step]:
+    raise asyncio.CancelledError
+    yield
+
+
 async def silent(*_: Any) -> AsyncIterator[Step]:
     yield Step((7,))
     await asyncio.sleep(60)
@@ -502,6 +513,8 @@ ENDINGS = [
     pytest.param(two, everything, None, "success", (3, 2), id="to its end"),
     pytest.param(stopped, everything, None, "success", (3, 2), id="a stop string"),
     pytest.param(failing, everything, OutputError, "error", (0, 0), id="a failing engine"),
+    pytest.param(stopped_from_outside, everything, OutputError, "error", (0, 0), id="stopped"),
+    pytest.param(stopped_before, everything, OutputError, "error", (0, 0), id="stopped before"),
     pytest.param(silent, everything, HostError, "timeout", (0, 0), id="silence"),
     pytest.param(swallowing, everything, HostError, "timeout", (0, 0), id="silence, swallowed"),
     pytest.param(endless, the_beginning, None, "client_closed", (0, 0), id="closed"),

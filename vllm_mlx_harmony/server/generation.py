@@ -341,13 +341,15 @@ class _Groups:
                 self._wanted = asyncio.get_running_loop().create_future()
                 self._say(group)
                 await self._wanted
+        except asyncio.CancelledError:
+            # Ours comes when nobody waits any more (`aclose`); else it is out of the engine, and
+            # handed on it would look as if whoever waits had been cancelled.
+            self._say(OutputError("the engine was stopped"))
+            raise
         except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits is told
             self._say(error)
         else:
             self._say(None)
-        finally:
-            if self._coming is not None:
-                self._coming.cancel()  # unless it is there: an engine's iterator was cancelled
 
     def _say(self, what: list[Delta] | Exception | None) -> None:
         coming = self._coming
