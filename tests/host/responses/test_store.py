@@ -379,6 +379,23 @@ def test_a_removed_directory_is_no_error_of_the_program(tmp_path: Path) -> None:
         assert failed.value.status == 503
 
 
+def test_a_file_that_is_away_for_a_while_is_opened_again(tmp_path: Path) -> None:
+    """Also when it was looked for meanwhile: as with a directory that is mounted again."""
+    path, away = tmp_path / "dir" / "kept.db", tmp_path / "away"
+    store = FileStore(path)
+    store.put(kept("a"))
+    path.parent.rename(away)
+    path.parent.write_text("")
+    with pytest.raises(StoreError):
+        store.get("a", TENANT)
+    path.parent.unlink()
+    away.rename(path.parent)
+    assert there(store, "a") == ["a"]
+    store.put(kept("b"))
+    assert there(store, "a", "b") == ["a", "b"]
+    store.close()
+
+
 class FullDisk(sqlite3.Connection):
     """Takes nothing as long as the reserve beside the file takes the last of the room."""
 

@@ -167,6 +167,7 @@ class FileStore:
         self._lock = threading.RLock()  # of the writer, and of which file it is
         self._reading = threading.Lock()
         self._used: dict[tuple[str, str], None] = {}
+        self._opened: tuple[int, int] | None = None  # device and inode
         self._paused_until = 0.0
         try:
             self._open()
@@ -232,7 +233,8 @@ class FileStore:
             return file.execute(deletion, (tenant, id)).rowcount > 0
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file; the next call opens it anew."""
+        self._opened = None
         self._reader.close()
         self._file.close()
 
