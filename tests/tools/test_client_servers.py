@@ -414,6 +414,11 @@ PATTERNS: list[tuple[str, str, bool]] = [
     ("https://a.example/mcp/*", "https://a.example/mcp/%2e%2e/admin", False),
     ("https://a.example/mcp/*", "https://a.example/mcp/..%2fadmin", False),
     ("https://a.example/mcp/*", "https://a.example/mcp/x\\..\\admin", False),
+    ("https://a.example/mcp/*", "https://a.example/mcp/..;/admin", False),
+    ("https://a.example/mcp/*", "https://a.example/mcp/..;a=b/admin", False),
+    ("https://a.example/mcp/*", "https://a.example/mcp/..%3b/admin", False),
+    ("https://a.example/mcp/*", "https://a.example/mcp/.;/..;x", False),
+    ("https://a.example/mcp/*", "https://a.example/mcp/x;v=1..2/y", True),
 ]
 
 
@@ -482,6 +487,11 @@ ADDRESSES = {
     "64:ff9b::a00:1": False,
     "64:ff9b::5db8:d822": True,
     "2002:a00:1::": False,
+    "fec0::1": False,
+    "::127.0.0.1": False,
+    "::93.184.216.34": False,
+    "64:ff9b:1::7f00:1": False,
+    "64:ff9b:1:7f00:0:100::": False,
 }
 
 

@@ -92,7 +92,9 @@ class UrlPattern:
         if "%2e" in raw or "%2f" in raw or "%5c" in raw or "\\" in raw:  # some would read it anew
             return False
         path = url.path or "/"
-        if {".", ".."} & set(path.split("/")):
+        # What stands behind ";" is a parameter of its segment (RFC 3986, 3.3): to Tomcat and others
+        # "..;x" is "..".
+        if {".", ".."} & {segment.partition(";")[0] for segment in path.split("/")}:
             return False
         return path.startswith(self.path[:-1]) if self.path.endswith("*") else path == self.path
 
@@ -216,7 +218,21 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
         if inner is not None:
             return is_public(str(inner))
+        if any(ip in network for network in _NEVER_PUBLIC):
+            return False
     return ip.is_global and not ip.is_multicast
 
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+_NEVER_PUBLIC = tuple(
+    map(
+        ipaddress.IPv6Network,
+        (
+            "::/96",  # IPv4-compatible (RFC 4291, 2.5.5.1)
+            "64:ff9b:1::/48",  # a network's own NAT64 (RFC 8215): where it leads, only that knows
+            "fec0::/10",  # site-local (RFC 3879)
+        ),
+    )
+)
+"""What ``ipaddress`` takes for global, before some release or still, and is not."""
