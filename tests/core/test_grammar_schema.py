@@ -248,6 +248,50 @@ def test_row(row: Row) -> None:
             assert not is_valid(row.schema, json.loads(text)), text
 
 
+NULLABLE = {"type": "string", "nullable": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        (of(a=NULLABLE), ('{"a":null}', '{"a":"x"}'), ('{"a":1}', "{}", "null")),
+        ({**of(a=NULLABLE), "nullable": True}, ('{"a":null}',), ("null",)),
+        (of(a={**NULLABLE, "enum": ["x"]}), ('{"a":null}', '{"a":"x"}'), ('{"a":"y"}',)),
+        (of(a={**NULLABLE, "nullable": False}), ('{"a":"x"}',), ('{"a":null}',)),
+        ({"type": "array", "items": NULLABLE}, ('["x",null]',), ("[1]", "null")),
+        (
+            {
+                **of(a={"allOf": [{"$ref": "#/$defs/b"}], "nullable": True}),
+                "$defs": {"b": of(nullable=NULLABLE)},
+            },
+            ('{"a":null}', '{"a":{"nullable":null}}'),
+            ('{"a":{}}', '{"a":"x"}'),
+        ),
+        (
+            {
+                **of(v={"oneOf": [{**UNION[0], "nullable": True}, UNION[1]]}),
+                "$defs": {"a": closed(kind={"const": "a"}), "b": closed(kind={"const": "b"})},
+            },
+            ('{"v":null}', '{"v":{"kind":"a"}}', '{"v":{"kind":"b"}}'),
+            ('{"v":{"kind":"c"}}', "null"),
+        ),
+        ({**of(a={"$ref": "#/$defs/b"}), "$defs": {"b": NULLABLE}}, ('{"a":null}',), ('{"a":1}',)),
+        (
+            of(a={**closed(b=NULLABLE), "nullable": True, "unevaluatedProperties": False}),
+            ('{"a":null}', '{"a":{"b":null}}'),
+            ('{"a":{"b":"x","c":1}}',),
+        ),
+    ],
+)
+def test_null_where_openapi_allows_it(
+    schema: dict[str, Any], valid: tuple[str, ...], invalid: tuple[str, ...]
+) -> None:
+    """OpenAPI 3.0's keyword, which JSON Schema does not have: as the prompt shows it."""
+    assert express(schema).dropped == ()
+    assert [text for text in valid if not taken(schema, text)] == []
+    assert [text for text in invalid if taken(schema, text)] == []
+
+
 # --- the tools of agents, as libraries write them ---
 
 

@@ -6,9 +6,11 @@ know tools and messages. Never raises on any JSON value, and is bounded in depth
 llguidance (https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md) takes most of
 draft 2020-12 and refuses a schema with anything else in it. So a schema is copied, keyword by
 keyword: annotations and what is no keyword are left out silently; what is said of the names of
-properties is said otherwise (`property_names`); other keywords that llguidance does not have are
-dropped and told; and where it refuses the rest (a pattern with look-around, a ``oneOf`` whose
-branches overlap), the keyword that it refuses is looked for, and dropped and told as well.
+properties is said otherwise (`property_names`); OpenAPI's ``nullable``, which the prompt shows, is
+an alternative, but at the root, where the prompt shows none; other keywords that llguidance does
+not have are dropped and told; and where it refuses the rest (a pattern with look-around, a
+``oneOf`` whose branches overlap), the keyword that it refuses is looked for, and dropped and told
+as well.
 """
 
 from __future__ import annotations
@@ -189,6 +191,8 @@ class _Reading:
                     self._drop(f"{key} as it stands there", None)
                 else:
                     copied.update(zip((key,), read, strict=False))
+        if value.get("nullable") is True and value is not self._root:
+            return {"anyOf": [copied, {"type": "null"}]}
         return copied
 
     def _drop(self, what: str, instead: Any) -> Any:
@@ -250,13 +254,13 @@ class _Reading:
         return ([{"$ref": f"#/$defs/{self._definitions[key]}"}],)
 
     def _inlined(self, branches: Sequence[Any]) -> Schema:
-        targets = [self._target(one["$ref"]) if _is_reference(one) else None for one in branches]
-        return {
-            "oneOf": [
-                self.schema(one if target is None else target)
-                for one, target in zip(branches, targets, strict=True)
-            ]
-        }
+        inlined = []
+        for one in branches:
+            target = self._target(one["$ref"]) if _is_reference(one) else None
+            if isinstance(target, Mapping) and one.get("nullable") is True:
+                target = {**target, "nullable": True}
+            inlined.append(self.schema(one if target is None else target))
+        return {"oneOf": inlined}
 
     def items(self, content: object, depth: int) -> tuple[Any] | None:
         return self.subs(content, depth) if isinstance(content, list) else self.sub(content, depth)
