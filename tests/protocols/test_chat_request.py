@@ -401,6 +401,35 @@ SILENT = Defaults(effort=LOW, thinking=False)
         (Defaults(none_effort=MEDIUM), {"enable_thinking": False}, (MEDIUM, True)),
         (SILENT, {}, (LOW, False)),
         (SILENT, {"reasoning_effort": "medium"}, (MEDIUM, True)),
+        (SILENT, {"enable_thinking": True}, (LOW, True)),
+        (SILENT, {"chat_template_kwargs": {"enable_thinking": True}}, (LOW, True)),
+        (SILENT, {"thinking": {"type": "enabled", "budget_tokens": 99}}, (LOW, True)),
+        (SILENT, {"thinking": {"type": "enabled", "budget_tokens": 0}}, (LOW, False)),
+        (SILENT, {"thinking": {"budget_tokens": 99}}, (LOW, False)),
+        (SILENT, {"reasoning": {"enabled": True}}, (LOW, True)),
+        (SILENT, {"reasoning": {"enabled": True, "effort": "none"}}, (LOW, False)),
+        (SILENT, {"enable_thinking": True, "reasoning": {"enabled": False}}, (LOW, False)),
+        (
+            SILENT,
+            {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
+            (LOW, False),
+        ),
+        (Defaults(), {"reasoning": {"effort": "high", "enabled": False}}, (LOW, False)),
+        (
+            Defaults(),
+            {"reasoning_effort": "high", "thinking": {"type": "disabled"}},
+            (LOW, False),
+        ),
+        (
+            Defaults(none_effort=MEDIUM),
+            {"reasoning_effort": "high", "thinking": {"type": "disabled"}},
+            (MEDIUM, True),
+        ),
+        (
+            Defaults(),
+            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+            (HIGH, True),
+        ),
     ],
 )
 def test_thinking_can_be_turned_off(

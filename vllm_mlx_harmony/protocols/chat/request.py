@@ -358,19 +358,27 @@ def _no_choice(problem: str) -> RequestError:
 def _reasoning(
     body: ChatBody, template: ChatTemplateOptions, defaults: Defaults
 ) -> tuple[Effort, bool]:
-    """Effort and whether to think: the first that is given (A8); a budget of 0 is no thinking."""
+    """Effort and whether to think (A8); a budget of 0 is no thinking.
+
+    An "off" of ``thinking`` or ``reasoning`` stands over a word for the effort, and that over
+    ``enable_thinking``: templates of other models have it, which know no effort. Of switches that
+    contradict each other, "off" counts.
+    """
     requested = body.reasoning or ReasoningOptions()
-    thoughtless = False in (
-        body.enable_thinking,
-        template.enable_thinking,
-        requested.enabled,
-    ) or bool(body.thinking and body.thinking.type == "disabled")
-    effort, thinking = defaults.reasoning(
+    kind = body.thinking.type if body.thinking else None
+    words = (
         ("reasoning_effort", body.reasoning_effort),
         ("reasoning.effort", requested.effort),
         ("chat_template_kwargs.reasoning_effort", template.reasoning_effort),
-        ("enable_thinking", NO_THINKING if thoughtless else None),
     )
+    switches = (body.enable_thinking, template.enable_thinking, requested.enabled)
+    effort, thinking = defaults.reasoning(*words)
+    worded = any(word is not None for _, word in words)
+    off = kind == "disabled" or requested.enabled is False
+    if off or (not worded and False in switches):
+        effort, thinking = defaults.reasoning(("enable_thinking", NO_THINKING))
+    elif not worded and (True in switches or kind is not None):
+        thinking = True
     return effort, thinking and _reasoning_tokens(body) != 0
 
 
