@@ -1,7 +1,7 @@
 """What ``/metrics`` says: requests, times and tokens, and how the engines are.
 
-Names are Prometheus' (https://prometheus.io/docs/practices/naming/). Keys appear by the names that
-the configuration gives them, never by themselves.
+Names are Prometheus' (https://prometheus.io/docs/practices/naming/). No metric has a label for keys
+or clients.
 """
 
 from __future__ import annotations
