@@ -372,6 +372,24 @@ def test_responses_a_call_to_be_approved(recipient: str, arguments: str, shown: 
     ]
 
 
+@pytest.mark.parametrize("end", [STOP, CUT, Failed(OutputError("no"))])
+def test_responses_nobody_is_asked_about_a_call_that_is_cut(end: Delta) -> None:
+    cut: list[Delta] = [Started(80), Opened(0, Kind.SERVER_CALL, "weather.now"), Text('{"a":')]
+    closed = cut if isinstance(end, Failed) else [*cut, Closed(complete=False)]
+    events, final = responses_events([*closed, end], tools=[{**WEATHER, "require_approval": None}])
+    assert (events, final["output"]) == ([], [])
+
+
+def test_responses_a_call_to_be_approved_is_no_item_while_it_is_made() -> None:
+    body = {"model": "m", "input": "Hi", "tools": [{**WEATHER, "require_approval": "always"}]}
+    emitter = read(body, DEFAULTS, Reverse(), listed=frozenset({"weather"})).emitter(INFO)
+    seen = []
+    for delta in [Started(80), *called("weather.now", "{}"), STOP]:
+        emitter.feed(delta)
+        seen.append([each["type"] for each in emitter.document()["output"]])
+    assert seen == [[], [], [], ["mcp_approval_request"], ["mcp_approval_request"]]
+
+
 def test_responses_a_call_approved_since() -> None:
     """No message of this turn makes it: the item comes with the run."""
     call = ServerCall("call_ab12", "weather.now", '{"city": "Rome"}')

@@ -166,7 +166,7 @@ class Emitter:
         items = list(self._output)
         if self._item is not None and self._shown:
             items.append(self._item.document())
-        if self._call is not None:
+        if self._call is not None and self._call.shown:
             items.append(self._call.document())
         return {
             **self._fixed,
@@ -259,7 +259,8 @@ class Emitter:
     def _end_call(self, pending: Iterator[PendingEvent]) -> list[Event]:
         assert self._call is not None
         events = self._write_events(pending)  # which is what makes the item what it is at last
-        self._output.append(self._call.document())
+        if self._call.shown:
+            self._output.append(self._call.document())
         self._call = None
         return events
 

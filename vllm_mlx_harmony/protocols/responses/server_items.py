@@ -37,10 +37,11 @@ class ServerItem:
 
     ``approved`` is the id of the request for approval that came before it. ``outputs``: the request
     wants to see what code has printed; ``sources``: where a search has found something. ``code``:
-    what is called takes code, not JSON.
+    what is called takes code, not JSON. ``shown``: whether it is an item of the output by now.
     """
 
     stem = ""
+    shown = True
 
     def __init__(self, index: int, key: str, tool: Served) -> None:
         self.index, self.key, self.tool = index, key, tool
@@ -255,7 +256,12 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 class ApprovalRequest(ServerItem):
-    """``mcp_approval_request``: a call that is run when its caller has approved it."""
+    """``mcp_approval_request``: a call that is run when its caller has approved it.
+
+    It is there when it is whole: of one that was cut nobody is asked anything.
+    """
+
+    shown = False
 
     def document(self) -> Document:
         """See ``ServerItem``."""
@@ -271,10 +277,15 @@ class ApprovalRequest(ServerItem):
         """It has no events while it is written."""
         yield from ()
 
+    def closed(self) -> Iterator[PendingEvent]:
+        """See ``ServerItem``."""
+        self.shown = True
+        yield self._item("added")
+
     def ended(self) -> Iterator[PendingEvent]:
         """See ``ServerItem``."""
-        yield self._item("added")
-        yield self._item("done")
+        if self.shown:
+            yield self._item("done")
 
 
 _CLASSES: dict[str, Callable[[int, str, Served], ServerItem]] = {
