@@ -32,6 +32,8 @@ from vllm_mlx_harmony.core.turn import (
     ResponseInfo,
     Result,
     Sampling,
+    ServerCall,
+    ServerResult,
     Syntax,
     Tool,
     Turn,
@@ -130,6 +132,9 @@ FIND = {"type": "function", "name": "find", "description": "Finds.", "defer_load
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 ASKED = message("user", "Hello")
 CALLED = Call("c1", "f", "{}")
+MCP_CALL = {"type": "mcp_call", "id": "mcp_1", "server_label": "s", "name": "f", "arguments": "{}",
+            "output": "o"}  # fmt: skip
+MCP_CALLED = (ServerCall("call_1", "s.f", "{}"), ServerResult("call_1", "s.f", "o"))
 
 ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
     "user": ([message("user", "Hi")], [User("Hi")]),
@@ -186,6 +191,94 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
             Result("c1", "r", "input[2]"),
             Answer("a"),
             Result("c1", "r", "input[4]"),
+        ],
+    ),
+    "no phase, a call before it has its answer behind it": (
+        [ASKED, thought(content=text("t")), call(), assistant("a"), result("r")],
+        [User("Hello"), Reasoning("t"), Preamble("a"), CALLED, Result("c1", "r", "input[4]")],
+    ),
+    "no phase, between two calls": (
+        [ASKED, call(), assistant("a"), call(key="c2"), result("s", "c2"), result("r")],
+        [
+            User("Hello"),
+            Preamble("a"),
+            CALLED,
+            Call("c2", "f", "{}"),
+            Result("c2", "s", "input[4]"),
+            Result("c1", "r", "input[5]"),
+        ],
+    ),
+    "a phase, behind a call": (
+        [
+            ASKED,
+            call(),
+            assistant("a", phase="commentary"),
+            thought(content=text("t")),
+            result("r"),
+        ],
+        [User("Hello"), Preamble("a"), Reasoning("t"), CALLED, Result("c1", "r", "input[4]")],
+    ),
+    "no phase, a server's call follows": (
+        [ASKED, assistant("a"), MCP_CALL, assistant("b")],
+        [User("Hello"), Preamble("a"), *MCP_CALLED, Answer("b")],
+    ),
+    "no phase, a server's call and a client's": (
+        [ASKED, call(), assistant("a"), MCP_CALL, assistant("b"), result("r")],
+        [
+            User("Hello"),
+            Preamble("a"),
+            *MCP_CALLED,
+            Preamble("b"),
+            CALLED,
+            Result("c1", "r", "input[5]"),
+        ],
+    ),
+    "no phase, code follows": (
+        [
+            ASKED,
+            assistant("a"),
+            {
+                "type": "code_interpreter_call",
+                "id": "ci_1",
+                "code": "1",
+                "outputs": [{"type": "logs", "logs": "2"}],
+            },
+            assistant("b"),
+        ],
+        [
+            User("Hello"),
+            Preamble("a"),
+            ServerCall("call_1", "python", "1"),
+            ServerResult("call_1", "python", "2"),
+            Answer("b"),
+        ],
+    ),
+    "no phase, a search follows": (
+        [ASKED, assistant("a"), {"type": "web_search_call", "id": "ws_1"}, assistant("b")],
+        [User("Hello"), Preamble("a"), Answer("b")],
+    ),
+    "no phase, a request for approval follows": (
+        [ASKED, assistant("a"), {**MCP_CALL, "type": "mcp_approval_request"}, message("user", "b")],
+        [
+            User("Hello"),
+            Preamble("a"),
+            MCP_CALLED[0],
+            ServerResult("call_1", "s.f", "[the call was not run to its end]"),
+            User("b"),
+        ],
+    ),
+    "tools added between a call and its answer": (
+        [
+            ASKED,
+            call(),
+            {"type": "additional_tools", "role": "developer", "tools": [FIND]},
+            result("r"),
+        ],
+        [
+            User("Hello"),
+            CALLED,
+            AdditionalTools((Tool("find", "Finds.", where="input[2].tools[0]"),)),
+            Result("c1", "r", "input[3]"),
         ],
     ),
     "a phase that says otherwise": (
@@ -276,6 +369,17 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
             assistant("a"),
         ],
         [User("Hello"), Answer("a")],
+    ),
+    "an item without a call beside what was found elsewhere": (
+        [
+            ASKED,
+            {"type": "web_search_call", "id": "ws_1"},
+            found(FIND, call_id=None, execution="server"),
+        ],
+        [
+            User("Hello"),
+            AdditionalTools((Tool("find", "Finds.", where="input[2].tools[0]"),)),
+        ],
     ),
     "references to what nobody stored": (
         [ASKED, {"type": "item_reference", "id": "msg_1"}, {"id": "rs_1", "type": None}],
@@ -652,6 +756,10 @@ GUILTY: list[tuple[Any, str | None]] = [
             ([ASKED, {"type": "custom_tool_call", "call_id": "c", "name": "f"}], "input[1].input"),
             ([ASKED, result(5)], "input[1].output"),
             ([ASKED, result("r", key="")], "input[1].call_id"),
+            (
+                [ASKED, {"type": "web_search_call"}, result("r", key=None)],  # type: ignore[arg-type]
+                "input[2].call_id",
+            ),
             ([ASKED, {"type": "item_reference"}], "input[1].id"),
             ([ASKED, {"type": "additional_tools", "tools": [FIND]},
               {"type": "configuration_update", "reasoning": {"effort": "huge"}}],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.errors import quoted
@@ -56,7 +57,10 @@ UNKNOWN = "unknown"
 
 
 class _After(NamedTuple):
-    """Whether a user's message comes after an item, and a call in the same turn."""
+    """Whether a user's message comes after an item; whether the model calls a tool in the same run
+    of its items: one of the client's anywhere, since such calls are the end of it however they are
+    placed, or one of a server's after the item.
+    """
 
     user: bool
     calls: bool
@@ -89,12 +93,18 @@ class ItemReader:
         foreign = {
             key
             for key in (each.document.get("call_id") for each in known if each.type not in _READERS)
-            if key is None or isinstance(key, str)
+            if isinstance(key, str)
         }
-        for at, (item, after) in enumerate(zip(known, _after(known), strict=True)):
-            read = _READERS.get(item.type)
-            if read is not None and not (item.type in OUTPUTS and item.call_id in foreign):
-                yield from read(self, item, f"input[{at}]", after)
+        placed = enumerate(zip(known, _after(known), strict=True))
+        for from_assistant, run in groupby(placed, lambda each: _is_from_assistant(each[1][0])):
+            said: list[Message] = []
+            for at, (item, after) in run:
+                read = _READERS.get(item.type)
+                if read is not None and not (item.type in OUTPUTS and item.call_id in foreign):
+                    said += read(self, item, f"input[{at}]", after)
+            if from_assistant:  # results follow the calls, and nothing that is said stands between
+                said.sort(key=lambda message: isinstance(message, Call))
+            yield from said
 
     def _resolved(self, item: Item, where: str) -> Item:
         """The item that a reference refers to; if none, the reference, which says nothing."""
@@ -298,17 +308,35 @@ CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call"})
 OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_search_output"})
 
 
+SERVER_CALLS = frozenset(
+    {"mcp_call", "mcp_approval_request", "code_interpreter_call", "web_search_call"}
+)
+_NOT_THE_ASSISTANTS = OUTPUTS | {
+    "additional_tools",
+    "compaction",
+    "configuration_update",
+    "mcp_approval_response",
+}
+
+
+def _is_from_assistant(item: Item) -> bool:
+    """Whether it is the model's; one that says nothing here ends no run of those that are."""
+    if item.type == "message":
+        return item.role == "assistant"
+    return item.type not in _NOT_THE_ASSISTANTS
+
+
 def _after(items: Sequence[Item]) -> list[_After]:
     """What comes after each of ``items``."""
-    user = calls = False
+    user = False
     reversed_: list[_After] = []
-    for item in reversed(items):
-        reversed_.append(_After(user, calls))
-        user = user or item.role == "user"
-        if item.type in CALLS:
-            calls = True
-        elif item.type in OUTPUTS or (item.type == "message" and item.role != "assistant"):
-            calls = False
+    for _, group in groupby(reversed(items), _is_from_assistant):
+        run = list(group)
+        calls = any(item.type in CALLS for item in run)
+        for item in run:
+            reversed_.append(_After(user, calls))
+            user = user or item.role == "user"
+            calls = calls or item.type in SERVER_CALLS
     return reversed_[::-1]
 
 
