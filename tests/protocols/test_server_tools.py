@@ -553,6 +553,15 @@ ITEMS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
         [ROMES, NOT_RUN],
     ),
     "no word at all": ([ASKS], [ROMES, NOT_RUN]),
+    "approved, and run since": (
+        [ASKS, APPROVED, {**ECHO, "id": "mcp_cd34", "approval_request_id": "mcpr_ab12",
+                          "output": "20 °C"}],
+        [ROMES, result("20 °C")],
+    ),
+    "run since, without the request": (
+        [{**ECHO, "approval_request_id": "mcpr_cd34", "output": "20 °C"}],
+        [ROMES, result("20 °C")],
+    ),
     "approved and not": (
         [ASKS, APPROVED, {**APPROVED, "approve": False}],
         [ROMES, result("The user did not approve this call")],

@@ -82,6 +82,7 @@ class ItemReader:
     notes: list[str] = field(default_factory=list)
     server: ServerTools = field(default_factory=ServerTools)
     approved: set[str] = field(default_factory=set)
+    _asked: set[str] = field(default_factory=set)  # the ids of calls that had to be approved
     _lost: bool = False  # whether a reference referred to nothing
 
     def messages(self, items: Sequence[Item]) -> Iterator[Message]:
@@ -210,13 +211,22 @@ class ItemReader:
             yield AdditionalTools(declared)
 
     def _server_call(self, item: Item, where: str, after: _After) -> Iterator[Message]:
-        """A call that the server ran; what it has no answer of, was not run to its end."""
+        """A call that the server ran; what it has no answer of, was not run to its end.
+
+        One that was approved before is the call that was asked about.
+        """
         label = _needed(item.server_label, f"{where}.server_label")
         name = self.server.recipient(label, _needed(item.name, f"{where}.name"))
         arguments = call_arguments(item.arguments, f"{where}.arguments")
         key = call_id(item.id or where)
-        yield ServerCall(key, name, code_in(arguments) if name == PYTHON else arguments)
-        if item.type == "mcp_call":
+        asked = call_id(item.approval_request_id or "")
+        if item.type == "mcp_call" and asked in self._asked:
+            key = asked
+        else:
+            yield ServerCall(key, name, code_in(arguments) if name == PYTHON else arguments)
+        if item.type == "mcp_approval_request":
+            self._asked.add(key)
+        else:
             text = result_text(item.output or (), f"{where}.output")
             yield ServerResult(key, name, text or _error_text(item.error) or NOT_RUN)
 
