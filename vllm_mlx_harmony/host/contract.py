@@ -223,7 +223,10 @@ CHANGES: tuple[Requirement, ...] = (
         "vllm_mlx.scheduler:BatchGenerator",
         "vllm_mlx_harmony.host.kv.batched:reusing",
         "sequences start where the known ends, are drawn by their own settings, and remembered",
-        ("model", "prefill_batch_size", "completion_batch_size", "prefill_step_size", OTHERS),
+        (
+            *("model", "prefill_batch_size", "completion_batch_size", "prefill_step_size"),
+            *("stream", OTHERS),
+        ),
     ),
     *(
         Patch(target, f"vllm_mlx_harmony.host.kv.status:{name}", why, ("self",))
@@ -340,7 +343,6 @@ USED: tuple[Fact | Attribute, ...] = (
             "generate:PromptProcessingBatch.extend": ("self", "batch"),
             "generate:PromptProcessingBatch.generate": ("self", "tokens"),
             "generate:wired_limit": ("model", "streams"),
-            "generate:generation_stream": None,
             "models.cache:make_prompt_cache": ("model", OTHERS),
             "models.cache:RotatingKVCache._temporal_order": ("self", "v"),
             "models.cache:BatchRotatingKVCache.extract": ("self", "idx"),

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import random
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -443,6 +445,38 @@ def test_an_engine_that_failed_is_no_source(
         said, _ = run(served.ask(hello))
         assert said == ids("<|channel|>final<|message|>Hello.<|return|>")
         assert run(served.ask(hello)) == (said, len(hello) - 1)
+        run(engine.stop())
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_another_models_thread_takes_the_global_stream(
+    directories: dict[str, Path], run: Run, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """At every moment: before a batch generator is made anew, and while a prompt is computed."""
+    from vllm_mlx.mlx_streams import bind_generation_streams
+
+    generating = import_module("mlx_lm.generate")  # the package has a function of that name
+    monkeypatch.setattr(generating, "generation_stream", generating.generation_stream)
+    engine = make(kind, directories["standin"])
+    run(engine.start())
+    served = Served(engine, kind)
+    monkeypatch.setattr(prefix, "memory", lambda: served.tree)
+    resume = prefix.resume
+    with ThreadPoolExecutor(1) as other:
+
+        def interrupted(*args: Any, **keywords: Any) -> Any:
+            other.submit(bind_generation_streams).result()
+            return resume(*args, **keywords)
+
+        monkeypatch.setattr(prefix, "resume", interrupted)
+        for words in ("Say hello.", "Fail.", "Say hello."):
+            prompt = [*SYSTEM, *user(words), *OPENING]
+            if words == "Fail.":
+                with pytest.raises(OutputError):
+                    run(served.ask(prompt))
+            else:
+                said, _ = run(served.ask(prompt))
+                assert said == ids("<|channel|>final<|message|>Hello.<|return|>")
         run(engine.stop())
 
 

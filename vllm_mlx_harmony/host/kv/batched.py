@@ -228,6 +228,8 @@ class Reusing(BatchGenerator):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
+        # mlx-lm would take its global stream, which by now may be that of another model's thread.
+        keywords.setdefault("stream", mx.default_stream(mx.default_device()))
         super().__init__(*args, **keywords)
         self._known: dict[int, TenantPrompt] = {}
         self._prompt_batch = Prefilling.empty(

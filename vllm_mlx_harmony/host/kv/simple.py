@@ -89,10 +89,9 @@ def _decoded(
     import mlx.core as mx
 
     def following(ids: Any) -> Any:
-        with _stream():
-            drawn = draw([sampler], ids, model(ids[None], cache=cache)[:, -1, :])
-            mx.async_eval(drawn)
-            return drawn
+        drawn = draw([sampler], ids, model(ids[None], cache=cache)[:, -1, :])
+        mx.async_eval(drawn)
+        return drawn
 
     with _wired(model):
         coming = following(mx.array([last], dtype=mx.uint32))
@@ -107,7 +106,7 @@ def _prefilled(model: Any, prompt: TenantPrompt, step: int) -> list[Any]:
     """A cache that holds all of ``prompt`` but its last id."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    with _wired(model), _stream():
+    with _wired(model):
         try:
             if prefix.reusable(model):
                 known, resumed = prefix.resume(model, prompt, answer=HEADROOM)
@@ -128,16 +127,11 @@ def _prefilled(model: Any, prompt: TenantPrompt, step: int) -> list[Any]:
 @contextmanager
 def _wired(model: Any) -> Iterator[None]:
     """The memory limit that mlx-lm generates with."""
-    generate = import_module("mlx_lm.generate")  # the package has a function of that name
-    with generate.wired_limit(model, [generate.generation_stream]):
-        yield
-
-
-def _stream() -> Any:
-    """The stream that mlx-lm generates on; looked up late: vllm-mlx gives each thread its own."""
     import mlx.core as mx
 
-    return mx.stream(import_module("mlx_lm.generate").generation_stream)
+    generate = import_module("mlx_lm.generate")  # the package has a function of that name
+    with generate.wired_limit(model, [mx.default_stream(mx.default_device())]):
+        yield
 
 
 def _compute(model: Any, ids: list[int], cache: list[Any], step: int) -> None:
