@@ -177,6 +177,15 @@ CHANGES: tuple[Requirement, ...] = (
             "enable_thinking",
         ),
     ),
+    *(
+        Patch(
+            f"vllm_mlx.engine.{name}.prepare_for_start",
+            "vllm_mlx_harmony.host.kv.opening:identified",
+            "the disk knows a model by its files as they are when it is loaded",
+            ("self",),
+        )
+        for name in ("simple:SimpleEngine", "batched:BatchedEngine")
+    ),
     Patch(
         "vllm_mlx.models.llm:MLXLanguageModel.stream_generate",
         "vllm_mlx_harmony.host.kv.simple:reuse_prefix",
@@ -417,6 +426,7 @@ USED: tuple[Fact | Attribute, ...] = (
             },
             "vllm_mlx.engine.batched:BatchedEngine": {
                 "_engine": "the engine within, asynchronous",
+                "_model": "the model, once it is loaded",
                 "_model_path": "where the files of its model are",
                 "_loaded": "whether it is loaded",
                 "is_mllm": "a multimodal model takes no ids",

@@ -62,7 +62,7 @@ async def generate(
         sampler = Sampler(settings, prompt, processor)
         fetched: tuple[Fetched, ...] = ()  # what a disk has of the prompt and memory has not
         if prefix.disk() is not None:
-            fetched = await prefix.fetch(model_of(engine), engine._model_path, prompt, tenant)
+            fetched = await prefix.fetch(model_of(engine), prompt, tenant)
         async with aclosing(source(engine, prompt, sampler, tenant, fetched)) as steps:
             async for step in steps:
                 if nothing:
@@ -99,7 +99,7 @@ async def reusable_tokens(engine: Any, prompt: Sequence[int], tenant: str = "") 
     What is true then can be another number: a batching engine may run others before.
     """
     model = model_of(engine)
-    return 0 if model is None else await prefix.reach(model, engine._model_path, prompt, tenant)
+    return 0 if model is None else await prefix.reach(model, prompt, tenant)
 
 
 async def _batched(

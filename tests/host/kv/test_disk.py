@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,6 +241,17 @@ def test_layouts_differ(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9.1")
     another_library = identity.of_layout(model)
     assert len({one, another_format, another_library}) == 3
+
+
+def test_a_model_without_identity_has_nothing(
+    kept: Disk, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(directory)[0]
+    for _ in range(2):
+        assert asyncio.run(prefix.fetch(model, [*IDS, 1], "")) == ()
+        assert asyncio.run(prefix.reach(model, [*IDS, 1], "")) == 0
+    computed(model, IDS)
+    assert kept.flush(10) and files(kept) == [] and caplog.records == []
 
 
 # --- How much
@@ -657,8 +669,10 @@ def test_two_processes_share_a_directory(
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch, disk: Disk) -> Iterator[Disk]:
+def kept(monkeypatch: pytest.MonkeyPatch, disk: Disk, model: Any) -> Iterator[Disk]:
     prefix.keep_on(disk)
+    prefix.identify(model, b"weights")
+    assert prefix._roots(model, "")
     renew(monkeypatch)
     yield disk
     prefix.keep_on(None)
@@ -672,9 +686,9 @@ def renew(monkeypatch: pytest.MonkeyPatch, budget: int = PLENTY) -> Tree[Any]:
 
 
 def prompted(
-    model: Any, directory: Path, disk: Disk, ids: list[int], tenant: str = ""
+    model: Any, disk: Disk, ids: list[int], tenant: str = ""
 ) -> tuple[int, list[Any] | None]:
-    roots = prefix._roots(model, str(directory), tenant)
+    roots = prefix._roots(model, tenant)
     known = prefix.memory().reach(prefix.owner(model, tenant), pack(ids))
     fetched = disk.fetch(roots, pack(ids), known, partial(fits, model))
     return prefix.resume(model, TenantPrompt(ids, tenant, fetched))
@@ -691,27 +705,27 @@ def computed(model: Any, ids: list[int], tenant: str = "") -> list[Any]:
 
 
 def test_what_memory_has_lost_comes_back_from_the_disk(
-    kept: Disk, model: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Disk, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert prompted(model, directory, kept, [*IDS, 1]) == (0, None)
+    assert prompted(model, kept, [*IDS, 1]) == (0, None)
     cache = computed(model, IDS)
     assert kept.flush(10)
     tree = renew(monkeypatch)
-    known, again = prompted(model, directory, kept, [*IDS, 1])
+    known, again = prompted(model, kept, [*IDS, 1])
     assert known == 600 and again is not None
     after = [model(mx.array([[1, 2, 3]]), cache=one) for one in (cache, again)]
     assert mx.array_equal(*after)
     assert tree.counters().segments == 3
-    assert prompted(model, directory, kept, [*IDS, 2])[0] == 600
+    assert prompted(model, kept, [*IDS, 2])[0] == 600
     assert kept.counters().hits == 1  # the second time it was in memory
-    assert prompted(model, directory, kept, [*IDS, 1], "bob") == (0, None)
+    assert prompted(model, kept, [*IDS, 1], "bob") == (0, None)
 
 
 def test_what_is_read_before_its_turn(
-    kept: Disk, model: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Disk, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def both(tenant: str) -> tuple[int, list[int]]:
-        asked = (model, str(directory), [*IDS, 1], tenant)
+        asked = (model, [*IDS, 1], tenant)
         reached = await prefix.reach(*asked)
         return reached, [piece.end for piece in await prefix.fetch(*asked)]
 
@@ -728,10 +742,10 @@ def test_what_is_read_before_its_turn(
 
 
 def test_a_piece_may_begin_before_what_memory_knows(
-    kept: Disk, model: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Disk, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same sequence was cut elsewhere: the rest of the piece is what is taken of it."""
-    prompted(model, directory, kept, [1, 2])
+    prompted(model, kept, [1, 2])
     cache = computed(model, IDS)
     assert kept.flush(10)
     renew(monkeypatch)
@@ -740,21 +754,46 @@ def test_a_piece_may_begin_before_what_memory_knows(
     model(mx.array([IDS[:350]]), cache=half)
     prefix.remember(model, "", IDS[:350], half)
     prefix.keep_on(kept)
-    known, again = prompted(model, directory, kept, [*IDS, 1])
+    known, again = prompted(model, kept, [*IDS, 1])
     assert known == 600
     after = [model(mx.array([[1, 2, 3]]), cache=one) for one in (cache, again)]
     assert mx.allclose(*after, atol=1e-4)
 
 
 def test_a_budget_of_memory_that_is_too_small_costs_only_the_rest(
-    kept: Disk, model: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Disk, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompted(model, directory, kept, [1, 2])
+    prompted(model, kept, [1, 2])
     computed(model, IDS)
     assert kept.flush(10)
     pieces = prefix.memory().pieces(prefix.owner(model, ""), pack(IDS))
     renew(monkeypatch, sum(held.nbytes for _, held in pieces[:2]))
-    assert prompted(model, directory, kept, [*IDS, 1])[0] == 500
+    assert prompted(model, kept, [*IDS, 1])[0] == 500
+
+
+@pytest.mark.parametrize("when", ["never", "while it is loaded", "afterwards"])
+def test_a_model_is_known_by_the_files_it_came_from(
+    kept: Disk, directory: Path, tmp_path: Path, when: str
+) -> None:
+    """Other weights are downloaded to the same place: what the old ones compute is theirs."""
+    path = shutil.copytree(directory, tmp_path / "model")
+    weights = next(path.glob("*.safetensors"))
+    known = identity.of_weights(str(path))
+
+    def load(engine: Any) -> None:
+        engine._model = load_model(path)[0]
+        if when == "while it is loaded":
+            os.utime(weights, ns=(0, 0))
+
+    engine = SimpleNamespace(_model=None, _model_path=str(path), is_mllm=False)
+    opening.identified(load)(engine)
+    if when == "afterwards":
+        os.utime(weights, ns=(0, 0))
+    models = {root.model for root in prefix._roots(engine._model, "")}
+    computed(engine._model, IDS)
+    assert kept.flush(10)
+    assert models == (set() if when == "while it is loaded" else {known})
+    assert kept.found(known).pieces == 3 * len(models) == kept.found().pieces
 
 
 def test_without_a_disk_there_is_none(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.host import contract, patching
 from vllm_mlx_harmony.host.engine import generate, reusable_tokens
 from vllm_mlx_harmony.host.kv import batched, prefix, simple
+from vllm_mlx_harmony.host.kv.disk import Disk
 from vllm_mlx_harmony.host.kv.tree import Counters, Tree
 from vllm_mlx_harmony.host.patching import Patch
 from vllm_mlx_harmony.server.sampling import Settings
@@ -95,7 +96,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-PACKAGES = {"engine", "kv.batched", "kv.simple", "kv.status"}
+PACKAGES = {"engine", "kv.batched", "kv.opening", "kv.simple", "kv.status"}
 """The modules of the host's package whose requirements prefix reuse needs."""
 
 
@@ -446,6 +447,37 @@ def test_an_engine_that_failed_is_no_source(
         assert said == ids("<|channel|>final<|message|>Hello.<|return|>")
         assert run(served.ask(hello)) == (said, len(hello) - 1)
         run(engine.stop())
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_conversation_goes_on_from_the_disk_behind_what_was_warmed_up(
+    directories: dict[str, Path],
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    """After a restart memory has what is everybody's, and the disk the tenant's on top of it."""
+    disk = Disk(tmp_path, PLENTY)
+    prefix.keep_on(disk)
+    warmed = [*SYSTEM, *ids("<|start|>user<|message|>.<|end|>"), *OPENING]
+    prompt, expected = [*SYSTEM, *user("Say hello."), *OPENING], 0
+    try:
+        for again in (False, True):
+            engine = make(kind, directories["tiny"])
+            run(engine.start())
+            served = Served(engine, kind, limit=8)
+            monkeypatch.setattr(prefix, "memory", lambda served=served: served.tree)
+            run(served.ask(warmed, prefix.EVERYBODY, max_tokens=0))
+            said, cached = run(served.ask(prompt, "alice"))
+            assert cached == (expected if again else len(SYSTEM))
+            assert disk.flush(10)
+            prompt, expected = [*prompt, *said, *result(1), *OPENING], len(prompt) + len(said)
+            run(engine.stop())
+        assert disk.counters().hits >= 1
+    finally:
+        prefix.keep_on(None)
+        disk.close(1.0)
 
 
 @pytest.mark.parametrize("kind", ENGINES)

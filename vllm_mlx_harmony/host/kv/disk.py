@@ -506,7 +506,7 @@ class Disk:
         with self._trying("reading"):
             self._follow()
             chains = [self._index.chain(root.key, sequence, limit) for root in roots]
-            best = max(chains, key=lambda rows: rows[-1].end if rows else 0)
+            best = max(chains, key=lambda rows: rows[-1].end if rows else 0, default=())
             self._there.update(row.key for row in best)
             return best
         return ()

@@ -1,7 +1,7 @@
 """The disk below the prefix cache, as vllm-mlx's flags ask for it, and what it says of itself.
 
-Knows ``--ssd-cache-dir`` and ``--ssd-cache-max-gb``, the line at the start, and the metrics. A
-directory that cannot be used costs the disk, not the server.
+Knows ``--ssd-cache-dir`` and ``--ssd-cache-max-gb``, when an engine loads its model, the line at
+the start, and the metrics. A directory that cannot be used costs the disk, not the server.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,37 @@ def opened(directory: str, gigabytes: float) -> Disk | None:
     _problem = ""
     atexit.register(disk.close, LAST)
     return disk
+
+
+def identified(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``prepare_for_start`` of an engine: the disk knows its model by the files that it came from.
+
+    They are looked at before and after, and not again: a directory may get other weights while a
+    model runs (``hf download --local-dir``), and what the old ones compute may never be the new
+    ones'. Where that happens while the model is loaded, nobody knows which it has: not on disk.
+    """
+
+    @wraps(original)
+    def prepare(engine: Any) -> None:
+        from mlx.nn import Module
+
+        loaded = engine._model is not None
+        if loaded or engine.is_mllm or prefix.disk() is None:
+            original(engine)
+            return
+        path = str(engine._model_path)
+        before = identity.of_weights(path)
+        original(engine)
+        weights = identity.of_weights(path)
+        # Files of a repository in the Hugging Face cache do not change: others come beside them.
+        if weights != before and Path(path).is_dir():
+            logger.warning("prefix cache: not on disk, the files in %s are changing", path)
+        elif weights is not None:
+            # The batched engine has the module itself, the simple one vllm-mlx's wrapper of it.
+            model: Any = engine._model
+            prefix.identify(model if isinstance(model, Module) else model.model, weights)
+
+    return prepare
 
 
 def found(model: str | None) -> Iterator[str]:

@@ -102,8 +102,7 @@ class Tree(Generic[T]):
     """Pieces of sequences, each with what is held for it. Every method may be called by any thread.
 
     A sequence belongs to an ``owner``; nobody is ever given what another owner put in, but for one
-    that is named as ``shared``. What was
-    given to somebody stays whole when it is thrown out meanwhile: it is only not found any more.
+    that is named as ``shared``.
     """
 
     def __init__(self, budget: int) -> None:
@@ -142,11 +141,7 @@ class Tree(Generic[T]):
         """
         length = len(sequence) // WIDTH
         with self._locked():
-            node = self._deepest(owner, sequence, length - 1)
-            common = self._deepest(shared, sequence, length - 1)
-            if common is not None and (node is None or common.end > node.end):
-                node = common
-                self._adopt(owner, common)
+            node = self._deepest_shared(owner, sequence, shared)
             known = 0 if node is None else node.end
             self._hits, self._misses = self._hits + (known > 0), self._misses + (known == 0)
             self._reused, self._new = self._reused + known, self._new + length - known
@@ -154,6 +149,11 @@ class Tree(Generic[T]):
                 return 0, ()
             self._use(node)
             return known, tuple(step.value for step in node.path() if step.value is not None)[::-1]
+
+    def adopt(self, owner: Hashable, sequence: bytes, shared: Hashable) -> None:
+        """What `find` would make the owner's, too, is: for what is added behind it. No look-up."""
+        with self._locked():
+            self._deepest_shared(owner, sequence, shared)
 
     def pieces(self, owner: Hashable, sequence: bytes) -> tuple[tuple[int, T], ...]:
         """What is held for ``sequence``, first to last, each with where it ends, in ids.
@@ -240,6 +240,17 @@ class Tree(Generic[T]):
                 if child.end <= limit and sequence.startswith(child.ids, at)
             )
         return None if best is root else best
+
+    def _deepest_shared(
+        self, owner: Hashable, sequence: bytes, shared: Hashable
+    ) -> _Node[T] | None:
+        limit = len(sequence) // WIDTH - 1
+        node = self._deepest(owner, sequence, limit)
+        common = self._deepest(shared, sequence, limit)
+        if common is not None and (node is None or common.end > node.end):
+            node = common
+            self._adopt(owner, common)
+        return node
 
     def _use(self, node: _Node[T]) -> None:
         for step in node.path():
