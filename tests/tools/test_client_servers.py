@@ -37,13 +37,16 @@ from test_toolbox import serving as mcp_serving
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server.tools import client_servers, guarded_http
 from vllm_mlx_harmony.server.tools.client_servers import VARIABLE, ClientServers
-from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
+from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, Use
 from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern, is_public
+from vllm_mlx_harmony.server.tools.mcp_server import McpServer
+from vllm_mlx_harmony.server.tools.tool_server import ToolError
 from vllm_mlx_harmony.server.tools.toolbox import GIVEN, Toolbox
 
 __all__ = ["_nothing_kept"]
 
 SECRET = "s3cret-token"
+SAID = "what it said"
 WHO = CALLED.format("caller.who", "{}")
 SCRIPTS = {
     "Who am I?": WHO,
@@ -291,13 +294,20 @@ class _Strange(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.seen.append((self.path, self.headers.get("authorization")))
         self.rfile.read(int(self.headers.get("content-length", 0)))
-        if self.path == "/redirect":
+        if self.path.endswith("/redirect"):
             self.send_response(307)
             self.send_header("location", self.elsewhere)
             self.send_header("content-length", "0")
             self.end_headers()
         elif self.path == "/silent":
             time.sleep(8)
+        elif self.path == "/no-rpc":
+            body = json.dumps({SAID: 1}).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
         elif self.path == "/endless":
             self.send_response(200)
             self.send_header("content-type", "application/json")
@@ -331,12 +341,18 @@ def strange() -> Iterator[ThreadingHTTPServer]:
         server.server_close()
 
 
-FAULTS = ["redirect", "silent", "endless", "denied"]
+FAULTS = ["redirect", "silent", "endless", "no-rpc", "denied"]
 
 
 @pytest.mark.parametrize("path", FAULTS)
-def test_a_server_that_is_none(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """424 as with OpenAI, 400 as with Anthropic, soon; where it redirects to hears nothing."""
+def test_a_server_that_is_none(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """424 as with OpenAI, 400 as with Anthropic, soon; where it redirects to hears nothing.
+
+    What it says is in no log.
+    """
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(client_servers, "CONNECTING", 2.0)
     _Strange.seen.clear()
     with strange() as server, strange() as other:
@@ -368,6 +384,38 @@ def test_a_server_that_is_none(path: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert time.monotonic() - began < 30
     assert _Strange.seen
     assert "/stolen" not in [path for path, _ in _Strange.seen]
+    assert SECRET not in caplog.text
+    assert SAID not in caplog.text
+
+
+@pytest.mark.parametrize("path", ["sse", "mcp", "redirect"])
+@pytest.mark.parametrize("how", ["sse", "streamable-http"])
+def test_the_url_of_an_operators_server_is_told_to_nobody(
+    how: str, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have a secret in it; what is wrong with the server is said all the same."""
+    caplog.set_level(logging.INFO)
+
+    async def problem(server: McpServer) -> str:
+        await server.start()
+        with pytest.raises(ToolError) as failed:
+            await server.call("any", {})
+        assert server.problem in str(failed.value)
+        await server.stop()
+        return server.problem
+
+    with strange() as there:
+        port = there.server_address[1]
+        _Strange.elsewhere = f"http://127.0.0.1:{port + 1}/{SECRET}/elsewhere"
+        url = f"http://127.0.0.1:{port}/{SECRET}/{path}"
+        config = ServerConfig.model_validate({"transport": how, "url": url})
+        said = asyncio.run(asyncio.wait_for(problem(McpServer("there", config, 5.0)), 20))
+    assert said
+    assert SECRET not in said
+    assert f"tool server there: {said}" in caplog.text
+    assert SECRET not in caplog.text
+    if (how, path) == ("sse", "sse"):
+        assert said == "it answers 401 Unauthorized"
 
 
 def test_a_private_address_is_for_a_pattern_that_names_it() -> None:

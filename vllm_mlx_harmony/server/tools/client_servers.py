@@ -56,8 +56,6 @@ class ClientServers:
         self._patterns = tuple(patterns)
         self._timeout = timeout
         self._lists = lru.ByteLRU[_Key, tuple[tuple[Tool, ...], float]](32 * 2**20, most=1_024)
-        if patterns:  # at ``info`` it writes every URL, and one may have a secret in it
-            logging.getLogger("httpx2").setLevel(logging.WARNING)
 
     @classmethod
     def of_environment(cls, use: Use, timeout: float) -> ClientServers:
@@ -138,7 +136,10 @@ class ClientServers:
 
 
 class ConnectedServer:
-    """One of them for one request, as a ``ToolServer``. Nothing of it is logged above debug."""
+    """One of them for one request, as a ``ToolServer``.
+
+    Nothing of it is logged above debug, but that one of its tools was called, and for how long.
+    """
 
     def __init__(
         self,

@@ -7,6 +7,9 @@ A connection lives in a task of its own (`_keep_connected`), because the package
 be left only by the task that entered them. It ends when the server's process does, when a server
 over HTTP no longer answers, and with `stop`; after an end that nobody wanted another is made, each
 time after twice the pause of the time before. Calls come from other tasks.
+
+An operator may have a secret in a server's URL. What goes wrong is told to clients and models, so
+neither that nor the log has it.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Tool, omitted
@@ -87,6 +92,14 @@ class McpServer:
         self._lost = False
         self._ready, self._tried = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._own_urls: re.Pattern[str] | None = None
+        if config.transport != "stdio":
+            # At ``info`` httpx2 writes every URL. Of a server over HTTP the package has nothing to
+            # say that is not a problem here, too, but URLs and what was answered.
+            logging.getLogger("httpx2").setLevel(logging.WARNING)
+            logging.getLogger("mcp").setLevel(logging.CRITICAL)
+            host = re.escape(urlsplit(config.url).hostname or "")
+            self._own_urls = re.compile(rf"https?://([^\s/@]*@)?\[?{host}[^\s'\"]*", re.IGNORECASE)
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -122,11 +135,15 @@ class McpServer:
             result = await client.call_tool(tool, dict(arguments))
         except MCPError as error:
             self._look.set()  # it may be that it has died, or that its tools are others now
-            raise ToolError(error.message) from error
+            raise ToolError(self._without_urls(error.message)) from error
         except Exception as error:
             self._look.set()
-            raise ToolError(f"{type(error).__name__}: {error}") from error
+            raise ToolError(self._without_urls(_reason(error))) from error
         return Answer(text_of(result), bool(result.is_error))
+
+    def _without_urls(self, text: str) -> str:
+        """``text`` for whoever may not know where the server is."""
+        return text if self._own_urls is None else self._own_urls.sub("its URL", text)
 
     # The connection
 
@@ -152,7 +169,7 @@ class McpServer:
                 self._ready.clear()
             error = None if connection.cancelled() else connection.exception()
             lost = "it does not answer" if late else "its connection was lost"
-            self._problem = lost if error is None else _reason(error)
+            self._problem = lost if error is None else self._without_urls(_reason(error))
             self._tried.set()
             if loop.time() - began > STEADY:
                 pause = FIRST_PAUSE
@@ -294,6 +311,9 @@ def _reason(error: BaseException) -> str:
         return _reason(inner[0])
     if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
         return "it does not answer"
+    response = getattr(error, "response", None)  # httpx2's: its own words have the URL twice
+    if response is not None:
+        return f"it answers {response.status_code} {response.reason_phrase}".rstrip()
     return f"{error}" or type(error).__name__
 
 
