@@ -9,6 +9,9 @@ import pytest
 from rows import ids as ids_of
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import Finished
+from vllm_mlx_harmony.core.header import LOOSE_LIMIT
+from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.reasoning import GRACE, LONGEST_PERIOD, Loop, ReasoningWatch
 
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -63,6 +66,14 @@ ROWS = [
         "<|channel|>analysis to=assistant<|message|>One." + NEXT, 2),
     Row("a header without marker", 1, "assistant analysis<|message|>One. Two",
         "assistant analysis<|message|>One." + NEXT, 2),
+    Row("a header that does not end", 10, "<|channel|>analysis" + " One," * 99,
+        "<|channel|>analysis" + " One," * 16 + NEXT, LOOSE_LIMIT),
+    Row("a header that does not end, within a word", 10, "<|channel|>analysis" + " a" * 99,
+        "<|channel|>analysis" + " a" * (LOOSE_LIMIT + GRACE) + NEXT, LOOSE_LIMIT + GRACE),
+    Row("a header that does not end, within the budget", 50, "<|channel|>analysis" + " One," * 99,
+        "<|channel|>analysis" + " One," * 25 + NEXT, 50),
+    Row("a header of an answer that does not end", 10, "<|channel|>final" + " One," * 99,
+        "<|channel|>final" + " One," * 99, 0),
     Row("not within a character", 0 + 1, ANALYSIS + "\N{BRAHMI LETTER A}\N{BRAHMI LETTER A}",
         ANALYSIS + "\N{BRAHMI LETTER A}" * 2, 8),
 ]  # fmt: skip
@@ -74,6 +85,11 @@ def test_row(row: Row) -> None:
     assert shown(watch, row.output) == row.shown
     assert watch.tokens == row.tokens
     assert watch.ended_by == ("budget" if row.shown.endswith(NEXT) else "")
+    parser = Parser()
+    parser.feed(ids_of(row.shown))
+    *_, finished = parser.close("length")
+    assert isinstance(finished, Finished)
+    assert finished.usage.reasoning_tokens == watch.tokens
 
 
 def test_no_analysis_after_the_budget() -> None:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.header import NOBODY, HeaderReader
+from vllm_mlx_harmony.core.header import NOBODY, Header, HeaderReader
 
 Reason: TypeAlias = Literal["", "budget", "repetition"]
 
@@ -82,6 +82,10 @@ class ReasoningWatch:
             self._control(token)
         elif self._header is not None:
             self._header.text(self._decoder.decode(vocab.token_bytes(token)))
+            if self._header.overfull:  # as the parser has it: the text is the message itself
+                header, _ = self._header.abandoned()
+                self._begin_body(header, self._header.loose_ids)
+                self._end_if_due(token)
         elif self._reasoning:
             self.tokens += 1
             if self._loop is not None:
@@ -97,13 +101,7 @@ class ReasoningWatch:
         elif token in (vocab.END, vocab.CALL, vocab.RETURN, vocab.ENDOFTEXT):
             self._begin_header()
         elif self._header is not None and token == vocab.MESSAGE:
-            header = self._header.header()
-            self._header = None
-            self._reasoning = header.channel == "analysis" and (
-                not header.recipient or header.recipient in NOBODY
-            )
-            if self._loop is not None:
-                self._loop.forget()
+            self._begin_body(self._header.header())
             self._end_if_due()
         elif self._header is not None and token == vocab.CONSTRAIN:
             self._header.constrain()
@@ -112,6 +110,16 @@ class ReasoningWatch:
         self._header = HeaderReader(marked=True)
         self._decoder.reset()
         self._reasoning = False
+
+    def _begin_body(self, header: Header, ids: int = 0) -> None:
+        """A message begins, ``ids`` of which have been read already."""
+        self._header = None
+        self._reasoning = header.channel == "analysis" and (
+            not header.recipient or header.recipient in NOBODY
+        )
+        self.tokens += ids if self._reasoning else 0
+        if self._loop is not None:
+            self._loop.forget()
 
     def _end_if_due(self, last: int | None = None) -> None:
         if not self._reasoning or self._forced:
