@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.grammar import Policy, compiled, grammar_of
+from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -699,6 +702,71 @@ FORMATS: list[tuple[dict[str, Any], ResponseFormat]] = [
 @pytest.mark.parametrize(("fields", "expected"), FORMATS)
 def test_what_the_answer_has_to_be(fields: dict[str, Any], expected: ResponseFormat) -> None:
     assert turn(**fields).response_format == expected
+
+
+def answers(asked: Turn, text: str, policy: Policy = Policy.AUTO) -> bool:
+    grammar = grammar_of(asked, Names.of(asked), policy)
+    assert grammar is not None
+    matcher = compiled(grammar).matcher()
+    header = vocab.encoding().encode("<|channel|>final<|message|>", allowed_special="all")
+    return all(map(matcher.consume, [*header, *vocab.encode(text), vocab.RETURN]))
+
+
+CHOSEN = ["a\nb", "a\tb", "a\r\nb", "a\\nb", "a\\", "a/b", "\\/", "(", "#a b", "\x00", "é\u2028"]
+
+
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_a_choice_may_be_any_text(chosen: str) -> None:
+    for fields in ({"guided_choice": [chosen, "z"]}, {"structured_outputs": {"choice": [chosen]}}):
+        assert answers(turn(**fields), chosen)
+        assert not answers(turn(**fields), "b")
+
+
+@pytest.mark.parametrize("regex", ["a\nb", "a\\\nb", r"a\nb", "a[\n]b"])
+def test_a_regex_may_have_a_line_feed(regex: str) -> None:
+    assert answers(turn(guided_regex=regex), "a\nb")
+
+
+LOOKING = {"type": "string", "pattern": "^(?!x)"}
+ITS = {"type": "object", "properties": {"a": LOOKING}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy", "hint"),
+    [
+        ({"guided_regex": "(?!x)"}, Policy.AUTO, False),
+        ({"guided_grammar": "start: (\"a\""}, Policy.AUTO, False),
+        ({"guided_json": LOOKING}, Policy.AUTO, False),
+        ({"structured_outputs": {"json": LOOKING}}, Policy.AUTO, False),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": LOOKING}}},
+            Policy.STRICT,
+            False,
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": LOOKING, "strict": True},
+                }
+            },
+            Policy.AUTO,
+            True,
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True,
+                                                         "parameters": ITS}}]},
+            Policy.AUTO,
+            True,
+        ),
+    ],
+)  # fmt: skip
+def test_leaving_strict_out_is_advised_where_it_is_there(
+    fields: dict[str, Any], policy: Policy, hint: bool
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        answers(turn(**fields), "", policy)
+    assert ("without strict" in refused.value.message) == hint
 
 
 @pytest.mark.parametrize("field", ["response_format", "guided_regex", "structured_outputs"])

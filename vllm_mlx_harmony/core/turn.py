@@ -231,7 +231,8 @@ class ResponseFormat:
     """A JSON answer is asked for: by ``schema``, or any JSON object when it is ``None``.
 
     ``strict``: as for a ``Tool``. With ``syntax`` the answer is a text that matches it, no JSON.
-    ``where`` is the field of the request that asks for it: what an error names.
+    ``where`` is the field of the request that asks for it: what an error names. It is
+    ``strict_implied`` where that field is strict by itself, and no word of its caller's.
     """
 
     schema: Mapping[str, Any] | None = None
@@ -240,6 +241,7 @@ class ResponseFormat:
     strict: bool = False
     syntax: Syntax | None = None
     where: str = field(default="response_format", compare=False)
+    strict_implied: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

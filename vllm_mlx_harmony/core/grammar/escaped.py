@@ -210,8 +210,12 @@ COMMON: Mapping[str, str] = {
 
 
 def between_slashes(written: str) -> str:
-    """A regular expression as it stands between two slashes."""
-    return re.sub(r"(\\.)|/", lambda at: at[1] or r"\/", written, flags=re.DOTALL)
+    """A regular expression as it stands between two slashes.
+
+    Lark's literals have no line feed behind a backslash, which ``re.escape`` writes.
+    """
+    escapes = {"/": r"\/", "\\\n": r"\n"}
+    return re.sub(r"\\.|/", lambda at: escapes.get(at[0], at[0]), written, flags=re.DOTALL)
 
 
 _GROUP = re.compile(r"\(\?(?:P?<(?![=!])\w+>|(?P<flags>[a-zA-Z]*(?:-[a-zA-Z]+)?)(?P<end>[:)]))")

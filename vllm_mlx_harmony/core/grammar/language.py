@@ -164,12 +164,15 @@ class _Writer:
             return
         what, where = "the response format", requested.where
         if requested.syntax is None:
-            self._rule("body", self._json(requested.schema, requested.strict, what, where))
+            has_word = not requested.strict_implied
+            body = self._json(requested.schema, requested.strict, what, where, has_word=has_word)
+            self._rule("body", body)
             return
         try:
             body = _text_of(requested.syntax, self._turn.tenant)
         except escaped.NotExpressible as error:
-            self._cannot(f"{what}: {error} cannot be enforced", requested.strict, where)
+            problem = f"{what}: {error} cannot be enforced"
+            self._cannot(problem, requested.strict, where, has_word=False)
             body = "text"
         self._rule("body", body)
 
@@ -181,6 +184,7 @@ class _Writer:
         where: str,
         *,
         of_object: bool = False,
+        has_word: bool = True,
     ) -> str:
         """The JSON that is valid for ``schema``; the note or the error when it cannot be exact."""
         expressed = (
@@ -190,12 +194,16 @@ class _Writer:
         )
         if expressed.dropped:
             names = ", ".join(expressed.dropped)
-            self._cannot(f"{what}: {names} cannot be enforced", strict, where)
+            problem = f"{what}: {names} cannot be enforced"
+            self._cannot(problem, strict, where, has_word=has_word)
         return f"%json {expressed.text}"
 
-    def _cannot(self, problem: str, strict: bool, where: str) -> None:
+    def _cannot(self, problem: str, strict: bool, where: str, *, has_word: bool) -> None:
+        """The error or the note. ``has_word``: there is a ``strict`` that can be left out."""
         if strict or self._strict:
-            raise RequestError(f"{problem}; without strict, all the rest is", param=where)
+            helps = has_word and strict and not self._strict
+            hint = "; without strict, all the rest is" if helps else ""
+            raise RequestError(f"{problem}{hint}", param=where)
         self._notes.append(f"{problem}; all the rest is")
 
     # Calls
@@ -242,7 +250,7 @@ class _Writer:
             return _input_of(tool.syntax.definition, self._turn.tenant)
         except escaped.NotExpressible as error:
             problem = f"the format of tool {tool.name!r}: {error} cannot be enforced"
-            self._cannot(problem, tool.strict, tool.where)
+            self._cannot(problem, tool.strict, tool.where, has_word=False)
             return f"%json {express(_with_input({'type': 'string'})).text}"
 
     def _call(self, callable_: Sequence[tuple[str, str]]) -> None:

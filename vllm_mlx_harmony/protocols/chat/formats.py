@@ -75,7 +75,7 @@ def _schema(requested: object, where: str) -> ResponseFormat:
         raise RequestError(problem, param=where, code="invalid_value") from error
     if not isinstance(schema, dict):
         raise RequestError(f"{where} must be an object", param=where, code="invalid_type")
-    return ResponseFormat(schema, strict=True)
+    return ResponseFormat(schema, strict=True, strict_implied=True)
 
 
 def _any_object(_: object, __: str) -> ResponseFormat:

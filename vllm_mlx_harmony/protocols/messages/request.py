@@ -693,7 +693,8 @@ def _response_format(body: MessagesBody) -> ResponseFormat | None:
     }
     for where, requested in fields.items():
         if requested is not None:
-            return ResponseFormat(requested.document, strict=True, where=where)
+            document = requested.document
+            return ResponseFormat(document, strict=True, where=where, strict_implied=True)
     return None
 
 
