@@ -80,7 +80,7 @@ _ONLY_OF: dict[str, tuple[str, ...]] = {
     "text": ("configuration_update",),
     "server_label": ("mcp_call", "mcp_approval_request"),
     "error": ("mcp_call",),
-    "approval_request_id": ("mcp_approval_response",),
+    "approval_request_id": ("mcp_approval_response", "mcp_call"),
     "approve": ("mcp_approval_response",),
     "reason": ("mcp_approval_response",),
     "code": ("code_interpreter_call",),
