@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -134,6 +135,31 @@ def test_serve_takes_the_patterns_of_urls(
 
 
 TOOL_URLS = "VLLM_MLX_HARMONY_TOOL_URLS"
+
+
+@pytest.mark.parametrize(("given", "code"), [("--help", 0), ("-h", 0), ("--what", 2)])
+def test_the_help_of_serve_has_the_flags_that_the_host_does_not_know(
+    given: str,
+    code: int,
+    command_line: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def of_the_host() -> None:
+        parser = argparse.ArgumentParser("vllm-mlx")
+        serve = parser.add_subparsers().add_parser("serve")
+        serve.add_argument("--tool-call-parser")
+        parser.parse_args(sys.argv[1:])
+
+    monkeypatch.setattr(host, "install", lambda: None)
+    monkeypatch.setattr(sys.modules["vllm_mlx.cli"], "main", of_the_host)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", given])
+    assert ended.value.code == code
+    shown = capsys.readouterr().out
+    assert ("--tool-call-parser" in shown) is (code == 0)
+    for flag in ("--id-endpoint ", "--tool-urls PATTERNS"):
+        assert (f"\n  {flag}" in shown) is (code == 0)
 
 
 def test_serve_installs_before_it_runs(

@@ -19,12 +19,20 @@ ID_FLAG = "--id-endpoint"
 URLS_FLAG = "--tool-urls"
 """Patterns of the tool servers that requests may name by URL, with commas between."""
 
+OWN_FLAGS = f"""
+of vllm-mlx-harmony:
+  {ID_FLAG}         answer POST /harmony/v1/generate (token ids), for a gateway in
+                        front of this server; or VLLM_MLX_HARMONY_ID_ENDPOINT=1
+  {URLS_FLAG} PATTERNS  tool servers that requests may name by URL, with commas
+                        between; or VLLM_MLX_HARMONY_TOOL_URLS"""
+"""What ``--help`` says behind the host's own."""
+
 
 def run(arguments: Sequence[str]) -> int:
     """Runs ``vllm-mlx serve`` with these arguments until it ends. The process is the server's.
 
     ``--tool-call-parser harmony`` stands in front of them, so that another one given overrides it;
-    ``--id-endpoint`` and ``--tool-urls`` are not the host's.
+    ``--id-endpoint`` and ``--tool-urls`` are not the host's, and shown behind its ``--help``.
     Raises ``UsageError`` when the plugin is switched off or the host cannot be imported.
     """
     arguments = _without_urls(list(arguments))
@@ -40,7 +48,12 @@ def run(arguments: Sequence[str]) -> int:
     except ImportError as error:
         raise UsageError(f"vllm-mlx cannot be imported ({error}): pip install vllm-mlx") from error
     sys.argv = ["vllm-mlx", "serve", "--tool-call-parser", "harmony", *arguments]
-    importlib.import_module(_startup.HOST).main()
+    try:
+        importlib.import_module(_startup.HOST).main()
+    except SystemExit as ended:
+        if not ended.code and not {"-h", "--help"}.isdisjoint(arguments):
+            print(OWN_FLAGS)
+        raise
     return 0
 
 

@@ -132,7 +132,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="vllm-mlx-harmony doctor", description="What is installed, active, supported; why not."
     )
     parser.add_argument("model", nargs="?", help="a model directory or a cached repository id")
-    parser.add_argument("--port", type=int, default=PORT, help="to serve on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=PORT, help="the port to check (default: %(default)s)"
+    )
     parser.add_argument("--ssd-cache-dir", metavar="DIR", help="to look at, as vllm-mlx has it")
     parser.add_argument("--mcp-config", metavar="FILE", help="tool servers to try, one by one")
     parser.add_argument("--verbose", action="store_true", help="everything that was looked at")
