@@ -246,6 +246,8 @@ class FakeEngine:
     length: int = 4096
     """Of its context."""
     faults: list[Fault] = field(default_factory=list)
+    trial_faults: list[Fault] = field(default_factory=list)
+    """Of the next trials of grammars, as ``faults``."""
     bodies: list[Json] = field(default_factory=list)
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     running: int = 0
@@ -263,13 +265,13 @@ class FakeEngine:
         """The endpoint of ids."""
         exchange = EXCHANGES[self.kind]
         body = await request.json()
-        if _is_trial(body):
-            said = [vocab.RETURN if self.grammar else 1]
-            return _stream(exchange.events([1], said, "stop"))
-        self.bodies.append(body)
+        trial = _is_trial(body)
+        faults = self.trial_faults if trial else self.faults
+        fault = faults.pop(0) if faults else None
         prompt = exchange.prompt(body)
-        self.prompts.append(tuple(prompt))
-        fault = self.faults.pop(0) if self.faults else None
+        if not trial:
+            self.bodies.append(body)
+            self.prompts.append(tuple(prompt))
         if fault is not None and fault.after is None:
             await self._before(request, fault)
         if fault is not None and fault.status != 200:
@@ -278,11 +280,15 @@ class FakeEngine:
                 fault.status,
                 dict(fault.headers),
             )
+        if trial:
+            said = [vocab.RETURN if self.grammar else 1]
+            events = self._events(request, exchange.events([1], said, "stop"), fault)
+            return StreamingResponse(events, media_type="text/event-stream")
         said = self.said(prompt)
         limit = exchange.max_tokens(body)
         finish = "length" if len(said) > limit else "stop"
-        events = exchange.events(prompt, said[:limit], finish)
-        return _Abortable(self, request, self._events(request, events, fault))
+        answered = exchange.events(prompt, said[:limit], finish)
+        return _Abortable(self, request, self._events(request, answered, fault))
 
     async def _before(self, request: Request, fault: Fault) -> None:
         if fault.then == "hang":
@@ -343,11 +349,6 @@ def _answering(content: Json) -> Callable[[Request], Any]:
         return JSONResponse(content)
 
     return answer
-
-
-def _stream(events: Iterator[str]) -> Response:
-    pieces = (f"data: {event}\n\n".encode() for event in events)
-    return StreamingResponse(pieces, media_type="text/event-stream")
 
 
 def _reset(request: Request) -> None:

@@ -23,17 +23,23 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 import httpx
 from fake_engines import EXCHANGES, KINDS, FakeEngine, Fault, served, until
 from in_process import MODEL, Watched, engine_at
+from starlette.requests import Request
 
 from vllm_mlx_harmony.gateway import routing
 from vllm_mlx_harmony.gateway.app import _Outer
+from vllm_mlx_harmony.gateway.engines import http
+from vllm_mlx_harmony.gateway.engines.detection import KINDS as DIALECTS
+from vllm_mlx_harmony.gateway.engines.dialect import EngineRequest
 from vllm_mlx_harmony.gateway.routing import Rule
 from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.sampling import Settings
 
 TEXT = "The answer is long enough to be cut anywhere: été, ☀, 你好, and an end."
 SCRIPTS = {
     "Hello": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     f"<|channel|>final<|message|>{TEXT}<|return|>",
 }
+REQUEST = EngineRequest("m", (1, 2, 3), Settings(max_tokens=50, temperature=1.0, top_p=1.0))
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
     "/v1/responses": {"input": "Hello", "store": False},
@@ -193,6 +199,63 @@ def test_a_client_that_goes_frees_the_engine() -> None:
         asyncio.run(asyncio.wait_for(going(), 30))
         until(lambda: engine.aborted == 1 and setting.host.lent == 0, "the engine to be freed")
         assert [each.results for each in setting.host.trackers] == [["client_closed"]]
+
+
+class Late(FakeEngine):
+    """Sends its status after half a second, where a fault says so."""
+
+    async def _before(self, request: Request, fault: Fault) -> None:
+        await asyncio.sleep(0.5)
+
+
+def test_an_answer_that_comes_while_nobody_takes_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine is slow to send a status, the reader is slow, and then goes."""
+    monkeypatch.setattr(http, "PATIENCE_SECONDS", 0.1)
+    engine = Late("vllm", SCRIPTS, pause=0.1, faults=[Fault(after=None)])
+
+    async def going(url: str) -> None:
+        chunks = engine_at(url, "vllm").chunks(REQUEST)
+        assert await anext(chunks) is http.ACCEPTED
+        while not engine.running:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)  # what it sent has arrived
+        await chunks.aclose()
+        while not engine.aborted:
+            await asyncio.sleep(0.02)
+
+    with served(engine.app) as url:
+        asyncio.run(asyncio.wait_for(going(url), 30))
+    assert (engine.running, engine.aborted) == (0, 1)
+
+
+def test_an_answer_that_comes_with_a_cancellation_is_closed() -> None:
+    """Both in one step of the event loop."""
+
+    class Answer:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    answer = Answer()
+
+    async def cancelled() -> None:
+        class Client:
+            async def post(self, *_: Any, **__: Any) -> Answer:
+                await asyncio.sleep(0.05)
+                asyncio.get_running_loop().call_soon(task.cancel)
+                return answer
+
+        client: Any = Client()
+        engine = http.HttpEngine(client, "http://a", DIALECTS["vllm"], model=MODEL)
+        task = asyncio.ensure_future(anext(engine.chunks(REQUEST)))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert answer.closed
 
 
 def test_500_streams_at_once() -> None:

@@ -20,13 +20,13 @@ pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 import httpx
-from fake_engines import KINDS, FakeEngine, ids, served, until
+from fake_engines import KINDS, FakeEngine, Fault, ids, served, until
 from in_process import MODEL, Watched
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.gateway.app import gateway
-from vllm_mlx_harmony.gateway.engines import http
+from vllm_mlx_harmony.gateway.engines import detection, http
 from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, start_line
 from vllm_mlx_harmony.gateway.limits import RateLimit
 from vllm_mlx_harmony.gateway.settings import PREFIX, GatewaySettings, load
@@ -72,6 +72,45 @@ def test_a_server_says_which_kind_it_is(kind: str) -> None:
 
 def test_a_vllm_that_keeps_to_no_grammar_is_found_out() -> None:
     with served(FakeEngine("vllm", SCRIPTS, grammar=False).app) as url:
+        assert detected(url).capabilities.missing == ("grammar",)
+
+
+BUSY = (("Retry-After", "1"),)
+TRIALS: dict[str, tuple[Fault, str]] = {
+    "503": (Fault(status=503, headers=BUSY), ""),
+    "429": (Fault(status=429), ""),
+    "500": (Fault(status=500), ""),
+    "breaks off before a status": (Fault(then="die", after=None), ""),
+    "breaks off": (Fault(then="die", after=0), ""),
+    "is silent before a status": (Fault(then="hang", after=None), ""),
+    "is silent": (Fault(then="hang", after=0), ""),
+    "400": (Fault(status=400), "grammar"),
+    "says so in the stream": (Fault(then="error", after=0), "grammar"),
+    "ends": (Fault(then="close", after=0), "grammar"),
+}
+"""What becomes of a trial, and what the engine then lacks; nothing: nobody knows yet."""
+
+
+@pytest.mark.parametrize(("fault", "missing"), TRIALS.values(), ids=TRIALS)
+@pytest.mark.parametrize("kind", ["vllm", "vllm-tokens"])
+def test_an_engine_that_is_busy_is_not_one_without_grammars(
+    kind: str, fault: Fault, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detection, "TRY_SECONDS", 0.5)
+    engine = FakeEngine(kind, SCRIPTS, trial_faults=[fault])
+    engine.faults = [fault]  # without a grammar it is no better
+    with served(engine.app) as url:
+        if missing:
+            assert detected(url).capabilities.missing == (missing,)
+        else:
+            with pytest.raises(http.EngineUnavailable):
+                detected(url)
+            assert detected(url).capabilities.missing == ()
+
+
+def test_an_engine_that_a_grammar_breaks_is_one_without_grammars() -> None:
+    engine = FakeEngine("vllm", SCRIPTS, trial_faults=[Fault(status=500)])
+    with served(engine.app) as url:
         assert detected(url).capabilities.missing == ("grammar",)
 
 

@@ -9,7 +9,7 @@ grammar would make it write.
 from __future__ import annotations
 
 import json
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, TypeAlias
@@ -22,6 +22,7 @@ from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT
 from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, EngineRequest
 from vllm_mlx_harmony.gateway.engines.http import (
     FAILURES,
+    EngineLost,
     EngineUnavailable,
     HttpEngine,
     reason_of,
@@ -87,35 +88,52 @@ async def _tried(engine: HttpEngine, spec: Spec) -> Dialect:
     """The engine's dialect, with what a trial has shown of it.
 
     vLLM has the route of its endpoint of ids always, and refuses (403) what is posted to it unless
-    it was started with it.
+    it was started with it. Raises ``EngineUnavailable`` where a trial shows nothing: what is taken
+    for an engine without grammars stays one for as long as it is up.
     """
     found = engine.dialect
-    dialects: tuple[Vllm | VllmTokens, ...] = ()
-    if isinstance(found, (Vllm, VllmTokens)):
-        dialects = (found,) if spec.kind in _ENDPOINTS else (VllmTokens(), Vllm())
-    for dialect in dialects:
-        engine.dialect = dialect
-        with suppress(EngineUnavailable):
-            return replace(dialect, capabilities=await _grammars(engine))
-    return found
+    if not isinstance(found, (Vllm, VllmTokens)):
+        return found
+    if spec.kind not in _ENDPOINTS:
+        engine.dialect = VllmTokens()
+        try:
+            return replace(VllmTokens(), capabilities=await _grammars(engine))
+        except EngineUnavailable as error:
+            if not _is_absent(error.answered):
+                raise
+        found = engine.dialect = Vllm()
+    return replace(found, capabilities=await _grammars(engine))
 
 
 _ENDPOINTS = ("vllm-completions", "vllm-tokens")
 
 
+def _is_absent(answered: int) -> bool:
+    """Whether a status says that there is no such endpoint, or none that streams (200)."""
+    if answered >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return answered == HTTPStatus.NOT_IMPLEMENTED
+    return answered not in (0, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+
+
 async def _grammars(engine: HttpEngine) -> Capabilities:
     """Whether the engine writes what a grammar says. Raises ``EngineUnavailable``."""
     can = replace(engine.capabilities, grammar=False)
-    if await _first_id(engine, f"start: <[{vocab.RETURN}]>") != vocab.RETURN:
+    try:
+        if await _first_id(engine, f"start: <[{vocab.RETURN}]>") != vocab.RETURN:
+            return can
+    except EngineUnavailable as error:
+        if error.answered != HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
+        await _first_id(engine, None)  # is it the grammar?
         return can
     spaced = await _first_id(engine, f"start: %json {ANY_OBJECT.text}") is not None
     return replace(can, grammar=True, grammar_white_space=spaced)
 
 
-async def _first_id(engine: HttpEngine, grammar: str) -> int | None:
+async def _first_id(engine: HttpEngine, grammar: str | None) -> int | None:
     """What the engine writes first under a grammar; ``None`` where it refuses it.
 
-    Raises ``EngineUnavailable`` when it takes no request.
+    Raises ``EngineUnavailable`` when it takes no request, or breaks off.
     """
     settings = Settings(max_tokens=1, temperature=1.0, top_p=1.0)
     prompt = (vocab.START, *vocab.encode("assistant"))
@@ -125,6 +143,8 @@ async def _first_id(engine: HttpEngine, grammar: str) -> int | None:
         async with aclosing(engine.chunks(trial, seconds=TRY_SECONDS)) as chunks:
             async for chunk in chunks:
                 first = chunk.ids[0] if chunk.ids else first
+    except EngineLost as error:
+        raise EngineUnavailable(error.message) from error
     except (OutputError, RequestError):
         return None
     return first

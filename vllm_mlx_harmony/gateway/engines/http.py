@@ -78,9 +78,17 @@ MOST_CONTINUATIONS = 4
 
 
 class EngineUnavailable(HostError):
-    """The engine did not take the request, or lost it: another one may do it."""
+    """The engine did not take the request, or lost it: another one may do it.
+
+    ``answered`` is the HTTP status that it answered with; 0 where it did not.
+    """
 
     code = "engine_unavailable"
+    answered = 0
+
+
+class EngineLost(OutputError):
+    """The connection broke in the middle of an answer."""
 
 
 def client(receive_buffer: int | None = None) -> ClientSession:
@@ -232,7 +240,8 @@ class HttpEngine:
     ) -> AsyncGenerator[Chunk, None]:
         """What the engine streams, ``ACCEPTED`` first; never silent for longer than ``seconds``.
 
-        Raises ``EngineUnavailable`` before anything came, and ``OutputError`` behind that.
+        Raises ``EngineUnavailable`` before anything came, and ``OutputError`` behind that:
+        ``EngineLost`` where the connection broke.
         """
         body = json.dumps(self.dialect.body(request), separators=(",", ":")).encode()
         sending = asyncio.ensure_future(
@@ -244,17 +253,16 @@ class HttpEngine:
                 allow_redirects=False,
             )
         )
-        try:
-            await asyncio.wait({sending}, timeout=PATIENCE_SECONDS)
-            if not sending.done():
-                yield ACCEPTED
-            response = await sending
-        except FAILURES as error:
-            raise EngineUnavailable(f"the engine cannot be reached ({reason_of(error)})") from error
-        finally:
-            await stopped(sending)
         ending: asyncio.TimerHandle | None = None
         try:
+            try:
+                await asyncio.wait({sending}, timeout=PATIENCE_SECONDS)
+                if not sending.done():
+                    yield ACCEPTED
+                response = await sending
+            except FAILURES as error:
+                problem = f"the engine cannot be reached ({reason_of(error)})"
+                raise EngineUnavailable(problem) from error
             await _check(response)
             yield ACCEPTED
             read = self.dialect.reader().read
@@ -273,11 +281,20 @@ class HttpEngine:
         except FAILURES as error:
             if ending is None:
                 problem = f"the connection to the engine broke ({reason_of(error)})"
-                raise OutputError(problem) from error
+                raise EngineLost(problem) from error
         finally:
             if ending is not None:
                 ending.cancel()
-            response.close()  # free already, if all of it was read
+            await _closed(sending)
+
+
+async def _closed(sending: asyncio.Task[ClientResponse]) -> None:
+    """Ends a request, whose answer may have come when nobody waited for it."""
+    try:
+        await stopped(sending)
+    finally:
+        if not sending.cancelled() and sending.exception() is None:
+            sending.result().close()  # free already, if all of it was read
 
 
 async def _cached_behind(chunks: AsyncGenerator[Chunk, None]) -> int:
@@ -410,26 +427,32 @@ async def _check(response: ClientResponse) -> None:
     if status == HTTPStatus.OK:
         kind = response.headers.get("content-type", "")
         if not kind.startswith("text/event-stream"):
-            raise EngineUnavailable(f"the engine answered with {kind or 'nothing'}, not a stream")
+            problem = f"the engine answered with {kind or 'nothing'}, not a stream"
+            unavailable = EngineUnavailable(problem)
+            unavailable.answered = status
+            raise unavailable
         return
     said = await _said(response)
     if status in (400, 413, 422):
         raise RequestError(f"the engine refused the request: {said}", code="engine_refused")
     retry_after = response.headers.get("retry-after", "")
-    raise EngineUnavailable(
+    unavailable = EngineUnavailable(
         f"the engine answered {status}: {said}",
         status=429 if status == HTTPStatus.TOO_MANY_REQUESTS else 503,
         retry_after=int(retry_after) if retry_after.isdigit() else None,
     )
+    unavailable.answered = status
+    raise unavailable
 
 
 async def _said(response: ClientResponse) -> str:
     """What an error says, or how it begins."""
     content = b""
-    async for piece in response.content.iter_any():
-        content += piece
-        if len(content) > LONGEST_ERROR:
-            break
+    with suppress(*FAILURES):  # the status is there
+        async for piece in response.content.iter_any():
+            content += piece
+            if len(content) > LONGEST_ERROR:
+                break
     text = content.decode("utf-8", "replace")
     try:
         return message_of(json.loads(text)) or text[:200]
