@@ -11,6 +11,8 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -411,10 +413,37 @@ def test_a_piece_that_is_not_what_was_written_is_set_aside(
     with caplog.at_level(logging.WARNING):
         assert fetch(disk, model) == ALL[:1]
         assert fetch(disk, model) == ALL[:1]
-    assert len(caplog.records) == 1 and disk.counters().damaged == 1
-    assert disk.counters().last_error
+    damaged = fault is not gone  # that may have been another process, in need of the room
+    assert len(caplog.records) == disk.counters().damaged == damaged
+    assert bool(disk.counters().last_error) == damaged
     write(disk, segments)
     assert fetch(disk, model) == ALL
+
+
+def test_what_another_process_throws_out_meanwhile_is_not_damaged(
+    open_disk: Open,
+    model: Any,
+    segments: list[Segment],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is what it has written anew, to other files, removed with the old row."""
+    disk, other = open_disk(), open_disk()
+    write(disk, segments)
+    content = disk._content
+
+    def late(row: index.Row) -> bytearray:
+        monkeypatch.undo()
+        other.clear()
+        write(other, segments)
+        return content(row)
+
+    monkeypatch.setattr(disk, "_content", late)
+    with caplog.at_level(logging.WARNING):
+        assert fetch(disk, model) == []
+        assert fetch(disk, model) == ALL
+    assert caplog.records == [] and disk.counters().damaged == 0
+    assert not disk.counters().last_error and len(files(disk)) == 3
 
 
 def test_a_file_that_cannot_be_read(
@@ -571,6 +600,21 @@ def test_a_directory_that_is_removed_while_the_server_runs(
             disk.directory.mkdir()
             write(disk, segments)
             assert fetch(disk, model) == ALL and disk.directory.is_dir()
+
+
+def test_the_directory_of_pieces_is_made_anew(
+    disk: Disk, model: Any, segments: list[Segment], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was in it is computed again; turns are elsewhere."""
+    write(disk, segments)
+    disk.put_turn(b"k", b"turn")
+    assert disk.flush(10)
+    shutil.rmtree(disk.directory / DIRECTORY / PIECES)
+    with caplog.at_level(logging.WARNING):
+        assert fetch(disk, model) == [] and disk.turn(b"k") == b"turn"
+        write(disk, segments)
+        assert fetch(disk, model) == ALL
+    assert caplog.records == [] and disk.counters().pieces == 3
 
 
 @pytest.mark.parametrize("content", [b"not a database", b"SQLite format 3\0" + b"\xff" * 5000])
@@ -827,6 +871,22 @@ def test_turns_outlive_the_process(open_disk: Open) -> None:
     assert disk.flush(10)
     again = Turns(open_disk())
     assert again.get(b"key") == TURN and again.get(b"other") is None
+
+
+def test_turns_are_read_beside_what_is_being_written(disk: Disk) -> None:
+    """On the event loop; another process writes, for seconds, and our writer waits for it."""
+    disk.put_turn(b"k", b"turn")
+    disk.put_turn(b"damaged", b"turn")
+    assert disk.flush(10)
+    other = sqlite3.connect(disk.directory / DIRECTORY / index.NAME, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with closing(other), ThreadPoolExecutor(1) as loop, disk._changing:
+        assert loop.submit(disk.turn, b"k").result(5) == b"turn"
+        loop.submit(disk.drop_turn, b"damaged").result(5)
+        assert disk.turn(b"damaged") is None
+        other.execute("ROLLBACK")
+    disk.put_turn(b"last", b"turn")
+    assert disk.flush(10) and disk.counters().turns == 2
 
 
 @pytest.mark.parametrize("at", [0, 5, 20, -1])

@@ -7,7 +7,7 @@ Who does what, and on which thread:
   processor's time, and so as much of the disk as it gets done in that; else it writes on.
 - Another thread reads (`Disk.fetch`), before the engine's turn: it checks every byte and leaves
   them in plain memory. The engine's thread only copies them to where the model wants them.
-- The event loop waits for none of it.
+- The event loop waits for none of it. It reads turns, which are rows, beside what is being written.
 
 **Nothing here may fail a request.** A file that is not what was written is removed, with what goes
 on from it, and computed again. When the disk fails as a whole (full, read-only, gone), that is said
@@ -20,7 +20,7 @@ Several processes may share the directory: SQLite orders their transactions, a f
 writer's alone, and a file that another process has removed is a piece that is not known.
 
 Knows the directory, threads and time. Refuses to know mlx (`layers`), and what makes a piece valid
-(`prefix`).
+(`identity`).
 """
 
 from __future__ import annotations
@@ -149,10 +149,10 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A turn on its way to the disk."""
+    """A turn on its way to the disk, or, without content, off it."""
 
     key: bytes
-    content: bytes
+    content: bytes | None
 
 
 class Pace:
@@ -292,6 +292,10 @@ class Disk:
         """Begins anew when the index is not there any more, or another. Raises ``Failed``."""
         with self._changing:
             if self._index.is_there():
+                if not (self._home / PIECES).is_dir():
+                    (self._home / PIECES).mkdir(exist_ok=True, mode=0o700)
+                    self._index.remove_pieces()
+                    self._there.clear()
                 return
             if not self.directory.is_dir():
                 raise FileNotFoundError(f"{self.directory} is gone")
@@ -381,7 +385,9 @@ class Disk:
                 self._there.clear()
             if isinstance(job, _Turn):
                 with self._changing:
-                    if cleared == self._cleared:
+                    if job.content is None:
+                        self._index.remove_turn(job.key)
+                    elif cleared == self._cleared:
                         content = job.content
                         self._remove(self._index.put(job.key, content, len(content), self.budget))
             elif job is not None:
@@ -549,13 +555,18 @@ class Disk:
         return content
 
     def _set_aside(self, row: Row, error: Exception) -> None:
-        """Removes a piece that cannot be read, and what goes on from it: to be computed again."""
-        self._counts["damaged"] += 1
-        self._last_error = f"{row.file}: {error}"
-        logger.warning("prefix cache: %s is set aside: %s", row.file, error)
+        """Removes a piece that cannot be read, and what goes on from it: to be computed again.
+
+        One whose file is gone is not damaged: another process threw it out after we had its row.
+        """
+        if not isinstance(error, FileNotFoundError):
+            self._counts["damaged"] += 1
+            self._last_error = f"{row.file}: {error}"
+            logger.warning("prefix cache: %s is set aside: %s", row.file, error)
+        self._there.discard(row.key)
         with self._trying("setting a piece aside"):
             self._follow()
-            names = self._index.remove(row.key)
+            names = self._index.remove(row.key, row.file)
             for name in names:
                 self._there.discard(bytes.fromhex(name.partition("-")[0]))
                 with suppress(OSError):
@@ -570,14 +581,17 @@ class Disk:
             self._turns.add(key)
 
     def turn(self, key: bytes) -> bytes | None:
-        """The content of a turn; a disk is asked only if it is there."""
+        """The content of a turn; a disk is asked only if it is there.
+
+        On the event loop: it reads beside whatever is being written, here or by another process.
+        What is wrong with the index, the threads that write and read pieces find out and say.
+        """
         if key not in self._turns:
             return None
-        with self._trying("reading"):
-            self._follow()
-            content = self._index.turn(key)
-            self._use(1, key)
-            return content
+        with suppress(*Failed):
+            if self._index.is_there():
+                self._use(1, key)
+                return self._index.turn(key)
         return None
 
     def use_turn(self, key: bytes) -> None:
@@ -586,12 +600,10 @@ class Disk:
             self._use(1, key)
 
     def drop_turn(self, key: bytes) -> None:
-        """Forgets a turn that is not what was written."""
+        """Has a turn removed that is not what was written; never waits."""
         self._turns.discard(key)
         self._counts["damaged"] += 1
-        with self._trying("setting a turn aside"):
-            self._follow()
-            self._index.remove_turn(key)
+        self._put(_Turn(key, None), 0)
 
     # --- All of it
 
@@ -667,7 +679,7 @@ _COUNTED = (
 
 
 def _size(job: _Piece | _Turn) -> int:
-    return job.nbytes if isinstance(job, _Piece) else len(job.content)
+    return job.nbytes if isinstance(job, _Piece) else len(job.content or b"")
 
 
 def _is_damage(error: Exception) -> bool:

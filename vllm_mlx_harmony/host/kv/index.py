@@ -74,7 +74,8 @@ SELECT key, file, size FROM (
 
 _BELOW = """
 WITH RECURSIVE below (key) AS (
-    SELECT ? UNION SELECT pieces.key FROM pieces JOIN below ON pieces.parent = below.key
+    SELECT key FROM pieces WHERE key = ? AND file = ?
+    UNION SELECT pieces.key FROM pieces JOIN below ON pieces.parent = below.key
 ) DELETE FROM pieces WHERE key IN below RETURNING file
 """
 
@@ -280,10 +281,18 @@ class Index:
             file.executemany(update, [(used, key) for key in turns])
         return there
 
-    def remove(self, key: bytes) -> list[str]:
-        """Forgets a piece and all that follow it; returns their files."""
+    def remove(self, key: bytes, name: str) -> list[str]:
+        """Forgets the piece that is in the file ``name``, and all that follow it; their files.
+
+        Nothing when the piece has been written anew meanwhile, to another file.
+        """
         with self.writing() as file:
-            return [str(name) for (name,) in file.execute(_BELOW, (key,)).fetchall()]
+            return [str(gone) for (gone,) in file.execute(_BELOW, (key, name)).fetchall()]
+
+    def remove_pieces(self) -> None:
+        """Forgets all pieces."""
+        with self.writing() as file:
+            file.execute("DELETE FROM pieces")
 
     def remove_turn(self, key: bytes) -> None:
         """Forgets a turn."""
