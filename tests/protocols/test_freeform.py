@@ -37,6 +37,10 @@ ROWS = {
     "what looks like a member": ('{"input":"a", "b" c"}', 'a", "b" c'),
     "space before the end": ('{"input":"abc"\n } \n', "abc"),
     "too much space to be the end": ('{"input":"abc"' + " " * 300 + "}", 'abc"' + " " * 300 + "}"),
+    "a long name of a member": ('{"input":"abc", "' + "k" * 251 + '": 1}', "abc"),
+    "too long a name of a member": (
+        '{"input":"abc", "' + "k" * 252 + '": 1}', 'abc", "' + "k" * 252 + '": 1}'
+    ),
     "cut behind the string": ('{"input":"abc"', "abc"),
     "cut in another member": ('{"input":"abc", "why', "abc"),
     "cut in the string": ('{"input":"ab', "ab"),

@@ -160,7 +160,7 @@ class FreeformInput:
         if pending[at] != '"':
             plain = _PLAIN.match(pending, at)
             return plain.end() if plain else at
-        if _MEMBER.match(pending, at):
+        if _MEMBER.match(pending, at, at + _LONGEST + 1):  # one that could have been waited for
             self._state = _State.ENDED
             return at
         return None if len(pending) - at <= _LONGEST and _MAY_END.fullmatch(pending, at) else at + 1
