@@ -824,6 +824,35 @@ def test_chat(deltas: list[Delta], expected: dict[str, Any]) -> None:
     assert details == {"reasoning_tokens": 7, "tool_output_tokens": 5}
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        [Opened(1, Kind.SERVER_CALL, "python"), Text("6 *"), Closed(complete=False), CUT],
+        [Opened(1, Kind.SERVER_CALL, "python"), Text("6 * 7"), Closed(), ToolStarted(), STOP],
+    ],
+    ids=["cut", "not run to its end"],
+)
+@pytest.mark.parametrize("before", [[], [*ROME, *ran("20 °C")]], ids=["alone", "behind another"])
+def test_chat_a_call_without_an_answer_did_not_run(before: list[Delta], last: list[Delta]) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    everybody = replace(DEFAULTS, tools_for_all=True)
+    streamed: list[dict[str, Any]] = []
+    emitter = read_chat({**body, "stream": True}, everybody).emitter(INFO)
+    for delta in (Started(80), *before, *last):
+        for event in emitter.feed(delta):
+            if event != DONE:
+                part = json.loads(event.data)["choices"][0]["delta"]
+                streamed += part.get("server_tool_calls", [])
+    emitter = read_chat(body, everybody).emitter(INFO)
+    for delta in (Started(80), *before, *last):
+        emitter.feed(delta)
+    message = emitter.result()["choices"][0]["message"]
+    shown = [{"index": at, **each} for at, each in enumerate(message.get("server_tool_calls", []))]
+    assert shown == streamed
+    assert len(shown) == bool(before)
+    assert ("server_tool_calls" in message) == bool(before)
+
+
 # --- Messages.
 
 
@@ -1054,7 +1083,7 @@ GOT_1, GOT_2 = (
     ServerResult(f"mcptoolu_{key}", "weather.now", text)
     for key, text in (("1", "20 °C"), ("2", "30 °C"))
 )
-NOT_RUN = "[the call was not run to its end]"
+UNANSWERED = ServerResult("mcptoolu_1", "weather.now", NOT_RUN.text)
 WARM = {"type": "text", "text": "Warm."}
 PARALLEL: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
     "answered in order": (
@@ -1065,7 +1094,7 @@ PARALLEL: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
     ),
     "one is not": (
         [FIRST, SECOND, OF_2, WARM],
-        [RAN_1, ServerResult("mcptoolu_1", "weather.now", NOT_RUN), RAN_2, GOT_2, Answer("Warm.")],
+        [RAN_1, UNANSWERED, RAN_2, GOT_2, Answer("Warm.")],
     ),
     "something is said before the answer": (
         [FIRST, WARM, OF_1, WARM], [RAN_1, GOT_1, Preamble("Warm."), Answer("Warm.")]
@@ -1076,7 +1105,7 @@ PARALLEL: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
     ),
     "before its call": (
         [OF_1, FIRST, WARM],
-        [RAN_1, ServerResult("mcptoolu_1", "weather.now", NOT_RUN), Answer("Warm.")],
+        [RAN_1, UNANSWERED, Answer("Warm.")],
     ),
     "the last is still to be run": ([FIRST, SECOND, OF_1], [RAN_1, GOT_1, RAN_2]),
 }  # fmt: skip

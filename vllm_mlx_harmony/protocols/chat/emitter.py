@@ -246,8 +246,9 @@ class Emitter:
         if _REASONING in self._texts:
             reasoning = "".join(self._texts[_REASONING])
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
-        if self._ran_calls:
-            message[SERVER_CALLS] = self._ran_calls
+        # One without an answer was not run, and is not in a stream either (C2).
+        if ran := [call for call in self._ran_calls if call["output"] is not None]:
+            message[SERVER_CALLS] = ran
         if self._calls:
             message["tool_calls"] = [c.document("".join(c.arguments)) for c in self._calls]
         return message
