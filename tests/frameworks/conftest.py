@@ -28,6 +28,9 @@ WANTS = {
 }
 """What the model says by itself, by a word in the last message. To anything else: prose."""
 
+OSLO = "<|channel|>final<|message|>A museum of Munch.<|return|>"
+"""What it says to the question of docs/clients.md."""
+
 ENGINES = {"simple": ((), "prose"), "batched": (("--continuous-batching",), "another call")}
 """The flags of each of the host's engines, and what the model wants there."""
 
@@ -54,6 +57,7 @@ def server(
     flags, want = ENGINES[request.param]
     place = tmp_path_factory.mktemp("server")
     scripts = [Script(f"Wanted: {name}", said) for name, said in WANTS.items()]
+    scripts.append(Script("What is in Oslo?", OSLO))
     model = standin.write(place / "model", scripts)
     flags = (*served.FLAG, "--served-model-name", MODEL, *flags)
     running = served.start(model, *flags, home=place / "home", command=served.HARMONY)

@@ -7,7 +7,10 @@ prompts for anything: where a framework would try again by itself, that is switc
 from __future__ import annotations
 
 import asyncio
+import re
+import runpy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import agents
@@ -361,3 +364,20 @@ def test_agents_required_call_and_output_type(agent_model: Any, question: str) -
 
 def run(agent: Any, question: str) -> Any:
     return asyncio.run(agents.Runner.run(agent, question, max_turns=3))
+
+
+# --- docs/clients.md ---
+
+PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
+SETUPS = dict(re.findall(r"^## (.*?)\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize("name", ["OpenAI Agents SDK", "LangChain", "Anthropic"])
+def test_the_page_sets_them_up(
+    server: Server, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "http://127.0.0.1:8000" in SETUPS[name]
+    code = SETUPS[name].replace("http://127.0.0.1:8000", server.root)
+    (tmp_path / "setup.py").write_text(code, "utf-8")
+    runpy.run_path(str(tmp_path / "setup.py"), run_name="__main__")
+    assert capsys.readouterr().out == "A museum of Munch.\n"
