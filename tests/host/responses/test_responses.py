@@ -823,11 +823,27 @@ def test_a_connection_does_not_last_for_ever() -> None:
 
 
 @pytest.mark.usefixtures("_active")
-def test_a_flood_ends_the_connection() -> None:
+@pytest.mark.parametrize(
+    ("messages", "code"),
+    [
+        (["{}"] * MOST_WAITING, None),
+        (["{}"] * (MOST_WAITING + 1), 1013),
+        ([" " * 4000] * 2, None),
+        ([" " * 4000] * 3, 1013),
+        (["\U0001f600" * 1000] * 3, 1013),
+        ([" " * 20_000], None),
+        ([" " * 20_000, "{}"], 1013),
+    ],
+)
+def test_a_flood_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch, messages: list[str], code: int | None
+) -> None:
+    monkeypatch.setattr(websocket, "limit", lambda: 10_000)
+
     async def test() -> None:
-        socket: Any = Socket(*["{}"] * (MOST_WAITING + 2))
+        socket: Any = Socket(*messages, hangs_up=True)
         await Conversation(socket).last()
-        assert socket.code == 1013
+        assert socket.code == code
 
     asynchronous(test)
 

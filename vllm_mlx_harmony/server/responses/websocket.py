@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
@@ -23,7 +24,7 @@ from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
-from vllm_mlx_harmony.server.body import Document, parse_body
+from vllm_mlx_harmony.server.body import Document, limit, parse_body
 from vllm_mlx_harmony.server.errors import admit, error_response, failure_of, logged_failure
 from vllm_mlx_harmony.server.generation import Deltas, rejection, run, stopped
 from vllm_mlx_harmony.server.host import host_of
@@ -49,7 +50,8 @@ LIFETIME = 3600.0
 """Seconds a connection may last, as the specification has it; an answer is not cut by it."""
 
 MOST_WAITING = 32
-"""Messages that may wait for their turn on one connection."""
+"""Messages that may wait for their turn on one connection. Several may take no more memory than a
+body has bytes (`body.limit`)."""
 
 UNSENT_SECONDS = 0.05
 """Between two looks at what a client has not taken yet."""
@@ -79,6 +81,7 @@ class Conversation:
         self._transport = host_of(socket).transport(socket)
         self._until = time.monotonic() + lifetime
         self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MOST_WAITING)
+        self._waiting_bytes = 0
         self._previous: StoringEmitter | None = None
         self._say: Callable[[str], Awaitable[None]] = self._write
         self._api = Api(
@@ -121,11 +124,13 @@ class Conversation:
             message = await self._socket.receive()
             if message["type"] == "websocket.disconnect":
                 return
-            try:
-                self._waiting.put_nowait(message.get("text"))
-            except asyncio.QueueFull:
+            text = message.get("text")
+            self._waiting_bytes += sys.getsizeof(text)
+            several = not self._waiting.empty()  # one that is too long by itself has its own error
+            if self._waiting.full() or (several and self._waiting_bytes > limit()):
                 await self._socket.close(_TOO_MUCH, "too many messages wait for their turn")
                 return
+            self._waiting.put_nowait(text)
 
     async def _answer_all(self) -> None:
         with suppress(WebSocketDisconnect):  # it is written to just when the client goes
@@ -138,8 +143,10 @@ class Conversation:
                     coming.cancel()
                 if not done:
                     break
+                text = coming.result()
+                self._waiting_bytes -= sys.getsizeof(text)
                 with unread_until_left():  # or it would be cut: nobody else waits for it
-                    await self._answer(coming.result())
+                    await self._answer(text)
             await self._send_error(_OVER)
             await self._socket.close()
 
