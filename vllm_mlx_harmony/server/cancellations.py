@@ -25,11 +25,15 @@ TICK = 0.05
 
 _watching: asyncio.Future[None] | None = None
 
+_idle = 0
+"""Looks in a row that found nothing generated here, since the last ``watch``."""
+
 
 def watch() -> None:
     """From now on, until nothing is generated here any more, others may cancel what is."""
-    global _watching
+    global _watching, _idle
     shared = server_shared()
+    _idle = 0  # who watches may be about to end
     if shared is not None and (_watching is None or _watching.done()):
         _watching = asyncio.ensure_future(_watch(shared))
 
@@ -54,11 +58,11 @@ async def cancel_elsewhere(id_seed: str, tenant: str) -> bool:
 
 
 async def _watch(shared: Shared) -> None:
-    idle = 0
-    while idle < 2:  # noqa: PLR2004 - one that was prepared just now runs when we look again
+    global _idle
+    while _idle < 2:  # noqa: PLR2004 - one that was prepared just now runs when we look again
         await asyncio.sleep(BEAT)
         answers = generation.running()
-        idle = 0 if answers else idle + 1
+        _idle = 0 if answers else _idle + 1
         try:
             wanted = await asyncio.to_thread(_taken, shared, answers)
         except SharedError:
