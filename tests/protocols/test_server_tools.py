@@ -49,7 +49,13 @@ from vllm_mlx_harmony.protocols.events import DONE
 from vllm_mlx_harmony.protocols.messages import read as read_messages
 from vllm_mlx_harmony.protocols.messages import server_tools as messages_tools
 from vllm_mlx_harmony.protocols.responses import read
+from vllm_mlx_harmony.protocols.responses.server_items import (
+    CodeInterpreterCall,
+    McpCall,
+    WebSearchCall,
+)
 from vllm_mlx_harmony.protocols.responses.server_tools import client_servers, without_secrets
+from vllm_mlx_harmony.protocols.server_calls import CodeArguments, as_arguments, code_in
 
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 KEY = INFO.id_seed[:20]
@@ -250,6 +256,16 @@ RESPONSES: dict[str, tuple[list[Delta], list[tuple[Any, ...]], dict[str, Any]]] 
         LOOKED,
         searched({"type": "search", "query": "", "queries": [""]}),
     ),
+    "a search with half a surrogate pair": (
+        [*called("browser.search", '{"query": "\\ud83d"}'), *ran("[0]")],
+        LOOKED,
+        searched({"type": "search", "query": "\ufffd", "queries": ["\ufffd"]}),
+    ),
+    "a search that cannot be sent": (
+        [*called("browser.search", '{"query": "a", "n": 1e999}'), *ran("Error", DIED)],
+        [*LOOKED[:3], ("done", "failed")],
+        searched({"type": "search", "query": "", "queries": [""]}, "failed"),
+    ),
     "a page": (
         [*called("browser.open", '{"id": "http://a"}'), *ran("[1]")],
         LOOKED,
@@ -329,10 +345,59 @@ def test_responses_code_as_an_mcp_call_is_json() -> None:
     assert json.loads(item["arguments"]) == {"code": 'print("é")\n'}
 
 
+@pytest.mark.parametrize("pieces", [["a"], ["", 'print("é")', "\n😀\\"], ["x" * 9] * 9, [""], []])
+def test_code_in_pieces_is_the_same_json(pieces: list[str]) -> None:
+    writer = CodeArguments()
+    written = "".join(map(writer.feed, pieces)) + writer.close()
+    assert written == (as_arguments("".join(pieces)) if pieces else "")
+    assert code_in(written) == "".join(pieces)
+
+
 def test_responses_what_code_printed_is_shown_when_asked_for() -> None:
     deltas = turn(*called("python", "6 * 7"), *ran("42"))
     _, final = responses_events(deltas, include=["code_interpreter_call.outputs"])
     assert final["output"][0]["outputs"] == [{"type": "logs", "logs": "42"}]
+
+
+URLS = {
+    "": [],
+    "http://a": ["http://a"],
+    "http://a. http://a, https://b?": ["http://a", "https://b"],
+    "(http://a). (see http://b/x_(y)), http://c/(": ["http://a", "http://b/x_(y)", "http://c/("],
+    "http://a/(b).)!): http://c/)(": ["http://a/(b)", "http://c/)("],
+    f"http://a{')' * 99_999}.": ["http://a"],
+    "http://). http://": ["http://"],
+}
+
+
+@pytest.mark.parametrize(("text", "urls"), URLS.items(), ids=[each[:40] for each in URLS])
+def test_responses_the_urls_that_a_search_has_found(text: str, urls: list[str]) -> None:
+    deltas = turn(*called("browser.search", '{"query": "a"}'), *ran(text))
+    _, final = responses_events(deltas, include=["web_search_call.action.sources"])
+    action = final["output"][0]["action"]
+    assert action["sources"] == [{"type": "url", "url": url} for url in urls]
+
+
+@pytest.mark.parametrize("recipient", ["weather.now", "python", "browser.search"])
+def test_responses_a_text_costs_the_same_whatever_came_before_it(
+    recipient: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, not timed: how often an item is made of all that was written."""
+    kind = {"weather.now": McpCall, "python": CodeInterpreterCall, "browser.search": WebSearchCall}
+    made: list[int] = []
+    document = kind[recipient].document
+
+    def counting(self: Any) -> Any:
+        made.append(1)
+        return document(self)
+
+    monkeypatch.setattr(kind[recipient], "document", counting)
+    counts = set()
+    for pieces in (1, 300):
+        made.clear()
+        responses_events(turn(*called(recipient, *["a"] * pieces), *ran("b")))
+        counts.add(len(made))
+    assert len(counts) == 1
 
 
 @pytest.mark.parametrize("end", [STOP, CUT, Failed(OutputError("no"))])

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from json import dumps, loads
+from json import loads
 
 from vllm_mlx_harmony.core.names import carryable
 from vllm_mlx_harmony.core.turn import PYTHON, Message, Namespace, ServerCall, ServerResult
+from vllm_mlx_harmony.protocols.events import quote
 
 NOT_RUN = "[the call was not run to its end]"
 """What the model reads where a history has no answer to a call."""
@@ -58,9 +59,28 @@ def with_results(messages: Iterable[Message]) -> Iterator[Message]:
 # --- Code as the arguments of a call, which are JSON.
 
 
+_BEFORE, _BEHIND = '{"code":"', '"}'
+
+
 def as_arguments(code: str) -> str:
     """``code`` as the JSON of a call's arguments."""
-    return dumps({"code": code}, separators=(",", ":"))
+    return f"{_BEFORE}{quote(code)[1:-1]}{_BEHIND}"
+
+
+class CodeArguments:
+    """Writes ``as_arguments`` of code that comes in pieces; nothing where none comes."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def feed(self, code: str) -> str:
+        """The JSON of more code."""
+        before, self._begun = "" if self._begun else _BEFORE, True
+        return before + quote(code)[1:-1]
+
+    def close(self) -> str:
+        """The JSON behind the last."""
+        return _BEHIND if self._begun else ""
 
 
 def code_in(arguments: str) -> str:

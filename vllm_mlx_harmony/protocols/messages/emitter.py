@@ -32,6 +32,7 @@ from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Event, encode, quote
 from vllm_mlx_harmony.protocols.messages.partial_json import ObjectText
 from vllm_mlx_harmony.protocols.messages.schema import THREAD_UNSUPPORTED
+from vllm_mlx_harmony.protocols.server_calls import CodeArguments
 
 PING = Event('{"type":"ping"}', "ping")
 """What keeps a connection alive while a long prompt is prefilled; allowed at any place."""
@@ -192,17 +193,13 @@ class _McpToolUseBlock(_ToolUseBlock):
     def __init__(self, call_id: str, label: str, tool: str, *, code: bool) -> None:
         super().__init__(_mcp_id(call_id), tool)
         self._label = label
-        self._before = '{"code":"' if code else ""
-        self._code = code
+        self._code = CodeArguments() if code else None
 
     def take(self, text: str) -> str:
-        if self._code:
-            text, self._before = self._before + quote(text)[1:-1], ""
-        return super().take(text)
+        return super().take(self._code.feed(text) if self._code else text)
 
     def rest(self) -> str:
-        written = self._code and not self._before  # cut before a word of it, there is no object
-        return (super().take('"}') if written else "") + super().rest()
+        return (super().take(self._code.close()) if self._code else "") + super().rest()
 
     def document(self, text: str, signature: str) -> dict[str, Any]:
         block = super().document(text, signature)

@@ -17,8 +17,8 @@ from json import loads
 from typing import Any
 
 from vllm_mlx_harmony.core.deltas import ToolFailure
+from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace
-from vllm_mlx_harmony.protocols.events import quote
 from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
     IN_PROGRESS,
@@ -27,7 +27,8 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     PendingEvent,
 )
 from vllm_mlx_harmony.protocols.responses.server_tools import Served
-from vllm_mlx_harmony.protocols.server_calls import as_arguments
+from vllm_mlx_harmony.protocols.server_calls import CodeArguments, as_arguments
+from vllm_mlx_harmony.protocols.validation import mended
 
 FAILED = "failed"
 
@@ -35,22 +36,32 @@ FAILED = "failed"
 class ServerItem:
     """One call while it is written and run: what happens to it in, events out. ``key``: of its id.
 
+    A text costs the same whatever came before it.
     ``approved`` is the id of the request for approval that came before it. ``outputs``: the request
     wants to see what code has printed; ``sources``: where a search has found something. ``code``:
     what is called takes code, not JSON. ``shown``: whether it is an item of the output by now.
     """
 
+    prefix = ""
+    """What its id begins with."""
     stem = ""
+    """What its events begin with."""
     shown = True
 
     def __init__(self, index: int, key: str, tool: Served) -> None:
-        self.index, self.key, self.tool = index, key, tool
+        self.index, self.tool = index, tool
+        self.id = f"{self.prefix}_{key}"
         self.approved: str | None = None
         self.outputs = self.sources = self.code = False
-        self.arguments = ""
+        self._parts: list[str] = []
         self.status = IN_PROGRESS
         self.text: str | None = None
         self.failure: ToolFailure | None = None
+
+    @property
+    def arguments(self) -> str:
+        """Its arguments as far as they are written."""
+        return "".join(self._parts)
 
     def document(self) -> Document:
         """The item as it is now."""
@@ -63,7 +74,7 @@ class ServerItem:
 
     def take(self, text: str) -> Iterator[PendingEvent]:
         """More of its arguments."""
-        self.arguments += text
+        self._parts.append(text)
         yield from ()
 
     def closed(self) -> Iterator[PendingEvent]:
@@ -89,13 +100,8 @@ class ServerItem:
         self.status = INCOMPLETE
         yield self._item("done")
 
-    @property
-    def _id(self) -> str:
-        identity: str = self.document()["id"]
-        return identity
-
     def _position(self) -> Document:
-        return {"item_id": self._id, "output_index": self.index}
+        return {"item_id": self.id, "output_index": self.index}
 
     def _event(self, kind: str, **fields: Any) -> PendingEvent:
         return PendingEvent(f"{self.stem}.{kind}", {**self._position(), **fields})
@@ -108,13 +114,17 @@ class ServerItem:
 class McpCall(ServerItem):
     """``mcp_call``: a tool of one of the operator's servers. Arguments are JSON, of code too."""
 
-    stem = "response.mcp_call"
+    prefix, stem = "mcp", "response.mcp_call"
+
+    def __init__(self, index: int, key: str, tool: Served) -> None:
+        super().__init__(index, key, tool)
+        self._json = CodeArguments()
 
     def document(self) -> Document:
         """See ``ServerItem``."""
         answered = self.text is not None and self.failure is None
         return {
-            "id": f"mcp_{self.key}",
+            "id": self.id,
             "type": "mcp_call",
             "status": self.status,
             "approval_request_id": self.approved,
@@ -127,20 +137,18 @@ class McpCall(ServerItem):
 
     def take(self, text: str) -> Iterator[PendingEvent]:
         """See ``ServerItem``."""
-        if self.code:
-            text = quote(text)[1:-1] if self.arguments else f'{{"code":{quote(text)[:-1]}'
-        yield from self._more(text)
+        yield from self._more(self._json.feed(text) if self.code else text)
 
     def closed(self) -> Iterator[PendingEvent]:
         """See ``ServerItem``."""
         if self.code:
-            yield from self._more('"}')
+            yield from self._more(self._json.close())
         yield PendingEvent(
             "response.mcp_call_arguments.done", {**self._position(), "arguments": self.arguments}
         )
 
     def _more(self, text: str) -> Iterator[PendingEvent]:
-        self.arguments += text
+        self._parts.append(text)
         yield PendingEvent("response.mcp_call_arguments.delta", {**self._position(), "delta": text})
 
 
@@ -160,14 +168,14 @@ NO_ANSWER = -32000
 class CodeInterpreterCall(ServerItem):
     """``code_interpreter_call``: code for the server named ``python``."""
 
-    stem = "response.code_interpreter_call"
+    prefix, stem = "ci", "response.code_interpreter_call"
     tells_failure = False  # the schema has no event for it
 
     def document(self) -> Document:
         """See ``ServerItem``."""
         shown = self.outputs and self.text is not None
         return {
-            "id": f"ci_{self.key}",
+            "id": self.id,
             "type": "code_interpreter_call",
             "status": self.status,
             "code": self.arguments,
@@ -177,7 +185,7 @@ class CodeInterpreterCall(ServerItem):
 
     def take(self, text: str) -> Iterator[PendingEvent]:
         """See ``ServerItem``."""
-        self.arguments += text
+        self._parts.append(text)
         fields = {**self._position(), "delta": text}
         yield PendingEvent("response.code_interpreter_call_code.delta", fields)
 
@@ -195,13 +203,17 @@ class CodeInterpreterCall(ServerItem):
 class WebSearchCall(ServerItem):
     """``web_search_call``: a function of the server named ``browser``."""
 
-    stem = "response.web_search_call"
+    prefix, stem = "ws", "response.web_search_call"
     tells_failure = False  # the schema has no event for it
+
+    def __init__(self, index: int, key: str, tool: Served) -> None:
+        super().__init__(index, key, tool)
+        self._found: list[Document] | None = None  # where, when it is known and wanted
 
     def document(self) -> Document:
         """See ``ServerItem``."""
         return {
-            "id": f"ws_{self.key}",
+            "id": self.id,
             "type": "web_search_call",
             "status": self.status,
             "action": self._action(),
@@ -212,6 +224,12 @@ class WebSearchCall(ServerItem):
         self.status = "searching"
         yield self._event("searching")
 
+    def finished(self, text: str, failure: ToolFailure | None) -> Iterator[PendingEvent]:
+        """See ``ServerItem``."""
+        if self.sources and failure is None:
+            self._found = [{"type": "url", "url": url} for url in _urls(text)]
+        yield from super().finished(text, failure)
+
     def _action(self) -> Document:
         given = _object(self.arguments)
         if self.tool.name == "open":
@@ -221,8 +239,8 @@ class WebSearchCall(ServerItem):
             return {"type": "find_in_page", "pattern": str(given.get("pattern", "")), "url": ""}
         query = str(given.get("query", ""))
         action: Document = {"type": "search", "query": query, "queries": [query]}
-        if self.sources and self.failure is None and self.text is not None:
-            action["sources"] = [{"type": "url", "url": url} for url in _urls(self.text)]
+        if self._found is not None:
+            action["sources"] = self._found
         return action
 
 
@@ -238,19 +256,22 @@ def _urls(text: str) -> list[str]:
     """
     found: dict[str, None] = {}
     for match in _URL.finditer(text):
-        url = match.group().rstrip(".,;:!?")
-        while url.endswith(")") and url.count("(") < url.count(")"):
-            url = url[:-1].rstrip(".,;:!?")
-        found[url] = None
+        url = match.group()
+        end, unopened = len(url), url.count(")") - url.count("(")
+        while url[end - 1] in ".,;:!?" or (url[end - 1] == ")" and unopened > 0):
+            unopened -= url[end - 1] == ")"
+            end -= 1
+        found[url[:end]] = None
         if len(found) == _MOST_URLS:
             break
     return list(found)
 
 
 def _object(arguments: str) -> dict[str, Any]:
+    """``arguments``, if they are an object that can be sent."""
     try:
-        value = loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        value = mended(loads(arguments or "{}"))
+    except (ValueError, RecursionError, RequestError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -261,12 +282,13 @@ class ApprovalRequest(ServerItem):
     It is there when it is whole: of one that was cut nobody is asked anything.
     """
 
+    prefix = "mcpr"
     shown = False
 
     def document(self) -> Document:
         """See ``ServerItem``."""
         return {
-            "id": f"mcpr_{self.key}",
+            "id": self.id,
             "type": "mcp_approval_request",
             "arguments": as_arguments(self.arguments) if self.code else self.arguments,
             "name": self.tool.name,
