@@ -110,6 +110,10 @@ MESSAGES = {
     ),
     "assistant, empty": (assistant(content="", reasoning_content="", tool_calls=[]), []),
     "assistant, refusal": (assistant(content=None, refusal="No."), [Answer("No.")]),
+    "assistant, refusal beside content": (
+        assistant(content="Sorry. ", refusal="No."),
+        [Answer("Sorry. No.")],
+    ),
     "assistant, refusal part": (
         assistant(content=[{"type": "refusal", "refusal": "No."}]),
         [Answer("No.")],
@@ -520,6 +524,7 @@ CONTINUED: dict[str, tuple[list[dict[str, Any]], list[Any], str | None]] = {
     "an answer": ([assistant(content="It is")], [], "It is"),
     "white space at its end": ([assistant(content="It is ")], [], "It is "),
     "parts": ([assistant(content=text("It ", "is"))], [], "It is"),
+    "a refusal beside it": ([assistant(content="It is ", refusal="not")], [], "It is not"),
     "reasoning before it": ([assistant(content="It is", **R1)], [Reasoning("Hm.")], "It is"),
     "text before it": (
         [assistant(content="Well."), assistant(content="It is")],

@@ -267,7 +267,8 @@ class _Reader:
 
 
 def _text(message: ChatMessage, where: str) -> str:
-    return message_text(message.content or (), f"{where}.content") or message.refusal or ""
+    """What is said: a refusal is one more part, as it is among the parts of a content."""
+    return message_text(message.content or (), f"{where}.content") + (message.refusal or "")
 
 
 def _call(call: ChatCall, where: str) -> Call:
