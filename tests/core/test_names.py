@@ -69,6 +69,12 @@ def test_built_in_tools_are_addressed_by_their_own_name(
     assert found.addressee(recipient) == called
 
 
+def test_a_client_knows_a_declared_tool_and_a_built_in_one_by_the_same_name() -> None:
+    found = names("python", builtin=("python",))
+    assert found.recipient("python") == "functions.python"
+    assert found.addressee("python") == found.addressee("functions.python") == "python"
+
+
 @pytest.mark.parametrize(
     ("name", "taken", "carried"),
     [

@@ -28,7 +28,9 @@ class Names:
     """The names of one turn: ``aliases`` maps each declared name to what the model is shown.
 
     ``builtin`` are the built-in namespaces that the client runs, ``server`` the recipients of the
-    tools that the server runs. Nobody else's tool is in their namespaces.
+    tools that the server runs. Nobody else's tool is in the namespaces of the latter. A declared
+    tool may have the name of a built-in one: the model tells them apart (``functions.python`` and
+    ``python``), their client, who knows both by that name, does not.
     """
 
     aliases: Mapping[str, str] = field(default_factory=dict)
