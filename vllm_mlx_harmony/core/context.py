@@ -189,13 +189,19 @@ class StreamingHarmonyContext:
         return self._take_in(self._parser.resume())
 
     def _begin_output(self) -> None:
-        """Notes what stands before it."""
+        """Sets all that is counted of one output; nothing of it has been generated yet."""
+        # Places in `_ids`: where what the model generates begins, each time anew behind what the
+        # server ran; and where the whole output does, with the <|start|>assistant in front of it.
         self._output_at = len(self._ids)
         self._started_at = max(self._output_at - len(opening()), 0)
-        self._ended_at = self._output_at - self._started_at
-        self._messages_before = len(self._messages)
-        self._read_before = self._parser.tokens
+        # Counted from `_started_at`: where each message begins, and up to where they have ended.
         self._begins: list[int] = []
+        self._ended_at = self._output_at - self._started_at
+        # What `_output_at` is in the parser's count, which has neither prompt nor results.
+        self._read_before = self._parser.tokens
+        # How many of `_messages` stand before the output.
+        self._messages_before = len(self._messages)
+        # Whether its last message was cut, and whether it is in `_outputs` already.
         self._cut = self._kept = False
 
     def _place(self, generated: int) -> int:
