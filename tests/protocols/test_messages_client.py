@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 INFO = ResponseInfo("fedcba9876543210fedcba9876543210", 1_754_352_000, "gpt-oss-20b")
-DISPLAYS: tuple[Display, ...] = ("shown", "encrypted", "hidden", "updates")
+DISPLAYS: tuple[Display, ...] = ("shown", "encrypted", "hidden", "preambles")
 Chunks = Sequence[Sequence[int]]
 
 

@@ -220,7 +220,7 @@ WITHOUT: dict[Display, list[dict[str, Any]]] = {
     "shown": [thought("ab"), text("c"), used(2, "f", {})],
     "encrypted": [{**thought("ab"), "thinking": ""}, text("c"), used(2, "f", {})],
     "hidden": [text("c"), used(2, "f", {})],
-    "updates": [
+    "preambles": [
         {"type": "thinking", "thinking": "c", "signature": f"encrypted:{UPDATE}c"},
         used(2, "f", {}),
     ],
@@ -334,7 +334,7 @@ DISPLAYS: list[tuple[dict[str, Any] | None, Display]] = [
     ({"type": "adaptive", "display": "omitted"}, "encrypted"),
     ({"type": "adaptive", "display": "updates"}, "encrypted"),
     ({"type": "disabled"}, "hidden"),
-    ({"type": "between_tools"}, "updates"),
+    ({"type": "between_tools"}, "preambles"),
 ]
 
 

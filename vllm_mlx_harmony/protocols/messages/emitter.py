@@ -37,16 +37,17 @@ from vllm_mlx_harmony.protocols.server_calls import CodeArguments
 PING = Event('{"type":"ping"}', "ping")
 """What keeps a connection alive while a long prompt is prefilled; allowed at any place."""
 
-Display: TypeAlias = Literal["shown", "encrypted", "hidden", "updates"]
+Display: TypeAlias = Literal["shown", "encrypted", "hidden", "preambles"]
 """Reasoning as blocks with text and signature, with the signature alone, or not at all.
 
-``updates``: no reasoning, and preambles in its place, as Anthropic's ``between_tools`` has it: what
-the model says between its calls comes as thinking, and the text of an answer is the answer alone.
+``preambles``: no reasoning, and preambles in its place, as Anthropic's ``between_tools`` has it:
+what the model says between its calls comes as thinking, and the text of an answer is the answer
+alone.
 """
 
 
 UPDATE = "<|channel|>commentary<|message|>"
-"""What a encrypted text begins with that is no reasoning: a preamble that was shown as thinking."""
+"""What an encrypted text begins with that is no reasoning: a preamble shown as thinking."""
 
 
 def counted(prompt_tokens: int) -> dict[str, Any]:
@@ -322,11 +323,11 @@ class Emitter:
             label, tool = self._served.get(delta.name, (head, rest or head))
             self._server_call = self._info.call_id(delta.index)
             return _McpToolUseBlock(self._server_call, label, tool, code=delta.name == PYTHON)
-        if delta.kind is Kind.PREAMBLE and self._thinking == "updates":
+        if delta.kind is Kind.PREAMBLE and self._thinking == "preambles":
             return _ThinkingBlock(self._cipher, shown=True, mark=UPDATE)
         if delta.kind is not Kind.REASONING:
             return _TextBlock()
-        if self._thinking in ("hidden", "updates"):
+        if self._thinking in ("hidden", "preambles"):
             return None
         return _ThinkingBlock(self._cipher, shown=self._thinking == "shown")
 

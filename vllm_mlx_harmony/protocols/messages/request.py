@@ -123,7 +123,7 @@ def _display(request: MessagesBody) -> Display:
     return "shown" if thinking.display in (None, "summarized") else "encrypted"
 
 
-_DISPLAYS: dict[str, Display] = {"disabled": "hidden", "between_tools": "updates"}
+_DISPLAYS: dict[str, Display] = {"disabled": "hidden", "between_tools": "preambles"}
 
 
 def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
