@@ -24,7 +24,7 @@ from sizes import examples
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names
-from vllm_mlx_harmony.core.render import opening, render, render_message, render_messages
+from vllm_mlx_harmony.core.render import opening, render, render_messages
 from vllm_mlx_harmony.core.turn import (
     AdditionalTools,
     Answer,
@@ -554,7 +554,7 @@ SAME = {
 @given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.just(CONTROL))
 @settings(max_examples=examples(40))
 def test_messages_are_rendered_as_openai_harmony_does(ours: Any, theirs: Any, text: str) -> None:
-    rendered = render_message(ours(text), Names(), {"c1": "weather"})
+    rendered = render_messages([ours(text)], Names(), {"c1": "weather"})
     assert unaddressed(rendered) == unaddressed(vocab.encoding().render(theirs(text)))
 
 

@@ -109,6 +109,12 @@ def call(arguments: str = '{"a": 1}', key: str = "c1", name: str = "x") -> Call:
     return Call(key, name, arguments)
 
 
+def is_known(view: ReplayScope, said: Message) -> bool:
+    """Whether ``said`` is a turn as it was generated."""
+    ((_, _, found),) = view.history([said])
+    return found is not None
+
+
 # What a client sends back of LOOP -> whether it is the turn that was generated.
 ECHOES: dict[str, tuple[tuple[Message, ...], bool]] = {
     "as it was": ((THOUGHT[0], *LOOP_AS_SENT), True),
@@ -170,7 +176,7 @@ ARGUMENTS: dict[str, tuple[str, str, bool]] = {
 @pytest.mark.parametrize(("ours", "theirs", "same"), ARGUMENTS.values(), ids=ARGUMENTS.keys())
 def test_arguments(ours: str, theirs: str, same: bool) -> None:
     generated = output((call(ours), f"{GO} to=x<|message|>…<|call|>"))
-    assert (remembering(generated).find((call(theirs),), 0) is not None) is same
+    assert is_known(remembering(generated), call(theirs)) is same
 
 
 PLAIN = output(THOUGHT, SAID)
@@ -400,11 +406,11 @@ def test_never_more_than_the_limit_and_the_last_used_stay() -> None:
     view = replay.view("m")
     for number in range(10):
         view.remember(numbered(number))
-    assert view.find((call("{}", "c0"),), 0)
+    assert is_known(view, call("{}", "c0"))
     for number in range(10, 14):
         view.remember(numbered(number))
         assert replay.size <= one.size * 10
-    known = [number for number in range(14) if view.find((call("{}", f"c{number}"),), 0)]
+    known = [number for number in range(14) if is_known(view, call("{}", f"c{number}"))]
     assert known == [0, *range(5, 14)]
 
 

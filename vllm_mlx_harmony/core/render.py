@@ -111,11 +111,6 @@ def render_messages(
     return [token for ids in written for token in ids]
 
 
-def render_message(message: Message, names: Names, calls: Mapping[str, str]) -> list[int]:
-    """Ids of one message: a function of its arguments alone. ``calls``: see ``render_messages``."""
-    return list(_ids_of(message, names, calls, schema.SizeBudget()))
-
-
 def _ids_of(
     message: Message,
     names: Names,

@@ -175,7 +175,12 @@ class ReplayScope:
     def history(
         self, messages: Iterable[Message]
     ) -> Iterator[tuple[bool, list[Message], GeneratedTurn | None]]:
-        """``messages`` in groups as `turns` has them, each with the turn that was generated."""
+        """``messages`` in groups as `turns` has them, each with the turn that was generated.
+
+        That is ``None`` when it was not here, or a client edited it. Reasoning does not count:
+        clients leave it out, shorten and reword it. Nor do white space and order within the JSON of
+        a call's arguments: clients parse it and write it anew.
+        """
         groups = turns(messages)
         seen = self._seen(groups)
         found = iter(self._found([shown[0] for shown in seen if shown is not None]))
@@ -202,17 +207,6 @@ class ReplayScope:
             key = self._key(content, calls, 0 if calls else before.number)
             seen.append((key, content, calls, served(group)))
         return seen
-
-    def find(self, turn: Sequence[Message], before: int) -> GeneratedTurn | None:
-        """``turn`` as it was generated; ``None`` when it was not here, or a client edited it.
-
-        ``turn`` is what an assistant says in a row, ``before`` the `history_hash` up to there.
-        Reasoning does not count: clients leave it out, shorten and reword it. Nor do white space
-        and order within the JSON of a call's arguments: clients parse it and write it anew.
-        """
-        content, calls = visible(turn)
-        (found,) = self._found([self._key(content, calls, before)])
-        return _unedited(found, content, calls, served(turn))
 
     def _found(self, keys: Sequence[_Key]) -> list[GeneratedTurn | None]:
         """The turns with these keys: what memory has not, the archive is asked for in one go."""

@@ -31,7 +31,6 @@ from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
 from vllm_mlx_harmony.protocols.openai_error import error_body
 
-_CALLERS_FAULT = range(400, 500)
 _REASONING, _CONTENT = "reasoning", "content"
 SERVER_CALLS = "server_tool_calls"
 """What the server ran: a field of the message, and of a chunk when a call has its answer. The API
