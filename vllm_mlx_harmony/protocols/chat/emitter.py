@@ -180,12 +180,12 @@ class Emitter:
         """Nothing is sent before it has an answer: it is no call that the client has to make."""
         call = {"id": self._info.call_id(delta.index), "name": delta.name, "arguments": ""}
         self._ran_calls.append({**call, "output": None, "error": None})
-        self._served = True
+        self._served, self._parts = True, []
         return []
 
     def _ran(self, delta: ToolFinished) -> list[Event]:
         call = self._ran_calls[-1]
-        call["output"] = delta.text
+        call["arguments"], call["output"] = "".join(self._parts), delta.text
         call["error"] = None if delta.failure is None else delta.failure.text
         self._served = False
         index = len(self._ran_calls) - 1  # without which openai's client cannot join them
@@ -193,7 +193,7 @@ class Emitter:
 
     def _text(self, delta: Text) -> list[Event]:
         if self._served:
-            self._ran_calls[-1]["arguments"] += delta.text
+            self._parts.append(delta.text)
             return []
         if self._input is not None:
             return self._show(self._input.feed(delta.text))
