@@ -29,6 +29,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.errors import OutputError, RequestError
 from vllm_mlx_harmony.core.grammar import grammar_of
 from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -742,6 +743,45 @@ def test_everybody_has_them_where_the_server_says_so() -> None:
     assert [each.name for each in found.namespaces] == ["weather", "python", "browser"]
     assert found.max_tool_calls == 3
     assert read(body, Defaults(), Reverse()).turn.max_tool_calls is None  # there are none
+
+
+OWN = {"type": "function", "name": "weather"}
+LATER_ON = {"type": "additional_tools", "role": "developer", "tools": [OWN]}
+FINDS = {"type": "tool_search", "execution": "client"}
+
+OWN_NAMES: dict[str, tuple[dict[str, Any], list[str] | None]] = {
+    # the request; the namespaces in the prompt, None where the function is refused
+    "a function": ({"tools": [OWN]}, ["python", "browser"]),
+    "one with a dot": ({"tools": [{**OWN, "name": "weather.x"}]}, ["python", "browser"]),
+    "one in a namespace": (
+        {"tools": [{"type": "namespace", "name": "mine", "tools": [OWN]}]},
+        ["weather", "python", "browser"],
+    ),
+    "one of later": (
+        {"input": [{"role": "user", "content": "Hi"}, LATER_ON]},
+        ["python", "browser"],
+    ),
+    "one that is to be found": (
+        {"tools": [FINDS, {**OWN, "defer_loading": True}]},
+        ["python", "browser"],
+    ),
+    "the server was asked for": ({"tools": [WEATHER, OWN]}, None),
+}
+
+
+@pytest.mark.parametrize(("fields", "names"), OWN_NAMES.values(), ids=OWN_NAMES)
+def test_whose_function_has_the_name_of_a_server_does_without_it(
+    fields: dict[str, Any], names: list[str] | None
+) -> None:
+    body = {"model": "m", "input": "Hi", **fields}
+    found = read(body, replace(DEFAULTS, tools_for_all=True), Reverse()).turn
+    if names is None:
+        with pytest.raises(RequestError) as refused:
+            render(found)
+        assert refused.value.param == "tools[1]"
+        return
+    assert [each.name for each in found.namespaces] == names
+    render(found)
 
 
 CHOICES: dict[str, tuple[Any, ToolChoice]] = {

@@ -26,6 +26,7 @@ from vllm_mlx_harmony.core.turn import (
     ResponseInfo,
     ServerCall,
     ServerResult,
+    Tool,
     Turn,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
@@ -144,16 +145,16 @@ def read(
     declared = ToolReader()
     shown = declared.declare(request.tools or (), "tools")
     declared.known(history)
-    available, for_all = defaults.namespaces, defaults.tools_for_all
-    server = read_server_tools(request.tools or (), available, for_all=for_all)
+    asked = read_server_tools(request.tools or (), defaults.namespaces)
     calls = {message.id for message in history if isinstance(message, Call)}
-    reader = ItemReader(cipher, declared, defaults, stored, calls, server=server)
+    reader = ItemReader(cipher, declared, defaults, stored, calls, server=asked)
     if request.input is None and not history:
         raise required("input")
     said = [*with_results((*history, *reader.messages(request.input or [])))]
     declaring = (AdditionalTools, EffortUpdate, FormatUpdate)
     if all(isinstance(each, declaring) for each in said):
         raise RequestError("input is empty: there is nothing to answer", param="input")
+    server = asked.with_unasked(defaults.unasked(list(map(Tool, declared.names))))
     instructions = (Instructions(request.instructions),) if request.instructions else ()
     builtin_tools = defaults.enabled(
         (request.chat_template_kwargs or TemplateOptions()).builtin_tools

@@ -56,6 +56,12 @@ class ServerTools:
     _kinds: Mapping[str, Kind] = field(default_factory=dict)
     _available: tuple[Namespace, ...] = ()
 
+    def with_unasked(self, namespaces: Iterable[Namespace]) -> ServerTools:
+        """These, and those of ``namespaces`` that were not asked for."""
+        asked = {each.name for each in self.namespaces}
+        more = (each for each in namespaces if each.name not in asked)
+        return replace(self, namespaces=(*self.namespaces, *more))
+
     def served(self, recipient: str) -> Served:
         """The tool that a call to ``recipient`` is for, also one that there is not."""
         head, _, rest = recipient.partition(".")
@@ -106,9 +112,9 @@ NO_SERVER_TOOLS = ServerTools()
 
 
 def read_server_tools(
-    tools: Sequence[ResponsesTool], available: tuple[Namespace, ...], *, for_all: bool
+    tools: Sequence[ResponsesTool], available: tuple[Namespace, ...]
 ) -> ServerTools:
-    """What ``tools`` ask of the ``available`` namespaces; ``for_all``: all others, too.
+    """What ``tools`` ask of the ``available`` namespaces.
 
     Raises ``RequestError`` naming the field for a server that there is not, and for what only
     another server could do.
@@ -133,9 +139,6 @@ def read_server_tools(
             if namespace.tools:
                 chosen.setdefault(namespace.name, namespace)
                 kinds.setdefault(namespace.name, kind)
-    for namespace in available if for_all else ():
-        if namespace.tools:
-            chosen.setdefault(namespace.name, namespace)
     return ServerTools(tuple(chosen.values()), tuple(listed), kinds, available)
 
 

@@ -130,6 +130,11 @@ class ToolReader:
         return free
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What the model is shown all tools as, those included that a search has yet to find."""
+        return tuple(self._names.values())
+
+    @property
     def search(self) -> str:
         """What the model is shown the client's search as."""
         names = (self._names[key] for key, tool in self._tools.items() if tool.kind == SEARCH)
