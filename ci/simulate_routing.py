@@ -165,7 +165,7 @@ class ByPrefix:
     """The gateway's own routing."""
 
     def __init__(self, engines: list[str], rule: Rule) -> None:
-        self._routing = Routing(engines, rule)
+        self._routing: Routing[str] = Routing(engines, rule)
         self.why = {"prefix": 0, "moved": 0, "new": 0}
 
     def choose(self, asked: Conversation, loads: Mapping[str, int], tried: set[str]) -> str:

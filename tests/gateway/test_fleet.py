@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,18 +10,26 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 from fake_engines import FakeEngine, served, until
+from in_process import engine_at
 
+from vllm_mlx_harmony.gateway import app
 from vllm_mlx_harmony.gateway.engines.detection import Spec
+from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
+from vllm_mlx_harmony.gateway.metrics import Metrics
 from vllm_mlx_harmony.gateway.router import Fleet
+from vllm_mlx_harmony.server.sampling import Settings
 
 LONG = "word " * 100
 SCRIPTS = {"Hello": f"<|channel|>final<|message|>{LONG}<|return|>"}
@@ -47,12 +56,99 @@ def test_a_list_of_engines() -> None:
     fleet.update([C])
     busy.in_flight = 0
     fleet.drained()
-    assert names(fleet) == {C.url: "down"} and fleet.routing.engines == (C.url,)
+    assert names(fleet) == {C.url: "down"} and fleet.routing.engines == fleet.backends
     other = Spec(C.url, key="another key")
     fleet.backends[0].probed("")
     fleet.update([other])
     assert [each.spec for each in fleet.backends] == [other]
     assert names(fleet) == {C.url: "down"}  # it is found anew
+
+
+def test_an_engine_that_comes_back_with_another_key_stays() -> None:
+    """What the one with the old key runs ends by itself, and takes nothing of the new one along."""
+    fleet = Fleet("m", [A, B])
+    first = fleet.backends[0]
+    first.probed("")
+    first.in_flight = 1
+    other = Spec(A.url, key="another key")
+    for specs in ([B], [other, B], [B], [other, B], [A, B], [other, B]):
+        fleet.update(specs)
+    assert [(each.spec, each.health) for each in fleet.backends] == [
+        (A, "draining"),
+        (B, "down"),
+        (other, "down"),
+    ]
+    text = Metrics(fleet).text().decode()
+    assert text.count(f'engine_requests{{engine="{A.url}"}} 1.0') == 1
+    first.in_flight = 0
+    fleet.drained()
+    assert [(each.spec, each.health) for each in fleet.backends] == [(B, "down"), (other, "down")]
+    fleet.update([other])
+    assert [each.spec for each in fleet.backends] == [other]
+
+
+def test_a_probe_says_nothing_of_the_engine_that_came_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SIGHUP while it is on its way: the engine with the new key is found all the same."""
+    http: Any = None
+
+    async def reloaded() -> None:
+        there = asyncio.Event()
+
+        async def slow(_: Any, spec: Spec, __: str) -> HttpEngine:
+            await there.wait()
+            return engine_at(spec.url, "vllm")
+
+        async def well(*_: Any) -> None:
+            """The server is the same."""
+
+        monkeypatch.setattr(app, "detect", slow)
+        monkeypatch.setattr(app, "is_well", well)
+        fleet = Fleet("m", [A])
+        probing = asyncio.ensure_future(app.probe(http, fleet.backends[0], "m"))
+        await asyncio.sleep(0)
+        fleet.update([Spec(A.url, key="another key")])
+        there.set()
+        await probing
+        (new,) = fleet.backends
+        assert (new.up, new.health) == (False, "down")
+        await app.probe(http, new, "m")
+        assert new.up
+
+    asyncio.run(asyncio.wait_for(reloaded(), 10))
+
+
+@pytest.mark.parametrize(
+    ("busy", "down", "expected", "said"),
+    [
+        ((30, 40), (), 30, "every engine is busy"),
+        ((30,), (0.2,), 1, "every engine is busy"),
+        ((2,), (20.0,), 2, "every engine is busy"),
+        ((), (20.0, 25.0), 20, "no engine is there"),
+        ((), (), 1, "no engine is there"),
+    ],
+)
+def test_retry_after_is_when_the_first_engine_may_be_there(
+    busy: tuple[int, ...], down: tuple[float, ...], expected: int, said: str
+) -> None:
+    """``busy``: for how long engines are; ``down``: when those are probed."""
+    specs = [Spec(f"http://{number}") for number in range(len(busy) + len(down))]
+    fleet = Fleet("m", specs)
+    for backend, seconds in zip(fleet.backends, busy):  # noqa: B905 - the others are down
+        backend.found(engine_at(backend.name, "vllm"))
+        backend.busy(seconds)
+    now = time.monotonic()
+    for backend, left in zip(fleet.backends[len(busy) :], down, strict=True):
+        fleet.routing._engines[backend].probe_at = now + left
+
+    async def asked() -> None:
+        settings = Settings(max_tokens=1, temperature=1.0, top_p=1.0)
+        await anext(fleet.generate((1,), settings, "", None))
+
+    with pytest.raises(EngineUnavailable, match=said) as caught:
+        asyncio.run(asked())
+    assert caught.value.retry_after == expected
 
 
 def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:

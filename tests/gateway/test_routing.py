@@ -29,7 +29,7 @@ RULE = Rule(
 )
 
 
-def routing() -> Routing:
+def routing() -> Routing[str]:
     return Routing(ENGINES, RULE)
 
 
@@ -224,13 +224,15 @@ def test_probes_of_an_engine_that_is_down_come_ever_more_rarely() -> None:
     assert value.choose(digest(1), {}) is None
     now, pauses = 100.0, []
     for _ in range(6):
-        pauses.append(value.retry_after(now))
-        now += pauses[-1]
+        pause = value.retry_after(now)
+        assert pause is not None
+        pauses.append(pause)
+        now += pause
         assert value.due(now - 0.01) == [] and value.due(now) == ["a"]
         value.probed("a", False, now)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
     value.probed("a", True, now)
-    assert value.health("a") is Health.UP and value.retry_after(now) == 0.0
+    assert value.health("a") is Health.UP and value.retry_after(now) is None
     assert value.due(now + 9.9) == [] and value.due(now + 10.0) == ["a"]
 
 
@@ -241,3 +243,25 @@ def test_what_is_said_of_an_engine_that_was_taken_away_is_not_heard() -> None:
     value.answered("a")
     value.probed("a", False, 0.0)
     assert value.engines == ("b", "c", "d")
+
+
+def test_another_of_the_same_name_has_the_conversations_and_not_the_health() -> None:
+    """An engine whose key was changed: what is known of the one before is not of this one."""
+    value: Routing[tuple[str, int]] = Routing(
+        [("a", 1), ("b", 1)], RULE, name=lambda engine: engine[0]
+    )
+    value.went(digest(1), ("a", 1))
+    homes = {number: value.choose(digest(number), {}) for number in range(2, 100)}
+    value.drain(("a", 1))
+    value.add(("a", 2), up=False)
+    value.probed(("a", 1), True, 0.0)
+    assert value.health(("a", 2)) is Health.DOWN
+    value.probed(("a", 2), True, 0.0)
+    value.failed(("a", 1), 0.0)
+    value.remove(("a", 1))
+    assert value.health(("a", 2)) is Health.UP
+    assert value.choose(digest(1), {}) == Choice(("a", 2), "prefix")
+    for number, home in homes.items():
+        now = value.choose(digest(number), {})
+        assert home is not None and now is not None
+        assert now.engine[0] == home.engine[0]

@@ -22,9 +22,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 import httpx
 from fake_engines import KINDS, FakeEngine, Fault, ids, served, until
 from in_process import MODEL, Watched
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.gateway import app
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines import detection, http
 from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, start_line
@@ -213,6 +216,34 @@ def test_a_limit_is_on_any_minute() -> None:
     assert limit.count("b", 31.0) == 0
     assert limit.count("a", 60.5) == 0
     assert [RateLimit(0).count("a", 0.0) for _ in range(9)] == [0] * 9
+
+
+def test_what_the_shared_limit_refuses_does_not_count_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other gateways have used the minute up, until there is room again."""
+    answers = [7, 7, 7, 0, 0, 0]
+
+    class Shared:
+        def __init__(self, *_: Any) -> None: ...
+
+        def count(self, tenant: str, now: float) -> int:
+            return answers.pop(0)
+
+    monkeypatch.setattr(app, "server_shared", object)
+    monkeypatch.setattr(app, "SharedRateLimit", Shared)
+    host = app.Gateway(GatewaySettings(engines=(), model=MODEL, rate_limit=2))
+    connection = HTTPConnection({"type": "http", "headers": []})
+
+    def status() -> int:
+        try:
+            asyncio.run(host.check_rate_limit(connection))
+        except HTTPException as refused:
+            return refused.status_code
+        return 200
+
+    assert [status() for _ in range(6)] == [429, 429, 429, 200, 200, 429]
+    assert answers == [0]  # the last was one too many here
 
 
 # --- Tools that the gateway runs

@@ -162,6 +162,8 @@ class Gateway:
             limit = SharedRateLimit(shared, self.settings.rate_limit)
             with contextlib.suppress(SharedError):  # then each gateway counts by itself
                 seconds = await asyncio.to_thread(limit.count, tenant, time.time())
+            if seconds:
+                self._limit.take_back(tenant)
         if seconds:
             self.metrics.refused.labels("rate limit").inc()
             problem = f"Rate limit exceeded ({self.settings.rate_limit} requests per minute)"
@@ -314,9 +316,8 @@ async def watch(http: ClientSession, fleet: Fleet) -> None:
     try:
         while True:
             fleet.drained()
-            due = fleet.routing.due(time.monotonic())
-            for backend in fleet.backends:
-                if backend.name in due and backend not in probes:
+            for backend in fleet.routing.due(time.monotonic()):
+                if backend not in probes:
                     probes[backend] = asyncio.ensure_future(probe(http, backend, fleet.model))
             probes = {backend: task for backend, task in probes.items() if not task.done()}
             await asyncio.sleep(TICK)
@@ -328,7 +329,7 @@ async def watch(http: ClientSession, fleet: Fleet) -> None:
 async def probe(http: ClientSession, backend: Backend, model: str) -> None:
     """Asks an engine how it is; one that was down may be another one now, and is found anew."""
     try:
-        if backend.routing.health(backend.name) in (Health.UP, Health.DRAINING):
+        if backend.routing.health(backend) in (Health.UP, Health.DRAINING):
             await is_well(http, backend.spec)
             backend.probed("")
         else:

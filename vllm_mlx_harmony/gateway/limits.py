@@ -46,6 +46,11 @@ class RateLimit:
         times.append(now)
         return 0
 
+    def take_back(self, tenant: str) -> None:
+        """The last request that was counted does not count: another limit has refused it."""
+        if self._limit and self._times[tenant]:
+            self._times[tenant].pop()
+
 
 def _digest(key: str) -> bytes:
     return sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -84,8 +84,11 @@ class _Engines(Collector):
         )
         for name, about, value in rows:
             family = GaugeMetricFamily(f"{_NAME}_engine_{name}", about, labels=["engine"])
-            for each in self._fleet.backends:
-                family.add_metric([each.spec.url], value(each))
+            sums: dict[str, float] = {}
+            for each in self._fleet.backends:  # one that drains may be there anew, too
+                sums[each.spec.url] = sums.get(each.spec.url, 0.0) + value(each)
+            for url, number in sums.items():
+                family.add_metric([url], number)
             yield family
         routed = CounterMetricFamily(
             f"{_NAME}_routed",

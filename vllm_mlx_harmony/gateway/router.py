@@ -44,7 +44,7 @@ class Backend:
     """One engine of the fleet, and what is known of it now. Of the event loop alone."""
 
     spec: Spec
-    routing: Routing
+    routing: Routing[Backend]
     engine: HttpEngine | None = None
     """``None`` until it was found."""
     in_flight: int = 0
@@ -55,19 +55,19 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """What `routing` calls it."""
+        """What conversations that went there are remembered by, and logs call it."""
         return self.spec.url
 
     @property
     def up(self) -> bool:
         """Whether requests may go there."""
-        healthy = self.engine is not None and self.routing.health(self.name) is Health.UP
+        healthy = self.engine is not None and self.routing.health(self) is Health.UP
         return healthy and time.monotonic() >= self.busy_until
 
     @property
     def health(self) -> str:
         """What `routing` knows of it, in a word."""
-        return self.routing.health(self.name).name.lower()
+        return self.routing.health(self).name.lower()
 
     def found(self, engine: HttpEngine) -> None:
         """It is there, and well."""
@@ -76,18 +76,18 @@ class Backend:
 
     def probed(self, problem: str) -> None:
         """It was asked how it is: empty when it is well."""
-        self.routing.probed(self.name, not problem, time.monotonic())
+        self.routing.probed(self, not problem, time.monotonic())
         self._say(problem)
 
     def succeeded(self) -> None:
         """It generates."""
-        self.routing.answered(self.name)
+        self.routing.answered(self)
         self.busy_until = 0.0
         self._say("")
 
     def failed(self, problem: str) -> None:
         """It took no request, or lost it."""
-        self.routing.failed(self.name, time.monotonic())
+        self.routing.failed(self, time.monotonic())
         self._say(problem)
 
     def busy(self, seconds: int) -> None:
@@ -108,42 +108,40 @@ class Fleet:
 
     def __init__(self, model: str, specs: Sequence[Spec], rule: Rule | None = None) -> None:
         self.model = model
-        self.routing = Routing((spec.url for spec in specs), rule, up=False)
-        self.backends = tuple(Backend(spec, self.routing) for spec in specs)
+        self.routing: Routing[Backend] = Routing((), rule, name=lambda backend: backend.name)
+        self.backends: tuple[Backend, ...] = ()
         self._draining: set[Backend] = set()
         self.routed: Counter[str] = Counter()
         """Requests by why they went where they went (`routing.Why`)."""
         self.retried = 0
         """How often a request was tried on another engine."""
+        self.update(specs)
 
     def update(self, specs: Sequence[Spec]) -> None:
         """These are the engines from now on.
 
-        One that is not among them gets nothing new, and goes when it has answered what it runs.
+        One that is not among them gets nothing new, and goes when it has answered what it runs. One
+        that has another kind or key is another one, and is found anew.
         """
-        wanted = {spec.url: spec for spec in specs}
-        known = {each.name: each for each in self.backends}
-        for name, backend in known.items():
-            if wanted.get(name) == backend.spec:
-                self.routing.restore(name)
+        for backend in self.backends:
+            if backend.spec in specs:
+                self.routing.restore(backend)
                 self._draining.discard(backend)
-            elif name in wanted:  # another kind or key: it is found anew
-                self.routing.remove(name)
             else:
-                self.routing.drain(name)
+                self.routing.drain(backend)
                 self._draining.add(backend)
-        kept = [each for each in self.backends if wanted.get(each.name, each.spec) == each.spec]
-        new = [spec for name, spec in wanted.items() if name not in {each.name for each in kept}]
-        for spec in new:
-            self.routing.add(spec.url, up=False)
-        self.backends = (*kept, *(Backend(spec, self.routing) for spec in new))
+        known = [each.spec for each in self.backends]
+        new = [Backend(spec, self.routing) for spec in specs if spec not in known]
+        for backend in new:
+            self.routing.add(backend, up=False)
+        self.backends = (*self.backends, *new)
         self.drained()
 
     def drained(self) -> None:
         """Takes those away that are to go and run nothing any more."""
         for backend in [each for each in self._draining if not each.in_flight]:
             self._draining.remove(backend)
-            self.routing.remove(backend.name)
+            self.routing.remove(backend)
             self.backends = tuple(each for each in self.backends if each is not backend)
             logger.warning("engine %s: taken away", backend.name)
 
@@ -181,7 +179,7 @@ class Fleet:
                         if step.ids and not begun:
                             begun = True
                             backend.succeeded()
-                            self.routing.went(key, backend.name)
+                            self.routing.went(key, backend)
                         if step.ids or step.finish is not None or not taken:
                             taken = True
                             yield step
@@ -204,15 +202,17 @@ class Fleet:
     def _chosen(self, key: bytes, tried: Collection[Backend]) -> tuple[Backend, HttpEngine]:
         """Where a request goes now. Raises ``EngineUnavailable`` when nothing is left."""
         now = time.monotonic()
-        excluded = {each.name for each in self.backends if each in tried or not each.up}
-        loads = {each.name: each.in_flight for each in self.backends}
+        excluded = [each for each in self.backends if each in tried or not each.up]
+        loads = {each: each.in_flight for each in self.backends}
         choice = self.routing.choose(key, loads, excluded)
         if choice is None:
-            busy = [each.busy_until - now for each in self.backends if each.busy_until > now]
-            seconds = min([*busy, self.routing.retry_after(now)] if busy else [BUSY_SECONDS])
-            problem = "every engine is busy" if busy else "no engine is there to answer"
-            raise EngineUnavailable(problem, retry_after=max(BUSY_SECONDS, math.ceil(seconds)))
+            up = [each for each in self.backends if self.routing.health(each) is Health.UP]
+            waits = [max(0.0, each.busy_until - now) for each in up]
+            problem = "every engine is busy" if any(waits) else "no engine is there to answer"
+            if (probe := self.routing.retry_after(now)) is not None:
+                waits.append(probe)
+            seconds = max(BUSY_SECONDS, math.ceil(min(waits, default=0.0)))
+            raise EngineUnavailable(problem, retry_after=seconds)
         self.routed[choice.why] += 1
-        backend = next(each for each in self.backends if each.name == choice.engine)
-        assert backend.engine is not None
-        return backend, backend.engine
+        assert choice.engine.engine is not None
+        return choice.engine, choice.engine.engine

@@ -1,7 +1,11 @@
 """Which engine a conversation goes to, and which engines are well: a pure value, without I/O.
 
-Knows engines by name, conversations by digest, loads and times as they are passed in. Refuses to
-know HTTP, clocks and tokens (router).
+Knows engines, conversations by digest, loads and times as they are passed in. Refuses to know HTTP,
+clocks and tokens (router).
+
+What is known of an engine's health is of that one object, and ends with it. Where conversations
+went, and their homes, are by engines' names: another object of the same name, an engine whose key
+was changed for instance, has the same prefixes.
 
 Where a conversation goes
 -------------------------
@@ -37,17 +41,17 @@ When an engine is down
 ``failures`` of them in a row, and nothing more is sent to that engine for ``pause`` seconds. Then
 it is probed, and each probe that fails doubles the pause. An engine that is up is probed, too, now
 and then: one that hangs fails no request until the time of that is over. An engine that refuses for
-want of room (429, 503) is full, not broken: nothing is counted.
+want of room (429, or anything with ``Retry-After``) is full, not broken: nothing is counted.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from hashlib import blake2b
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.lru import ByteLRU
@@ -172,14 +176,17 @@ class Rule:
     remembered: int = 100_000
 
 
+E = TypeVar("E", bound=Hashable)
+"""An engine, in whatever way it is known by."""
+
 Why: TypeAlias = Literal["prefix", "moved", "new"]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Generic[E]):
     """The engine for a request, and why: it has the prefix, had to be left for it, or is home."""
 
-    engine: str
+    engine: E
     why: Why
 
 
@@ -191,71 +198,72 @@ class _Engine:
     probe_at: float = 0.0
 
 
-class Routing:
-    """Engines by name, and where conversations went. For one thread; times in seconds."""
+class Routing(Generic[E]):
+    """Engines, and where conversations went. For one thread; times in seconds."""
 
     def __init__(
-        self, engines: Iterable[str], rule: Rule | None = None, *, up: bool = True
+        self, engines: Iterable[E], rule: Rule | None = None, *, name: Callable[[E], str] = str
     ) -> None:
-        """Engines are ``up``, or down until a probe finds them, which is due at once."""
+        """Engines are up. No two that are up have the same ``name``."""
         self._rule = rule or Rule()
-        self._engines = {name: self._new(up) for name in engines}
+        self._name = name
+        self._engines = {engine: _Engine() for engine in engines}
         self._went: ByteLRU[bytes, str] = ByteLRU(self._rule.remembered)
 
     def choose(
-        self, conversation: bytes, loads: Mapping[str, int], excluded: Collection[str] = ()
-    ) -> Choice | None:
+        self, conversation: bytes, loads: Mapping[E, int], excluded: Collection[E] = ()
+    ) -> Choice[E] | None:
         """Where a turn of ``conversation`` goes; ``None`` when no engine is there for it.
 
         ``loads`` are requests under way, 0 for an engine that is not in it; ``excluded`` are
         engines that this request has tried. Nothing is remembered before it ``went`` there.
         """
-        usable = [
-            name
-            for name, engine in self._engines.items()
-            if engine.health is Health.UP and name not in excluded
-        ]
+        usable = {
+            self._name(engine): engine
+            for engine, known in self._engines.items()
+            if known.health is Health.UP and engine not in excluded
+        }
         if not usable:
             return None
-        least = min(loads.get(name, 0) for name in usable)
+        least = min(loads.get(engine, 0) for engine in usable.values())
         last = self._went.get(conversation)
-        if last in usable and not self._much_fuller(loads.get(last, 0), least):
-            return Choice(last, "prefix")
+        if last in usable and not self._much_fuller(loads.get(usable[last], 0), least):
+            return Choice(usable[last], "prefix")
         why: Why = "new" if last is None else "moved"
         room = least + self._rule.home_spread
-        roomy = (name for name in usable if loads.get(name, 0) <= room)
-        return Choice(max(roomy, key=lambda name: _weight(name, conversation)), why)
+        roomy = (name for name, engine in usable.items() if loads.get(engine, 0) <= room)
+        return Choice(usable[max(roomy, key=lambda name: _weight(name, conversation))], why)
 
-    def went(self, conversation: bytes, engine: str) -> None:
+    def went(self, conversation: bytes, engine: E) -> None:
         """Remembers that ``engine`` computes a turn of ``conversation``."""
-        self._went.put(conversation, engine, 1)
+        self._went.put(conversation, self._name(engine), 1)
 
     def _much_fuller(self, load: int, least: int) -> bool:
         return load - least > self._rule.spread and load > self._rule.ratio * least
 
     # --- Health
 
-    def health(self, engine: str) -> Health:
+    def health(self, engine: E) -> Health:
         """What is known of it. Raises ``KeyError`` for one that is not there."""
         return self._engines[engine].health
 
-    def answered(self, engine: str) -> None:
+    def answered(self, engine: E) -> None:
         """A request to it got its first ids."""
         self._happened(engine, Event.ANSWERED, 0.0)
 
-    def failed(self, engine: str, now: float) -> None:
+    def failed(self, engine: E, now: float) -> None:
         """A request to it failed by its fault."""
         self._happened(engine, Event.FAILED, now)
 
-    def due(self, now: float) -> list[str]:
+    def due(self, now: float) -> list[E]:
         """The engines that are to be probed now; none of them is due again before it is."""
-        due = [name for name, engine in self._engines.items() if engine.probe_at <= now]
-        for name in due:
-            engine = self._engines[name]
-            engine.probe_at = now + (engine.pause or self._rule.probe_every)
+        due = [engine for engine, known in self._engines.items() if known.probe_at <= now]
+        for engine in due:
+            known = self._engines[engine]
+            known.probe_at = now + (known.pause or self._rule.probe_every)
         return due
 
-    def probed(self, engine: str, well: bool, now: float) -> None:
+    def probed(self, engine: E, well: bool, now: float) -> None:
         """A probe of it has ended. Each that fails doubles the time to the next."""
         probed = self._engines.get(engine)
         if probed is not None and probed.pause and not well:
@@ -264,52 +272,50 @@ class Routing:
             return
         self._happened(engine, Event.PROBED_UP if well else Event.FAILED, now)
 
-    def retry_after(self, now: float) -> float:
-        """Seconds until the next probe of an engine that is down."""
+    def retry_after(self, now: float) -> float | None:
+        """Seconds until the next probe of an engine that is down; ``None`` when none is."""
         down = [each.probe_at for each in self._engines.values() if each.health is Health.DOWN]
-        return max(0.0, min(down, default=now) - now)
+        return max(0.0, min(down) - now) if down else None
 
-    def _happened(self, name: str, event: Event, now: float) -> None:
-        engine = self._engines.get(name)
-        if engine is None:  # taken away while a request ran on it
+    def _happened(self, engine: E, event: Event, now: float) -> None:
+        known = self._engines.get(engine)
+        if known is None:  # taken away while it was probed
             return
         if event is Event.FAILED:
-            engine.failures += 1
-            if engine.failures >= self._rule.failures:
+            known.failures += 1
+            if known.failures >= self._rule.failures:
                 event = Event.FAILED_OFTEN
-        was_down, engine.health = _is_down(engine), _NEXT[engine.health][event]
-        if _is_down(engine):
+        was_down, known.health = _is_down(known), _NEXT[known.health][event]
+        if _is_down(known):
             if not was_down:
-                engine.pause = self._rule.pause
-                engine.probe_at = now + engine.pause
+                known.pause = self._rule.pause
+                known.probe_at = now + known.pause
         elif event in (Event.ANSWERED, Event.PROBED_UP):
-            engine.failures, engine.pause = 0, 0.0
+            known.failures, known.pause = 0, 0.0
             if was_down:
-                engine.probe_at = now + self._rule.probe_every
+                known.probe_at = now + self._rule.probe_every
 
     # --- Engines come and go
 
     @property
-    def engines(self) -> tuple[str, ...]:
-        """Their names."""
+    def engines(self) -> tuple[E, ...]:
+        """All of them."""
         return tuple(self._engines)
 
-    def add(self, engine: str, *, up: bool = True) -> None:
-        """There is another engine, up, or down until a probe finds it."""
-        self._engines.setdefault(engine, self._new(up))
+    def add(self, engine: E, *, up: bool = True) -> None:
+        """There is another engine: up, or down until a probe finds it, which is due at once."""
+        new = _Engine() if up else _Engine(Health.DOWN, pause=self._rule.pause)
+        self._engines.setdefault(engine, new)
 
-    def _new(self, up: bool) -> _Engine:
-        return _Engine() if up else _Engine(Health.DOWN, pause=self._rule.pause)
-
-    def drain(self, engine: str) -> None:
+    def drain(self, engine: E) -> None:
         """It is to be taken away: nothing new is sent to it. Raises ``KeyError``."""
         self._engines[engine].health = _NEXT[self._engines[engine].health][Event.DRAIN]
 
-    def restore(self, engine: str) -> None:
+    def restore(self, engine: E) -> None:
         """It is not to be taken away after all. Raises ``KeyError``."""
         self._engines[engine].health = _NEXT[self._engines[engine].health][Event.RESTORE]
 
-    def remove(self, engine: str) -> None:
+    def remove(self, engine: E) -> None:
         """It is not there any more. Its conversations go elsewhere."""
         self._engines.pop(engine, None)
 
@@ -318,5 +324,5 @@ def _is_down(engine: _Engine) -> bool:
     return engine.health in (Health.DOWN, Health.DRAINING_DOWN)
 
 
-def _weight(engine: str, conversation: bytes) -> bytes:
-    return blake2b(conversation + engine.encode(), digest_size=8).digest()
+def _weight(name: str, conversation: bytes) -> bytes:
+    return blake2b(conversation + name.encode(), digest_size=8).digest()
