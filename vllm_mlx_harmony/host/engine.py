@@ -19,7 +19,6 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.host.kv import prefix
-from vllm_mlx_harmony.host.kv.disk import Fetched
 from vllm_mlx_harmony.host.kv.prefix import TenantPrompt
 from vllm_mlx_harmony.host.kv.status import model_of
 from vllm_mlx_harmony.host.logit_mask import LogitsMask
@@ -60,18 +59,20 @@ async def generate(
     try:
         processor = None if constraint is None else partial(LogitsMask, constraint)
         sampler = Sampler(settings, prompt, processor)
-        fetched: tuple[Fetched, ...] = ()  # what a disk has of the prompt and memory has not
-        if prefix.disk() is not None:
-            fetched = await prefix.fetch(model_of(engine), prompt, tenant)
-        async with aclosing(source(engine, prompt, sampler, tenant, fetched)) as steps:
-            async for step in steps:
-                if nothing:
-                    ended = replace(step, ids=(), finish="length" if step.finish else None)
-                else:
-                    ended = _ended(step)
-                yield ended
-                if ended.finish is not None:
-                    return
+        known = IdPrompt(prompt, tenant)
+        known.fetched = await prefix.fetch(model_of(engine), known, tenant)
+        try:
+            async with aclosing(source(engine, known, sampler)) as steps:
+                async for step in steps:
+                    if nothing:
+                        ended = replace(step, ids=(), finish="length" if step.finish else None)
+                    else:
+                        ended = _ended(step)
+                    yield ended
+                    if ended.finish is not None:
+                        return
+        finally:
+            known.fetched = ()  # of one that never had its turn
     except HarmonyFailure:
         raise
     except Exception as error:
@@ -102,13 +103,7 @@ async def reusable_tokens(engine: Any, prompt: Sequence[int], tenant: str = "") 
     return 0 if model is None else await prefix.reach(model, prompt, tenant)
 
 
-async def _batched(
-    engine: Any,
-    prompt: tuple[int, ...],
-    sampler: Sampler,
-    tenant: str,
-    fetched: tuple[Fetched, ...],
-) -> Steps:
+async def _batched(engine: Any, prompt: IdPrompt, sampler: Sampler) -> Steps:
     from vllm_mlx.request import SamplingParams
 
     params = SamplingParams(
@@ -121,22 +116,15 @@ async def _batched(
     # The core itself, not its asynchronous wrapper: closing the wrapper leaves the core's
     # iterator, which aborts the request, to the garbage collector.
     core = engine._engine.engine
-    known = TenantPrompt(prompt, tenant, fetched)
-    request_id = await core.add_request(prompt=known, sampling_params=params)
+    request_id = await core.add_request(prompt=prompt, sampling_params=params)
     async with _closed_whole(core.stream_outputs(request_id)) as outputs:
         async for output in outputs:
             finish = _finish(output.finish_reason)
-            yield Step(tuple(output.new_token_ids), finish, known.cached)
+            yield Step(tuple(output.new_token_ids), finish, prompt.cached)
             _raise_if_failed(output.finish_reason)
 
 
-async def _simple(
-    engine: Any,
-    prompt: tuple[int, ...],
-    sampler: Sampler,
-    tenant: str,
-    fetched: tuple[Fetched, ...],
-) -> Steps:
+async def _simple(engine: Any, prompt: IdPrompt, sampler: Sampler) -> Steps:
     from vllm_mlx.engine.base import EngineBusy
 
     started = False
@@ -145,9 +133,8 @@ async def _simple(
         # that follows: then the engine says so, and we wait again.
         async with engine._generation_lock:
             pass
-        ids = IdPrompt(prompt, tenant, fetched)
         generated = engine.stream_generate(
-            prompt=ids,
+            prompt=prompt,
             prefill_step_size=engine._prefill_step_size,
             max_tokens=sampler.settings.max_tokens,
             temperature=LIKELIEST,
@@ -158,7 +145,7 @@ async def _simple(
             async with _closed_whole(generated) as outputs:
                 async for output in outputs:
                     started = True
-                    yield Step(ids.take(), _finish(output.finish_reason), ids.cached)
+                    yield Step(prompt.take(), _finish(output.finish_reason), prompt.cached)
                     _raise_if_failed(output.finish_reason)
                 return
         except EngineBusy:
@@ -203,10 +190,8 @@ class IdPrompt(TenantPrompt):
     Written on the engine's thread, taken on the event loop's.
     """
 
-    def __init__(
-        self, ids: tuple[int, ...], tenant: str = "", fetched: tuple[Fetched, ...] = ()
-    ) -> None:
-        super().__init__(ids, tenant, fetched)
+    def __init__(self, ids: tuple[int, ...], tenant: str = "") -> None:
+        super().__init__(ids, tenant)
         self._generated: deque[int] = deque()
 
     def watch(self, chunks: Iterator[Any]) -> Iterator[Any]:

@@ -785,6 +785,47 @@ def test_what_is_read_before_its_turn(
     assert asyncio.run(both("bob")) == (600, [200, 500, 600])
 
 
+def test_what_waits_for_its_turn_is_bounded(
+    open_disk: Open, kept: Disk, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next prompt is read when one has had its turn, or was given up; in their order."""
+    computed(model, IDS)
+    for person in range(4):
+        computed(model, [person, *IDS])
+    assert kept.flush(10)
+    renew(monkeypatch)
+    prefix.keep_on(open_disk(patience=1000))
+    turns: list[int] = []
+
+    async def one(person: int, had_turn: asyncio.Event) -> None:
+        prompt = TenantPrompt([person, *IDS, 1])
+        prompt.fetched = await prefix.fetch(model, prompt, "")
+        assert prompt.fetched
+        turns.append(person)
+        try:
+            await had_turn.wait()
+        finally:
+            prompt.fetched = ()
+
+    async def four() -> None:
+        turn = [asyncio.Event() for _ in range(4)]
+        waiting = [asyncio.create_task(one(person, turn[person])) for person in range(4)]
+        for person in range(4):
+            for _ in range(1000):
+                if len(turns) > person:
+                    break
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(2 * disks.RETRY)
+            assert turns == [*range(person + 1)]
+            if person == 1:
+                waiting[person].cancel()
+            turn[person].set()
+        await asyncio.wait(waiting)
+
+    asyncio.run(four())
+    prefix.keep_on(kept)
+
+
 def test_a_piece_may_begin_before_what_memory_knows(
     kept: Disk, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,7 +270,7 @@ class Reusing(BatchGenerator):  # type: ignore[misc, unused-ignore]
 
     def _make_batch(self, n: int) -> Any:
         # Only now, when its turn has come: those before it may have made more known, and what
-        # waits holds no memory.
+        # waits holds no memory but what was read for it from a disk.
         for at in range(n):
             self._unprocessed_sequences[at] = self._resumed(self._unprocessed_sequences[at])
         return super()._make_batch(n)

@@ -6,7 +6,8 @@ Who does what, and on which thread:
 - A thread of its own writes them, one at a time. While an engine computes it takes ``SHARE`` of a
   processor's time, and so as much of the disk as it gets done in that; else it writes on.
 - Another thread reads (`Disk.fetch`), before the engine's turn: it checks every byte and leaves
-  them in plain memory. The engine's thread only copies them to where the model wants them.
+  them in plain memory. The engine's thread only copies them to where the model wants them. What is
+  read while an engine has no place for it is bounded: then the next prompt waits to be read.
 - The event loop waits for none of it. It reads turns, which are rows, beside what is being written.
 
 **Nothing here may fail a request.** A file that is not what was written is removed, with what goes
@@ -34,9 +35,9 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -62,6 +63,9 @@ LINGER = 0.1
 
 PAUSE = 30.0
 """Seconds in which nothing is tried after the disk has failed."""
+
+RETRY = 0.05
+"""Seconds after which it is looked again whether what was read for others has had its turn."""
 
 ABANDONED = 600.0
 """Seconds after which a file without a row is nobody's: another process may be writing it."""
@@ -105,6 +109,11 @@ class Fetched:
     start: int
     end: int
     tensors: Tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return sum(tensor.data.nbytes for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +213,7 @@ class Disk:
     """
 
     def __init__(self, directory: Path, budget: int, patience: int = 1 << 30) -> None:
-        """``patience``: bytes that may wait to be written."""
+        """``patience``: bytes that may wait to be written, and, having been read, for a turn."""
         self.directory, self.budget = directory, budget
         self.pace = Pace()
         self._home = directory / DIRECTORY
@@ -228,6 +237,8 @@ class Disk:
         self._closing = False
         self._hurry = False
         self._recent: WeakValueDictionary[bytes, Fetched] = WeakValueDictionary()
+        """What was read and somebody still has."""
+        self._line = asyncio.Lock()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._index = self._opened()
         self._found = self._index.found()
@@ -470,6 +481,23 @@ class Disk:
                     os.unlink(entry.path)
 
     # --- Reading
+
+    @property
+    def unused(self) -> int:
+        """Bytes that were read and wait for the turn of their prompts."""
+        pieces = (reference() for reference in self._recent.valuerefs())
+        return sum(piece.nbytes for piece in pieces if piece is not None)
+
+    @asynccontextmanager
+    async def room(self) -> AsyncIterator[None]:
+        """To read in, one prompt after another, once no more is ``unused`` than may be.
+
+        With the last prompt it may become more, by that one.
+        """
+        async with self._line:
+            while self.unused > self._patience:
+                await asyncio.sleep(RETRY)
+            yield
 
     async def in_reader(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """``function`` of ``arguments`` on the thread that reads, one call after another."""

@@ -209,10 +209,14 @@ def _reach(disk: Disk, model: Any, sequence: bytes, tenant: str) -> int:
 
 
 async def fetch(model: Any, ids: Sequence[int], tenant: str) -> tuple[Fetched, ...]:
-    """What the disk has of a prompt behind what is in memory, for ``TenantPrompt.fetched``."""
+    """What the disk has of a prompt behind what is in memory, for ``TenantPrompt.fetched``.
+
+    Waits while what was read for others, whose turn has not come, is as much as the disk allows.
+    """
     if _disk is None or not enabled():
         return ()
-    return await _disk.in_reader(_fetch, _disk, model, ids, tenant)
+    async with _disk.room():
+        return await _disk.in_reader(_fetch, _disk, model, ids, tenant)
 
 
 def _fetch(disk: Disk, model: Any, ids: Sequence[int], tenant: str) -> tuple[Fetched, ...]:
