@@ -1,0 +1,22 @@
+"""What the README says of a gateway's file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from vllm_mlx_harmony.gateway.engines.detection import Spec
+from vllm_mlx_harmony.gateway.settings import load
+
+README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+
+
+def test_the_file_is_one(tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    for number in range(3):
+        text = text.replace("…", f"the-key-{number}", 1)
+    (tmp_path / "gateway.toml").write_text(text, "utf-8")
+    settings = load({}, {}, str(tmp_path / "gateway.toml"))
+    assert settings.model == "openai/gpt-oss-120b"
+    assert settings.keys == (("alice", "the-key-0"), ("ci", "the-key-1"))
+    assert settings.engines == (Spec("http://gpu-1:8000", "vllm", "the-key-2"),)
