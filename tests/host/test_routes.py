@@ -153,7 +153,9 @@ def test_what_only_we_have_is_not_there_for_its_other_models(path: str) -> None:
     [
         ("PUT", PATH, "POST"),
         ("GET", "/v1/responses", "POST"),
-        ("PATCH", "/v1/responses/resp_1", "GET"),
+        ("PATCH", "/v1/responses/resp_1", "DELETE, GET"),
+        ("GET", "/v1/requests/chatcmpl-1/cancel", "POST"),
+        ("GET", "/v1/requests/chatcmpl-1", "DELETE"),
         ("DELETE", "/v1/models/a", "GET"),
         ("GET", "/v1/messages", "POST"),
         ("DELETE", "/v1/messages/count_tokens", "POST"),

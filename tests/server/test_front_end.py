@@ -307,9 +307,23 @@ def test_what_nobody_has_and_nobody_may() -> None:
     client.headers["Authorization"] = f"Bearer {KEY}"
     unknown = client.post("/v1/requests/chatcmpl-0/cancel")
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "request_id")
-    wrong = client.put("/v1/chat/completions")
-    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert wrong.json()["error"]["code"] == "method_not_allowed"
+    for method, path, allowed in (
+        ("PUT", "/v1/chat/completions", "POST"),
+        ("PUT", "/v1/responses/resp_0", "DELETE, GET, HEAD"),
+        ("GET", "/v1/requests/chatcmpl-0/cancel", "POST"),
+        ("GET", "/v1/requests/chatcmpl-0", "DELETE"),
+    ):
+        wrong = client.request(method, path)
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, allowed)
+        assert wrong.json()["error"]["code"] == "method_not_allowed"
+    client.headers["Authorization"] = "Bearer wrong"
+    for method, path in (
+        ("POST", "/v1/requests/chatcmpl-0/cancel"),
+        ("DELETE", "/v1/requests/chatcmpl-0"),
+        ("POST", "/v1/chat/completions"),
+    ):
+        refused = client.request(method, path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
     assert client.head("/").status_code == 200
 
 

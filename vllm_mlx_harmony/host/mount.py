@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_mlx_harmony.host.patching import Undo, locate
-from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
+from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint, methods_at
 from vllm_mlx_harmony.server.host import Host, install, uninstall
 from vllm_mlx_harmony.server.responses.websocket import UVICORN, without_traceback
 
@@ -42,7 +42,7 @@ class Mounted(APIRoute):
             await super().handle(scope, receive, send)
             return
         response = self.other_methods(Request(scope))
-        response.headers["Allow"] = ", ".join(sorted(methods))
+        response.headers["Allow"] = methods_at(self.path, scope["app"].routes)
         await response(scope, receive, send)
 
 

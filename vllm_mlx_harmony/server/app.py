@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
-from vllm_mlx_harmony.server.endpoint import Endpoint, Handler
+from vllm_mlx_harmony.server.endpoint import Endpoint, Handler, methods_at
 from vllm_mlx_harmony.server.host import Host, host_of, install
 from vllm_mlx_harmony.server.routes import ENDPOINTS, MIDDLEWARE, SOCKETS
 
@@ -44,7 +44,7 @@ class _OneOf(Route):
             await super().handle(scope, receive, send)
             return
         response = self._other_methods(Request(scope))
-        response.headers["Allow"] = ", ".join(sorted(methods))
+        response.headers["Allow"] = methods_at(self.path, scope["app"].routes)
         await response(scope, receive, send)
 
 

@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import cancellations, generation
 from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.errors import error_response
+from vllm_mlx_harmony.server.errors import error_response, with_error_body
 from vllm_mlx_harmony.server.host import host_of, tenant_of
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
 from vllm_mlx_harmony.server.shared import SharedError
@@ -61,7 +61,10 @@ async def _cancelled(request_id: str, tenant: str) -> bool:
 
 _WHY = "the ids of answers from token ids are not the engines'"
 
-ENDPOINTS: tuple[Endpoint, ...] = (
-    Endpoint("/v1/requests/{request_id}/cancel", ("POST",), cancel_request, _WHY),
-    Endpoint("/v1/requests/{request_id}", ("DELETE",), cancel_request, _WHY),
+ENDPOINTS: tuple[Endpoint, ...] = tuple(
+    with_error_body(chat.error_body, Endpoint(path, (method,), cancel_request, _WHY))
+    for path, method in (
+        ("/v1/requests/{request_id}/cancel", "POST"),
+        ("/v1/requests/{request_id}", "DELETE"),
+    )
 )

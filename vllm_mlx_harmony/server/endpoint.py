@@ -5,12 +5,13 @@ Knows nothing of how a server puts it among its own (for vllm-mlx: `host.mount`)
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.websockets import WebSocket
 
 Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
@@ -45,3 +46,13 @@ class SocketEndpoint:
     path: str
     converse: Callable[[WebSocket], Awaitable[None]]
     why: str = ""
+
+
+def methods_at(path: str, routes: Iterable[BaseRoute]) -> str:
+    """The methods that ``routes`` have at ``path``, each maybe in a route of its own: an ``Allow``.
+
+    https://www.rfc-editor.org/rfc/rfc9110#section-10.2.1 wants all of them.
+    """
+    there = [each for each in routes if getattr(each, "path", None) == path]
+    names = {name for each in there for name in getattr(each, "methods", None) or ()}
+    return ", ".join(sorted(names))
