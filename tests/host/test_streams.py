@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any
@@ -199,8 +200,9 @@ def test_what_the_client_sent_itself_does_not_count() -> None:
 
 @pytest.mark.parametrize(("size", "fits"), [("1000", False), ("2K", True), ("0.001M", False)])
 def test_the_environment_says_how_much_may_wait(
-    monkeypatch: pytest.MonkeyPatch, size: str, fits: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, size: str, fits: bool
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setenv(CAPACITY_VARIABLE, size)
     thrown: list[HostError] = []
 
@@ -218,6 +220,8 @@ def test_the_environment_says_how_much_may_wait(
 
     run(test)
     assert [error.code for error in thrown] == ([] if fits else ["reader_too_slow"])
+    said = "an answer was ended: 1800 bytes of it were not read"
+    assert [record.message for record in caplog.records] == ([] if fits else [said])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])

@@ -203,7 +203,7 @@ class EventBuffer:
                 elif capacity is None:
                     capacity = self._bytes + self._capacity
                 elif self._bytes > capacity:
-                    logger.info("an answer was ended: %d bytes of it waited to be read", capacity)
+                    logger.info("an answer was ended: %d bytes of it were not read", self._bytes)
                     failure = HostError(
                         "the answer was not read as fast as it was generated, and has been ended",
                         code="reader_too_slow",
