@@ -32,7 +32,7 @@ _PREFIX = "vmh2."  # which format, so that a later one can tell
 
 
 class ServerCipher:
-    """Encrypts with one key for one ``tenant``. What was encrypted for another does not open."""
+    """Encrypts with one key for one ``tenant``; does not decrypt what was encrypted for another."""
 
     def __init__(self, key: bytes, tenant: str) -> None:
         self._aead = AESGCM(key)

@@ -65,10 +65,10 @@ class Running:
     too, about as large again, and there are two more events to come that repeat it.
     """
 
-    def __init__(self, job: Job, answer: StoringEmitter, parsed: str | None = None) -> None:
+    def __init__(self, job: Job, answer: StoringEmitter, written: str | None = None) -> None:
         self.id, self.tenant = answer.id, answer.tenant
         self.events: list[Event] = []
-        self._input = written_input(answer) if parsed is None else parsed
+        self._input = written_input(answer) if written is None else written
         self.bytes = len(self._input)
         self._more = asyncio.Event()
         self._append(*answer.create())
@@ -158,10 +158,10 @@ class Background:
         self._most_running = most_running
         self._all: OrderedDict[str, Running] = OrderedDict()
 
-    def start(self, job: Job, answer: StoringEmitter, parsed: str | None = None) -> Running:
+    def start(self, job: Job, answer: StoringEmitter, written: str | None = None) -> Running:
         """Generates the answer of ``job`` from now on, whoever listens.
 
-        ``parsed`` is its ``written_input``, where that is there already.
+        ``written`` is its ``written_input``, where that is there already.
         Raises ``HostError`` 503 when those that run take all the room there is.
         """
         self._make_room()
@@ -173,7 +173,7 @@ class Background:
                 code="background_full",
                 retry_after=RETRY_SECONDS,
             )
-        running = self._all[answer.id] = Running(job, answer, parsed)
+        running = self._all[answer.id] = Running(job, answer, written)
         return running
 
     def get(self, key: str, tenant: str) -> Running | None:

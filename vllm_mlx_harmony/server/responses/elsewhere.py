@@ -50,17 +50,17 @@ class Elsewhere:
     # --- For the server that generates
 
     def beat(
-        self, running: Sequence[tuple[str, str]], stored_events: Sequence[Sequence[Event]]
+        self, running: Sequence[tuple[str, str]], events: Sequence[Sequence[Event]]
     ) -> list[Wish | None]:
-        """These run here, and told these events since the last time: what is wanted of each."""
+        """These run here, with these new events since the last time: what is wanted of each."""
 
         def beat(redis: Any) -> list[bytes | None]:
             pipe = redis.pipeline(transaction=False)
-            for (key, tenant), events in zip(running, stored_events, strict=True):
+            for (key, tenant), new in zip(running, events, strict=True):
                 pipe.set(shared_key("run", tenant, key), b"1", ex=ALIVE)
-                if events:
+                if new:
                     name = shared_key("events", tenant, key)
-                    pipe.rpush(name, *(dumps(event) for event in events))
+                    pipe.rpush(name, *(dumps(event) for event in new))
                     pipe.expire(name, EVENTS_SECONDS)
             pipe.mget([shared_key("wish", tenant, key) for key, tenant in running])
             wishes: list[bytes | None] = pipe.execute()[-1]

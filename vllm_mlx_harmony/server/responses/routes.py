@@ -84,9 +84,9 @@ async def _answer(request: Request, prepared: PreparedRequest) -> Response:
         deltas = storing(run(prepared.job), prepared.emitter, known=False)
         return await respond(request, prepared, deltas)
     try:
-        parsed = await in_thread(written_input, prepared.emitter)
+        written = await in_thread(written_input, prepared.emitter)
         await announce(prepared.emitter)
-        running = BACKGROUND.start(prepared.job, prepared.emitter, parsed)
+        running = BACKGROUND.start(prepared.job, prepared.emitter, written)
     except BaseException:
         prepared.job.tracker.finish(result="error")
         await withdraw(prepared.emitter)
