@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +156,8 @@ def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:
     """What runs on an engine that goes is answered to its end; a file that is wrong changes
     nothing."""
     file = tmp_path / "gateway.toml"
-    with ExitStack() as stack, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with ExitStack() as stack:
+        port = free_port()
         first, second = FakeEngine("sglang", SCRIPTS, pause=0.05), FakeEngine("sglang", SCRIPTS)
         urls = [stack.enter_context(served(each.app)) for each in (first, second)]
 
@@ -167,35 +166,24 @@ def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:
             file.write_text(f'model = "m"\nport = {port}\n{tables}')
 
         engines(urls[0])
-        command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--config", str(file)]
-        environment = {**os.environ, "VLLM_MLX_HARMONY_GRAMMAR": "off"}
-        process = subprocess.Popen(command, env=environment)
-        stack.callback(process.wait, 30)
-        stack.callback(process.kill)
+        process = started(stack, file)
         gateway = f"http://127.0.0.1:{port}"
-
-        def known() -> dict[str, str]:
-            try:
-                listed = httpx.get(f"{gateway}/ready").json()["engines"]
-            except httpx.HTTPError:
-                assert process.poll() is None
-                return {}
-            return {each["url"]: each["health"] for each in listed}
+        health = partial(known, process, port)
 
         def ask(stream: bool = False) -> httpx.Response:
             messages = [{"role": "user", "content": "Hello"}]
             body: dict[str, Any] = {"model": "m", "messages": messages, "stream": stream}
             return httpx.post(f"{gateway}/v1/chat/completions", json=body, timeout=60)
 
-        until(lambda: known() == {urls[0]: "up"}, "the gateway to be ready", 180)
+        until(lambda: health() == {urls[0]: "up"}, "the gateway to be ready", 180)
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(ask(stream=True)))
         asking.start()
         until(lambda: first.running == 1, "a request to run")
         engines(urls[1])
         process.send_signal(signal.SIGHUP)
-        until(lambda: known().get(urls[1]) == "up", "the other engine")
-        assert known()[urls[0]] == "draining"
+        until(lambda: health().get(urls[1]) == "up", "the other engine")
+        assert health()[urls[0]] == "draining"
         assert ask().json()["choices"][0]["message"]["content"] == LONG
         assert len(second.prompts) == 1
         asking.join()
@@ -203,7 +191,53 @@ def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:
         events = [json.loads(line.removeprefix("data: ")) for line in lines]
         choices = [choice for event in events for choice in event["choices"]]
         assert "".join(each["delta"].get("content") or "" for each in choices) == LONG
-        until(lambda: known() == {urls[1]: "up"}, "the first engine to be taken away")
+        until(lambda: health() == {urls[1]: "up"}, "the first engine to be taken away")
         file.write_text("engines = 1")
         process.send_signal(signal.SIGHUP)
-        assert ask().status_code == 200 and known() == {urls[1]: "up"}
+        assert ask().status_code == 200 and health() == {urls[1]: "up"}
+
+
+def test_sighup_before_an_engine_has_answered(tmp_path: Path) -> None:
+    """While a gateway starts, and waits for an engine that takes connections and says nothing."""
+    file = tmp_path / "gateway.toml"
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        silent.settimeout(180)
+        url = stack.enter_context(served(FakeEngine("sglang", SCRIPTS).app))
+        port = free_port()
+
+        def engine(url: str) -> None:
+            table = f'[[engines]]\nurl = "{url}"\nkind = "sglang"\n'
+            file.write_text(f'model = "m"\nport = {port}\n{table}')
+
+        engine(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        process = started(stack, file)
+        silent.accept()
+        engine(url)
+        process.send_signal(signal.SIGHUP)
+        until(lambda: known(process, port) == {url: "up"}, "the other engine", 60)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def started(stack: ExitStack, file: Path) -> subprocess.Popen[bytes]:
+    """A gateway with the settings of a file."""
+    command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--config", str(file)]
+    process = subprocess.Popen(command, env={**os.environ, "VLLM_MLX_HARMONY_GRAMMAR": "off"})
+    stack.callback(process.wait, 30)
+    stack.callback(process.kill)
+    return process
+
+
+def known(process: subprocess.Popen[bytes], port: int) -> dict[str, str]:
+    """Its engines and their health; nothing before it listens."""
+    try:
+        listed = httpx.get(f"http://127.0.0.1:{port}/ready").json()["engines"]
+    except httpx.HTTPError:
+        assert process.poll() is None
+        return {}
+    return {each["url"]: each["health"] for each in listed}

@@ -261,19 +261,17 @@ class _Outer:
 
     @contextlib.asynccontextmanager
     async def _life(self, _: Starlette) -> AsyncIterator[None]:
+        if self._reload is not None:  # before all that takes a while: SIGHUP kills without it
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGHUP, self._reloaded, self._reload)
         enforcement.get_ready()
         async with engine_http.client() as http, self._running_tools():
-            fleet = self.host.fleet
-            watching = asyncio.ensure_future(watch(http, fleet))
-            # Who is ready when it listens needs no retries of its clients.
-            await asyncio.wait(
-                [asyncio.ensure_future(_found(each)) for each in fleet.backends], timeout=10.0
-            )
-            if self._reload is not None:
-                loop = asyncio.get_running_loop()
-                loop.add_signal_handler(signal.SIGHUP, self._reloaded, self._reload)
-            set_aside()
+            watching = asyncio.ensure_future(watch(http, self.host.fleet))
             try:
+                # Who is ready when it listens needs no retries of its clients.
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(_asked(self.host.fleet), timeout=10.0)
+                set_aside()
                 yield
             finally:
                 await generation.stopped(watching)
@@ -304,9 +302,9 @@ class _Outer:
         self.host.fleet.update(settings.engines)
 
 
-async def _found(backend: Backend) -> None:
-    """Ends when it is known whether the engine is there."""
-    while backend.engine is None and backend.problem == NOT_FOUND:
+async def _asked(fleet: Fleet) -> None:
+    """Ends when it is known of every engine whether it is there."""
+    while any(each.engine is None and each.problem == NOT_FOUND for each in fleet.backends):
         await asyncio.sleep(0.02)
 
 
