@@ -12,7 +12,7 @@ pytest.importorskip("vllm_mlx")
 import vllm_mlx.cli
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import activation, flags
+from vllm_mlx_harmony.host import activation, flags, summary
 
 MB = 1 << 20
 
@@ -147,6 +147,37 @@ def test_the_hosts_own_cache_takes_its_flags(monkeypatch: pytest.MonkeyPatch, li
     found = given(monkeypatch, *line.split())
     assert flags.without_effect(found, batched=True, replaced=False) == []
     assert flags.without_effect(found, batched=False, replaced=False) != []
+
+
+@pytest.mark.parametrize("line", ["--ssd-cache-dir d", "--ssd-cache-dir d --ssd-cache-max-gb 9"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_without_any_prefix_cache_nothing_is_on_disk(
+    monkeypatch: pytest.MonkeyPatch, line: str, batched: bool
+) -> None:
+    found = given(monkeypatch, "--disable-prefix-cache", *line.split())
+    (sentence,) = flags.without_effect(found, batched=batched, replaced=False)
+    assert sentence.startswith("--ssd-cache-dir") and sentence.endswith("the prefix cache is off")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--cache-memory-mb 64", "up to 64 MiB in memory"),
+        ("--cache-memory-mb 64 --continuous-batching", "up to 64 MiB in memory"),
+        ("--cache-memory-mb 64 --max-kv-size 4096", "up to 64 MiB in memory"),
+        ("--cache-memory-mb 64 --max-kv-size 4096 --continuous-batching", "vllm-mlx's own"),
+        ("--cache-memory-mb 0 --continuous-batching", "vllm-mlx's own"),
+        ("--cache-memory-mb 0", "off"),
+        ("--disable-prefix-cache", "off"),
+        ("--disable-prefix-cache --max-kv-size 4096 --continuous-batching", "off"),
+    ],
+)
+def test_the_start_says_whose_prefix_cache_is_used(line: str, said: str) -> None:
+    try:
+        activation._apply(parsed(*line.split()))
+        assert dict(summary._common())["prefix cache"] == said
+    finally:
+        activation._apply(parsed())
 
 
 ELSEWHERE = {

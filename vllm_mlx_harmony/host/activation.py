@@ -202,7 +202,10 @@ def _apply(args: Any) -> None:
     directory = getattr(args, "ssd_cache_dir", None)
     if directory and replaced:
         prefix.keep_on(opening.opened(directory, args.ssd_cache_max_gb))
-    summary.set_idle(flags.without_effect(given, batched=batched, replaced=replaced))
+    summary.set_flags(
+        flags.without_effect(given, batched=batched, replaced=replaced),
+        hosts_cache=flags.hosts_own(given, batched=batched, replaced=replaced),
+    )
 
 
 def _warn(message: str) -> None:

@@ -43,35 +43,19 @@ from importlib import metadata
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import entry_points, models, patching
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.entry_points import FLAGS, Extensions, find, resolve
+from vllm_mlx_harmony.host.entry_points import FLAGS, Extensions, find
 from vllm_mlx_harmony.host.kv import status
-from vllm_mlx_harmony.host.mount import (
-    Around,
-    Installed,
-    Mounted,
-    Route,
-    SocketRoute,
-    forward_to_host,
-)
+from vllm_mlx_harmony.host.mount import Around, Installed, Route, SocketRoute
 from vllm_mlx_harmony.host.patching import OTHERS, Attribute, Entry, Fact, Patch, Requirement, Undo
 from vllm_mlx_harmony.server import routes
 
 __all__ = [
     "FLAGS",
-    "Entry",
-    "Extensions",
-    "Fact",
     "Installation",
-    "Mounted",
-    "Patch",
-    "Requirement",
-    "Route",
     "activate",
     "active",
     "deactivate",
-    "forward_to_host",
     "host_version",
-    "resolve",
     "table",
     "unsupported",
 ]
@@ -408,7 +392,6 @@ USED: tuple[Fact | Attribute, ...] = (
     Fact(f"{_SERVER}:_mcp_executor", "runs one tool for /v1/mcp/execute"),
     Fact(f"{_SERVER}:_default_timeout", "how long answers may take when the server ends"),
     Fact(f"{_SERVER}:list_models", "its models", ()),
-    Fact(f"{_SERVER}:_api_key", "whether there is an API key"),
     Fact(f"{_SERVER}:security", "reads the API key from a header"),
     Fact(f"{_SERVER}:verify_api_key", "checks it, also for a WebSocket", ("credentials",)),
     Fact(f"{_SERVER}:check_rate_limit", "also for each message on a WebSocket", ("request",)),

@@ -46,7 +46,7 @@ async def generate(
     With ``max_tokens`` 0 there are none: the prompt is computed, and what can be reused of it is
     remembered. Both engines compute a prompt's last id only to choose the next: one is chosen, and
     is nobody's.
-    What is remembered of the prompt is ``tenant``'s alone (see ``kv``).
+    What is remembered of the prompt is ``tenant``'s alone (see `kv.prefix`).
     Of all ids only those come that ``constraint`` lets through.
     Close the iterator (``aclosing``) to stop earlier: the engine is free again when that returns.
     Raises ``OutputError`` when the engine fails, ``HostError`` for one that takes no ids.

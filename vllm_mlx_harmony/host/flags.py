@@ -1,7 +1,7 @@
 """Flags of ``vllm-mlx serve`` that mean something else for a Harmony model, or nothing.
 
-Prompts go to the engines as token ids, and what was computed of them is kept by ``kv`` instead of
-vllm-mlx's prefix caches, on both engines. So vllm-mlx's limits on the size of its cache are the
+Prompts go to the engines as token ids, and what was computed of them is kept by `kv.prefix` instead
+of vllm-mlx's prefix caches, on both engines. So vllm-mlx's limits on the size of its cache are the
 budget of ours, its directory is where ours outlives the process (`kv.opening`), and what else is
 said of its caches has no effect; the same is true of what works on a prompt's text, and of what
 gpt-oss cannot do. Knows every flag of which that is true and why.
@@ -155,16 +155,22 @@ def budget(flags: Mapping[str, Any]) -> int | None:
     return limit
 
 
+def hosts_own(flags: Mapping[str, Any], *, batched: bool, replaced: bool) -> bool:
+    """Whether vllm-mlx's own prefix cache is in use: of the batched engine, unless ours is."""
+    return batched and not replaced and not flags.get("disable_prefix_cache")
+
+
 def without_effect(flags: Mapping[str, Any], *, batched: bool, replaced: bool) -> list[str]:
     """A sentence for each reason that given flags have no effect: which, and why.
 
-    ``replaced``: the prefix cache of the plugin is in use. Where it is not, vllm-mlx's own is, but
-    only when ``batched``: then its flags do what they say.
+    ``replaced``: the prefix cache of the plugin is in use. Where it is not, vllm-mlx's own may be:
+    then its flags do what they say.
     """
+    theirs = hosts_own(flags, batched=batched, replaced=replaced)
     sentences = []
     for row in IDLE:
         acts = (row.simple and batched) or (row.replaced and batched and not replaced)
-        acts |= row.off and (batched or replaced)
+        acts |= row.off and (theirs or replaced)
         names = [] if acts else [option(name) for name in row.names if name in flags]
         if names:
             sentences.append(f"{', '.join(names)}: {row.why}")

@@ -18,12 +18,13 @@ from vllm_mlx_harmony.server.queue import places
 WIDTH = 14
 
 _idle: tuple[str, ...] = ()
+_hosts_cache = False
 
 
-def set_idle(sentences: list[str]) -> None:
-    """What to say of flags that were given and have no effect."""
-    global _idle
-    _idle = tuple(sentences)
+def set_flags(idle: list[str], *, hosts_cache: bool) -> None:
+    """What to say of flags: those without effect, and whether vllm-mlx's prefix cache is in use."""
+    global _idle, _hosts_cache
+    _idle, _hosts_cache = tuple(idle), hosts_cache
 
 
 def of_model(load_model: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +77,8 @@ def _common() -> Iterator[tuple[str, str]]:
 
     opening.show_metrics()
     budget = prefix.budget()
-    yield "prefix cache", f"up to {size(budget)} in memory" if budget else "off"
+    ours = f"up to {size(budget)} in memory" if budget else "off"
+    yield "prefix cache", "vllm-mlx's own" if _hosts_cache else ours
     yield from (("", line) for line in opening.found(server()._model_path))
     limiter = server()._rate_limiter
     access = "API key required" if server()._api_key else "open to whoever reaches it: no --api-key"

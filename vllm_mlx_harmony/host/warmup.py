@@ -1,7 +1,7 @@
 """``--warm-prompts``: what prompts of all begin with is computed before the first request comes.
 
 Knows vllm-mlx's warm-up and what of its prompts every request has. Refuses to know how a prompt is
-remembered (kv).
+remembered (`kv.prefix`).
 """
 
 from __future__ import annotations

@@ -657,6 +657,22 @@ def test_a_later_version_is_left_alone(open_disk: Open, segments: list[Segment])
     assert len(files(disk)) == 3
 
 
+def test_a_start_writes_nothing_to_an_index_that_is_there(
+    open_disk: Open, model: Any, segments: list[Segment]
+) -> None:
+    """The disk may be full; here, another process is in the middle of a transaction."""
+    disk = open_disk()
+    write(disk, segments)
+    path = disk.directory / DIRECTORY / index.NAME
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        log = path.with_name(f"{index.NAME}-wal").stat().st_size
+        again = open_disk()
+        assert again.reach([ROOT], pack([*IDS, 1])) == 600
+        assert path.with_name(f"{index.NAME}-wal").stat().st_size == log
+        other.execute("ROLLBACK")
+
+
 def test_an_earlier_version_is_replaced(
     open_disk: Open, model: Any, segments: list[Segment]
 ) -> None:
@@ -952,6 +968,10 @@ def test_doctor_looks_and_changes_nothing(
     group = doctor._cache(disk.directory)
     assert group.ok and "3 pieces of 1 conversations, 0 turns" in group.findings[0].detail
     assert before == {path: path.stat().st_mtime_ns for path in before}
+    disk.close(5.0)
+    ended = sorted((path, path.stat().st_mtime_ns) for path in disk.directory.rglob("*"))
+    assert "3 pieces of 1 conversations" in doctor._cache(disk.directory).findings[0].detail
+    assert ended == sorted((path, path.stat().st_mtime_ns) for path in disk.directory.rglob("*"))
     nothing = doctor._cache(tmp_path / "a" / "b")
     assert nothing.ok and not (tmp_path / "a").exists()
     (tmp_path / "file").write_text("")

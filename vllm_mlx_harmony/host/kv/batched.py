@@ -1,8 +1,8 @@
 """The batched engine: sequences start where the known ends, are drawn together, cut as they run.
 
 Knows mlx-lm's batch generator and vllm-mlx's scheduler around it. Everything runs where the
-generator runs: on the engine's own thread. Refuses to know what is remembered (`kv`) and how an id
-is drawn (`sampler`).
+generator runs: on the engine's own thread. Refuses to know what is remembered (`prefix`) and how an
+id is drawn (`sampler`).
 """
 
 from __future__ import annotations

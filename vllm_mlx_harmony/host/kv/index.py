@@ -1,8 +1,8 @@
 """What is on the disk: pieces by what stands before them, turns by their keys, and who goes first.
 
 A piece is known by a **key**: a digest of the key of the piece before it and of its own ids. The
-key before the first is that of whatever makes a piece valid (`prefix`): model, layout, tenant. So a
-look-up goes down from there, piece by piece, and who cannot name the beginning finds nothing. The
+key before the first is that of whatever makes a piece valid (`identity`): model, layout, tenant. So
+a look-up goes down from there, piece by piece, and who cannot name the beginning finds nothing. The
 ids themselves are not stored.
 
 One SQLite database with a write-ahead log (https://www.sqlite.org/wal.html), which several
@@ -165,13 +165,13 @@ class Index:
         # What a loss of power takes from the end of the log, nobody misses.
         self._file.execute("PRAGMA synchronous=NORMAL")
         self._file.execute("PRAGMA secure_delete=ON")  # a turn that was deleted is gone
-        with self.writing() as file:
-            if version < VERSION:
+        if version < VERSION:  # else nothing is written: the disk may be full, or another writes
+            with self.writing() as file:
                 file.execute("DROP TABLE IF EXISTS pieces")
                 file.execute("DROP TABLE IF EXISTS turns")
-            for statement in filter(None, map(str.strip, _TABLES.split(";"))):
-                file.execute(statement)
-            file.execute(f"PRAGMA user_version={VERSION}")
+                for statement in filter(None, map(str.strip, _TABLES.split(";"))):
+                    file.execute(statement)
+                file.execute(f"PRAGMA user_version={VERSION}")
         self._reader.execute("PRAGMA query_only=ON")
 
     def close(self) -> None:
@@ -324,7 +324,9 @@ def looked_at(directory: Path) -> Found | None:
     path = directory / NAME
     if not path.exists():
         return None
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as file:
+    # Without a log nobody has it open, and even a reader would make one.
+    how = "mode=ro" if path.with_name(f"{NAME}-wal").exists() else "immutable=1"
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as file:
         (version,) = file.execute("PRAGMA user_version").fetchone()
         if version > VERSION:
             raise Later(f"a later version of vllm-mlx-harmony wrote {path}")

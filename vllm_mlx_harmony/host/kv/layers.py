@@ -67,9 +67,10 @@ class Segment:
 
 def kinds(model: Any) -> Kinds | None:
     """What the model's layers keep; ``None`` for layers of another kind, which cannot be cut."""
-    found = tuple(_kind(layer) for layer in make_prompt_cache(model))
+    cache = make_prompt_cache(model)
+    found = tuple(kind for kind in map(_kind, cache) if kind is not None)
     windows = {kind for kind in found if kind != WHOLE}
-    return None if None in found or len(windows) > 1 else tuple(kind or WHOLE for kind in found)
+    return None if len(found) < len(cache) or len(windows) > 1 else found
 
 
 def _kind(layer: Any) -> int | None:
@@ -200,12 +201,12 @@ def imported(tokens: int, tensors: Tensors) -> Segment:
 
 def same_kind(one: Segment, other: Segment) -> bool:
     """Whether the two can be joined: layers, heads, widths and types of both are the same."""
-    return [_kind_of(part) for part in (one.whole, one.tail)] == [
-        _kind_of(part) for part in (other.whole, other.tail)
+    return [_signature(part) for part in (one.whole, one.tail)] == [
+        _signature(part) for part in (other.whole, other.tail)
     ]
 
 
-def _kind_of(part: Any) -> Any:
+def _signature(part: Any) -> Any:
     return None if part is None else (part.dtype, part.shape[:2], part.shape[3])
 
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "VLLM_MLX_HARMONY_CACHE"
 """Environment variable: bytes all remembered prompts may take (``512M``, ``2G``), 0 for none."""
 
-SHARE = 16
+MEMORY_DIVISOR = 16
 """Without the variable: this part of the machine's memory. 1 GiB of 16."""
 
 SHORTEST = 32
@@ -113,7 +113,9 @@ def budget() -> int:
     """
     if _limit is not None:
         return _limit
-    return number(VARIABLE, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE)
+    return number(
+        VARIABLE, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // MEMORY_DIVISOR
+    )
 
 
 @lru_cache(maxsize=1)

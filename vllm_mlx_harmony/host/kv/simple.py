@@ -1,8 +1,10 @@
 """The simple engine's way with prompts of ours: computed from where they leave the known, and on.
 
 Knows where a generator of vllm-mlx's model wrapper begins and ends. Everything runs where that
-generator runs: on the engine's own thread. Refuses to know what is remembered (`kv`) and how an id
-is drawn (`sampler`).
+generator runs: on the engine's own thread, and on that thread's default stream. vllm-mlx makes that
+the one to generate on, and has ``mlx_lm.generate.generation_stream`` be it, too; but this is one
+global of the process, and another model's thread may have it be another's at any moment.
+Refuses to know what is remembered (`prefix`) and how an id is drawn (`sampler`).
 """
 
 from __future__ import annotations

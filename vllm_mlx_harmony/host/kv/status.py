@@ -5,7 +5,7 @@ other request is answered. A Harmony model has nothing in those caches. So they 
 somebody else has imported mlx_vlm already; what is answered otherwise is vllm-mlx's own answer for
 when there is no mlx_vlm. Drop when vllm-mlx no longer imports it there.
 
-Knows those routes and the methods behind them. Refuses to know what is remembered (`kv`).
+Knows those routes and the methods behind them. Refuses to know what is remembered (`prefix`).
 """
 
 from __future__ import annotations
