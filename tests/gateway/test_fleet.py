@@ -89,7 +89,7 @@ def test_an_engine_that_comes_back_with_another_key_stays() -> None:
 
 
 def test_a_probe_says_nothing_of_the_engine_that_came_after(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SIGHUP while it is on its way: the engine with the new key is found all the same."""
     http: Any = None
@@ -107,17 +107,20 @@ def test_a_probe_says_nothing_of_the_engine_that_came_after(
         monkeypatch.setattr(app, "detect", slow)
         monkeypatch.setattr(app, "is_well", well)
         fleet = Fleet("m", [A])
-        probing = asyncio.ensure_future(app.probe(http, fleet.backends[0], "m"))
+        (old,) = fleet.backends
+        probing = asyncio.ensure_future(app.probe(http, old, "m"))
         await asyncio.sleep(0)
         fleet.update([Spec(A.url, key="another key")])
         there.set()
         await probing
         (new,) = fleet.backends
         assert (new.up, new.health) == (False, "down")
+        await app.probe(http, old, "m")  # which was due before
         await app.probe(http, new, "m")
         assert new.up
 
     asyncio.run(asyncio.wait_for(reloaded(), 10))
+    assert "could not be probed" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,8 @@ async def watch(http: ClientSession, fleet: Fleet) -> None:
 
 async def probe(http: ClientSession, backend: Backend, model: str) -> None:
     """Asks an engine how it is; one that was down may be another one now, and is found anew."""
+    if backend not in backend.routing.engines:
+        return  # taken away since it was due
     try:
         if backend.routing.health(backend) in (Health.UP, Health.DRAINING):
             await is_well(http, backend.spec)

@@ -7,7 +7,7 @@ vllm-mlx: docs/api.md.
 
 ```toml
 model = "openai/gpt-oss-120b"
-keys = { alice = "…", ci = "…" }      # names are for logs and metrics; each key is a tenant
+keys = { alice = "…", ci = "…" }      # names are for this file alone; each key is a tenant
 rate_limit = 600                      # requests per minute and key
 
 [[engines]]
