@@ -38,7 +38,7 @@ def test_what_is_read(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("given", ["many", "-1", "0.5", "16X", "1G2", "1e6", "٣"])
+@pytest.mark.parametrize("given", ["many", "-1", "0.5", "16X", "1G2", "1e6", "٣", "9" * 400])
 def test_anything_else_is_warned_about_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, given: str
 ) -> None:

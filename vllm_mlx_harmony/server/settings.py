@@ -10,7 +10,7 @@ from functools import lru_cache
 logger = logging.getLogger("vllm_mlx_harmony")
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+(?=\s*[KMGT]))?)\s*([KMGT]?)(?:I?B)?")
+_NUMBER = re.compile(r"([0-9]{1,15}(?:\.[0-9]+(?=\s*[KMGT]))?)\s*([KMGT]?)(?:I?B)?")
 
 
 def number(variable: str, default: int) -> int:

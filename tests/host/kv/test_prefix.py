@@ -79,19 +79,7 @@ def test_only_what_follows_the_known_is_cut() -> None:
     assert prefix.marks([vocab.START], after=0) == []
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("0", 0),
-        ("1000", 1000),
-        ("512M", 512 << 20),
-        ("512m", 512 << 20),
-        ("2G", 2 << 30),
-        ("1.5 GiB", 3 << 29),
-        ("64 kB", 64 << 10),
-        (" 1T ", 1 << 40),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected"), [("0", 0), ("1.5 GiB", 3 << 29)])
 def test_budget_is_what_the_environment_says(
     monkeypatch: pytest.MonkeyPatch, given: str, expected: int
 ) -> None:

@@ -222,7 +222,7 @@ def read_turn(
         response_format=response_format(format_, "text.format") if format_ else None,
         identity=template.model_identity or defaults.identity,
         date=defaults.date,
-        builtin_tools=() if tools.none else defaults.enabled(template.builtin_tools),
+        builtin_tools=tools.builtin_tools,
         sampling=sampling(body),
         limits=Limits(
             max_tokens=body.max_output_tokens,

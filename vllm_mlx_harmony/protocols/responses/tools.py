@@ -55,10 +55,12 @@ class Declared(NamedTuple):
 class Tools:
     """The tools of a request: ``shown`` from the beginning, under their unique names.
 
-    ``choice`` is which tools may be called, ``none``: not one, and none is shown either (A9).
+    ``choice`` is which tools may be called, ``none``: not one, and none is shown either (A9), nor
+    is one of ``builtin_tools``, the built-in namespaces.
     """
 
     shown: tuple[Tool, ...] = ()
+    builtin_tools: tuple[str, ...] = ()
     choice: Choice = field(default_factory=Choice)
     none: bool = False
     _declared: Mapping[str, Declared] = field(default_factory=dict)
@@ -151,7 +153,7 @@ class ToolReader:
         shown: tuple[Tool, ...],
         choice: ToolChoice | None,
         server: ServerTools = NO_SERVER_TOOLS,
-        builtin_tools: Sequence[str] = (),
+        builtin_tools: tuple[str, ...] = (),
     ) -> Tools:
         """All that was read, ``shown`` at the beginning, with what ``choice`` leaves of it.
 
@@ -160,14 +162,12 @@ class ToolReader:
         Raises ``RequestError`` naming ``tool_choice`` when it cannot be obeyed.
         """
         names = {tool: self._names[key] for key, tool in self._tools.items()}
-        read = Tools(shown, Choice(), False, _spellings(names), dict(self._names))
+        spellings = _spellings(names)
         if choice is not None and choice.type == "none":
-            return replace(read, shown=(), none=True)
+            return Tools(none=True, _declared=spellings, _names=dict(self._names))
+        read = Tools(shown, builtin_tools, _declared=spellings, _names=dict(self._names))
         known = {tool: name for tool, name in names.items() if name in self._shown}
-        return replace(
-            read,
-            choice=_choice(choice, read, known, set(names), server, builtin_tools=builtin_tools),
-        )
+        return replace(read, choice=_choice(choice, read, known, set(names), server))
 
     def _name(self, tools: Sequence[Declared]) -> None:
         """Names first for those without namespace: they keep theirs."""
@@ -317,11 +317,12 @@ def _choice(
     known: Mapping[Declared, str],
     declared: set[Declared],
     server: ServerTools,
-    *,
-    builtin_tools: Sequence[str],
 ) -> Choice:
     """``known`` are the tools that can be called, of all that are ``declared``."""
-    others = [*builtin_tools, *(name for each in server.namespaces for name in each.recipients)]
+    others = [
+        *tools.builtin_tools,
+        *(name for each in server.namespaces for name in each.recipients),
+    ]
     if requested is None or requested.type == "auto":
         return Choice()
     if requested.type == "required":
