@@ -6,7 +6,7 @@ for the server (its label) and the tool. The model called a recipient, and code 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from json import loads
 
@@ -53,7 +53,20 @@ def with_results(messages: Iterable[Message]) -> Iterator[Message]:
         if place in answers:
             yield answers[place]
         elif isinstance(message, ServerCall) and place + 1 < len(said):
-            yield ServerResult(message.id, message.name, NOT_RUN)
+            yield not_run(message)
+
+
+def last_call(messages: Sequence[Message]) -> ServerCall | None:
+    """The call without an answer that ``messages`` end with, if they do: it is run before anything
+    is generated. Where nobody may run it, ``not_run`` has to stand behind it.
+    """
+    last = messages[-1] if messages else None
+    return last if isinstance(last, ServerCall) else None
+
+
+def not_run(call: ServerCall) -> ServerResult:
+    """What stands behind a call that was not run."""
+    return ServerResult(call.id, call.name, NOT_RUN)
 
 
 # --- Code as the arguments of a call, which are JSON.

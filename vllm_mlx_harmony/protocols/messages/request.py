@@ -62,7 +62,7 @@ from vllm_mlx_harmony.protocols.messages.server_tools import (
     call_of,
     result_text,
 )
-from vllm_mlx_harmony.protocols.server_calls import NOT_RUN, with_results
+from vllm_mlx_harmony.protocols.server_calls import last_call, not_run, with_results
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 
@@ -139,9 +139,9 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     others = () if _no_tools(body) else defaults.unasked(added)
     builtin_tools = () if _no_tools(body) else defaults.builtin_tools
     namespaces = (*asked, *(each for each in others if each.name not in taken))
-    last = messages[-1] if messages else None
-    if isinstance(last, ServerCall) and (prefill is not None or not namespaces):
-        messages.append(ServerResult(last.id, last.name, NOT_RUN))  # since nothing runs it
+    open_call = last_call(messages)
+    if open_call is not None and (prefill is not None or not namespaces):
+        messages.append(not_run(open_call))
     thinks = body.thinking
     effort, thinking = _reasoning(body, defaults)
     for message in messages:

@@ -24,8 +24,6 @@ from vllm_mlx_harmony.core.turn import (
     Limits,
     Message,
     ResponseInfo,
-    ServerCall,
-    ServerResult,
     Tool,
     Turn,
 )
@@ -54,7 +52,7 @@ from vllm_mlx_harmony.protocols.responses.server_tools import (
     without_secrets,
 )
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
-from vllm_mlx_harmony.protocols.server_calls import NOT_RUN, with_results
+from vllm_mlx_harmony.protocols.server_calls import last_call, not_run, with_results
 from vllm_mlx_harmony.protocols.validation import required
 
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"
@@ -160,13 +158,12 @@ def read(
         (request.chat_template_kwargs or TemplateOptions()).builtin_tools
     )
     tools = declared.tools(shown, request.tool_choice, server, builtin_tools)
-    last = said[-1]
-    if isinstance(last, ServerCall) and not (
-        last.id in reader.approved and server.namespaces and not tools.none
+    open_call = last_call(said)
+    if open_call is not None and not (
+        open_call.id in reader.approved and server.namespaces and not tools.none
     ):
-        # A call that a history ends with is run before anything else: one that was asked about,
-        # or cut, only when its caller has approved it, and only where something would run it.
-        said.append(ServerResult(last.id, last.name, NOT_RUN))
+        # Here it was asked about, or cut: it is run only when the client has approved it.
+        said.append(not_run(open_call))
     lists = [each.document for each in request.input or () if each.type == "mcp_list_tools"]
     listed |= {str(each.get("server_label")) for each in lists}
     return ResponsesRequest(
