@@ -280,7 +280,7 @@ def test_played_behind_a_result_ends_before_it() -> None:
 
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.cut], ids=lambda row: row.id)
 def test_parse_of_render_gives_the_answer_back(row: Row) -> None:
-    """Semantics C5, for every row: what was said, rendered canonically, is parsed to the same."""
+    """Semantics D5, for every row: what was said, rendered canonically, is parsed to the same."""
     tools = tuple(map(Tool, row.tools))
     turn = StreamingHarmonyContext(Turn((User("?"),), tools), INFO)
     turn.append_output(ids_of(row.output))

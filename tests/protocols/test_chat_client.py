@@ -91,7 +91,7 @@ def plain(completion: ChatCompletion) -> dict[str, Any]:
 
 @given(turns())
 def test_streamed_and_accumulated_is_not_streamed(deltas: list[Delta]) -> None:
-    """Semantics C2: ids, order, finish reason and usage included."""
+    """Semantics D2: ids, order, finish reason and usage included."""
     assert accumulated(streamed(deltas)) == plain(whole(deltas))
 
 

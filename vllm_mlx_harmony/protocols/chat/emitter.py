@@ -245,7 +245,7 @@ class Emitter:
         if _REASONING in self._texts:
             reasoning = "".join(self._texts[_REASONING])
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
-        # One without an answer was not run, and is not in a stream either (C2).
+        # One without an answer was not run, and is not in a stream either (D2).
         if ran := [call for call in self._ran_calls if call["output"] is not None]:
             message[SERVER_CALLS] = ran
         if self._calls:
