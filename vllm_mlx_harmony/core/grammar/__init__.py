@@ -62,7 +62,7 @@ grammar, because it is no property of a text: that is ``core.reasoning``.
 
 from __future__ import annotations
 
-from vllm_mlx_harmony.core.grammar.expressible import with_compact_json
+from vllm_mlx_harmony.core.grammar.expressible import Check, compile_error, with_compact_json
 from vllm_mlx_harmony.core.grammar.language import Grammar, Policy, grammar_of
 from vllm_mlx_harmony.core.grammar.matching import (
     WORDS,
@@ -76,11 +76,13 @@ from vllm_mlx_harmony.core.grammar.matching import (
 
 __all__ = [
     "WORDS",
+    "Check",
     "Compiled",
     "Grammar",
     "Mask",
     "Matcher",
     "Policy",
+    "compile_error",
     "compiled",
     "grammar_of",
     "prepare",

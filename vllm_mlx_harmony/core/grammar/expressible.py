@@ -58,7 +58,25 @@ def with_compact_json(text: str) -> str:
     return text.replace(_SPACED, '"whitespace_flexible":false')
 
 
-def express(value: Mapping[str, Any], *, of_object: bool = False, tenant: str = "") -> Expressed:
+def compile_error(grammar: str) -> str:
+    """Why llguidance does not take ``grammar``, in one line; empty when it does."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.validate_grammar(grammar).partition("\n")[0]
+
+
+Check: TypeAlias = "Callable[[str], str]"
+"""Why a grammar cannot be compiled, in one line; empty when it can. May be asked of another
+process, so that every question has its price."""
+
+
+def express(
+    value: Mapping[str, Any],
+    *,
+    of_object: bool = False,
+    tenant: str = "",
+    check: Check = compile_error,
+) -> Expressed:
     """``value`` without what cannot be enforced. ``of_object``: it is the schema of an object even
     where it does not say so. Remembered for ``tenant``: it is asked for on every turn."""
     try:
@@ -67,7 +85,7 @@ def express(value: Mapping[str, Any], *, of_object: bool = False, tenant: str = 
         return Expressed(ANY_OBJECT.text, ("a schema that is no JSON",))
     known = _remembered.get(key)
     if known is None:
-        known = _expressed(value, of_object)
+        known = _expressed(value, of_object, check)
         _remembered.put(key, known, 2 * (len(key) + len(known.text)) + 512)
     return known
 
@@ -75,7 +93,7 @@ def express(value: Mapping[str, Any], *, of_object: bool = False, tenant: str = 
 _remembered: lru.ByteLRU[str, Expressed] = lru.ByteLRU(REMEMBERED)
 
 
-def _expressed(value: Mapping[str, Any], of_object: bool) -> Expressed:
+def _expressed(value: Mapping[str, Any], of_object: bool, check: Check) -> Expressed:
     reading = _Reading(value)
     copied = reading.root(of_object)
     dropped = list(reading.dropped)
@@ -88,17 +106,17 @@ def _expressed(value: Mapping[str, Any], of_object: bool) -> Expressed:
     for given_up in dict.fromkeys(tuple(one for one in said if one in each) for each in attempts):
         kept = property_names.without(copied, given_up)
         rewritten, inexact = property_names.rewritten(
-            kept, lambda schema: bool(_compile_error(schema))
+            kept, lambda schema: bool(_compile_error(schema, check))
         )
         tried.append((rewritten, [*inexact, *given_up]))
-        if not _compile_error(rewritten):
+        if not _compile_error(rewritten, check):
             break
     else:
-        rewritten, rejected = _weakened(tried[0][0])
+        rewritten, rejected = _weakened(tried[0][0], check)
         tried.append((rewritten, [*tried[0][1], *rejected]))
     rewritten, given = tried[-1]
     dropped += given
-    return Expressed(_text(rewritten), tuple(dict.fromkeys(dropped)))
+    return Expressed(_text(rewritten, check), tuple(dict.fromkeys(dropped)))
 
 
 _EVALUATING_NOTHING = frozenset(
@@ -115,30 +133,21 @@ _EVALUATING_NOTHING = frozenset(
 """Keywords without which no property is unevaluated that was evaluated with them."""
 
 
-def _text(copied: Schema) -> str:
+def _text(copied: Schema, check: Check) -> str:
     """As ``%json`` of a grammar has it; ``copied`` is not refused."""
     options = _OPTIONS
     if property_names.can_be_misspelled(copied):
         spelled = property_names.spelled(copied)
-        if spelled is None or _compile_error(spelled):
+        if spelled is None or _compile_error(spelled, check):
             options = {**_OPTIONS, **property_names.NO_ESCAPES}
         else:
             copied = spelled
     return json.dumps({"x-guidance": options, **copied}, separators=(",", ":"))
 
 
-def _compile_error(copied: Schema) -> str:
+def _compile_error(copied: Schema, check: Check) -> str:
     """Why llguidance does not take it; empty when it does."""
-    return compile_error(
-        json.dumps({"grammars": [{"json_schema": {"x-guidance": _OPTIONS, **copied}}]})
-    )
-
-
-def compile_error(grammar: str) -> str:
-    """Why llguidance does not take ``grammar``, in one line; empty when it does."""
-    from llguidance import LLMatcher
-
-    return LLMatcher.validate_grammar(grammar).partition("\n")[0]
+    return check(json.dumps({"grammars": [{"json_schema": {"x-guidance": _OPTIONS, **copied}}]}))
 
 
 # --- copying: any JSON value -> known, well-formed keywords, every $ref to a definition ---
@@ -439,22 +448,22 @@ _MEANINGLESS: Mapping[str, tuple[Any, ...]] = {
 # --- weakening: what llguidance refuses all the same ---
 
 
-def _weakened(copied: Schema) -> tuple[Schema, list[str]]:
+def _weakened(copied: Schema, check: Check) -> tuple[Schema, list[str]]:
     """``copied`` without the keywords for which it is refused, and these.
 
     The one keyword whose absence is enough; or several; or nothing but an object is left.
     """
     for keyword in _REFUSABLE:
-        weaker, changed = _without(copied, [keyword])
-        if changed and not _compile_error(weaker):
+        weaker, changed = _without(copied, [keyword], check)
+        if changed and not _compile_error(weaker, check):
             return weaker, [keyword]
     weaker, rejected = copied, []
     for keyword in _REFUSABLE:
-        less, changed = _without(weaker, [keyword])
+        less, changed = _without(weaker, [keyword], check)
         if changed:
             weaker = less
             rejected.append(keyword)
-            if not _compile_error(weaker):
+            if not _compile_error(weaker, check):
                 return weaker, rejected
     return {"type": "object"} if _is_object(copied) else {}, ["the schema as a whole"]
 
@@ -485,7 +494,7 @@ _REFUSABLE = (
 """In the order in which they are given up."""
 
 
-def _without(copied: Schema, keywords: Iterable[str]) -> tuple[Schema, bool]:
+def _without(copied: Schema, keywords: Iterable[str], check: Check) -> tuple[Schema, bool]:
     """``copied`` without those of ``keywords`` that llguidance refuses; whether any was there."""
     dropping = frozenset(keywords)
     changed = False
@@ -496,7 +505,7 @@ def _without(copied: Schema, keywords: Iterable[str]) -> tuple[Schema, bool]:
             return value
         kept: Schema = {}
         for key, content in value.items():
-            if key not in dropping or not _is_rejected(key, content):
+            if key not in dropping or not _is_rejected(key, content, check):
                 kept[key] = content
                 continue
             changed = True
@@ -510,11 +519,11 @@ def _without(copied: Schema, keywords: Iterable[str]) -> tuple[Schema, bool]:
     return weaker, changed
 
 
-def _is_rejected(keyword: str, content: Any) -> bool:
+def _is_rejected(keyword: str, content: Any, check: Check) -> bool:
     """A pattern by itself; of the other keywords it cannot be said."""
     if keyword == "pattern":
-        return bool(_compile_error({"type": "string", "pattern": content}))
+        return bool(_compile_error({"type": "string", "pattern": content}, check))
     return True
 
 
-ANY_OBJECT = Expressed(_text({"type": "object"}))
+ANY_OBJECT = Expressed(_text({"type": "object"}, compile_error))

@@ -10,13 +10,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
 from typing import Any
 
-from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import escaped
-from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT, compile_error, express
+from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT, Check, compile_error, express
 from vllm_mlx_harmony.core.header import CHANNELS, NOBODY
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ResponseFormat, Syntax, Tool, Turn
@@ -87,24 +86,33 @@ TEXT: /(?s:.*)/
 """
 
 
-def grammar_of(turn: Turn, names: Names, policy: Policy = Policy.AUTO) -> Grammar | None:
+def grammar_of(
+    turn: Turn,
+    names: Names,
+    policy: Policy = Policy.AUTO,
+    *,
+    check: Check = compile_error,
+) -> Grammar | None:
     """The grammar of what may follow the prompt of ``turn``; ``None``: whatever the model likes.
 
     ``names`` are those the turn was rendered with. Schemas are remembered, but new ones take up to
-    some milliseconds each: not for an event loop. Raises ``RequestError`` naming tool and keyword
-    when a strict schema, or a syntax, cannot be enforced; and naming ``tool_choice`` when a call is
-    required that nothing can make.
+    some milliseconds each: not for an event loop. ``check`` says why a text cannot be compiled, for
+    every text of which that is not known; the default compiles it in this process.
+
+    Raises ``RequestError`` naming tool and keyword when a strict schema, or a syntax, cannot be
+    enforced; and naming ``tool_choice`` when a call is required that nothing can make.
     """
     if policy is Policy.OFF:
         return None
-    return _Writer(turn, names, policy).grammar()
+    return _Writer(turn, names, policy, check).grammar()
 
 
 class _Writer:
     """Writes one grammar, rule by rule."""
 
-    def __init__(self, turn: Turn, names: Names, policy: Policy) -> None:
+    def __init__(self, turn: Turn, names: Names, policy: Policy, check: Check) -> None:
         self._turn = turn
+        self._check = check
         self._names = names
         self._strict = policy is Policy.STRICT
         self._rules: list[str] = []
@@ -169,7 +177,7 @@ class _Writer:
             self._rule("body", body)
             return
         try:
-            body = _text_of(requested.syntax, self._turn.tenant)
+            body = _text_of(requested.syntax, self._turn.tenant, self._check)
         except escaped.NotExpressible as error:
             problem = f"{what}: {error} cannot be enforced"
             self._cannot(problem, requested.strict, where, has_word=False)
@@ -190,7 +198,7 @@ class _Writer:
         expressed = (
             ANY_OBJECT
             if schema is None
-            else express(schema, of_object=of_object, tenant=self._turn.tenant)
+            else express(schema, of_object=of_object, tenant=self._turn.tenant, check=self._check)
         )
         if expressed.dropped:
             names = ", ".join(expressed.dropped)
@@ -247,11 +255,11 @@ class _Writer:
             what = f"the format of tool {tool.name!r}"
             return self._json(_with_input(matching), tool.strict, what, tool.where)
         try:
-            return _input_of(tool.syntax.definition, self._turn.tenant)
+            return _input_of(tool.syntax, self._turn.tenant, self._check)
         except escaped.NotExpressible as error:
             problem = f"the format of tool {tool.name!r}: {error} cannot be enforced"
             self._cannot(problem, tool.strict, tool.where, has_word=False)
-            return f"%json {express(_with_input({'type': 'string'})).text}"
+            return f"%json {express(_with_input({'type': 'string'}), check=self._check).text}"
 
     def _call(self, callable_: Sequence[tuple[str, str]]) -> None:
         roles, channels = [], []
@@ -303,32 +311,42 @@ def _with_input(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-@lru_cache(maxsize=32)
-def _input_of(definition: str, tenant: str) -> str:
+def _input_of(syntax: Syntax, tenant: str, check: Check) -> str:
     """``{"input": "…"}``, where the string stands for a text that a Lark grammar has.
 
     Remembered for ``tenant``."""
-    for written in escaped.lark(definition):
+    known = _inputs.get((tenant, syntax))
+    if known is not None:
+        return known
+    for written in escaped.lark(syntax.definition):
         if "R_START" in written:
             start = "start: ALL\nALL: OPENING R_START CLOSING"
         else:
             start = "start: OPENING r_start CLOSING"
         nested = f"%lark {{\n{start}{_INPUT}{written}\n}}"
-        if not compile_error(f"start: {nested}"):
+        if not check(f"start: {nested}"):
+            _inputs.put((tenant, syntax), nested, len(nested))
             return nested
     raise escaped.NotExpressible("a Lark grammar that is recursive or that llguidance refuses")
 
 
-@lru_cache(maxsize=32)
-def _text_of(syntax: Syntax, tenant: str) -> str:
+def _text_of(syntax: Syntax, tenant: str, check: Check) -> str:
     """The text itself. Remembered for ``tenant``."""
+    known = _texts.get((tenant, syntax))
+    if known is not None:
+        return known
     if syntax.kind == "regex":
         written = f"/{escaped.between_slashes(syntax.definition)}/"
     else:
         written = f"%lark {{\n{escaped.plain_lark(syntax.definition)}\n}}"
-    if problem := compile_error(f"start: {written}"):
+    if problem := check(f"start: {written}"):
         raise escaped.NotExpressible(f"its syntax ({problem})")
+    _texts.put((tenant, syntax), written, len(written))
     return written
+
+
+_inputs: lru.ByteLRU[tuple[str, Syntax], str] = lru.ByteLRU(2**22, most=32)
+_texts: lru.ByteLRU[tuple[str, Syntax], str] = lru.ByteLRU(2**22, most=32)
 
 
 def _quoted(name: str) -> str:
