@@ -191,13 +191,13 @@ async def _streams(model: Path, directory: Path) -> tuple[list[float], list[floa
     """Seconds per step of each round without, and with, a writer that always has something."""
     import mlx.core as mx
 
-    from vllm_mlx_harmony.host.kv.layers import Segment, exported
+    from vllm_mlx_harmony.host.kv.layers import WHOLE, Segment, exported
 
     engine = make("batched", model)
     await engine.start()
     part = mx.zeros((4, 8, 4096, 64), dtype=mx.bfloat16)
     mx.eval(part)
-    piece = Segment(4096, part, None)
+    piece = Segment(4096, {WHOLE: part})
     found: tuple[list[float], list[float]] = [], []
     for number in range(2 * ROUNDS):
         with _on(Disk(directory / str(number), PLENTY)) as disk:
@@ -255,7 +255,7 @@ def sizes() -> Iterator[Row]:
     import mlx.core as mx
 
     from vllm_mlx_harmony.host.kv.files import encoded
-    from vllm_mlx_harmony.host.kv.layers import Segment, exported
+    from vllm_mlx_harmony.host.kv.layers import WHOLE, Segment, exported
 
     keys = mx.zeros((2, 8, 1000, 64), dtype=mx.bfloat16)  # one full layer, and one sliding
     window = mx.zeros((2, 8, 128, 64), dtype=mx.bfloat16)
@@ -263,8 +263,8 @@ def sizes() -> Iterator[Row]:
     for name, layers in (("20b", 24), ("120b", 36)):
         half = layers // 2
         for what, segment, tokens in (
-            ("1k tokens", Segment(1000, keys, None), 1000),
-            ("a piece's windows", Segment(128, None, window), 128),
+            ("1k tokens", Segment(1000, {WHOLE: keys}), 1000),
+            ("a piece's windows", Segment(128, {128: window}), 128),
         ):
             computed = half * 2 * 8 * tokens * 64 * 2
             size = half * sum(part.nbytes for part in encoded(exported(segment), {}))

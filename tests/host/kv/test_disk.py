@@ -9,6 +9,7 @@ import os
 import shutil
 import sqlite3
 import stat
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,15 @@ from vllm_mlx_harmony.host.kv import disk as disks
 from vllm_mlx_harmony.host.kv import identity, index, opening, prefix
 from vllm_mlx_harmony.host.kv.disk import DIRECTORY, PIECES, Disk, Offered, Root
 from vllm_mlx_harmony.host.kv.files import Damaged, decoded
-from vllm_mlx_harmony.host.kv.layers import Segment, cut, exported, fits, imported, join
+from vllm_mlx_harmony.host.kv.layers import (
+    WHOLE,
+    Segment,
+    cut,
+    exported,
+    fits,
+    imported,
+    join,
+)
 from vllm_mlx_harmony.host.kv.prefix import TenantPrompt
 from vllm_mlx_harmony.host.kv.tree import Tree, pack
 from vllm_mlx_harmony.host.kv.turns import Turns
@@ -110,6 +119,13 @@ def fetch(disk: Disk, model: Any, known: int = 0, root: Root = ROOT) -> list[tup
 ALL = [(0, 150), (150, 400), (400, 600)]
 
 
+def same(one: Segment, other: Segment) -> bool:
+    return one.parts.keys() == other.parts.keys() and all(
+        part.dtype == other.parts[window].dtype and mx.array_equal(part, other.parts[window])
+        for window, part in one.parts.items()
+    )
+
+
 def files(disk: Disk) -> list[Path]:
     """Those of the pieces, first written first."""
     found = (disk.directory / DIRECTORY / PIECES).glob("*.safetensors")
@@ -128,9 +144,7 @@ def test_what_was_written_is_read_by_another_process(
     assert [(piece.start, piece.end) for piece in pieces] == ALL
     for piece, segment in zip(pieces, segments, strict=True):
         back = imported(piece.end - piece.start, piece.tensors)
-        assert back.whole.dtype == segment.whole.dtype
-        assert mx.array_equal(back.whole, segment.whole)
-        assert mx.array_equal(back.tail, segment.tail)
+        assert same(back, segment)
     counters = again.counters()
     assert (counters.hits, counters.misses, counters.tokens_read) == (1, 0, 600)
     assert counters.bytes_read == counters.nbytes == sum(map(os.path.getsize, files(again)))
@@ -142,15 +156,15 @@ def test_files_are_safetensors_of_every_type(
     disk: Disk, segments: list[Segment], dtype: Any
 ) -> None:
     one = segments[0]
-    segment = Segment(one.tokens, one.whole.astype(dtype), one.tail.astype(dtype))
-    mx.eval(segment.whole, segment.tail)
+    segment = Segment(one.tokens, {window: p.astype(dtype) for window, p in one.parts.items()})
+    mx.eval(list(segment.parts.values()))
     write(disk, [segment])
     (path,) = files(disk)
     loaded = mx.load(str(path))
-    assert {name: part.dtype for name, part in loaded.items()} == {"whole": dtype, "tail": dtype}
-    assert mx.array_equal(loaded["whole"], segment.whole)
-    back = imported(one.tokens, decoded(memoryview(path.read_bytes())))
-    assert back.whole.dtype == dtype and mx.array_equal(back.tail, segment.tail)
+    expected = {"whole": dtype, "window.128": dtype}
+    assert {name: part.dtype for name, part in loaded.items()} == expected
+    assert mx.array_equal(loaded["whole"], segment.parts[WHOLE])
+    assert same(imported(one.tokens, decoded(memoryview(path.read_bytes()))), segment)
 
 
 def test_nobody_else_may_read_it(disk: Disk, segments: list[Segment]) -> None:
@@ -184,10 +198,9 @@ def test_the_last_id_is_never_known(disk: Disk, model: Any, segments: list[Segme
 
 def test_of_two_cuts_the_longer_is_found(disk: Disk, model: Any, segments: list[Segment]) -> None:
     write(disk, segments[:1])
-    whole = Segment(400, *(None, None))
     longer = join(model, segments[:2])
     disk.offer(ROOT, pack(IDS[:400]), offered([cut(longer, 0, 400)], [400]))
-    assert disk.flush(10) and whole.nbytes == 0
+    assert disk.flush(10)
     assert fetch(disk, model) == [(0, 400)]
 
 
@@ -233,6 +246,160 @@ def test_weights_are_known_by_their_files(directory: Path, tmp_path: Path) -> No
     assert digests[0] == digests[1]  # a copy that keeps its times is the same model
     assert len(set(digests)) == len(digests) - 1 and None not in digests
     assert identity.of_weights(str(tmp_path / "nothing")) is None
+
+
+def patched(path: Path, place: int, content: bytes) -> None:
+    """Writes over a part of a file, whose size and times stay as they were."""
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(place, os.SEEK_SET if place >= 0 else os.SEEK_END)
+        file.write(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns) == (times.st_size, times.st_mtime_ns)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A file of a model directory, with a header of 300 KB in front of 3 MB of tensors."""
+    directory = tmp_path / "weights"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    path = directory / "model.safetensors"
+    header = b"{" + b" " * 300_000 + b"}"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(3_000_000))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("place", "seen"),
+    [
+        (8, True),  # the header: at its beginning, inside, at its end
+        (150_000, True),
+        (300_009, True),
+        (1_320_000, True),  # one of the blocks in between
+        (-1, True),
+        (-4096, True),
+        (500_000, False),  # between two of them
+    ],
+)
+def test_content_counts_where_sizes_and_times_are_the_same(
+    weights: Path, place: int, seen: bool
+) -> None:
+    before, content = identity.of_weights(str(weights.parent)), weights.read_bytes()
+    original = content[place % len(content) :][:1]
+    patched(weights, place, b"x")
+    assert (identity.of_weights(str(weights.parent)) != before) == seen
+    patched(weights, place, original)
+    assert identity.of_weights(str(weights.parent)) == before
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "weights.npz"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_content_of_other_formats_counts_too(weights: Path, name: str, place: int) -> None:
+    path = weights.rename(weights.with_name(name))
+    before = identity.of_weights(str(path.parent))
+    patched(path, place, b"x")
+    assert identity.of_weights(str(path.parent)) != before
+
+
+@pytest.mark.parametrize("content", [b"", b"123", b"\xff" * 8, b"\xff" * 5000])
+def test_files_that_are_no_safetensors_have_a_digest(weights: Path, content: bytes) -> None:
+    weights.write_bytes(content)
+    one = identity.of_weights(str(weights.parent))
+    assert one is not None and one == identity.of_weights(str(weights.parent))
+
+
+def test_reads_of_large_weights_are_bounded(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """65 GB in fifteen sparse files, one with a header that claims all of it."""
+    for number in range(15):
+        with weights.with_name(f"model-{number}.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", 65 << 30 if number == 7 else 60_000))
+            file.truncate((65 << 30) // 15)
+    read: list[int] = []
+    real = os.pread
+
+    def counted(opened: int, size: int, place: int) -> bytes:
+        read.append(size)
+        return real(opened, size, place)
+
+    monkeypatch.setattr(os, "pread", counted)
+    assert identity.of_weights(str(weights.parent)) is not None
+    assert sum(read) < 20 << 20 and len(read) < 16 * 20
+
+
+def test_links_lead_to_the_content(weights: Path, tmp_path: Path) -> None:
+    """A repository in the Hugging Face cache: links to files that are named by their content."""
+    before = identity.of_weights(str(weights.parent))
+    blob = weights.rename(tmp_path / "blob")
+    weights.symlink_to(blob)
+    assert identity.of_weights(str(weights.parent)) == before
+    patched(blob, -1, b"x")
+    assert identity.of_weights(str(weights.parent)) != before
+
+
+def a_broken_link(path: Path) -> None:
+    path.symlink_to(path.with_name("nothing"))
+
+
+def a_circle(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def an_unreadable_file(path: Path) -> None:
+    path.write_bytes(b"weights")
+    path.chmod(0)
+
+
+@pytest.mark.parametrize("fault", [a_broken_link, a_circle, an_unreadable_file])
+def test_weights_that_cannot_be_read_have_no_digest(
+    weights: Path, fault: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = weights.with_name("more.safetensors")
+    fault(path)
+    if fault is an_unreadable_file and not os.geteuid():  # who may read everything
+        real = os.open
+
+        def refusing(opened: Any, *more: Any) -> int:
+            if Path(opened) == path:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return real(opened, *more)
+
+        monkeypatch.setattr(os, "open", refusing)
+    assert identity.of_weights(str(weights.parent)) is None
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_is_no_weights(weights: Path, make: Callable[[Path], None]) -> None:
+    before = identity.of_weights(str(weights.parent))
+    make(weights.with_name("more.safetensors"))
+    assert identity.of_weights(str(weights.parent)) == before
+
+
+def test_pieces_of_an_earlier_digest_are_not_found_and_go_first(
+    open_disk: Open, model: Any, segments: list[Segment], directory: Path
+) -> None:
+    """The digest of earlier versions had names, sizes and times alone."""
+    (path,) = directory.glob("*.safetensors")
+    state = path.stat()
+    names = [f"{path.name} {state.st_size} {state.st_mtime_ns}".encode()]
+    earlier = index.key_of((directory / "config.json").read_bytes(), *names)
+    now = identity.of_weights(str(directory))
+    assert now is not None and now != earlier
+    layout = identity.of_layout(model)
+    old, new = (identity.root(each, layout, "") for each in (earlier, now))
+    disk = open_disk()
+    write(disk, segments, old)
+    disk.put_turn(b"k", b"turn")
+    assert disk.flush(10)
+    both = disk.counters().nbytes
+    disk.close(1.0)
+    again = open_disk(budget=both + 1000)
+    assert fetch(again, model, root=new) == [] and again.turn(b"k") == b"turn"
+    write(again, segments, new)
+    assert fetch(again, model, root=new) == ALL and again.turn(b"k") == b"turn"
+    assert again.reach([old], pack([*IDS, 1])) < 600
+    assert again.counters().damaged == 0
 
 
 def test_layouts_differ(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,7 +642,8 @@ def test_a_piece_of_another_shape_is_set_aside(
 ) -> None:
     """Its checksum is right: somebody else's bug, or a model that is not what it was."""
     one = segments[0]
-    write(disk, [Segment(one.tokens, one.whole[:2], one.tail), *segments[1:]])
+    parts = {**one.parts, WHOLE: one.parts[WHOLE][:2]}
+    write(disk, [Segment(one.tokens, parts), *segments[1:]])
     assert fetch(disk, model) == [] and disk.counters().damaged == 1
 
 
@@ -872,13 +1040,15 @@ def test_a_budget_of_memory_that_is_too_small_costs_only_the_rest(
     assert prompted(model, kept, [*IDS, 1])[0] == 500
 
 
-@pytest.mark.parametrize("when", ["never", "while it is loaded", "afterwards"])
+@pytest.mark.parametrize("when", ["never", "while it is loaded", "afterwards", "unreadable"])
 def test_a_model_is_known_by_the_files_it_came_from(
-    kept: Disk, directory: Path, tmp_path: Path, when: str
+    kept: Disk, directory: Path, tmp_path: Path, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other weights are downloaded to the same place: what the old ones compute is theirs."""
     path = shutil.copytree(directory, tmp_path / "model")
     weights = next(path.glob("*.safetensors"))
+    if when == "unreadable":
+        a_broken_link(path / "more.safetensors")
     known = identity.of_weights(str(path))
 
     def load(engine: Any) -> None:
@@ -893,8 +1063,10 @@ def test_a_model_is_known_by_the_files_it_came_from(
     models = {root.model for root in prefix._roots(engine._model, "")}
     computed(engine._model, IDS)
     assert kept.flush(10)
-    assert models == (set() if when == "while it is loaded" else {known})
-    assert kept.found(known).pieces == 3 * len(models) == kept.found().pieces
+    unknown = when in {"while it is loaded", "unreadable"}
+    assert models == (set() if unknown else {known})
+    assert kept.found().pieces == 3 * len(models)
+    assert len(caplog.records) == unknown
 
 
 def test_without_a_disk_there_is_none(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import (
     BatchKVCache,
     BatchRotatingKVCache,
@@ -18,9 +21,20 @@ from mlx_lm.models.cache import (
     KVCache,
     RotatingKVCache,
 )
+from mlx_lm.models.gpt_oss import GptOssMoeModel
 
 from vllm_mlx_harmony import standin
-from vllm_mlx_harmony.host.kv.layers import Misaligned, Segment, cut, join, kinds
+from vllm_mlx_harmony.host.kv.files import decoded, encoded
+from vllm_mlx_harmony.host.kv.layers import (
+    Misaligned,
+    Segment,
+    cut,
+    exported,
+    fits,
+    imported,
+    join,
+    windows,
+)
 
 WINDOW = 128
 
@@ -37,6 +51,12 @@ class Layers:
 
 
 GPT_OSS = Layers(WINDOW, KVCache, WINDOW, KVCache)
+SEVERAL_WINDOWS = Layers(64, KVCache, 300, 64, KVCache, WINDOW)
+
+
+@pytest.fixture(params=[GPT_OSS, SEVERAL_WINDOWS], ids=["gpt-oss", "several windows"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 def fed(cache: list[Any], start: int, end: int, chunk: int = 1) -> list[Any]:
@@ -61,7 +81,7 @@ def same(cache: list[Any], length: int) -> bool:
     expected = [
         [
             position + number * 1e6
-            for position in (whole if type(layer) is KVCache else whole[-128:])
+            for position in (whole if type(layer) is KVCache else whole[-layer.max_size :])
         ]
         for number, layer in enumerate(cache)
     ]
@@ -82,49 +102,67 @@ def same(cache: list[Any], length: int) -> bool:
         tuple(range(3, 600, 17)),
     ],
 )
-def test_joined_is_what_was_fed(ends: tuple[int, ...], chunk: int) -> None:
-    cache, segments, at = GPT_OSS.make_cache(), [], 0
+def test_joined_is_what_was_fed(model: Any, ends: tuple[int, ...], chunk: int) -> None:
+    cache, segments, at = model.make_cache(), [], 0
     for end in ends:
         segments.append(cut(fed(cache, at, end, chunk), at, end))
         at = end
     for headroom in (0, 1, 700):
-        joined = join(GPT_OSS, segments, headroom)
+        joined = join(model, segments, headroom)
         assert same(joined, at)
-        more = fed(joined, at, at + 300, chunk)
-        assert [held(layer)[-128:] for layer in more] == [
-            held(layer)[-128:] for layer in fed(GPT_OSS.make_cache(), 0, at + 300, 300)
-        ]
-    assert same(join(GPT_OSS, segments), at)  # nothing of it is in the segments
+        assert same(fed(joined, at, at + 400, chunk), at + 400)
+    assert same(join(model, segments), at)  # nothing of it is in the segments
 
 
-def test_segments_do_not_follow_the_cache_they_are_cut_from() -> None:
-    cache = fed(GPT_OSS.make_cache(), 0, 200, 50)
+def test_segments_do_not_follow_the_cache_they_are_cut_from(model: Any) -> None:
+    cache = fed(model.make_cache(), 0, 200, 50)
     segment = cut(cache, 0, 200)
     fed(cache, 200, 500)
-    assert same(join(GPT_OSS, [segment]), 200)
+    assert same(join(model, [segment]), 200)
 
 
 def test_size_is_that_of_the_tokens_alone() -> None:
     cache = fed(GPT_OSS.make_cache(), 0, 1000, 100)
     assert cut(cache, 0, 1000).nbytes == 2 * 4 * (2 * 1000 + 2 * WINDOW)
     assert cut(cache, 990, 1000).nbytes == 2 * 4 * (2 * 10 + 2 * 10)
+    cache = fed(SEVERAL_WINDOWS.make_cache(), 0, 1000, 100)
+    assert cut(cache, 0, 1000).nbytes == 2 * 4 * (2 * 1000 + 2 * 64 + 300 + WINDOW)
+    assert cut(cache, 800, 1000).nbytes == 2 * 4 * (2 * 200 + 2 * 64 + 200 + WINDOW)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 300])
 @pytest.mark.parametrize("length", [2, 40, 128, 129, 130, 400])
 @pytest.mark.parametrize("step", [1, 2, 300])
-def test_a_cache_that_holds_one_token_more(length: int, chunk: int, step: int) -> None:
+def test_a_cache_that_holds_one_token_more(model: Any, length: int, chunk: int, step: int) -> None:
     """What the next token looks at is there: itself and, of a window, as many before it."""
-    cache = fed(GPT_OSS.make_cache(), 0, length + 1, chunk)
+    cache = fed(model.make_cache(), 0, length + 1, chunk)
     segments = [cut(cache, 0, length)]
-    joined = fed(join(GPT_OSS, segments), length, length + 1)
-    assert [layer.offset for layer in joined] == [length + 1] * 4
+    joined = fed(join(model, segments), length, length + 1)
+    assert [layer.offset for layer in joined] == [length + 1] * len(joined)
     assert same(joined, length + 1)
-    more = fed(join(GPT_OSS, segments), length, length + step, step)
-    expected = fed(fed(GPT_OSS.make_cache(), 0, length), length, length + step, step)
+    more = fed(join(model, segments), length, length + step, step)
+    expected = fed(fed(model.make_cache(), 0, length), length, length + step, step)
     assert [held(layer) for layer in more] == [held(layer) for layer in expected]
     later = cut(more, length, length + step)
-    assert same(join(GPT_OSS, [*segments, later]), length + step)
+    assert same(join(model, [*segments, later]), length + step)
+
+
+@pytest.mark.parametrize("length", [40, 100, 700])
+def test_bytes_of_a_piece_are_those_of_this_model(model: Any, length: int) -> None:
+    segment = cut(fed(model.make_cache(), 0, length, 50), 0, length)
+    content = b"".join(encoded(exported(segment), {}))
+    tensors = decoded(memoryview(content))
+    assert fits(model, length, tensors)
+    assert same(join(model, [imported(length, tensors)]), length)
+    assert not fits(model, length + 1, tensors) and not fits(model, length - 1, tensors)
+    assert not fits(Layers(WINDOW, KVCache, 256, KVCache), length, tensors)
+    for name, tensor in tensors.items():
+        without = {other: kept for other, kept in tensors.items() if other != name}
+        shorter = replace(tensor, shape=(*tensor.shape[:2], tensor.shape[2] - 1, 1))
+        flat = replace(tensor, shape=(prod(tensor.shape),))
+        assert not fits(model, length, without)
+        assert not fits(model, length, {**tensors, name: shorter})
+        assert not fits(model, length, {**tensors, name: flat})
 
 
 @pytest.mark.parametrize("end", [98, 101, 200])
@@ -142,15 +180,15 @@ def test_a_window_with_a_token_that_does_not_count_is_not_cut() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(300, 300), (300, 40, 131), (5, 400), (129, 128, 127)])
-def test_rows_of_a_batch(lengths: tuple[int, ...]) -> None:
+def test_rows_of_a_batch(model: Any, lengths: tuple[int, ...]) -> None:
     from mlx_lm.generate import _merge_caches
 
-    singles = [fed(GPT_OSS.make_cache(), 0, length, 64) for length in lengths]
+    singles = [fed(model.make_cache(), 0, length, 64) for length in lengths]
     batch = _merge_caches(singles)
     assert {type(layer) for layer in batch} == {BatchKVCache, BatchRotatingKVCache}
     for row, length in enumerate(lengths):
-        assert same(join(GPT_OSS, [cut(batch, 0, length, row)]), length)
-    for step in range(150):  # all rows generate together
+        assert same(join(model, [cut(batch, 0, length, row)]), length)
+    for step in range(320):  # all rows generate together
         here = mx.array([length + step for length in lengths], dtype=mx.float32)
         for number, layer in enumerate(batch):
             layer.update_and_fetch(
@@ -159,14 +197,14 @@ def test_rows_of_a_batch(lengths: tuple[int, ...]) -> None:
     for row, length in enumerate(lengths):
         with pytest.raises(Misaligned):
             cut(batch, 0, length, row)
-        segments = [cut(singles[row], 0, length), cut(batch, length, length + 150, row)]
-        assert same(join(GPT_OSS, segments), length + 150)
-        one_less = [segments[0], cut(batch, length, length + 149, row)]
-        joined = fed(join(GPT_OSS, one_less), length + 149, length + 150)
-        assert same(joined, length + 150)
+        segments = [cut(singles[row], 0, length), cut(batch, length, length + 320, row)]
+        assert same(join(model, segments), length + 320)
+        one_less = [segments[0], cut(batch, length, length + 319, row)]
+        joined = fed(join(model, one_less), length + 319, length + 320)
+        assert same(joined, length + 320)
     for layer in batch:
         layer.filter([len(lengths) - 1])
-    assert same(join(GPT_OSS, [cut(batch, 0, lengths[-1] + 150)]), lengths[-1] + 150)
+    assert same(join(model, [cut(batch, 0, lengths[-1] + 320)]), lengths[-1] + 320)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +213,12 @@ def test_rows_of_a_batch(lengths: tuple[int, ...]) -> None:
         ((WINDOW, KVCache), (WINDOW, 0)),
         ((KVCache,), (0,)),
         ((64,), (64,)),
-        ((64, 128), None),
+        ((128, 64, KVCache, 64), (128, 64, 0, 64)),
         ((KVCache, ConcatenateKVCache), None),
     ],
 )
-def test_kinds(layout: tuple[Any, ...], expected: tuple[int, ...] | None) -> None:
-    assert kinds(Layers(*layout)) == expected
+def test_windows(layout: tuple[Any, ...], expected: tuple[int, ...] | None) -> None:
+    assert windows(Layers(*layout)) == expected
 
 
 def test_layouts_of_one_kind() -> None:
@@ -191,12 +229,41 @@ def test_layouts_of_one_kind() -> None:
         assert [held(layer) for layer in join(model, segments)] == [held(layer) for layer in cache]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+class Windows(GptOssMoeModel):  # type: ignore[misc, unused-ignore]
+    """mlx-lm's gpt-oss, but each layer has the window, or none, of ``LAYOUT``."""
+
+    LAYOUT = (WINDOW, 0, 320, 0)
+
+    def __call__(self, inputs: Any, cache: Any = None, input_embeddings: Any = None) -> Any:
+        x = self.embed_tokens(inputs)
+        for layer, own, window in zip(self.layers, cache, self.LAYOUT, strict=True):
+            x = layer(x, create_attention_mask(x, own, window_size=window or None), own)
+        return self.norm(x)
+
+    def make_cache(self) -> list[Any]:
+        return [RotatingKVCache(window) if window else KVCache() for window in self.LAYOUT]
+
+
+@pytest.fixture(scope="module", params=["gpt-oss", "several windows"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     from mlx_lm.utils import load_model
 
     directory: Path = standin.write_tiny(tmp_path_factory.mktemp("tiny"), width=16)
-    return load_model(directory)[0]
+    model = load_model(directory)[0]
+    if request.param == "several windows":
+        model.model.__class__ = Windows
+        model.make_cache = model.model.make_cache
+        assert windows(model) == Windows.LAYOUT
+    return model
+
+
+@pytest.mark.parametrize("length", [90, 330, 700])
+def test_keys_and_values_of_a_piece_are_those_the_windows_keep(tiny: Any, length: int) -> None:
+    cache = tiny.make_cache()
+    tiny(mx.array([list(range(1000, 1000 + length))]), cache=cache)
+    parts = cut(cache, 0, length).parts
+    expected = {window: min(window or length, length) for window in windows(tiny) or ()}
+    assert {window: part.shape[2] for window, part in parts.items()} == expected
 
 
 def test_real_architecture_goes_on_with_the_same_logits(tiny: Any) -> None:

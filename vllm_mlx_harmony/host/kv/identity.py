@@ -1,18 +1,29 @@
-"""What makes a piece on the disk valid: all of it is in the key that a look-up begins with.
+"""Which model, layout and tenant a piece on the disk belongs to.
 
-- The weights: names, sizes and times of the files, and ``config.json``, which has shapes and types.
-  Hashing gigabytes at each start would cost what is to be saved.
-- The layout of a piece: which layers keep what, the version of tables and files (`index`).
-- mlx-lm, whose caches it was cut from: there is no version of their format, so it is mlx-lm's own,
-  up to the second number.
+The key that a look-up begins with is a digest of everything that makes a piece valid:
+
+- The weights: `config.json`, which has shapes and types, and of each file its name, size,
+  modification time and parts of its content: the whole safetensors header, and ``SAMPLES`` blocks
+  spread evenly from the first byte to the last. So a fine-tune with the shapes of the original does
+  not pass for it, even where a copy or an archive has set its times. Hashing all of 65 GB would
+  take longer than what the cache saves; these reads take milliseconds.
+- The layout of a piece: which windows the layers have, the format of the files.
+- mlx-lm, whose caches pieces are cut from: it has no version of their format, so its own version
+  counts, up to the second number.
 - The tenant.
 
-Knows model directories. Refuses to know what is done with a key.
+A digest that changes, as it did between versions of this module, makes older pieces unreachable.
+They go first when the room is needed.
 """
 
 from __future__ import annotations
 
+import os
+import stat
+import struct
+from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from vllm_mlx_harmony.host.kv.disk import Root
@@ -21,30 +32,59 @@ from vllm_mlx_harmony.server.model_files import CONFIG, path_of
 
 WEIGHTS = (".safetensors", ".npz", ".gguf")
 
+SAMPLES = 16
+"""Blocks of a file that are read, the first at its beginning, the last at its end."""
+
+BLOCK = 1 << 12
+"""Bytes of each."""
+
+LONGEST_HEADER = 1 << 24
+"""Bytes of a safetensors header that are read; gpt-oss-120b's largest has under 64 KiB."""
+
 
 def of_weights(model: str) -> bytes | None:
     """A digest of a model directory, or of a repository in the Hugging Face cache.
 
-    ``None`` when it cannot be read.
+    ``None`` when there is none, or one of its weights cannot be read.
     """
     try:
         config = path_of(model, CONFIG)
         parts = [config.read_bytes()]
         for path in sorted(config.parent.iterdir()):
             if path.suffix in WEIGHTS:
-                state = path.stat()
-                parts.append(f"{path.name} {state.st_size} {state.st_mtime_ns}".encode())
+                parts.extend(_content(path))
     except (OSError, ValueError):  # a path that is not there is no repository id either
         return None
     return key_of(*parts)
 
 
+def _content(path: Path) -> Iterator[bytes]:
+    """Name, size, time and parts of the content of a regular file, and of nothing else.
+
+    Links are followed: a repository in the Hugging Face cache consists of them. Raises ``OSError``.
+    """
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe has no writer
+    try:
+        state = os.fstat(opened)
+        if not stat.S_ISREG(state.st_mode):
+            return
+        yield f"{path.name} {state.st_size} {state.st_mtime_ns}".encode()
+        if path.suffix == ".safetensors":
+            (length,) = struct.unpack("<Q", os.pread(opened, 8, 0).ljust(8, b"\0"))
+            yield os.pread(opened, min(length, LONGEST_HEADER), 8)
+        last = max(0, state.st_size - BLOCK)
+        for place in sorted({last * n // (SAMPLES - 1) for n in range(SAMPLES)}):
+            yield os.pread(opened, BLOCK, place)
+    finally:
+        os.close(opened)
+
+
 def of_layout(model: Any) -> bytes:
     """A digest of how pieces of a loaded model are laid out."""
-    from vllm_mlx_harmony.host.kv.layers import kinds
+    from vllm_mlx_harmony.host.kv.layers import windows
 
     version = metadata.version("mlx-lm").split(".")[:2]
-    return key_of(repr((VERSION, version, type(model).__name__, kinds(model))).encode())
+    return key_of(repr((VERSION, version, type(model).__name__, windows(model))).encode())
 
 
 def root(weights: bytes, layout: bytes, tenant: str) -> Root:

@@ -1,15 +1,18 @@
-"""Keys and values of gpt-oss's layers: cut out of a cache that is in use, and joined to a new one.
+"""Keys and values of a model's layers, cut out of a cache in use and joined into a new one.
 
-Knows mlx-lm's caches: full-length and sliding-window ones, of one sequence or a row of a batch.
-And the bytes of what was cut: a disk has them.
-Refuses to know which sequence they belong to. Runs on the thread that owns the model.
+A layer keeps either every token (`KVCache`) or the tokens of a sliding window (`RotatingKVCache`).
+gpt-oss alternates the two, with one window of 128; in other models the window differs by layer. A
+piece therefore has one buffer for each window that occurs, with its last tokens, no more than the
+window holds. A long window makes a piece no larger than keeping every token would: the state at the
+end of a piece takes what is missing from the pieces before it.
+
+Everything here runs on the thread that owns the model, except `fits`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -24,8 +27,8 @@ from mlx_lm.models.cache import (
 
 from vllm_mlx_harmony.host.kv.files import WIDTHS, Tensor, Tensors
 
-Kinds: TypeAlias = tuple[int, ...]
-"""A number per layer: how many tokens it keeps, ``WHOLE`` when it keeps all."""
+Windows: TypeAlias = tuple[int, ...]
+"""Of each layer, how many tokens it keeps; ``WHOLE`` where it keeps every token."""
 
 WHOLE = 0
 
@@ -36,44 +39,41 @@ class Misaligned(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a model computed for a piece of a sequence: n tokens, of each layer its keys and values.
+    """What a model computed for ``tokens`` ids of a sequence: keys and values of every layer.
 
-    ``whole`` are those of the layers that keep everything, (2 * layers, heads, n, width); ``tail``
-    those of sliding-window layers, no more than the window of them. Both are buffers of their own:
-    what they were cut from can be freed. ``None`` when the model has no such layers.
+    ``parts`` has one buffer per window, of shape (2 * layers with this window, heads, n, width),
+    with keys and values in turn; n is ``tokens``, or the window where that is less. The buffers
+    are copies: what they were cut from can be freed.
     """
 
     tokens: int
-    whole: Any | None
-    tail: Any | None
+    parts: Mapping[int, Any]
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return sum(part.nbytes for part in (self.whole, self.tail) if part is not None)
+        return sum(part.nbytes for part in self.parts.values())
 
     def last(self, tokens: int) -> Segment:
         """The piece without what stands before its last ``tokens``."""
         if tokens == self.tokens:
             return self
-        parts = (
-            None if part is None else mx.contiguous(part[:, :, -min(tokens, part.shape[2]) :])
-            for part in (self.whole, self.tail)
-        )
-        segment = Segment(tokens, *parts)
-        mx.eval([part for part in (segment.whole, segment.tail) if part is not None])
-        return segment
+        parts = {
+            window: mx.contiguous(part[:, :, -min(tokens, part.shape[2]) :])
+            for window, part in self.parts.items()
+        }
+        mx.eval(list(parts.values()))
+        return Segment(tokens, parts)
 
 
-def kinds(model: Any) -> Kinds | None:
-    """What the model's layers keep; ``None`` for layers of another kind, which cannot be cut."""
-    cache = make_prompt_cache(model)
-    found = tuple(kind for kind in map(_kind, cache) if kind is not None)
-    windows = {kind for kind in found if kind != WHOLE}
-    return None if len(found) < len(cache) or len(windows) > 1 else found
+def windows(model: Any) -> Windows | None:
+    """The windows of the model's layers; ``None`` when some layer's cache cannot be cut."""
+    found = [_window(layer) for layer in make_prompt_cache(model)]
+    known = tuple(window for window in found if window is not None)
+    return known if len(known) == len(found) else None
 
 
-def _kind(layer: Any) -> int | None:
+def _window(layer: Any) -> int | None:
     if type(layer) is KVCache:
         return WHOLE
     if type(layer) is RotatingKVCache and layer.keep == 0:
@@ -88,26 +88,22 @@ def cut(cache: Sequence[Any], start: int, end: int, row: int = 0) -> Segment:
     moved on cannot be moved back. By one it can: a token looks at itself and, with a window of n,
     at the n - 1 before it.
     """
-    whole, tail = [], []
+    cuts: dict[int, list[Any]] = {}
     for layer in cache:
-        keys, values, kind = _rows(layer, row, end)
-        if kind == WHOLE:
-            whole += [keys[:, :, start:end], values[:, :, start:end]]
+        keys, values, window = _rows(layer, row, end)
+        if window == WHOLE:
+            part = slice(start, end)
         else:
-            before = keys.shape[2] - min(end - start, kind)
-            tail += [keys[:, :, before:], values[:, :, before:]]
-    segment = Segment(end - start, _stacked(whole), _stacked(tail))
-    mx.eval([part for part in (segment.whole, segment.tail) if part is not None])
-    return segment
-
-
-def _stacked(parts: list[Any]) -> Any | None:
-    """One buffer instead of two per layer: how many there may be is limited, too, on Metal."""
-    return mx.concatenate(parts, axis=0) if parts else None
+            part = slice(keys.shape[2] - min(end - start, window), None)
+        cuts.setdefault(window, []).extend((keys[:, :, part], values[:, :, part]))
+    # One buffer instead of two per layer: Metal limits how many there may be, too.
+    parts = {window: mx.concatenate(cuts[window], axis=0) for window in sorted(cuts)}
+    mx.eval(list(parts.values()))
+    return Segment(end - start, parts)
 
 
 def _rows(layer: Any, row: int, end: int) -> tuple[Any, Any, int]:
-    """Keys and values of one row in the order of their tokens, and what the layer keeps.
+    """Keys and values of one row in the order of their tokens, and the layer's window.
 
     Those of a window end at ``end``.
     """
@@ -154,60 +150,62 @@ _BITS = {2: np.uint16, 4: np.uint32}
 
 
 def exported(segment: Segment) -> dict[str, Tensor]:
-    """The bytes of a segment where they are: they stay as long as anybody holds the result.
+    """The bytes of a segment, without a copy; they stay valid as long as the result does.
 
-    Raises ``KeyError`` for elements of another type than the files have.
+    Raises ``KeyError`` for elements of a type that the files do not have.
     """
-    parts = {"whole": segment.whole, "tail": segment.tail}
     return {
-        name: Tensor(_NAMES[part.dtype], tuple(part.shape), memoryview(np.frombuffer(part, "B")))
-        for name, part in parts.items()
-        if part is not None
+        _name(window): Tensor(
+            _NAMES[part.dtype], tuple(part.shape), memoryview(np.frombuffer(part, "B"))
+        )
+        for window, part in segment.parts.items()
     }
+
+
+def _name(window: int) -> str:
+    return "whole" if window == WHOLE else f"window.{window}"
 
 
 def fits(model: Any, tokens: int, tensors: Tensors) -> bool:
     """Whether ``tensors`` are a piece of ``tokens`` ids of this model. On any thread."""
-    found = kinds(model)
-    if found is None or tokens < 1:
+    layers = windows(model)
+    if layers is None or tokens < 1:
         return False
-    lengths = {"whole": tokens, "tail": min(tokens, max(found))}
-    counts = {"whole": 2 * found.count(WHOLE), "tail": 2 * (len(found) - found.count(WHOLE))}
-    expected = {name: (count, lengths[name]) for name, count in counts.items() if count}
-    try:
-        shapes = {name: (at[0], at[2]) for name, at in _shapes(tensors)}
-        others = {(heads, width) for _, (_, heads, _, width) in _shapes(tensors)}
-    except (ValueError, IndexError):  # not of four dimensions
+    expected = {
+        _name(window): (2 * layers.count(window), min(tokens, window or tokens))
+        for window in set(layers)
+    }
+    if any(len(tensor.shape) != 4 for tensor in tensors.values()):  # noqa: PLR2004
         return False
-    types = {tensor.dtype for tensor in tensors.values()}
-    return shapes == expected and len(others) == 1 and len(types) == 1
-
-
-def _shapes(tensors: Tensors) -> list[tuple[str, tuple[int, ...]]]:
-    return [(name, tensor.shape) for name, tensor in tensors.items()]
+    shapes = {name: (tensor.shape[0], tensor.shape[2]) for name, tensor in tensors.items()}
+    elements = {(each.dtype, each.shape[1], each.shape[3]) for each in tensors.values()}
+    return shapes == expected and len(elements) == 1
 
 
 def imported(tokens: int, tensors: Tensors) -> Segment:
     """A segment of such bytes, copied."""
     parts = {
-        name: mx.array(np.frombuffer(tensor.data, _BITS[WIDTHS[tensor.dtype]]))
+        WHOLE if name == _name(WHOLE) else int(name.rpartition(".")[2]): mx.array(
+            np.frombuffer(tensor.data, _BITS[WIDTHS[tensor.dtype]])
+        )
         .view(_DTYPES[tensor.dtype])
         .reshape(tensor.shape)
         for name, tensor in tensors.items()
     }
     mx.eval(list(parts.values()))
-    return Segment(tokens, parts.get("whole"), parts.get("tail"))
+    return Segment(tokens, parts)
 
 
 def same_kind(one: Segment, other: Segment) -> bool:
     """Whether the two can be joined: layers, heads, widths and types of both are the same."""
-    return [_signature(part) for part in (one.whole, one.tail)] == [
-        _signature(part) for part in (other.whole, other.tail)
-    ]
 
+    def kind(segment: Segment) -> dict[int, Any]:
+        return {
+            window: (part.dtype, part.shape[:2], part.shape[3])
+            for window, part in segment.parts.items()
+        }
 
-def _signature(part: Any) -> Any:
-    return None if part is None else (part.dtype, part.shape[:2], part.shape[3])
+    return kind(one) == kind(other)
 
 
 def join(model: Any, segments: Sequence[Segment], headroom: int = 0) -> list[Any]:
@@ -218,16 +216,17 @@ def join(model: Any, segments: Sequence[Segment], headroom: int = 0) -> list[Any
     """
     cache: list[Any] = make_prompt_cache(model)
     length = sum(segment.tokens for segment in segments)
-    whole, tail = count(0, 2), count(0, 2)
+    used: dict[int, int] = {}  # rows of each window's buffers
     for layer in cache:
-        if _kind(layer) == WHOLE:
-            at = next(whole)
-            layer.keys = _all([segment.whole for segment in segments], at, headroom)
-            layer.values = _all([segment.whole for segment in segments], at + 1, headroom)
+        window = _window(layer)
+        assert window is not None  # nothing is cut from such a model
+        at = used.get(window, 0)
+        used[window] = at + 2
+        parts = [segment.parts[window] for segment in segments]
+        if window == WHOLE:
+            layer.keys, layer.values = (_all(parts, row, headroom) for row in (at, at + 1))
         else:
-            at, window = next(tail), layer.max_size
-            layer.keys = _last([segment.tail for segment in segments], at, window)
-            layer.values = _last([segment.tail for segment in segments], at + 1, window)
+            layer.keys, layer.values = (_last(parts, row, window) for row in (at, at + 1))
             layer._idx = layer.keys.shape[2]
         layer.offset = length
     mx.eval([(layer.keys, layer.values) for layer in cache])

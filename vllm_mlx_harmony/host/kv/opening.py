@@ -73,7 +73,9 @@ def identified(original: Callable[[Any], None]) -> Callable[[Any], None]:
         # Files of a repository in the Hugging Face cache do not change: others come beside them.
         if weights != before and Path(path).is_dir():
             logger.warning("prefix cache: not on disk, the files in %s are changing", path)
-        elif weights is not None:
+        elif weights is None:
+            logger.warning("prefix cache: not on disk, not all weights in %s can be read", path)
+        else:
             # The batched engine has the module itself, the simple one vllm-mlx's wrapper of it.
             model: Any = engine._model
             prefix.identify(model if isinstance(model, Module) else model.model, weights)

@@ -344,6 +344,6 @@ def reusable(model: Any) -> bool:
     """Whether anything may be remembered, and the model's caches are of kinds that can be cut."""
     if not enabled():
         return False
-    from vllm_mlx_harmony.host.kv.layers import kinds
+    from vllm_mlx_harmony.host.kv.layers import windows
 
-    return kinds(model) is not None
+    return windows(model) is not None
