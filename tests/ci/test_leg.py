@@ -224,30 +224,63 @@ def test_the_environment_is_what_the_leg_is_about(
         leg.check(one, HERE)
 
 
-@pytest.mark.parametrize(
-    ("ci", "optional", "result"),
-    [("", False, "not run"), ("true", False, "failed"), ("true", True, "not run")],
-)
-@pytest.mark.parametrize(
-    "missing", [{"python": "3.99"}, {"systems": ("Plan 9",)}, {"programs": ("no-such-program",)}]
-)
+@pytest.mark.parametrize(("ci", "result"), [("", "not run"), ("true", "failed")])
+@pytest.mark.parametrize("missing", [{"python": "3.99"}, {"systems": ("Plan 9",)}])
 def test_what_cannot_run_here_fails_in_ci(
-    build: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ci: str,
-    optional: bool,
-    result: str,
-    missing: dict[str, Any],
+    build: Path, monkeypatch: pytest.MonkeyPatch, ci: str, result: str, missing: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("CI", ci)
-    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
-    one = legs.Leg("x", "a leg", (), (), **missing, optional=optional)
-    assert run(one).result == result
+    assert run(legs.Leg("x", "a leg", (), (), **missing)).result == result
 
 
 def test_pythons_are_found() -> None:
     here = "{}.{}".format(*sys.version_info)
     assert leg.answers([leg.find_python(here), "-c", leg.VERSION]) == here
+
+
+INSTALLING_UV = """#!/bin/sh
+[ "$1 $2" = "python install" ] || exit 2
+while [ "$1" != --install-dir ]; do shift; done
+mkdir -p "$2/cpython-$3.7-linux/bin"
+printf '#!/bin/sh\necho 3.99' > "$2/cpython-$3.7-linux/bin/python$3"
+chmod +x "$2/cpython-$3.7-linux/bin/python$3"
+"""
+
+
+def test_a_python_that_is_not_there_is_installed(
+    build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv = build / "uv"
+    uv.write_text(INSTALLING_UV)
+    uv.chmod(0o755)
+    monkeypatch.setattr(leg, "find_uv", lambda: str(uv))
+    assert leg.find_python("3.99").startswith(str(build / "python" / "cpython-3.99.7-linux"))
+
+
+def test_ci_hides_what_a_fresh_machine_lacks(tmp_path: Path) -> None:
+    """The first program of a name counts, as on any path; those that are hidden are not there."""
+    script = "import shutil, sys; print(*map(shutil.which, ['uv', 'uvx', 'node', 'redis-server']))"
+    for directory, names in {"a": ["uv", "mine"], "b": ["mine", "redis-server", "node"]}.items():
+        (tmp_path / directory).mkdir()
+        for name in names:
+            program = tmp_path / directory / name
+            program.write_text(f"#!/bin/sh\necho {directory}")
+            program.chmod(0o755)
+    (tmp_path / "ci").mkdir()
+    (tmp_path / "ci" / "leg.py").write_text(
+        f"{script}; import subprocess; subprocess.run(['mine'], check=True)"
+    )
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(REPOSITORY / ".ci" / "run", tmp_path / ".ci")
+    path = f"{tmp_path / 'a'}:{tmp_path / 'b'}:{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["bash", str(tmp_path / ".ci" / "run")],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.split() == ["None"] * 4 + ["a"]
 
 
 @pytest.mark.parametrize(

