@@ -190,11 +190,15 @@ LEGS: tuple[Leg, ...] = (
     # Behind one of another environment: the first makes that of all with a host.
     Leg(
         name="host",
-        what="the plugin inside the host's own objects, both engines, no sockets",
+        what="our engine by itself, and the plugin inside the host's own objects: no sockets",
         install=HOSTED,
         present=(*HOST, "openai-harmony"),
         # Apart: the host gives mlx's default stream to its own thread, for the rest of the process.
-        commands=((*PYTEST, "tests/standin"), (*PYTEST, "tests/host")),
+        commands=(
+            (*PYTEST, "tests/standin"),
+            (*PYTEST, "tests/engine"),
+            (*PYTEST, "tests/host"),
+        ),
         runners=("ubuntu-latest", "macos-14"),
     ),
     served("batched", "batched"),

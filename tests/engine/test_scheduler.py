@@ -1,0 +1,378 @@
+"""What the engine does next: rows of a history and a decision, and a simulation of hours."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+from vllm_mlx_harmony.engine.scheduler import (
+    AIM,
+    FIRST_CHUNK,
+    GRAIN,
+    PATIENCE,
+    Chunk,
+    Decision,
+    Limits,
+    Scheduler,
+    Step,
+)
+
+PACE = 1e-3
+"""Seconds an id of a prompt takes, in rows."""
+
+CUT = int(Limits().pause * AIM / PACE) // GRAIN * GRAIN
+"""Ids of a chunk beside an answer at that speed."""
+
+
+def began(scheduler: Scheduler, request: int, ids: int, tenant: str = "", now: float = 0.0) -> None:
+    scheduler.add(request, ids, tenant, now)
+    scheduler.begin(request, ids)
+
+
+def answering(scheduler: Scheduler, request: int = 0, ids: int = 512) -> None:
+    """A request whose prompt is computed, at ``PACE``."""
+    began(scheduler, request, ids)
+    scheduler.computed(request, ids, ids * PACE)
+    scheduler.answers(request)
+
+
+def nothing(scheduler: Scheduler) -> None:
+    pass
+
+
+def alone(scheduler: Scheduler) -> None:
+    began(scheduler, 1, 5000)
+
+
+def nearly_done(scheduler: Scheduler) -> None:
+    began(scheduler, 1, 2050)
+    scheduler.computed(1, 2048, 2.0)
+
+
+def an_answer(scheduler: Scheduler) -> None:
+    answering(scheduler)
+
+
+def beside_an_answer(scheduler: Scheduler) -> None:
+    answering(scheduler)
+    began(scheduler, 1, 5000)
+
+
+def beside_an_answer_and_behind_a_chunk(scheduler: Scheduler) -> None:
+    beside_an_answer(scheduler)
+    scheduler.computed(1, 192, 0.192)
+
+
+def the_debt_is_paid(scheduler: Scheduler) -> None:
+    beside_an_answer_and_behind_a_chunk(scheduler)
+    scheduler.stepped(0.06)
+    assert scheduler.next(0) == Step()
+    scheduler.stepped(0.01)
+
+
+def the_answer_has_ended(scheduler: Scheduler) -> None:
+    beside_an_answer_and_behind_a_chunk(scheduler)
+    scheduler.remove(0)
+
+
+def of_unknown_speed(scheduler: Scheduler) -> None:
+    began(scheduler, 0, 8)
+    scheduler.computed(0, 8, 0.5)  # too short to say anything
+    scheduler.answers(0)
+    scheduler.stepped(1.0)
+    began(scheduler, 1, 5000)
+
+
+def slow(scheduler: Scheduler) -> None:
+    began(scheduler, 0, 512)
+    scheduler.computed(0, 512, 51.2)
+    scheduler.answers(0)
+    scheduler.stepped(100.0)
+    began(scheduler, 1, 5000)
+
+
+def a_prompt_of_its_own_speed(scheduler: Scheduler) -> None:
+    """Deep in its context it is slower than the short one computed just now."""
+    began(scheduler, 1, 9000)
+    scheduler.computed(1, 2048, 8.192)
+    answering(scheduler)
+
+
+def both_came_together(scheduler: Scheduler) -> None:
+    began(scheduler, 1, 5000)
+    began(scheduler, 2, 60)
+
+
+def the_long_one_has_begun(scheduler: Scheduler) -> None:
+    began(scheduler, 1, 36_000)
+    scheduler.computed(1, 16_384, 16.4)
+    scheduler.add(2, 60, "", 16.3)
+
+
+def short_ones_have_had_their_part(scheduler: Scheduler) -> None:
+    began(scheduler, 1, 9000)
+    for request in (2, 3):
+        scheduler.add(request, 60, "", 1.0)
+    scheduler.begin(2, 60)
+    scheduler.computed(2, 60, 0.06)
+    scheduler.remove(2)
+
+
+def and_the_oldest_has_had_its_part(scheduler: Scheduler) -> None:
+    short_ones_have_had_their_part(scheduler)
+    scheduler.computed(1, 2048, 2.0)
+
+
+def tenants(scheduler: Scheduler) -> None:
+    began(scheduler, 1, 9000, "a")
+    began(scheduler, 2, 9000, "b")
+    scheduler.computed(1, 2048, 2.0)
+
+
+def a_tenant_that_came_back(scheduler: Scheduler) -> None:
+    """It had the last turn: a request of its own that has ended since does not change that."""
+    began(scheduler, 1, 9000, "a")
+    scheduler.computed(1, 2048, 2.0)
+    began(scheduler, 2, 60, "b", 2.0)
+    scheduler.computed(2, 60, 0.06)
+    scheduler.answers(2)
+    scheduler.stepped(1.0)
+    scheduler.add(3, 60, "b", 2.1)
+
+
+def all_prompts_have_begun(scheduler: Scheduler) -> None:
+    for request in range(2):
+        began(scheduler, request, 9000)
+    scheduler.add(5, 60, "", 0.0)
+
+
+def all_rows_are_taken(scheduler: Scheduler) -> None:
+    for request in range(4):
+        answering(scheduler, request)
+    scheduler.stepped(10.0)
+    scheduler.add(5, 60, "", 0.0)
+
+
+SMALL = Limits(prompts=2, answers=4)
+
+ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
+    (nothing, 0.0, None),
+    (alone, 0.0, Chunk(1, 2048)),
+    (nearly_done, 0.0, Chunk(1, 2)),
+    (an_answer, 0.0, Step()),
+    (beside_an_answer, 0.0, Chunk(1, CUT)),
+    (beside_an_answer_and_behind_a_chunk, 0.0, Step()),
+    (the_debt_is_paid, 0.0, Chunk(1, CUT)),
+    (the_answer_has_ended, 0.0, Chunk(1, 2048)),
+    (of_unknown_speed, 0.0, Chunk(1, FIRST_CHUNK)),
+    (slow, 0.0, Chunk(1, GRAIN)),
+    (a_prompt_of_its_own_speed, 0.0, Chunk(1, 32)),
+    (both_came_together, 0.0, Chunk(2, 60)),
+    (both_came_together, 1.0, Chunk(2, 60)),
+    (the_long_one_has_begun, 16.5, Chunk(2, 60)),
+    (short_ones_have_had_their_part, 1.1, Chunk(1, 2048)),
+    (and_the_oldest_has_had_its_part, 3.1, Chunk(3, 60)),
+    (tenants, 2.0, Chunk(2, 2048)),
+    (a_tenant_that_came_back, 2.2, Chunk(1, CUT)),
+    (all_prompts_have_begun, 9.0, Chunk(0, 2048)),
+    (all_rows_are_taken, 9.0, Step()),
+]
+
+
+@pytest.mark.parametrize(
+    ("history", "now", "decision"), ROWS, ids=[f"{row[0].__name__}-{row[1]:g}" for row in ROWS]
+)
+def test_a_decision(history: Callable[[Scheduler], None], now: float, decision: Decision) -> None:
+    scheduler = Scheduler(SMALL)
+    history(scheduler)
+    assert scheduler.next(now) == decision
+    assert scheduler.next(now) == decision, "asking changes nothing"
+
+
+def test_the_flags_bound_a_chunk() -> None:
+    scheduler = Scheduler(Limits(chunk=100, chunk_beside=64))
+    began(scheduler, 1, 5000)
+    assert scheduler.next(0) == Chunk(1, 100)
+    answering(scheduler)
+    assert scheduler.next(0) == Chunk(1, 64)
+
+
+def test_what_finds_no_memory_is_overtaken_only_for_a_while() -> None:
+    scheduler = Scheduler(Limits())
+    began(scheduler, 0, 100)
+    scheduler.add(1, 50_000, "", 0.0)
+    scheduler.add(2, 60, "", 1.0)
+
+    def fits(request: int) -> bool:
+        return request != 1
+
+    scheduler.computed(0, 100, 0.1)
+    scheduler.answers(0)
+    scheduler.stepped(1.0)
+    assert scheduler.next(2.0, fits) == Chunk(2, 60)
+    assert scheduler.next(PATIENCE + 1, fits) == Step(), "no later one begins any more"
+    assert scheduler.next(PATIENCE + 1) == Chunk(1, CUT), "there is memory"
+    scheduler.remove(1)
+    assert scheduler.next(PATIENCE + 1, fits) == Chunk(2, 60)
+
+
+def test_who_was_served_is_forgotten_with_the_last_prompt() -> None:
+    scheduler = Scheduler(Limits())
+    for request in range(10_000):
+        began(scheduler, request, 60, tenant=str(request))
+        scheduler.computed(request, 60, 0.06)
+        scheduler.answers(request)
+        scheduler.remove(request)
+    assert len(scheduler._tenants) < 3
+
+
+# --- The simulation
+
+
+@dataclass
+class Request:
+    """What comes: at a moment, ids of prompt and answer."""
+
+    at: float
+    prompt: int
+    answer: int
+    tenant: str = ""
+    first: float = 0.0
+    pauses: list[float] = field(default_factory=list)
+    done: float = 0.0
+
+    @property
+    def wait(self) -> float:
+        """Seconds to the first id."""
+        return self.first - self.at
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How long a device takes: a prompt's id costs more the more stand before it."""
+
+    per_id: float = 5e-4
+    per_id_before: float = 1e-8
+    per_chunk: float = 0.004
+    per_step: float = 0.02
+    noise: float = 0.1
+
+    def chunk(self, before: int, ids: int, luck: random.Random) -> float:
+        """Seconds for ``ids`` behind ``before`` others."""
+        seconds = self.per_chunk + ids * (self.per_id + self.per_id_before * (before + ids / 2))
+        return seconds * luck.uniform(1 - self.noise, 1 + self.noise)
+
+
+def simulate(  # noqa: C901 - one loop, as the engine has it
+    requests: Iterable[Request], limits: Limits, machine: Machine, until: float
+) -> None:
+    """Runs a scheduler over a machine; notes in each request what happened to it."""
+    luck, scheduler, now = random.Random(1), Scheduler(limits), 0.0
+    coming = sorted(requests, key=lambda each: each.at)
+    known: dict[int, Request] = {}
+    computed: dict[int, int] = defaultdict(int)
+    left: dict[int, int] = {}
+    last: dict[int, float] = {}
+    while now < until:
+        while coming and coming[0].at <= now:
+            request = coming.pop(0)
+            number = len(known)
+            known[number] = request
+            scheduler.add(number, request.prompt, request.tenant, request.at)
+        match scheduler.next(now):
+            case Chunk(number, ids):
+                request = known[number]
+                if not computed[number]:
+                    scheduler.begin(number, request.prompt)
+                seconds = machine.chunk(computed[number], ids, luck)
+                now += seconds
+                computed[number] += ids
+                scheduler.computed(number, ids, seconds)
+                if computed[number] == request.prompt:
+                    scheduler.answers(number)
+                    left[number], last[number] = request.answer, now
+            case Step():
+                now += machine.per_step
+                scheduler.stepped(machine.per_step)
+                for number in list(left):
+                    request = known[number]
+                    request.first = request.first or now
+                    request.pauses.append(now - last[number])
+                    last[number] = now
+                    left[number] -= 1
+                    if not left[number]:
+                        del left[number]
+                        request.done = now
+                        scheduler.remove(number)
+            case None:
+                if not coming:
+                    return
+                now = coming[0].at
+
+
+MACHINE = Machine()
+
+
+def alone_takes(prompt: int) -> float:
+    """Seconds to the first id of a prompt that nobody disturbs."""
+    request = Request(0.0, prompt, 1)
+    simulate([request], Limits(), MACHINE, 1e9)
+    return request.wait
+
+
+def test_a_long_prompt_beside_an_answer() -> None:
+    """The goals of the engine, on a machine of a Mac's speed: pause, speed, price."""
+    answer, prompt = Request(0.0, 200, 10_000), Request(5.0, 36_000, 1)
+    simulate([answer, prompt], Limits(), MACHINE, 1e9)
+    meanwhile = prompt.first - prompt.at
+    ids = sum(1 for each in answer.pauses if each)
+    assert max(answer.pauses) < Limits().pause + MACHINE.per_step
+    assert max(answer.pauses) / meanwhile < 0.03
+    assert meanwhile / alone_takes(36_000) < 1.5
+    paused = sum(each - MACHINE.per_step for each in answer.pauses)
+    steps = (meanwhile - paused) / MACHINE.per_step
+    assert steps * MACHINE.per_step / meanwhile > 0.25, ids
+
+
+def test_a_short_prompt_behind_a_long_one() -> None:
+    long, short = Request(0.0, 36_000, 1), Request(3.0, 60, 50)
+    simulate([long, short], Limits(), MACHINE, 1e9)
+    assert short.wait / long.wait < 0.15
+    assert long.wait / alone_takes(36_000) < 1.15, "and it costs the long one little"
+
+
+@pytest.mark.parametrize("load", [0.2, 0.5, 0.8])
+def test_under_a_steady_load_of_short_ones_a_long_one_is_served(load: float) -> None:
+    """Short ones take ``load`` of the time that prompts may have, for a quarter of an hour."""
+    luck = random.Random(2)
+    short = MACHINE.per_chunk + 400 * MACHINE.per_id
+    at, requests = 0.0, []
+    while at < 900:
+        requests.append(Request(at, 400, 1))
+        at += luck.expovariate(load / short)
+    long = [Request(60.0 + 200 * each, 20_000, 1) for each in range(4)]
+    simulate([*requests, *long], Limits(), MACHINE, 3600)
+    waits = sorted(each.wait for each in requests)
+    assert all(each.done for each in [*requests, *long]), "none starves"
+    # Answers take up to a quarter of the time, and the short ones three quarters of the rest.
+    assert max(each.wait for each in long) < alone_takes(20_000) / (0.75 * 0.25)
+    assert waits[len(waits) // 2] < 15 * short, "half of the short ones hardly wait"
+
+
+def test_a_tenant_with_many_prompts_gets_no_more_than_one_with_one() -> None:
+    many = [Request(0.0, 8_000, 1, "many") for _ in range(10)]
+    one = Request(0.1, 8_000, 1, "one")
+    simulate([*many, one], Limits(), MACHINE, 1e9)
+    assert one.wait < 3 * alone_takes(8_000)
+    assert all(each.done for each in many)
+
+
+def test_a_steady_load_of_one_tenant_does_not_starve_another() -> None:
+    short = [Request(0.05 * each, 400, 1, "busy") for each in range(600)]
+    long = Request(0.0, 20_000, 1, "long")
+    simulate([*short, long], Limits(), MACHINE, 1e9)
+    assert long.wait < 4 * alone_takes(20_000)

@@ -1,0 +1,253 @@
+"""What the engine does next: a chunk of one prompt, or a step of all answers. No mlx, no clock.
+
+Its owner reports what has happened and how long it took (``computed``, ``stepped``), and asks
+``next`` what to do. The same calls always give the same decisions, so that rows and a simulation
+(tests/engine/test_scheduler.py) show how long a request waits.
+
+**The conflict.** A model computes a prompt fastest in large chunks, and while it computes one, no
+answer gets a token. Sarathi-Serve (https://arxiv.org/abs/2403.02310) names it: either prompts stall
+answers, or answers starve prompts. There chunk and step are fused into one computation, which
+mlx-lm's models cannot do. So the two alternate, and two numbers bound what each does to the other:
+
+- *Pause.* While an answer runs, a chunk takes no longer than ``pause`` seconds, by the speed that
+  this prompt, or else the last one, was computed with. As long as that is little known, a chunk has
+  at most twice as many ids as the longest before it.
+- *Share.* A chunk that took ``c`` seconds is followed by steps that take
+  ``c * share / (1 - share)`` seconds together. Answers keep ``share`` of the time, and a prompt
+  takes ``1 / (1 - share)`` times as long as it would alone.
+
+While no answer runs, prompts are computed in full chunks.
+
+**Order.** The prompt with the shortest rest goes first, as this keeps the sum of all waits
+smallest; a prompt that has begun gives way between two chunks. Alone, that rule starves a long
+prompt under a steady load of short ones. So a part of the time (``BY_AGE``) belongs to the prompt
+that came first, whatever its length: once it is the oldest, it takes no longer than ``1 / BY_AGE``
+times its own time.
+
+**Tenants** take turns, chunk by chunk: the one whose last chunk is longest ago is next. A tenant
+that sends ten prompts gets no more of the time than one that sends a single prompt.
+
+**Admission.** A prompt for which there is no memory yet (``fits``) waits. When the oldest of those
+that wait has done so for ``PATIENCE`` seconds, it is the next to begin: otherwise small ones would
+take whatever becomes free, for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+PATIENCE = 10.0
+"""Seconds after which a prompt that has not begun is no longer overtaken by later ones."""
+
+BY_AGE = 0.25
+"""Part of the time of prompts that the oldest of a tenant has."""
+
+GRAIN = 32
+"""Ids. Chunks are multiples of it, where there is more to compute: each is a pass of its own."""
+
+FIRST_CHUNK = 256
+"""Ids of the first chunk beside an answer, when no chunk has been measured yet."""
+
+AIM = 0.8
+"""Part of the pause that a chunk is cut for: no two chunks take exactly the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much at once, and who gives way. Numbers of ids but for ``pause`` and ``share``.
+
+    ``sequences``: prompts that have begun and answers, together. ``prompts``: prompts that have
+    begun. ``answers``: rows of a step. ``chunk``: of a prompt, while no answer runs. ``chunk_beside``: the
+    same while one does; 0 leaves it to ``pause``, in seconds. ``share`` of the time that answers
+    keep, less than 1.
+    """
+
+    sequences: int = 256
+    prompts: int = 8
+    answers: int = 32
+    chunk: int = 2048
+    chunk_beside: int = 0
+    pause: float = 0.25
+    share: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next ``ids`` of the prompt of ``request``."""
+
+    request: int
+    ids: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One id for every answer."""
+
+
+Decision: TypeAlias = "Chunk | Step | None"
+
+
+@dataclass(slots=True)
+class _Prompt:
+    request: int
+    tenant: str
+    rest: int
+    since: float
+    begun: bool = False
+    pace: float = 0.0
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """``turn``: when it was served last. ``owed``: seconds that its oldest prompt has to come."""
+
+    turn: int = 0
+    owed: float = 0.0
+
+
+class Scheduler:
+    """Decides; holds how fast the model was so far, which requests wait, whose turn it was last."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._prompts: dict[int, _Prompt] = {}
+        self._answers: set[int] = set()
+        self._tenants: dict[str, _Tenant] = {}
+        self._turn = 0
+        self._owed = 0.0
+        self._pace = 0.0
+        self._longest = 0
+
+    # --- What happens
+
+    def add(self, request: int, ids: int, tenant: str, now: float) -> None:
+        """A prompt with so many ids to compute has come."""
+        self._prompts[request] = _Prompt(request, tenant, ids, now)
+
+    def begin(self, request: int, rest: int) -> None:
+        """The prompt has memory of its own from now on; ``rest`` of its ids are to be computed."""
+        prompt = self._prompts[request]
+        prompt.begun, prompt.rest = True, rest
+
+    def computed(self, request: int, ids: int, seconds: float) -> None:
+        """A chunk was computed."""
+        prompt = self._prompts[request]
+        prompt.rest -= ids
+        self._turn += 1
+        tenant = self._tenants.setdefault(prompt.tenant, _Tenant())
+        tenant.turn = self._turn
+        if prompt is self._oldest(prompt.tenant):
+            tenant.owed = max(tenant.owed - seconds, -seconds)
+        else:
+            tenant.owed += seconds * BY_AGE / (1 - BY_AGE)
+        if ids >= GRAIN:  # a shorter one says little about a longer one
+            prompt.pace = seconds / ids
+            self._pace = prompt.pace if not self._pace else (self._pace + prompt.pace) / 2
+        self._longest = max(self._longest, ids)
+        if self._answers:
+            share = self.limits.share
+            self._owed += seconds * share / (1 - share)
+
+    def answers(self, request: int) -> None:
+        """All of its prompt is computed: from now on each step brings it an id."""
+        del self._prompts[request]
+        self._answers.add(request)
+        self._forget_tenants()
+
+    def stepped(self, seconds: float) -> None:
+        """A step of all answers was made."""
+        self._owed = max(0.0, self._owed - seconds)
+
+    def remove(self, request: int) -> None:
+        """It has ended, or its client has gone."""
+        prompt = self._prompts.pop(request, None)
+        self._answers.discard(request)
+        if not self._answers:
+            self._owed = 0.0
+        if prompt is not None:
+            self._forget_tenants()
+
+    # --- What to do
+
+    def next(self, now: float, fits: Callable[[int], bool] = lambda request: True) -> Decision:
+        """A chunk or a step; ``None`` when there is nothing to do now.
+
+        ``fits`` says of a prompt that has not begun whether there is memory for it.
+        """
+        if self._answers and self._owed > 0:
+            return Step()
+        prompt = self._first(now, fits)
+        if prompt is not None:
+            return Chunk(prompt.request, self._length(prompt))
+        return Step() if self._answers else None
+
+    def order(self) -> list[int]:
+        """Those that wait, in the order in which they would be served if nothing else came."""
+        return [each.request for each in self._ranked()]
+
+    def seconds(self, request: int) -> float:
+        """How long the rest of a prompt takes by itself, by the speed so far; 0 when unknown."""
+        prompt = self._prompts.get(request)
+        return 0.0 if prompt is None else prompt.rest * (prompt.pace or self._pace)
+
+    def _forget_tenants(self) -> None:
+        """Those whose turn would come first in any case."""
+        waiting = {each.tenant for each in self._prompts.values()}
+        turns = [self._tenants[each].turn if each in self._tenants else 0 for each in waiting]
+        first = min(turns, default=self._turn + 1)
+        self._tenants = {
+            name: tenant
+            for name, tenant in self._tenants.items()
+            if name in waiting or tenant.turn >= first
+        }
+
+    def _oldest(self, tenant: str) -> _Prompt:
+        own = (each for each in self._prompts.values() if each.tenant == tenant)
+        return min(own, key=lambda each: (each.since, each.request))
+
+    def _first(self, now: float, fits: Callable[[int], bool]) -> _Prompt | None:
+        begun = sum(each.begun for each in self._prompts.values())
+        running = begun + len(self._answers)
+        limits = self.limits
+        room = begun < limits.prompts and running < min(limits.sequences, limits.answers)
+        if not begun and not room:
+            return None
+        waiting = (each for each in self._prompts.values() if not each.begun)
+        oldest = min(waiting, key=lambda each: each.since, default=None)
+        if room and oldest is not None and now - oldest.since > PATIENCE:
+            if fits(oldest.request):
+                return oldest
+            room = False
+        for prompt in self._ranked():
+            if prompt.begun or (room and fits(prompt.request)):
+                return prompt
+        return None
+
+    def _ranked(self) -> list[_Prompt]:
+        new = _Tenant()
+        oldest = {
+            name: self._oldest(name)
+            for name in {each.tenant for each in self._prompts.values()}
+            if self._tenants.get(name, new).owed > 0
+        }
+
+        def rank(prompt: _Prompt) -> tuple[int, bool, int, int]:
+            turn = self._tenants.get(prompt.tenant, new).turn
+            return turn, oldest.get(prompt.tenant) is not prompt, prompt.rest, prompt.request
+
+        return sorted(self._prompts.values(), key=rank)
+
+    def _length(self, prompt: _Prompt) -> int:
+        limits = self.limits
+        if not self._answers:
+            return min(prompt.rest, limits.chunk)
+        pace = prompt.pace or self._pace
+        length = int(limits.pause * AIM / pace) if pace else FIRST_CHUNK
+        length = min(length, limits.chunk, max(FIRST_CHUNK, 2 * self._longest))
+        if limits.chunk_beside:
+            length = min(length, limits.chunk_beside)
+        if length >= prompt.rest:
+            return prompt.rest
+        return max(GRAIN, length - length % GRAIN)
