@@ -59,9 +59,9 @@ class Limits:
     """How much at once, and who gives way. Numbers of ids but for ``pause`` and ``share``.
 
     ``sequences``: prompts that have begun and answers, together. ``prompts``: prompts that have
-    begun. ``answers``: rows of a step. ``chunk``: of a prompt, while no answer runs. ``chunk_beside``: the
-    same while one does; 0 leaves it to ``pause``, in seconds. ``share`` of the time that answers
-    keep, less than 1.
+    begun. ``answers``: rows of a step. ``chunk``: of a prompt, while no answer runs.
+    ``chunk_beside``: the same while one does; 0 leaves it to ``pause``, in seconds. ``share`` of
+    the time that answers keep, less than 1.
     """
 
     sequences: int = 256
