@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
 from vllm_mlx_harmony.__main__ import main
+from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.gateway import app
 from vllm_mlx_harmony.gateway.app import gateway
@@ -34,6 +35,7 @@ from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, start_line
 from vllm_mlx_harmony.gateway.limits import RateLimit
 from vllm_mlx_harmony.gateway.settings import PREFIX, GatewaySettings, load
 from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.defaults import ATTACHMENTS_VARIABLE
 from vllm_mlx_harmony.server.tools import config
 
 CHAT = "/v1/chat/completions"
@@ -501,6 +503,16 @@ def test_a_file_that_cannot_be_is_named(tmp_path: Path) -> None:
             load({}, {}, str(file))
     with pytest.raises(HostError, match="cannot be read"):
         load({}, {}, str(tmp_path / "nowhere"))
+
+
+def test_variables_of_the_front_end_hold_for_a_gateway(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ATTACHMENTS_VARIABLE, "refuse")
+    assert app.Gateway(load(GIVEN, {})).defaults(None).attachments is Attachments.REFUSE
+    monkeypatch.setenv(ATTACHMENTS_VARIABLE, "show")
+    assert main(["gateway", "--model", MODEL, "--engine", "http://127.0.0.1:9"]) == 2
+    assert ATTACHMENTS_VARIABLE in capsys.readouterr().err
 
 
 # --- The process

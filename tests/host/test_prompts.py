@@ -19,6 +19,7 @@ from vllm_mlx.api.models import ChatCompletionRequest
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults, Effort
@@ -28,7 +29,12 @@ from vllm_mlx_harmony.host.engine import generate, reusable_tokens
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.prompts import PromptText, prompt_text
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.server.defaults import DATE_VARIABLE, NONE_VARIABLE, read
+from vllm_mlx_harmony.server.defaults import (
+    ATTACHMENTS_VARIABLE,
+    DATE_VARIABLE,
+    NONE_VARIABLE,
+    read,
+)
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script
 
@@ -243,6 +249,15 @@ def test_the_date_can_be_pinned_or_left_out(
 ) -> None:
     monkeypatch.setenv(DATE_VARIABLE, pinned)
     assert VllmMlx().defaults(None).date == date
+
+
+def test_attachments_are_omitted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for word, meant in (("", Attachments.OMIT), ("omit", Attachments.OMIT), ("Refuse", "refuse")):
+        monkeypatch.setenv(ATTACHMENTS_VARIABLE, word)
+        assert VllmMlx().defaults(None).attachments == meant
+    monkeypatch.setenv(ATTACHMENTS_VARIABLE, "show")
+    with pytest.raises(HostError, match=f"{ATTACHMENTS_VARIABLE}: must be omit or refuse, not"):
+        read({})
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
     "user, control token is text": ([message("user", "<|start|>")], [User("<|start|>")]),
     "user, a picture in an earlier message": (
         [message("user", [*text("Look:"), IMAGE]), assistant("Hi"), ASKED],
-        [User("Look:\n[an image was left out: text only]"), Answer("Hi"), User("Hello")],
+        [User("Look:\n[image left out: this model reads text only]"), Answer("Hi"), User("Hello")],
     ),
     "user, half an emoji": ([message("user", "a\ud83d")], [User("a\ufffd")]),
     "user, nulls and unknown fields": (
@@ -341,7 +341,7 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
         [
             User("Hello"),
             CALLED,
-            Result("c1", "Look:\n[an image was left out: text only]\nnice", "input[2]"),
+            Result("c1", "Look:\n[image left out: this model reads text only]\nnice", "input[2]"),
         ],
     ),
     "result, nothing": (
@@ -745,7 +745,7 @@ GUILTY: list[tuple[Any, str | None]] = [
             ([message("user", [{"type": "input_text"}])], "input[0].content[0].text"),
             ([message("user", [*text("a"), {"type": "input_text", "text": 5}])],
              "input[0].content[1].text"),
-            ([message("user", [*text("a"), IMAGE])], "input[0].content[1]"),
+            ([message("user", [*text("a"), {"type": "hologram"}])], "input[0].content[1]"),
             ([message("assistant", [{"type": "refusal"}])], "input[0].content[0].refusal"),
             ([ASKED, thought(summary="a")], "input[1].summary"),
             ([ASKED, thought(encrypted_content=5)], "input[1].encrypted_content"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from reverse_cipher import Reverse
 
+from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.deltas import (
     Closed,
     Delta,
@@ -1261,7 +1262,7 @@ SHOWN: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("found", "expected"), SHOWN)
 def test_messages_results_of_a_history(found: Any, expected: str) -> None:
-    assert messages_tools.result_text(found) == expected
+    assert messages_tools.result_text(found, "messages[0]", Attachments.OMIT) == expected
 
 
 def test_responses_the_sources_of_a_search_when_asked_for() -> None:

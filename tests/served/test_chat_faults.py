@@ -98,7 +98,7 @@ def processed(client: httpx.Client) -> int:
 # --- Requests that are not right.
 
 USER = {"role": "user", "content": "Hi."}
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+UNKNOWN = {"type": "hologram"}
 TWICE = [{"type": "function", "function": {"name": "x"}}] * 2
 
 BAD = [
@@ -107,7 +107,7 @@ BAD = [
     pytest.param({"messages": "Hi."}, "messages", id="messages as a string"),
     pytest.param({"messages": [{"content": "Hi."}]}, "messages[0].role", id="no role"),
     pytest.param(
-        {"messages": [{**USER, "content": [PICTURE]}]}, "messages[0].content[0]", id="picture"
+        {"messages": [{**USER, "content": [UNKNOWN]}]}, "messages[0].content[0]", id="hologram"
     ),
     pytest.param(
         {"messages": [USER, {"role": "tool", "tool_call_id": "nobody", "content": "x"}]},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,11 +27,13 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from official_clients import clients
 
+from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
 from vllm_mlx_harmony.server import enforcement, generation
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.engine import Step, Steps
+from vllm_mlx_harmony.server.engine import Engine, Step, Steps
 from vllm_mlx_harmony.server.responses import store
 
 CALL = (
@@ -188,6 +191,67 @@ def test_a_closed_websocket_holds_nothing(host: Alone) -> None:
         assert stored() == before
     finally:
         gc.enable()
+
+
+LINE = "[image left out: this model reads text only]"
+
+
+async def look(host: Alone, path: str, stream: bool) -> str:
+    """What is said of a picture, by the official client for ``path``."""
+    openai_client, anthropic_client = clients(host)
+    url = "data:image/png;base64,AAAA"
+    asked: dict[str, Any] = {"model": MODEL}
+    if path == "chat":
+        image: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
+        asked["messages"] = [{"role": "user", "content": [image]}]
+        if not stream:
+            whole = await openai_client.chat.completions.create(**asked)
+            return str(whole.choices[0].message.content)
+        async with openai_client.chat.completions.stream(**asked) as chunks:
+            return str((await chunks.get_final_completion()).choices[0].message.content)
+    if path == "responses":
+        image = {"type": "input_image", "image_url": url, "detail": "auto"}
+        asked["input"] = [{"role": "user", "content": [image]}]
+        if not stream:
+            return (await openai_client.responses.create(**asked)).output_text
+        async with openai_client.responses.stream(**asked) as events:
+            return (await events.get_final_response()).output_text
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    asked["messages"] = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    asked["max_tokens"] = 50
+    if not stream:
+        message: Any = await anthropic_client.messages.create(**asked)
+    else:
+        async with anthropic_client.messages.stream(**asked) as said:
+            message = await said.get_final_message()
+    return str(message.content[-1].text)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", ["chat", "responses", "messages"])
+def test_the_model_can_say_that_it_got_no_picture(path: str, stream: bool) -> None:
+    said = "<|channel|>final<|message|>I cannot see pictures.<|return|>"
+    host = Alone(ScriptedEngine({LINE: said}, 3, False))
+    assert asyncio.run(look(host, path, stream)) == "I cannot see pictures."
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("path", "where"),
+    [
+        ("chat", "messages[0].content[0]"),
+        ("responses", "input[0].content[0]"),
+        ("messages", "messages[0].content[0]"),
+    ],
+)
+def test_a_server_may_refuse_pictures(path: str, where: str, stream: bool) -> None:
+    class Refusing(Alone):
+        def defaults(self, engine: Engine | None) -> Defaults:
+            return Defaults(date=None, attachments=Attachments.REFUSE)
+
+    refused = (openai.BadRequestError, anthropic.BadRequestError)
+    with pytest.raises(refused, match=re.escape(f"{where} is of type")):
+        asyncio.run(look(Refusing(ScriptedEngine(SCRIPTS, 3, False)), path, stream))
 
 
 @pytest.mark.parametrize("path", ["chat", "responses", "messages"])

@@ -42,11 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     from vllm_mlx_harmony.gateway import app
     from vllm_mlx_harmony.gateway.settings import load
+    from vllm_mlx_harmony.server import defaults
     from vllm_mlx_harmony.server.responses.store import server_store
 
     flags = {name: value for name, value in vars(parsed).items() if name != "config"}
     try:
         settings = load(flags, file=parsed.config)
+        defaults.read(settings.template_options)  # every request reads them again
         server_store()  # which is to be there before anybody asks for something
     except HostError as error:
         raise UsageError(error.message) from error

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias, get_args
 
+from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 
 VOCAB_SIZE = 201_088
@@ -406,6 +407,7 @@ class Defaults:
     ``none_effort`` is what the word ``none`` is taken for, thinking; ``None``: that it must not.
     What is ``None`` in ``sampling`` changes nothing. ``namespaces`` are the tools that the server
     can run, for requests that ask for them, and with ``tools_for_all`` for every other as well.
+    ``attachments`` is not for a request to override.
     """
 
     effort: Effort = Effort.MEDIUM
@@ -417,6 +419,7 @@ class Defaults:
     sampling: Sampling = RECOMMENDED
     namespaces: tuple[Namespace, ...] = ()
     tools_for_all: bool = False
+    attachments: Attachments = Attachments.OMIT
 
     def unasked(self, tools: Sequence[Tool]) -> tuple[Namespace, ...]:
         """The tools that the server runs for a request that names none of them.
@@ -463,19 +466,3 @@ class ResponseInfo:
     def call_id(self, index: int) -> str:
         """The id of the call that is message ``index`` of the answer: the same in every API."""
         return f"call_{self.id_seed[:20]}{index:04x}"
-
-
-_UNREADABLE = {
-    "image": "an image",
-    "audio": "a sound recording",
-    "video": "a video",
-    "file": "a file",
-}
-
-
-def omitted(kind: str) -> str:
-    """The line of text that stands in a tool result for a part the model cannot read (A11).
-
-    ``kind`` is ``image``, ``audio``, ``video``, ``file`` or the API's own word for the part.
-    """
-    return f"[{_UNREADABLE.get(kind, f'a part of type {quoted(kind)}')} was left out: text only]"

@@ -13,8 +13,8 @@ from typing import Annotated
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
+from vllm_mlx_harmony.core.attachments import Attachments, left_out
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.core.turn import omitted
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Wire, required
 
 
@@ -51,37 +51,32 @@ _TEXTS = {
 _KINDS = {
     "image_url": "image",
     "input_image": "image",
+    "image": "image",
     "computer_screenshot": "image",
     "input_audio": "audio",
     "audio_url": "audio",
+    "audio": "audio",
     "video_url": "video",
     "input_video": "video",
+    "video": "video",
     "input_file": "file",
+    "file": "file",
+    "document": "file",
 }
+"""The parts that are attachments, other servers' names included, and what they are."""
 
 
-def message_text(parts: Sequence[Part], where: str) -> str:
-    """The text of a message's parts, one after the other. ``where`` is the path of the list.
+def message_text(parts: Sequence[Part], where: str, attachments: Attachments) -> str:
+    """The text of a message's parts. ``where`` is the path of the list.
 
-    Raises ``RequestError`` naming the part that is not text.
+    Raises ``RequestError`` naming a part that is neither text nor an attachment.
     """
-    texts: list[str] = []
     for index, part in enumerate(parts):
-        at = f"{where}[{index}]"
-        text = _part_text(part, at)
-        if text is None:
-            problem = f"{at} is of type {quoted(part.type)}: the model reads text only"
+        if part.type not in _TEXTS and part.type not in _KINDS:
+            at = f"{where}[{index}]"
+            problem = f"{at} is of type {quoted(part.type)}: it is not supported here"
             raise RequestError(problem, param=at, code=UNSUPPORTED)
-        texts.append(text)
-    return "".join(texts)
-
-
-def user_text(parts: Sequence[Part], where: str, *, newest: bool) -> str:
-    """The text of a user's message; of what is not text, a line in all but the ``newest`` (A11).
-
-    Raises ``RequestError`` naming the part in that one: it is what the answer would be about.
-    """
-    return message_text(parts, where) if newest else result_text(parts, where)
+    return result_text(parts, where, attachments)
 
 
 def paragraphs(parts: Sequence[Part], where: str) -> str:
@@ -90,15 +85,20 @@ def paragraphs(parts: Sequence[Part], where: str) -> str:
     return "\n".join(text for text in texts if text)
 
 
-def result_text(parts: Sequence[Part], where: str) -> str:
-    """The text of a tool's result. A part that is not text is replaced by a line that says so."""
+def result_text(parts: Sequence[Part], where: str, attachments: Attachments) -> str:
+    """The text of a tool's result: texts one after the other, and a line for any other part."""
     joined, line_open = "", False
     for index, part in enumerate(parts):
-        text = _part_text(part, f"{where}[{index}]")
-        starts_line = joined and (line_open or text is None)
+        at = f"{where}[{index}]"
+        text = _part_text(part, at)
+        is_line = text is None
+        if text is None:
+            kind = _KINDS.get(part.type)
+            text = attachments.line(kind, part.type, at) if kind else left_out(part.type)
+        starts_line = joined and (line_open or is_line)
         joined += "\n" if starts_line and not joined.endswith("\n") else ""
-        joined += omitted(_KINDS.get(part.type, part.type)) if text is None else text
-        line_open = text is None
+        joined += text
+        line_open = is_line
     return joined
 
 

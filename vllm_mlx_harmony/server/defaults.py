@@ -1,7 +1,7 @@
 """What the server was started with and a request may override (semantics A1, A8).
 
 Knows the host's default template options and sampling flags, the model's ``generation_config.json``
-and two environment variables.
+and three environment variables.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_mlx_harmony.core.errors import HostError, RequestError
+from vllm_mlx_harmony.core.attachments import Attachments
+from vllm_mlx_harmony.core.errors import HostError, RequestError, quoted
 from vllm_mlx_harmony.core.turn import (
     BUILTIN_TOOLS,
     NO_THINKING,
@@ -29,6 +30,9 @@ DATE_VARIABLE = "VLLM_MLX_HARMONY_DATE"
 
 NONE_VARIABLE = "VLLM_MLX_HARMONY_NONE_EFFORT"
 """Environment variable: the effort that ``none`` is taken for. Not set: no thinking."""
+
+ATTACHMENTS_VARIABLE = "VLLM_MLX_HARMONY_ATTACHMENTS"
+"""Environment variable: ``omit`` pictures, audio and files (the default), or ``refuse`` them."""
 
 
 def sampling(flags: Sampling, model: Mapping[str, Any]) -> Sampling:
@@ -96,7 +100,18 @@ def read(options: Mapping[str, Any]) -> Defaults:
         builtin_tools=tuple(dict.fromkeys(builtin)),
         thinking=thinking,
         none_effort=none_effort,
+        attachments=_attachments(),
     )
+
+
+def _attachments() -> Attachments:
+    word = os.environ.get(ATTACHMENTS_VARIABLE, "").lower()
+    try:
+        return Attachments(word or Attachments.OMIT)
+    except ValueError as error:
+        known = " or ".join(each.value for each in Attachments)
+        problem = f"{ATTACHMENTS_VARIABLE}: must be {known}, not {quoted(word)}"
+        raise HostError(problem) from error
 
 
 def _none_effort() -> Effort | None:

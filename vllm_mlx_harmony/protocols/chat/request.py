@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import (
     NO_THINKING,
@@ -48,7 +49,6 @@ from vllm_mlx_harmony.protocols.openai_content import (
     call_arguments,
     message_text,
     result_text,
-    user_text,
 )
 from vllm_mlx_harmony.protocols.openai_request import sampling
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
@@ -106,7 +106,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
     template = body.chat_template_kwargs or ChatTemplateOptions()
     effort, thinking = _reasoning(body, template, defaults)
-    messages, prefill = _conversation(body)
+    messages, prefill = _conversation(body, defaults.attachments)
     older = body.max_completion_tokens is None
     choice = body.tool_choice or ChatToolChoice(type="auto")
     none = choice.type == "none"
@@ -146,10 +146,10 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
 # --- Messages (semantics A2 to A6, A11).
 
 
-def _conversation(body: ChatBody) -> tuple[list[Message], str | None]:
+def _conversation(body: ChatBody, attachments: Attachments) -> tuple[list[Message], str | None]:
     """All messages; and the beginning of the answer, when the last message is to be continued."""
     continued = _continued(body)
-    reader = _Reader(max((i for i, m in enumerate(body.messages) if m.role == "user"), default=-1))
+    reader = _Reader(attachments)
     read: list[Message] = []
     prefill = None
     last = len(body.messages) - 1
@@ -194,9 +194,9 @@ _Run = Sequence[tuple[int, ChatMessage]]
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads the messages of a request, in order. ``newest`` is the place of the last user's."""
+    """Reads the messages of a request, in order."""
 
-    newest: int
+    attachments: Attachments
     _functions: dict[str, str] = field(default_factory=dict)
     """The ids of the latest calls of the legacy kind, which have none, by name."""
 
@@ -216,13 +216,13 @@ class _Reader:
         elif message.content is None:
             raise required(f"{where}.content")
         elif message.role == "user":
-            newest = index >= self.newest
-            yield User(user_text(message.content, f"{where}.content", newest=newest))
-        elif text := message_text(message.content, f"{where}.content"):
+            yield User(message_text(message.content, f"{where}.content", self.attachments))
+        elif text := message_text(message.content, f"{where}.content", self.attachments):
             yield Instructions(text)
 
     def _result(self, key: str, message: ChatMessage, where: str) -> Result:
-        return Result(key, result_text(message.content or (), f"{where}.content"), where)
+        text = result_text(message.content or (), f"{where}.content", self.attachments)
+        return Result(key, text, where)
 
     def read_assistant(self, run: _Run, kind: type[Preamble] | type[Answer]) -> list[Message]:
         """One turn of the assistant in the model's own order (A4): its texts are of one ``kind``.
@@ -237,12 +237,9 @@ class _Reader:
     ) -> Iterator[Message]:
         """Reasoning, text, calls. Nothing at all adds nothing."""
         where = f"messages[{index}]"
-        if message.audio is not None:
-            param = f"{where}.audio"
-            raise RequestError(f"{param} cannot be read", param=param, code=UNSUPPORTED)
         if reasoning := message.reasoning_content or message.reasoning or message.thinking:
             yield Reasoning(reasoning)
-        if text := _text(message, where):
+        if text := self._text(message, where):
             yield kind(text)
         for at, call in enumerate(message.tool_calls or ()):
             yield _call(call, f"{where}.tool_calls[{at}]")
@@ -261,14 +258,20 @@ class _Reader:
                 problem = f"messages[{index}]: a call has to be answered, it cannot be continued"
                 raise RequestError(problem, param=f"messages[{index}]", code=UNSUPPORTED)
         index, last = run[-1]
-        text = _text(last, f"messages[{index}]")
-        last.content, last.refusal = None, None
+        text = self._text(last, f"messages[{index}]")
+        last.content, last.refusal, last.audio = None, None, None
         return text or None
 
+    def _text(self, message: ChatMessage, where: str) -> str:
+        """What is said: a refusal is one more part, as it is among the parts of a content.
 
-def _text(message: ChatMessage, where: str) -> str:
-    """What is said: a refusal is one more part, as it is among the parts of a content."""
-    return message_text(message.content or (), f"{where}.content") + (message.refusal or "")
+        An answer that was spoken is there by its id alone.
+        """
+        text = message_text(message.content or (), f"{where}.content", self.attachments)
+        if message.audio is not None:
+            line = self.attachments.line("audio", "audio", f"{where}.audio")
+            text = f"{text}\n{line}" if text else line
+        return text + (message.refusal or "")
 
 
 def _call(call: ChatCall, where: str) -> Call:

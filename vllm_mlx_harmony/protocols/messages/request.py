@@ -13,6 +13,7 @@ from itertools import groupby
 from json import dumps
 from typing import TypeAlias
 
+from vllm_mlx_harmony.core.attachments import Attachments, left_out
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import (
     NO_THINKING,
@@ -38,7 +39,6 @@ from vllm_mlx_harmony.core.turn import (
     ToolChoice,
     Turn,
     User,
-    omitted,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.messages.emitter import UPDATE, Display, Emitter
@@ -148,7 +148,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
         if isinstance(message, EffortUpdate):
             thinking = message.thinking
     return Turn(
-        messages=(*_system(body.system or ()), *messages),
+        messages=(*_system(body.system or (), defaults.attachments), *messages),
         tools=tools,
         effort=effort,
         response_format=_response_format(body),
@@ -188,14 +188,10 @@ def notes(body: MessagesBody, defaults: Defaults) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A block and its path in the request.
-
-    ``answered``: the assistant has spoken after its message.
-    """
+    """A block and its path in the request."""
 
     block: Block
     where: str
-    answered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +209,13 @@ _Run: TypeAlias = Sequence[_ReadMessage]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What blocks are read with: whose reasoning to believe, and what the server's tools are."""
+    """What blocks are read with: whose reasoning to believe, what the server's tools are, and what
+    becomes of attachments.
+    """
 
     cipher: Cipher
     namespaces: tuple[Namespace, ...]
+    attachments: Attachments
 
 
 def _conversation(
@@ -225,12 +224,11 @@ def _conversation(
     """All messages, and the beginning of the answer when the last one is the assistant's."""
     roles = [message.role for message in body.messages]
     last_user = max((index for index, role in enumerate(roles) if role == "user"), default=-1)
-    answered = _answered(roles)
 
     def read_message(message: AnthropicMessage, at: int) -> _ReadMessage:
         """What is cleared is the text."""
         cleared = message.clear_at == "next_user_message" and at < last_user
-        blocks = [] if cleared else _placed(message, at, at < answered)
+        blocks = [] if cleared else _placed(message, at)
         return _ReadMessage(message.role, blocks, _effort_update(message, at, body, defaults))
 
     shown = [
@@ -243,7 +241,7 @@ def _conversation(
     if roles[-1] == "assistant":
         last = runs.pop()[1]
         prefill = _prefill(last)
-    known = _Known(cipher, defaults.namespaces)
+    known = _Known(cipher, defaults.namespaces, defaults.attachments)
     read = [message for role, run in runs for message in _ROLES[role](run, known)]
     if roles[-1] == "assistant":
         read += _unanswered(last, known)
@@ -264,22 +262,10 @@ def _effort_update(
     return EffortUpdate(effort, thinking and not (body.thinking and body.thinking.type in _OFF))
 
 
-def _answered(roles: Sequence[str]) -> int:
-    """Where the last message of the assistant stands that is not the beginning of its answer.
-
-    What comes before it was answered, a question in the middle of a tool loop included: whoever
-    began to answer it has seen its pictures, and the conversation can go on without them (A11).
-    """
-    end = len(roles)
-    while end and roles[end - 1] == "assistant":
-        end -= 1
-    return max((index for index in range(end) if roles[index] == "assistant"), default=0)
-
-
-def _placed(message: AnthropicMessage, at: int, answered: bool) -> list[_Placed]:
+def _placed(message: AnthropicMessage, at: int) -> list[_Placed]:
     """The blocks of message ``at``. An empty text says nothing and is as absent."""
     placed = [
-        _Placed(block, f"messages[{at}].content[{index}]", answered)
+        _Placed(block, f"messages[{at}].content[{index}]")
         for index, block in enumerate(message.content)
     ]
     return [each for each in placed if each.block.type != "text" or _text(each)]
@@ -307,13 +293,13 @@ def _prefill(run: _Run) -> str | None:
     return text
 
 
-def _instructions(run: _Run, _: _Known) -> Iterator[Message]:
+def _instructions(run: _Run, known: _Known) -> Iterator[Message]:
     for message in run:
         for adds, blocks in groupby(message.blocks, lambda each: each.block.type == _ADDITION):
             if adds:
                 if tools := tuple(tool for each in blocks for tool in _addition(each)):
                     yield AdditionalTools(tools)
-            elif text := _lines(map(_only_text, blocks)):
+            elif text := _lines(_message_text(each, known.attachments) for each in blocks):
                 yield Instructions(text)
         if message.effort:
             yield message.effort
@@ -334,15 +320,15 @@ def _addition(placed: _Placed) -> Iterator[Tool]:
         yield from _tool(change.definition, where)
 
 
-def _user(run: _Run, _: _Known) -> Iterator[Message]:
+def _user(run: _Run, known: _Known) -> Iterator[Message]:
     """What tools answered, then what the user says: the order that the API demands anyway."""
     for message in run:
         blocks = message.blocks
         results = [each for each in blocks if each.block.type == "tool_result"]
         texts = [each for each in blocks if each.block.type != "tool_result"]
-        yield from map(_result, results)
+        yield from (_result(each, known.attachments) for each in results)
         if texts or not results:
-            yield User(_lines(map(_user_text, texts)))
+            yield User(_lines(_message_text(each, known.attachments) for each in texts))
 
 
 def _assistant(run: _Run, known: _Known) -> Iterator[Message]:
@@ -390,7 +376,9 @@ def _assistant_block(placed: _Placed, known: _Known) -> Iterator[Message]:
     elif block.type in _SERVER_CALLS:
         yield from _server_call(placed, known)
     elif block.type.endswith(RESULT) and block.type != "tool_result":
-        yield from _server_result(placed)
+        yield from _server_result(placed, known.attachments)
+    elif block.type in _FILES:
+        yield Preamble(_message_text(placed, known.attachments))
     elif block.type not in _SILENT:
         raise _unreadable(block.type, placed.where)
 
@@ -402,10 +390,10 @@ _ROLES: dict[str, Callable[[_Run, _Known], Iterator[Message]]] = {
 }
 
 
-def _system(blocks: Iterable[Block]) -> Iterator[Message]:
+def _system(blocks: Iterable[Block], attachments: Attachments) -> Iterator[Message]:
     for index, block in enumerate(blocks):
-        text = _without_billing(_only_text(_Placed(block, f"system[{index}]", answered=False)))
-        if text:
+        placed = _Placed(block, f"system[{index}]")
+        if text := _without_billing(_message_text(placed, attachments)):
             yield Instructions(text)
 
 
@@ -458,17 +446,15 @@ def _server_call(placed: _Placed, known: _Known) -> Iterator[ServerCall]:
         yield ServerCall(block.id or "", *called)
 
 
-def _server_result(placed: _Placed) -> Iterator[ServerResult]:
+def _server_result(placed: _Placed, attachments: Attachments) -> Iterator[ServerResult]:
     """What the tool answered. A failure says so itself: it was told to the model like that."""
     block = placed.block
     if block.tool_use_id is None:
         raise required(f"{placed.where}.tool_use_id")
     if block.type == MCP_RESULT:
-        parts = enumerate(block.content or ())
-        where = f"{placed.where}.content"
-        text = _lines(_block_text(part, f"{where}[{i}]", _omitted) for i, part in parts)
+        text = _result_text(placed, attachments)
     else:
-        text = result_text(block.found)
+        text = result_text(block.found, f"{placed.where}.content", attachments)
     yield ServerResult(block.tool_use_id, "", text)
 
 
@@ -480,13 +466,21 @@ def _arguments(given: dict[str, object]) -> str:
     return dumps(given, ensure_ascii=False, separators=(",", ":"))
 
 
-def _result(placed: _Placed) -> Result:
+def _result(placed: _Placed, attachments: Attachments) -> Result:
     block = placed.block
     if block.tool_use_id is None:
         raise required(f"{placed.where}.tool_use_id")
-    parts = enumerate(block.content or ())
-    text = _lines(_block_text(part, f"{placed.where}.content[{i}]", _omitted) for i, part in parts)
+    text = _result_text(placed, attachments)
     return Result(block.tool_use_id, _failed(text) if block.is_error else text, placed.where)
+
+
+def _result_text(placed: _Placed, attachments: Attachments) -> str:
+    def otherwise(kind: str, where: str) -> str:
+        file = _FILES.get(kind)
+        return attachments.line(file, kind, where) if file else left_out(kind)
+
+    parts = enumerate(placed.block.content or ())
+    return _lines(_block_text(part, f"{placed.where}.content[{i}]", otherwise) for i, part in parts)
 
 
 _ERROR = "Error"
@@ -500,13 +494,18 @@ def _failed(text: str) -> str:
 
 
 _Otherwise: TypeAlias = Callable[[str, str], str]
-"""What is said of a part that is not text, by its type and its path; or it is refused."""
+"""What stands for a part that is not text, by its type and its path; or it is refused."""
 
 
-def _user_text(placed: _Placed) -> str:
-    """A picture or a file is refused until it was answered (A11)."""
-    answered = placed.answered and placed.block.type in _FILES
-    return _block_text(placed.block, placed.where, _omitted if answered else _reject)
+def _message_text(placed: _Placed, attachments: Attachments) -> str:
+    """The text of a block that is neither a call nor a result."""
+
+    def otherwise(kind: str, where: str) -> str:
+        if kind in _FILES:
+            return attachments.line(_FILES[kind], kind, where)
+        raise _unreadable(kind, where)
+
+    return _block_text(placed.block, placed.where, otherwise)
 
 
 def _block_text(block: ResultBlock | Block, where: str, otherwise: _Otherwise) -> str:
@@ -563,14 +562,6 @@ _FILES: dict[str, str] = {
 """Parts that are no text by their nature, and what they are."""
 
 
-def _omitted(kind: str, _: str) -> str:
-    return omitted(_FILES.get(kind, kind))
-
-
-def _reject(kind: str, where: str) -> str:
-    raise _unreadable(kind, where)
-
-
 def _lines(texts: Iterable[str]) -> str:
     """Blocks are separate texts: each begins on a line of its own."""
     joined = ""
@@ -585,21 +576,11 @@ def _text(placed: _Placed) -> str:
     return placed.block.text
 
 
-def _only_text(placed: _Placed) -> str:
-    """The text of a block. One that is not text is a 400 that names it."""
-    return _part_text(placed.block, placed.where, _reject)
-
-
-_WHY: dict[str, str] = {
-    **dict.fromkeys(
-        ("thinking", "redacted_thinking", "tool_use", "tool_result"), "it cannot stand here"
-    ),
-    **dict.fromkeys(_FILES, "the model reads text only"),
-}
+_MISPLACED = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 def _unreadable(kind: str, where: str) -> RequestError:
-    why = _WHY.get(kind, "it is not supported here")
+    why = "it cannot stand here" if kind in _MISPLACED else "it is not supported here"
     return RequestError(f"{where} is of type {quoted(kind)}: {why}", param=where, code=UNSUPPORTED)
 
 

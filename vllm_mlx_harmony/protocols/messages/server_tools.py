@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from json import dumps
 
+from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.names import carryable
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
@@ -155,21 +156,25 @@ def call_of(
     return recipient, dumps({here: value}, ensure_ascii=False, separators=(",", ":"))
 
 
-def result_text(found: object, depth: int = 0) -> str:
-    """What can be read of a result of Anthropic's tools; each has a shape of its own."""
+def result_text(found: object, where: str, attachments: Attachments, depth: int = 0) -> str:
+    """What can be read of a result of Anthropic's tools, at ``where``; each has its own shape."""
     if isinstance(found, str):
         return found
     if depth > _DEEPEST:
         return ""
     if isinstance(found, list):
-        return "\n".join(text for each in found if (text := result_text(each, depth + 1)))
+        texts = (result_text(each, where, attachments, depth + 1) for each in found)
+        return "\n".join(text for text in texts if text)
     if not isinstance(found, dict):
         return ""
     if isinstance(found.get("error_code"), str):
         return f"Error: {found['error_code']}"
+    if found.get("type") == "base64":
+        return attachments.line("file", "base64", where)
     lines = [f"{name}: {found[key]}" for name, key in _HEADING.items() if _is_text(found, key)]
     lines += [found[key] for key in ("text", "data", "stdout", "stderr") if _is_text(found, key)]
-    lines += [result_text(found[key], depth + 1) for key in ("source", "content") if key in found]
+    nested = (found[key] for key in ("source", "content") if key in found)
+    lines += [result_text(each, where, attachments, depth + 1) for each in nested]
     return "\n".join(line for line in lines if line)
 
 

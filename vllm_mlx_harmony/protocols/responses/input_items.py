@@ -36,7 +36,6 @@ from vllm_mlx_harmony.protocols.openai_content import (
     message_text,
     paragraphs,
     result_text,
-    user_text,
 )
 from vllm_mlx_harmony.protocols.responses.schema import Item, read_item, response_format
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
@@ -57,12 +56,10 @@ UNKNOWN = "unknown"
 
 
 class _After(NamedTuple):
-    """Whether a user's message comes after an item; whether the model calls a tool in the same run
-    of its items: one of the client's anywhere, since such calls are the end of it however they are
-    placed, or one of a server's after the item.
+    """Whether the model calls a tool in the same run of its items: one of the client's anywhere,
+    since such calls are the end of it however they are placed, or one of a server's after the item.
     """
 
-    user: bool
     calls: bool
 
 
@@ -123,10 +120,10 @@ class ItemReader:
             raise required(f"{where}.role")
         if item.content is None and item.role != "assistant":
             raise required(f"{where}.content")
+        text = message_text(item.content or (), f"{where}.content", self.defaults.attachments)
         if item.role == "user":
-            newest = not after.user
-            yield User(user_text(item.content or (), f"{where}.content", newest=newest))
-        elif text := message_text(item.content or (), f"{where}.content"):
+            yield User(text)
+        elif text:
             yield self._spoken(item, text, after)
 
     def _spoken(self, item: Item, text: str, after: _After) -> Message:
@@ -182,8 +179,11 @@ class ItemReader:
     def _output(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         key = _needed(item.call_id, f"{where}.call_id")
         named = self.tools.name(item.name, item.namespace or "") if item.name else self.tools.only
-        text = result_text(item.output or (), f"{where}.output")
+        text = self._output_text(item, where)
         yield from self._answer(Result(key, text, where), named or UNKNOWN)
+
+    def _output_text(self, item: Item, where: str) -> str:
+        return result_text(item.output or (), f"{where}.output", self.defaults.attachments)
 
     def _search_output(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         """The tools that were found, which are callable from here on."""
@@ -227,7 +227,7 @@ class ItemReader:
         if item.type == "mcp_approval_request":
             self._asked.add(key)
         else:
-            text = result_text(item.output or (), f"{where}.output")
+            text = self._output_text(item, where)
             yield ServerResult(key, name, text or _error_text(item.error) or NOT_RUN)
 
     def _code_call(self, item: Item, where: str, after: _After) -> Iterator[Message]:
@@ -338,14 +338,12 @@ def _is_from_assistant(item: Item) -> bool:
 
 def _after(items: Sequence[Item]) -> list[_After]:
     """What comes after each of ``items``."""
-    user = False
     reversed_: list[_After] = []
     for _, group in groupby(reversed(items), _is_from_assistant):
         run = list(group)
         calls = any(item.type in CALLS for item in run)
         for item in run:
-            reversed_.append(_After(user, calls))
-            user = user or item.role == "user"
+            reversed_.append(_After(calls))
             calls = calls or item.type in SERVER_CALLS
     return reversed_[::-1]
 

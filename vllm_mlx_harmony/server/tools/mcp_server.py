@@ -24,8 +24,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from vllm_mlx_harmony.core.attachments import left_out
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.core.turn import Tool, omitted
+from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.server.tools.config import ServerConfig
 from vllm_mlx_harmony.server.tools.tool_server import Answer, ToolError
 
@@ -330,7 +331,7 @@ def _text_of_part(part: Any) -> str:
         return str(part.text)
     if part.type == "resource":
         text = getattr(part.resource, "text", None)
-        return omitted("file") if text is None else str(text)
+        return left_out("file") if text is None else str(text)
     if part.type == "resource_link":
         return f"{part.name}: {part.uri}"
-    return omitted(part.type)
+    return left_out(part.type)
