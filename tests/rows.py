@@ -334,6 +334,24 @@ RECIPIENTS = [
         tools=("get the weather!",),
     ),
     row(
+        "alias of a trained name",
+        '<|channel|>commentary to=functions.python_tool <|constrain|>json<|message|>{"a":1}<|call|>',
+        (CALL, "python", '{"a":1}'),
+        tools=("python",),
+    ),
+    row(
+        "trained name in place of its alias",
+        "<|channel|>commentary to=python code<|message|>1 + 1<|call|>",
+        (CALL, "python", "1 + 1"),
+        tools=("python",),
+    ),
+    row(
+        "alias of a trained name with a dot",
+        "<|channel|>commentary to=functions.browser_search<|message|>{}<|call|>",
+        (CALL, "browser.search", "{}"),
+        tools=("browser.search", "container.exec", "bash"),
+    ),
+    row(
         "to the assistant",
         "<|channel|>commentary to=assistant<|message|>Hi.<|end|>",
         (PREAMBLE, "Hi."),

@@ -378,6 +378,23 @@ def test_equal_turns_share_what_is_compiled() -> None:
     assert held_to(AUTO) is held_to(turn(tools=TOOLS))
 
 
+@pytest.mark.parametrize(
+    ("recipient", "taken"),
+    [("functions.python_tool", True), ("python_tool", True), ("functions.x", False)],
+)
+@pytest.mark.parametrize("builtin", [(), ("python",)], ids=["alone", "beside the built-in"])
+def test_a_function_that_is_chosen_by_the_name_of_a_trained_tool(
+    recipient: str, taken: bool, builtin: tuple[str, ...]
+) -> None:
+    asked = turn(
+        tools=(Tool("python"), Tool("x")),
+        builtin_tools=builtin,
+        tool_choice=ToolChoice(required=True, names=("python",)),
+    )
+    call = f"<|channel|>commentary to={recipient} <|constrain|>json<|message|>{{}}<|call|>"
+    assert all(map(held_to(asked).matcher().consume, ids_of(call))) is taken
+
+
 def test_a_matcher_survives_what_it_does_not_have() -> None:
     matcher, mask = held_to(NAMED).matcher(), Mask()
     assert not matcher.consume(vocab.RETURN)

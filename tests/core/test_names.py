@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from vllm_mlx_harmony.core import names as module
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names, carryable
-from vllm_mlx_harmony.core.turn import Call, Tool, Turn, User
+from vllm_mlx_harmony.core.turn import Call, Namespace, Tool, ToolChoice, Turn, User
 
 
 def names(*tools: str, called: tuple[str, ...] = (), builtin: tuple[str, ...] = ()) -> Names:
@@ -35,6 +37,21 @@ def names(*tools: str, called: tuple[str, ...] = (), builtin: tuple[str, ...] = 
         (("n" * 242,), "n" * 242, "n" * 242),
         (("n" * 243,), "n" * 243, "n" * 242),
         (("n" * 243, "n" * 244), "n" * 244, "n" * 240 + "_2"),
+        # Names of tools that gpt-oss was trained with are left to those.
+        (("python",), "python", "python_tool"),
+        (("browser",), "browser", "browser_tool"),
+        (("browser.search",), "browser.search", "browser_search"),
+        (("browser.open", "browser_open"), "browser.open", "browser_open_2"),
+        (("container",), "container", "container_tool"),
+        (("container.exec",), "container.exec", "container_exec"),
+        (("bash",), "bash", "bash_tool"),
+        (("python_tool", "python"), "python", "python_tool_2"),
+        (("python.run it",), "python.run it", "python_run_it"),
+        (("Python",), "Python", "Python"),
+        (("Bash",), "Bash", "Bash"),
+        (("bash.run",), "bash.run", "bash.run"),
+        (("python3",), "python3", "python3"),
+        (("browser_use",), "browser_use", "browser_use"),
     ],
 )
 def test_alias(tools: tuple[str, ...], name: str, alias: str) -> None:
@@ -57,8 +74,8 @@ def test_an_alias_never_changes_by_a_later_call() -> None:
     [
         (("python",), (), "python", "python"),
         (("browser",), (), "browser.open", "browser.open"),
-        (("browser",), ("browser.open",), "browser.open", "functions.browser.open"),
-        ((), (), "python", "functions.python"),
+        (("browser",), ("browser.open",), "browser.open", "functions.browser_open"),
+        ((), (), "python", "functions.python_tool"),
     ],
 )
 def test_built_in_tools_are_addressed_by_their_own_name(
@@ -69,10 +86,57 @@ def test_built_in_tools_are_addressed_by_their_own_name(
     assert found.addressee(recipient) == called
 
 
-def test_a_client_knows_a_declared_tool_and_a_built_in_one_by_the_same_name() -> None:
-    found = names("python", builtin=("python",))
-    assert found.recipient("python") == "functions.python"
-    assert found.addressee("python") == found.addressee("functions.python") == "python"
+@pytest.mark.parametrize("builtin", [(), ("python",)], ids=["alone", "beside the built-in"])
+@pytest.mark.parametrize("recipient", ["functions.python_tool", "python_tool", "functions.python"])
+def test_a_client_knows_a_declared_tool_and_a_built_in_one_by_the_same_name(
+    builtin: tuple[str, ...], recipient: str
+) -> None:
+    found = names("python", builtin=builtin)
+    assert found.recipient("python") == "functions.python_tool"
+    assert found.addressee(recipient) == found.addressee("python") == "python"
+    assert found.is_tool(recipient)
+    assert not found.is_served(recipient)
+
+
+SEARCH = Namespace("browser", (Tool("search"),))
+CODE = Namespace("python", (Tool("python"),))
+MAIN = Namespace("main", (Tool("run"),))
+
+BESIDE_SERVERS = [
+    # a function; a recipient; the name of the tool; whether the server runs it
+    ("main", "functions.main", "main", False),
+    ("main", "main", "main", False),
+    ("main", "main.run", "main.run", True),
+    ("main", "functions.main.run", "main.run", True),
+    ("main", "functions.run", "main.run", True),
+    ("python", "python", "python", True),
+    ("python", "functions.python_tool", "python", False),
+    ("python", "python_tool", "python", False),
+    ("python", "functions.python", "python", False),
+    ("browser.search", "browser.search", "browser.search", True),
+    ("browser.search", "functions.browser_search", "browser.search", False),
+    ("browser.search", "functions.browser.search", "browser.search", False),
+    ("browser", "browser.search", "browser.search", True),
+    ("browser", "functions.browser_tool", "browser", False),
+]
+
+
+@pytest.mark.parametrize(("function", "recipient", "name", "served"), BESIDE_SERVERS)
+def test_a_function_beside_a_server_of_its_name(
+    function: str, recipient: str, name: str, served: bool
+) -> None:
+    turn = Turn((User("?"),), (Tool(function),), namespaces=(SEARCH, CODE, MAIN))
+    found = Names.of(turn)
+    assert (found.addressee(recipient), found.is_served(recipient)) == (name, served)
+    assert found.is_tool(recipient)
+
+
+def test_a_choice_that_two_tools_have_the_name_of() -> None:
+    turn = Turn((User("?"),), (Tool("python"),), namespaces=(CODE,))
+    Names.of(turn)
+    with pytest.raises(RequestError) as refused:
+        Names.of(replace(turn, tool_choice=ToolChoice(True, ("python",))))
+    assert refused.value.param == "tool_choice"
 
 
 @pytest.mark.parametrize(

@@ -379,7 +379,9 @@ def test_a_function_named_like_a_builtin_is_a_function() -> None:
     given_turn = turn(
         User("Hi"), call(name="python"), tools=(Tool("python"),), builtin_tools=("python",)
     )
-    assert CALL.replace("weather", "python") + GO in text_of(render(given_turn).ids)
+    shown = text_of(render(given_turn).ids)
+    assert "type python_tool = () => any;" in shown
+    assert CALL.replace("weather", "python_tool") + GO in shown
 
 
 def test_names_read_recipients_back() -> None:

@@ -44,7 +44,7 @@ AGENTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "command",
         ("claude", "--settings", ".claude/vllm-mlx.json", "--allowedTools", "Bash", "-p"),
     ),
-    "opencode": ("bash", "command", ("opencode", "run")),
+    "opencode": ("bash_tool", "command", ("opencode", "run")),
 }
 
 

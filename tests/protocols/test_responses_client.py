@@ -181,7 +181,6 @@ def test_input_items() -> None:
         {"type": "tool_search_call", "call_id": "e", "arguments": {"query": "q"}},
         {"type": "tool_search_output", "call_id": "e", "tools": [*TOOLS]},
         {"type": "additional_tools", "role": "developer", "tools": [TOOLS[0]]},
-        {"type": "configuration_update", "reasoning": {"effort": "high"}},
     ]
     listed = page(request(False, input=items).input_items(INFO), {"order": "asc"})
     read_back = ResponseItemList.model_validate_json(json.dumps(listed))

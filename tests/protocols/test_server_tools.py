@@ -747,26 +747,36 @@ def test_everybody_has_them_where_the_server_says_so() -> None:
 
 
 OWN = {"type": "function", "name": "weather"}
+DOTTED = {**OWN, "name": "weather.x"}
 LATER_ON = {"type": "additional_tools", "role": "developer", "tools": [OWN]}
 FINDS = {"type": "tool_search", "execution": "client"}
 
 OWN_NAMES: dict[str, tuple[dict[str, Any], list[str] | None]] = {
     # the request; the namespaces in the prompt, None where the function is refused
-    "a function": ({"tools": [OWN]}, ["python", "browser"]),
-    "one with a dot": ({"tools": [{**OWN, "name": "weather.x"}]}, ["python", "browser"]),
+    "a function": ({"tools": [OWN]}, ["weather", "python", "browser"]),
+    "one named like a built-in": (
+        {"tools": [{**OWN, "name": "python"}]},
+        ["weather", "browser"],
+    ),
+    "one with a dot": ({"tools": [DOTTED]}, ["python", "browser"]),
     "one in a namespace": (
         {"tools": [{"type": "namespace", "name": "mine", "tools": [OWN]}]},
         ["weather", "python", "browser"],
     ),
     "one of later": (
         {"input": [{"role": "user", "content": "Hi"}, LATER_ON]},
+        ["weather", "python", "browser"],
+    ),
+    "one of later with a dot": (
+        {"input": [{"role": "user", "content": "Hi"}, {**LATER_ON, "tools": [DOTTED]}]},
         ["python", "browser"],
     ),
     "one that is to be found": (
-        {"tools": [FINDS, {**OWN, "defer_loading": True}]},
+        {"tools": [FINDS, {**DOTTED, "defer_loading": True}]},
         ["python", "browser"],
     ),
-    "the server was asked for": ({"tools": [WEATHER, OWN]}, None),
+    "the server was asked for": ({"tools": [WEATHER, OWN]}, ["weather", "python", "browser"]),
+    "the server was asked for, and it has a dot": ({"tools": [WEATHER, DOTTED]}, None),
 }
 
 

@@ -34,8 +34,8 @@ RECORDED = Path(__file__).parents[1] / "protocols" / "data"
 NEW = 0.02
 """Part of a prompt that may be computed."""
 
-TOOLS = {"Bash": "command", "exec_command": "cmd", "bash": "command", "weather": "city"}
-"""What the agents' shells are called, and their argument."""
+TOOLS = {"Bash": "command", "exec_command": "cmd", "bash_tool": "command", "weather": "city"}
+"""What the model is shown the agents' shells as, and their argument."""
 
 
 def called(tool: str) -> str:

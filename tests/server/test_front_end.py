@@ -20,6 +20,7 @@ pytest.importorskip("anthropic")
 
 import anthropic
 import openai
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from official_clients import clients
 
+from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults
@@ -67,9 +69,11 @@ def host(request: pytest.FixtureRequest) -> Alone:
     return Alone(ScriptedEngine(SCRIPTS, at_once, one_at_a_time))
 
 
-async def by_chat(host: Alone, stream: bool) -> tuple[str, str, str]:
+async def by_chat(
+    host: Alone, stream: bool, name: str = "weather"
+) -> tuple[str, str, str]:
     client, _ = clients(host)
-    tool = {"name": "weather", "description": "Tells the weather.", "parameters": CITY}
+    tool = {"name": name, "description": "Tells the weather.", "parameters": CITY}
     asked: dict[str, Any] = {"model": MODEL, "tools": [{"type": "function", "function": tool}]}
     messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 
@@ -80,8 +84,12 @@ async def by_chat(host: Alone, stream: bool) -> tuple[str, str, str]:
                 .choices[0]
                 .message
             )
-        async with client.chat.completions.stream(**asked, messages=messages) as events:
-            return (await events.get_final_completion()).choices[0].message
+        state = ChatCompletionStreamState()  # the client's stream() takes strict tools only
+        async for chunk in await client.chat.completions.create(
+            **asked, messages=messages, stream=True
+        ):
+            state.handle_chunk(chunk)
+        return state.get_final_completion().choices[0].message
 
     first = await turn()
     (call,) = first.tool_calls
@@ -93,9 +101,11 @@ async def by_chat(host: Alone, stream: bool) -> tuple[str, str, str]:
     return call.function.name, call.function.arguments, second.content
 
 
-async def by_responses(host: Alone, stream: bool) -> tuple[str, str, str]:
+async def by_responses(
+    host: Alone, stream: bool, name: str = "weather"
+) -> tuple[str, str, str]:
     client, _ = clients(host)
-    tool = {"type": "function", "name": "weather", "parameters": CITY, "strict": False}
+    tool = {"type": "function", "name": name, "parameters": CITY, "strict": False}
 
     async def turn(**asked: Any) -> Any:
         asked = {"model": MODEL, "tools": [tool], **asked}
@@ -113,9 +123,11 @@ async def by_responses(host: Alone, stream: bool) -> tuple[str, str, str]:
     return call.name, call.arguments, second.output_text
 
 
-async def by_messages(host: Alone, stream: bool) -> tuple[str, str, str]:
+async def by_messages(
+    host: Alone, stream: bool, name: str = "weather"
+) -> tuple[str, str, str]:
     _, client = clients(host)
-    tool = {"name": "weather", "input_schema": CITY}
+    tool = {"name": name, "input_schema": CITY}
     messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 500, "tools": [tool]}
 
@@ -136,7 +148,7 @@ async def by_messages(host: Alone, stream: bool) -> tuple[str, str, str]:
     return call.name, json.dumps(call.input, separators=(",", ":")), second.content[-1].text
 
 
-Loop = Callable[[Alone, bool], Awaitable[tuple[str, str, str]]]
+Loop = Callable[..., Awaitable[tuple[str, str, str]]]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -151,6 +163,25 @@ def test_a_tool_loop(host: Alone, loop: Loop, stream: bool) -> None:
     first, second = host.engine.prompts  # type: ignore[attr-defined]
     said = (*first, *ids(CALL))
     assert second[: len(said)] == said
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages])
+@pytest.mark.parametrize(
+    ("name", "alias"),
+    [("python", "python_tool"), ("browser_search", "browser_search"), ("bash", "bash_tool")],
+)
+def test_a_function_named_like_a_trained_tool(
+    loop: Loop, stream: bool, name: str, alias: str
+) -> None:
+    script = CALL.replace("functions.weather", f"functions.{alias}")
+    engine = ScriptedEngine({**SCRIPTS, "How is the weather?": script}, 3)
+    found = asyncio.run(asyncio.wait_for(loop(Alone(engine), stream, name), 30))
+    assert found == (name, '{"city":"Paris"}', SAID)
+    first, second = (vocab.encoding().decode(list(prompt)) for prompt in engine.prompts)
+    assert f"type {alias} = (_: {{" in first
+    assert second.startswith(first + script)
+    assert f"<|start|>functions.{alias} to=assistant" in second
 
 
 def test_the_same_events_over_a_websocket(host: Alone) -> None:

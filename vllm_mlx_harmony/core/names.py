@@ -1,7 +1,16 @@
 """Tool names, both ways: what a request declares and what stands in a Harmony header.
 
-Knows which names a header can carry (A10) and what a recipient addresses (B, "Recipient").
-Refuses to know where in a header a recipient stands: that is the parser's part.
+The model is shown a declared tool under its own name wherever it can be. It is shown an alias
+instead in two cases (A10), and the alias is mapped back in everything that a client reads:
+
+- A header cannot carry the name: spaces, dots at the ends, anything that is not ASCII.
+- gpt-oss was trained with a tool of that name: ``python``, whose input is code, ``browser.search``
+  and its siblings, ``container.exec``; ``bash`` draws it the same way. It writes that tool's raw
+  text to a function of the same name, JSON schema or not. ``browser.search`` becomes
+  ``browser_search``, ``python`` becomes ``python_tool``, which leaves the trained names to the
+  tools that really are those.
+
+Recipients are read with the same table (B, "Recipient").
 """
 
 from __future__ import annotations
@@ -21,6 +30,10 @@ _LONGEST = NAME_LIMIT - len("to=") - len(_PREFIX) - 1
 _NUMBER = 8
 """Characters of an alias, at its end, that tell names apart that are otherwise alike."""
 _UNCARRYABLE = re.compile(r"[^A-Za-z0-9_-]+")
+_TRAINED = frozenset({"python", "browser", "container"})
+"""Namespaces of the tools that gpt-oss was trained with."""
+_LIKE_TRAINED = frozenset({"bash"})
+"""Other names that gpt-oss writes raw text to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +41,9 @@ class Names:
     """The names of one turn: ``aliases`` maps each declared name to what the model is shown.
 
     ``builtin`` are the built-in namespaces that the client runs, ``server`` the recipients of the
-    tools that the server runs. Nobody else's tool is in the namespaces of the latter. A declared
-    tool may have the name of a built-in one: the model tells them apart (``functions.python`` and
-    ``python``), their client, who knows both by that name, does not.
+    tools that the server runs. A declared tool may have the name of one of these: the model is
+    shown an alias of it (``functions.python_tool`` beside ``python``). A client that runs both
+    knows both as ``python``.
     """
 
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -51,17 +64,22 @@ class Names:
     def of(cls, turn: Turn) -> Names:
         """The names of a turn's tools, and of the tools and calls in its history, in that order.
 
-        Raises ``RequestError`` for a tool without a name, for two tools of the same name, and for
-        one that a tool of the server's could be taken for.
+        Raises ``RequestError`` for a tool without a name, for two tools of the same name, for a
+        function that is named like a tool of a server's (``weather.now``, but not ``weather``), and
+        for a choice of tools by a name that both have.
         """
         server = tuple(name for each in turn.namespaces for name in each.recipients)
         served = frozenset(each.name for each in turn.namespaces)
         builtin = tuple(name for name in turn.builtin_tools if name not in served)
         later = dict.fromkeys(_met(turn.messages, builtin))
         for tool in turn.callable_tools if served else ():
-            if _namespace(tool.name) in served:
+            namespace, dot, _ = tool.name.partition(".")
+            if dot and namespace in served and not _is_trained(tool.name):
                 problem = f"a tool cannot be named {quoted(tool.name)}: the server runs tools there"
                 raise RequestError(problem, param=tool.where)
+            if tool.name in server and tool.name in (turn.tool_choice.names or ()):
+                problem = f"{quoted(tool.name)} is a function and a tool that the server runs"
+                raise RequestError(problem, param="tool_choice")
         return cls(_aliases(_declared(turn.tools), later), builtin, server)
 
     def alias(self, name: str) -> str:
@@ -82,29 +100,41 @@ class Names:
         """
         if recipient in NOBODY:
             return ""
-        return self._known(recipient) or recipient.removeprefix(_PREFIX) or recipient
+        return self._known(recipient)[0] or recipient.removeprefix(_PREFIX) or recipient
 
     def is_tool(self, recipient: str) -> bool:
         """Whether ``recipient`` addresses a declared tool, or a built-in one that is enabled."""
-        return bool(self._known(recipient))
+        return bool(self._known(recipient)[0])
 
-    def is_served(self, name: str) -> bool:
-        """Whether a call of ``name``, as `addressee` gives it, is the server's to run."""
-        return _namespace(name) in self._served
+    def is_served(self, recipient: str) -> bool:
+        """Whether a call that is addressed to ``recipient`` is the server's to run."""
+        return self._known(recipient)[1]
 
-    def _known(self, recipient: str) -> str:
-        """The declared name. One in other capitals, or with ``_`` or ``-`` around it that the
-        declared one does not have, is meant when no other name is like it. So is a tool of the
-        server's whose namespace was left out."""
+    def _known(self, recipient: str) -> tuple[str, bool]:
+        """The name of the tool that is meant, and whether the server runs it.
+
+        The first that applies: an alias; a declared name behind ``functions.``; a built-in tool; a
+        tool of the server's; a declared name. Else one in other capitals, or with ``_`` or ``-``
+        around it that the declared one does not have, where no other name is like it. Else a tool
+        of the server's whose namespace was left out.
+        """
         bare = recipient.removeprefix(_PREFIX) or recipient
-        known = self._declared.get(bare) or self._declared.get(recipient)
-        if known or _namespace(recipient) in self.builtin:
-            return known or recipient
-        if self.is_served(bare):
-            return bare
+        declared = self._declared.get(bare) or self._declared.get(recipient)
+        if declared is not None:
+            return declared, False
+        if bare != recipient and bare in self.aliases:
+            return bare, False
+        if _namespace(recipient) in self.builtin:
+            return recipient, False
+        if _namespace(bare) in self._served:
+            return bare, True
+        if bare in self.aliases:
+            return bare, False
         like = [name for alias, name in self._declared.items() if _like(alias) == _like(recipient)]
-        like = like or [name for name in self.server if bare and name.partition(".")[2] == bare]
-        return like[0] if len(like) == 1 else ""
+        if like:
+            return (like[0] if len(like) == 1 else ""), False
+        like = [name for name in self.server if bare and name.partition(".")[2] == bare]
+        return (like[0], True) if len(like) == 1 else ("", False)
 
 
 def _like(name: str) -> str:
@@ -138,13 +168,28 @@ def _declared(tools: Iterable[Tool]) -> list[str]:
 
 def _aliases(declared: Sequence[str], later: Iterable[str]) -> dict[str, str]:
     """Names to aliases. A name met later never changes an alias given before (A12)."""
-    taken = {name for name in declared if _is_carryable(name)}
+    taken = {name for name in declared if _is_carryable(name) and not _is_trained(name)}
     numbers: dict[str, int] = {}
-    aliases = {name: name if name in taken else _alias(name, taken, numbers) for name in declared}
+    aliases = {
+        name: name if name in taken else _alias(_untrained(name), taken, numbers)
+        for name in declared
+    }
     for name in later:
         if name not in aliases:
-            aliases[name] = _alias(name, taken, numbers)
+            aliases[name] = _alias(_untrained(name), taken, numbers)
     return aliases
+
+
+def _is_trained(name: str) -> bool:
+    """Whether gpt-oss would take a function of that name for a tool that it was trained with."""
+    return _namespace(name) in _TRAINED or name in _LIKE_TRAINED
+
+
+def _untrained(name: str) -> str:
+    """``name``, or what a function is shown as that has the name of a trained tool."""
+    if not _is_trained(name):
+        return name
+    return name.replace(".", "_") if "." in name else f"{name}_tool"
 
 
 def _alias(name: str, taken: set[str], numbers: dict[str, int]) -> str:

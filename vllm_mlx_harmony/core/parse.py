@@ -374,7 +374,8 @@ class Parser:
         if self._stop and self._is(Kind.PREAMBLE, Kind.ANSWER):
             self._stops = StopStrings(self._stop)
         if self._kind is Kind.CALL:
-            self._kind = Kind.SERVER_CALL if self._names.is_served(tool) else Kind.CALL
+            served = self._names.is_served(header.recipient)
+            self._kind = Kind.SERVER_CALL if served else Kind.CALL
             self._open(self._kind, tool)
 
     def _is(self, *kinds: Kind) -> bool:

@@ -424,9 +424,12 @@ class Defaults:
     def unasked(self, tools: Sequence[Tool]) -> tuple[Namespace, ...]:
         """The tools that the server runs for a request that names none of them.
 
-        None of a namespace that one of the request's own ``tools`` could be taken for.
+        Without the namespaces that one of the request's own ``tools`` has a name in
+        (``weather.now``), and the built-in ones that one is named after (``python``): a client that
+        brings its own wants no other. A function ``weather`` is no tool of the server ``weather``.
         """
-        taken = {tool.name.partition(".")[0] for tool in tools}
+        own = [tool.name.partition(".") for tool in tools]
+        taken = {head for head, dot, _ in own if dot or head in BUILTIN_TOOLS}
         return tuple(
             each
             for each in (self.namespaces if self.tools_for_all else ())
