@@ -335,7 +335,7 @@ RECIPIENTS = [
     ),
     row(
         "alias of a trained name",
-        '<|channel|>commentary to=functions.python_tool <|constrain|>json<|message|>{"a":1}<|call|>',
+        '<|channel|>commentary to=functions.python_tool<|message|>{"a":1}<|call|>',
         (CALL, "python", '{"a":1}'),
         tools=("python",),
     ),

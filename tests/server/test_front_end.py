@@ -69,9 +69,7 @@ def host(request: pytest.FixtureRequest) -> Alone:
     return Alone(ScriptedEngine(SCRIPTS, at_once, one_at_a_time))
 
 
-async def by_chat(
-    host: Alone, stream: bool, name: str = "weather"
-) -> tuple[str, str, str]:
+async def by_chat(host: Alone, stream: bool, name: str = "weather") -> tuple[str, str, str]:
     client, _ = clients(host)
     tool = {"name": name, "description": "Tells the weather.", "parameters": CITY}
     asked: dict[str, Any] = {"model": MODEL, "tools": [{"type": "function", "function": tool}]}
@@ -101,9 +99,7 @@ async def by_chat(
     return call.function.name, call.function.arguments, second.content
 
 
-async def by_responses(
-    host: Alone, stream: bool, name: str = "weather"
-) -> tuple[str, str, str]:
+async def by_responses(host: Alone, stream: bool, name: str = "weather") -> tuple[str, str, str]:
     client, _ = clients(host)
     tool = {"type": "function", "name": name, "parameters": CITY, "strict": False}
 
@@ -123,9 +119,7 @@ async def by_responses(
     return call.name, call.arguments, second.output_text
 
 
-async def by_messages(
-    host: Alone, stream: bool, name: str = "weather"
-) -> tuple[str, str, str]:
+async def by_messages(host: Alone, stream: bool, name: str = "weather") -> tuple[str, str, str]:
     _, client = clients(host)
     tool = {"name": name, "input_schema": CITY}
     messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
