@@ -27,7 +27,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def start(tmp_path: Path) -> subprocess.Popen[str]:
     """The demo with a home of its own."""
     paths = filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
-    own = {"HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    own = {
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path / ".cache"),  # the stand-in is written there
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "vllm_mlx_harmony", "demo"],
         stdin=subprocess.DEVNULL,
