@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from vllm_mlx_harmony.core import names as module
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names, carryable
-from vllm_mlx_harmony.core.turn import Call, Namespace, Tool, ToolChoice, Turn, User
+from vllm_mlx_harmony.core.turn import (
+    AdditionalTools,
+    Call,
+    Namespace,
+    Tool,
+    ToolChoice,
+    Turn,
+    User,
+)
 
 
 def names(*tools: str, called: tuple[str, ...] = (), builtin: tuple[str, ...] = ()) -> Names:
@@ -75,7 +83,8 @@ def test_an_alias_never_changes_by_a_later_call() -> None:
         (("python",), (), "python", "python"),
         (("browser",), (), "browser.open", "browser.open"),
         (("browser",), ("browser.open",), "browser.open", "functions.browser_open"),
-        ((), (), "python", "functions.python_tool"),
+        ((), (), "python", "functions.python"),
+        ((), (), "container.exec", "functions.container.exec"),
     ],
 )
 def test_built_in_tools_are_addressed_by_their_own_name(
@@ -129,6 +138,18 @@ def test_a_function_beside_a_server_of_its_name(
     found = Names.of(turn)
     assert (found.addressee(recipient), found.is_served(recipient)) == (name, served)
     assert found.is_tool(recipient)
+
+
+def test_a_call_of_the_clients_in_the_history_takes_nothing_from_a_server() -> None:
+    found = Names.of(Turn((User("?"), Call("1", "python", "{}")), namespaces=(CODE,)))
+    assert (found.addressee("python"), found.is_served("python")) == ("python", True)
+
+
+def test_a_function_that_is_declared_later_has_an_alias_too() -> None:
+    later = AdditionalTools((Tool("python"), Tool("later")))
+    found = Names.of(Turn((User("?"), Call("1", "python", "{}"), later)))
+    assert found.recipient("python") == "functions.python_tool"
+    assert found.addressee("functions.python_tool") == "python"
 
 
 def test_a_choice_that_two_tools_have_the_name_of() -> None:

@@ -550,6 +550,12 @@ def result(text: str, name: str = "weather.now") -> ServerResult:
 
 NOT_RUN = result("[the call was not run to its end]")
 
+DENIED = result("The user did not approve this call")
+ASKS_MORE = {**ASKS, "id": "mcpr_cd34", "arguments": '{"city": "Oslo"}'}
+APPROVED_MORE = {**APPROVED, "approval_request_id": "mcpr_cd34"}
+OSLOS = ServerCall("call_cd34", "weather.now", '{"city": "Oslo"}')
+OSLOS_NOT_RUN = replace(NOT_RUN, call_id="call_cd34")
+
 ITEMS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
     "what was run": ([{**ECHO, "output": "20 °C"}], [ROMES, result("20 °C")]),
     "what the tool said had failed": (
@@ -599,6 +605,51 @@ ITEMS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
     "code without them says nothing": ([{**SANDBOX, "outputs": None}], []),
     "a search says nothing": ([{"type": "web_search_call", "id": "ws_1"}], []),
     "approved, and run before anything else": ([ASKS, APPROVED], [ROMES]),
+    "approved, and the user says more": (
+        [ASKS, APPROVED, {"role": "user", "content": "In Celsius."}],
+        [ROMES, User("In Celsius.")],
+    ),
+    "approved behind what the user says": (
+        [ASKS, {"role": "user", "content": "In Celsius."}, APPROVED],
+        [ROMES, User("In Celsius.")],
+    ),
+    "approved late": (
+        [ASKS, {"role": "user", "content": "Wait."}, {"role": "assistant", "content": "I wait."},
+         APPROVED],
+        [ROMES, User("Wait."), Answer("I wait."), ],
+    ),
+    "approved before what the model has said since": (
+        [ASKS, APPROVED, {"role": "assistant", "content": "It is warm."},
+         {"role": "user", "content": "Thanks."}],
+        [ROMES, NOT_RUN, Answer("It is warm."), User("Thanks.")],
+    ),
+    "approved twice": ([ASKS, APPROVED, APPROVED], [ROMES]),
+    "not approved, and approved behind that": (
+        [ASKS, {**APPROVED, "approve": False}, APPROVED],
+        [ROMES, result("The user did not approve this call")],
+    ),
+    "two, both approved": ([ASKS, ASKS_MORE, APPROVED, APPROVED_MORE], [ROMES, OSLOS]),
+    "two, each approved behind its request": (
+        [ASKS, APPROVED, ASKS_MORE, APPROVED_MORE],
+        [ROMES, OSLOS],
+    ),
+    "two, the first is approved": (
+        [ASKS, ASKS_MORE, {**APPROVED_MORE, "approve": False}, APPROVED],
+        [ROMES, OSLOS, replace(DENIED, call_id="call_cd34")],
+    ),
+    "two, the second is approved": (
+        [ASKS, ASKS_MORE, {**APPROVED, "approve": False}, APPROVED_MORE],
+        [ROMES, DENIED, OSLOS],
+    ),
+    "two, and a word of one": ([ASKS, ASKS_MORE, APPROVED], [ROMES, OSLOS, OSLOS_NOT_RUN]),
+    "two requests with one id are one": (
+        [ASKS, ASKS, APPROVED],
+        [ROMES, NOT_RUN, ROMES],
+    ),
+    "a list of tools behind the approval": (
+        [ASKS, APPROVED, {"type": "mcp_list_tools", "server_label": "weather", "tools": []}],
+        [ROMES],
+    ),
     "not approved": (
         [ASKS, {**APPROVED, "approve": False}],
         [ROMES, result("The user did not approve this call")],
@@ -649,6 +700,10 @@ STORED: dict[str, tuple[dict[str, Any], list[Message]]] = {
         {"input": [{**APPROVED, "approve": False}]},
         [result("The user did not approve this call")],
     ),
+    "approved, and the user says more": (
+        {"input": [APPROVED, {"role": "user", "content": "In Celsius."}]},
+        [User("In Celsius.")],
+    ),
     "no input": ({}, [NOT_RUN]),
     "an empty one": ({"input": []}, [NOT_RUN]),
     "another is approved": (
@@ -668,7 +723,29 @@ def test_a_call_that_a_stored_response_ends_with(
     body = {"model": "m", "tools": TOOLS, "previous_response_id": "resp_1", **fields}
     asked = read(body, DEFAULTS, Reverse(), (User("Hi"), ROMES))
     assert asked.turn.messages == (User("Hi"), ROMES, *expected)
-    assert asked.conversation(asked.turn.messages) == asked.turn.messages
+    # What was not run is not stored as such: it may be approved later.
+    kept = tuple(each for each in asked.turn.messages if each != NOT_RUN)
+    assert asked.conversation(asked.turn.messages) == kept
+
+
+def test_what_approved_calls_have_answered_is_stored_behind_them() -> None:
+    items = [ASKS, ASKS_MORE, APPROVED_MORE, APPROVED, {"role": "user", "content": "In Celsius."}]
+    body = {"model": "m", "instructions": "Be brief.", "input": items, "tools": TOOLS}
+    asked = read(body, DEFAULTS, Reverse())
+    instructions, romes, oslos, user = asked.turn.messages
+    of_oslo = replace(result("9 °C"), call_id="call_cd34")
+    done = (instructions, romes, result("20 °C"), oslos, of_oslo, user, Answer("Warm."))
+    assert asked.conversation(done) == done[1:]
+
+
+def test_a_call_that_was_approved_late() -> None:
+    body = {"model": "m", "tools": TOOLS, "previous_response_id": "resp_1"}
+    wait = {**body, "input": [{"role": "user", "content": "Wait."}]}
+    first = read(wait, DEFAULTS, Reverse(), (User("Hi"), ROMES))
+    assert first.turn.messages == (User("Hi"), ROMES, NOT_RUN, User("Wait."))
+    stored = first.conversation((*first.turn.messages, Answer("I wait.")))
+    later = read({**body, "input": [APPROVED]}, DEFAULTS, Reverse(), stored)
+    assert later.turn.messages == (User("Hi"), ROMES, User("Wait."), Answer("I wait."))
 
 
 NEEDED: list[tuple[dict[str, Any], str]] = [

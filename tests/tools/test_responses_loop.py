@@ -21,6 +21,7 @@ from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from local import Local, browser, interpreter, weather
 from official_clients import in_process
 
+from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.responses import store
@@ -340,6 +341,10 @@ def test_a_call_of_the_clients_within_the_loop() -> None:
     assert list(three[: len(whole)]) == whole
 
 
+def text_of(prompt: Sequence[int]) -> str:
+    return vocab.encoding().decode(list(prompt))
+
+
 def ids_list(text: str) -> list[int]:
     return list(ids(text))
 
@@ -381,6 +386,94 @@ def test_approval(approve: bool, by_id: bool, stream: bool) -> None:
     else:
         assert server.called == [] and called == []
     assert told(second)[-1] == ("message", "It is warm.")
+
+
+def asks(key: str, city: str) -> dict[str, Any]:
+    arguments = json.dumps({"city": city})
+    call = {"server_label": "weather", "name": "now", "arguments": arguments}
+    return {"type": "mcp_approval_request", "id": f"mcpr_{key}", **call}
+
+
+def answers(key: str, approve: bool) -> dict[str, Any]:
+    request = {"approval_request_id": f"mcpr_{key}", "approve": approve}
+    return {"type": "mcp_approval_response", **request}
+
+
+ASKED = {"role": "user", "content": "Where is it warm?"}
+MORE = {"role": "user", "content": "In Celsius."}
+IN_CELSIUS = "<|start|>user<|message|>In Celsius.<|end|>"
+ANSWERS = "<|start|>weather.now to=assistant<|channel|>commentary<|message|>"
+APPROVALS: dict[str, tuple[list[dict[str, Any]], list[str], str]] = {
+    # items; the cities that are asked about; what stands at the end of the prompt
+    "a user's message behind it": (
+        [asks("a", "Rome"), answers("a", True), MORE],
+        ["Rome"],
+        f"{ANSWERS}Rome: 20 °C<|end|>{IN_CELSIUS}",
+    ),
+    "a user's message before it": (
+        [asks("a", "Rome"), MORE, answers("a", True)],
+        ["Rome"],
+        f"{ANSWERS}Rome: 20 °C<|end|>{IN_CELSIUS}",
+    ),
+    "two": (
+        [asks("a", "Rome"), asks("b", "Oslo"), answers("b", True), answers("a", True)],
+        ["Rome", "Oslo"],
+        f"{ANSWERS}Oslo: 20 °C<|end|>",
+    ),
+    "two, one after the other": (
+        [asks("a", "Rome"), answers("a", True), asks("b", "Oslo"), answers("b", True), MORE],
+        ["Rome", "Oslo"],
+        f"{ANSWERS}Oslo: 20 °C<|end|>{IN_CELSIUS}",
+    ),
+    "the first of two": (
+        [asks("a", "Rome"), asks("b", "Oslo"), answers("a", True), answers("b", False)],
+        ["Rome"],
+        f"{ANSWERS}The user did not approve this call<|end|>",
+    ),
+    "the second of two": (
+        [asks("a", "Rome"), asks("b", "Oslo"), answers("a", False), answers("b", True)],
+        ["Oslo"],
+        f"{ANSWERS}Oslo: 20 °C<|end|>",
+    ),
+    "none of two": (
+        [asks("a", "Rome"), asks("b", "Oslo"), answers("a", False), answers("b", False), MORE],
+        [],
+        f"{ANSWERS}The user did not approve this call<|end|>{IN_CELSIUS}",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("items", "cities", "end"), APPROVALS.values(), ids=APPROVALS)
+def test_approvals_anywhere(
+    items: list[dict[str, Any]], cities: list[str], end: str, stream: bool
+) -> None:
+    server = weather()
+    tools = [{"type": "mcp", "server_label": "weather"}]
+    host = serving(server, scripts={"In Celsius.": LAST, "Oslo: 20 °C": LAST})
+    answer, events = finally_(create(host, stream, tools=tools, input=[ASKED, *items]))
+    assert [arguments["city"] for _, arguments in server.called] == cities
+    called = [each for each in answer.output if each.type == "mcp_call"]
+    assert [each.output for each in called] == [f"{city}: 20 °C" for city in cities]
+    keys = {"Rome": "mcpr_a", "Oslo": "mcpr_b"}
+    assert [each.approval_request_id for each in called] == [keys[city] for city in cities]
+    ran = [each.item for each in events if each.type == "response.output_item.done"]
+    assert [each for each in ran if each.type == "mcp_call"] == (called if stream else [])
+    assert len({each.id for each in answer.output}) == len(answer.output)
+    assert told(answer)[-1] == ("message", "It is warm.")
+    (prompt,) = host.engine.prompts  # type: ignore[attr-defined]
+    assert text_of(prompt).endswith(end + OPENING)
+    assert "was not run" not in text_of(prompt)
+    details = answer.usage.output_tokens_details
+    assert bool(getattr(details, "tool_output_tokens", 0)) == bool(cities)
+    # The next turn begins with all of it, and runs nothing again.
+    again: Any = {"input": [MORE], "previous_response_id": answer.id}
+    finally_(create(host, stream, tools=tools, **again))
+    echo = [each.model_dump(exclude_none=True) for each in answer.output]
+    finally_(create(host, stream, tools=tools, input=[ASKED, *items, *echo, MORE]))
+    assert len(server.called) == len(cities)
+    _, by_id, by_echo = host.engine.prompts  # type: ignore[attr-defined]
+    assert by_id[: len(prompt)] == by_echo[: len(prompt)] == prompt
 
 
 UNAPPROVED: dict[str, Any] = {

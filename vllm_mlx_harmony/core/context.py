@@ -59,6 +59,7 @@ class StreamingHarmonyContext:
         limits = turn.limits
         self._parser = Parser(rendered.names, limits.stop, within, one_call=limits.one_call)
         self._info = info
+        self._turn, self._renderer = turn, renderer
         self._ids = list(rendered.ids)
         self._messages = list(turn.messages)
         self._open: Opened | None = None
@@ -91,6 +92,16 @@ class StreamingHarmonyContext:
         """The call that the server has to answer before the model goes on, if there is one."""
         last = self._messages[-1] if self._messages and self._open is None else None
         return last if isinstance(last, ServerCall) and not self._cut else None
+
+    @property
+    def unanswered(self) -> tuple[ServerCall, ...]:
+        """The calls of tools that the server runs which have no result, in order."""
+        messages = self._messages
+        return tuple(
+            call
+            for call, next_ in zip(messages, (*messages[1:], None), strict=True)
+            if isinstance(call, ServerCall) and not isinstance(next_, ServerResult)
+        )
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -127,11 +138,16 @@ class StreamingHarmonyContext:
     def append_tool_output(self, messages: Iterable[Result | ServerResult]) -> list[Delta]:
         """What tools answered to calls of this conversation: the model goes on behind it.
 
-        What the server ran stays within the model's output, which is kept as a whole.
-        Returns the deltas of what closes by that. Raises ``RequestError`` when a result answers
-        no call of the conversation; nothing has changed then.
+        What the server ran stays within the model's output, which is kept as a whole. The result of
+        a call within the history goes there, before anything is generated: the prompt is rendered
+        again. Returns the deltas of what closes by that. Raises ``RequestError`` when a result
+        answers no call of the conversation; nothing has changed then.
         """
         results = list(messages)
+        within = {call.id for call in self.unanswered if call is not self._messages[-1]}
+        if within and all(each.call_id in within for each in results):
+            self._insert(results)
+            return []
         calls = {call.id: call.name for call in self.messages if isinstance(call, Call)}
         rendered = [render_messages([each], self._names, calls, self._tenant) for each in results]
         goes_on = all(isinstance(each, ServerResult) for each in results)
@@ -172,6 +188,21 @@ class StreamingHarmonyContext:
             else delta
             for delta in deltas
         ]
+
+    def _insert(self, results: Sequence[Result | ServerResult]) -> None:
+        """Puts ``results`` behind their calls in the history: the model reads them there."""
+        by_call = {result.call_id: result for result in results}
+        waiting = {call.id: call for call in self.unanswered}  # the last one of each id
+        messages: list[Message] = []
+        for message in self._messages:
+            messages.append(message)
+            if isinstance(message, ServerCall) and message is waiting.get(message.id):
+                messages += [by_call[message.id]] if message.id in by_call else []
+        self._turn = replace(self._turn, messages=tuple(messages))
+        ids = list(self._renderer(self._turn).ids)
+        self._tool_tokens += len(ids) - len(self._ids)
+        self._ids, self._messages = ids, messages
+        self._begin_output()
 
     def _end_output(self) -> list[Delta]:
         """Closes the output on both sides: as deltas, and with a terminator that a history has."""

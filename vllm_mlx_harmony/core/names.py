@@ -71,8 +71,10 @@ class Names:
         server = tuple(name for each in turn.namespaces for name in each.recipients)
         served = frozenset(each.name for each in turn.namespaces)
         builtin = tuple(name for name in turn.builtin_tools if name not in served)
-        later = dict.fromkeys(_met(turn.messages, builtin))
-        for tool in turn.callable_tools if served else ():
+        tools = turn.callable_tools
+        known = {tool.name for tool in tools}
+        later = {name: name in known for name in _met(turn.messages, builtin)}
+        for tool in tools if served else ():
             namespace, dot, _ = tool.name.partition(".")
             if dot and namespace in served and not _is_trained(tool.name):
                 problem = f"a tool cannot be named {quoted(tool.name)}: the server runs tools there"
@@ -113,12 +115,15 @@ class Names:
     def _known(self, recipient: str) -> tuple[str, bool]:
         """The name of the tool that is meant, and whether the server runs it.
 
-        The first that applies: an alias; a declared name behind ``functions.``; a built-in tool; a
-        tool of the server's; a declared name. Else one in other capitals, or with ``_`` or ``-``
+        The first that applies: a tool of the server's by its own name; an alias; a declared name
+        behind ``functions.``; a built-in tool; another name in a server's namespace; a declared
+        name. Else one in other capitals, or with ``_`` or ``-``
         around it that the declared one does not have, where no other name is like it. Else a tool
         of the server's whose namespace was left out.
         """
         bare = recipient.removeprefix(_PREFIX) or recipient
+        if recipient in self.server:
+            return recipient, True
         declared = self._declared.get(bare) or self._declared.get(recipient)
         if declared is not None:
             return declared, False
@@ -166,17 +171,21 @@ def _declared(tools: Iterable[Tool]) -> list[str]:
     return list(names)
 
 
-def _aliases(declared: Sequence[str], later: Iterable[str]) -> dict[str, str]:
-    """Names to aliases. A name met later never changes an alias given before (A12)."""
+def _aliases(declared: Sequence[str], later: Mapping[str, bool]) -> dict[str, str]:
+    """Names to aliases. A name met later never changes an alias given before (A12).
+
+    ``later`` says of each whether it is declared: a trained tool that nobody has declared was
+    called by its own name.
+    """
     taken = {name for name in declared if _is_carryable(name) and not _is_trained(name)}
     numbers: dict[str, int] = {}
     aliases = {
         name: name if name in taken else _alias(_untrained(name), taken, numbers)
         for name in declared
     }
-    for name in later:
+    for name, declares in later.items():
         if name not in aliases:
-            aliases[name] = _alias(_untrained(name), taken, numbers)
+            aliases[name] = _alias(_untrained(name) if declares else name, taken, numbers)
     return aliases
 
 

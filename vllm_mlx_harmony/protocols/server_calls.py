@@ -6,7 +6,7 @@ for the server (its label) and the tool. The model called a recipient, and code 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from json import loads
 
@@ -31,42 +31,54 @@ def recipient_of(namespaces: Iterable[Namespace], label: str, name: str) -> str:
     return f"{carryable(label.replace('.', '_'), set())}.{carryable(name, set())}"
 
 
-def with_results(messages: Iterable[Message]) -> Iterator[Message]:
-    """``messages`` with an answer to every call that the server should have run, but to a last one.
+def with_results(messages: Iterable[Message]) -> list[Message]:
+    """``messages`` with each result of a call that the server ran right behind that call.
 
-    An answer stands right behind its call, under its name, wherever behind it the history has it:
-    results of calls made in parallel come after all of them. One to no call is left out.
+    It gets the call's name there. In a history it may stand anywhere behind the call: results of
+    parallel calls come after all of them. A result without a call is left out.
     """
-    said: list[Message] = []
-    answers: dict[int, ServerResult] = {}  # by the place of the call in ``said``
+    others: list[Message] = []
+    results: dict[int, ServerResult] = {}  # by the place of the call in ``others``
     waiting: dict[str, tuple[int, ServerCall]] = {}
     for message in messages:
         if not isinstance(message, ServerResult):
             if isinstance(message, ServerCall):
-                waiting[message.id] = len(said), message
-            said.append(message)
+                waiting[message.id] = len(others), message
+            others.append(message)
         elif message.call_id in waiting:
             place, call = waiting.pop(message.call_id)
-            answers[place] = replace(message, name=call.name)
-    for place, message in enumerate(said):
+            results[place] = replace(message, name=call.name)
+    ordered: list[Message] = []
+    for place, message in enumerate(others):
+        ordered.append(message)
+        if place in results:
+            ordered.append(results[place])
+    return ordered
+
+
+def without_gaps(messages: Sequence[Message], to_run: Collection[str] = ()) -> Iterator[Message]:
+    """``messages``, ordered by `with_results`, with ``NOT_RUN`` behind each call without a result.
+
+    ``to_run`` are the ids of calls that are run before anything is generated: nothing is put behind
+    these. Of several calls with the same id that is the last one.
+    """
+    last = {
+        message.id: place
+        for place, message in enumerate(messages)
+        if isinstance(message, ServerCall) and message.id in to_run
+    }
+    for place, message in enumerate(messages):
         yield message
-        if place in answers:
-            yield answers[place]
-        elif isinstance(message, ServerCall) and place + 1 < len(said):
-            yield not_run(message)
+        if not isinstance(message, ServerCall) or last.get(message.id) == place:
+            continue
+        if not isinstance(next(iter(messages[place + 1 : place + 2]), None), ServerResult):
+            yield ServerResult(message.id, message.name, NOT_RUN)
 
 
 def last_call(messages: Sequence[Message]) -> ServerCall | None:
-    """The call without an answer that ``messages`` end with, if they do: it is run before anything
-    is generated. Where nobody may run it, ``not_run`` has to stand behind it.
-    """
+    """The call without a result that ``messages`` end with, if they do."""
     last = messages[-1] if messages else None
     return last if isinstance(last, ServerCall) else None
-
-
-def not_run(call: ServerCall) -> ServerResult:
-    """What stands behind a call that was not run."""
-    return ServerResult(call.id, call.name, NOT_RUN)
 
 
 # --- Code as the arguments of a call, which are JSON.

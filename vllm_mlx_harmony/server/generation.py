@@ -187,10 +187,10 @@ async def _generated(job: Job) -> Deltas:
     settings, constraint = job.settings, job.constraint
     length = job.lease.harmony.context_length
     ended: EndReason = "stop"
-    # A call that the turn before ended with: approved since, or its turn was paused.
-    approved = None if tools is None else context.server_call
+    # Calls of the history that have been approved since, or one that the turn was paused before.
+    history = [] if tools is None else list(context.unanswered)
     async with _engine_slot(job.lease, job.lease.deadline.left):
-        if approved is not None:
+        if history:
             progress.started = True
             yield context.start(await _cached(job))
         else:
@@ -198,17 +198,21 @@ async def _generated(job: Job) -> Deltas:
                 async for deltas in output:
                     yield deltas
     while tools is not None:
-        call = context.server_call
-        if call is None or tools.over or (approved is None and tools.needs_approval(call)):
+        earlier = history.pop(0) if history else None
+        call = earlier or context.server_call
+        if call is None or (earlier is None and (tools.over or tools.needs_approval(call))):
             break
         if tools.pauses:
             ended = "pause"
             break
-        yield [ToolStarted(approved)]
-        approved = None
+        yield [ToolStarted(earlier)]
         answered = await tools.run(call, len(context.render_for_completion()), length)
-        closed = context.append_tool_output([ServerResult(call.id, call.name, answered.text)])
+        results = [ServerResult(call.id, call.name, answered.text)]
+        # In a thread: a result within the history renders the whole prompt again.
+        closed = await asyncio.to_thread(context.append_tool_output, results)
         yield [*closed, ToolFinished(answered.text, answered.failure)]
+        if history:
+            continue
         prompt_tokens = len(context.render_for_completion())
         going_on = await tools.going_on(
             settings, constraint, prompt_tokens, length, progress.generated

@@ -111,6 +111,10 @@ class Context(Protocol):
     def server_call(self) -> ServerCall | None:
         """The call that the server has to answer before the model goes on, if there is one."""
 
+    @property
+    def unanswered(self) -> tuple[ServerCall, ...]:
+        """The calls of tools that the server runs which have no result, in order."""
+
     def start(self, cached_tokens: int | None = None) -> list[Delta]:
         """The turn is about to be generated."""
 

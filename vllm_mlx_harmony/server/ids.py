@@ -112,6 +112,7 @@ class IdContext:
     done = False
     outputs = ()
     server_call = None
+    unanswered = ()
 
     def __init__(self, prompt: tuple[int, ...]) -> None:
         self._prompt = prompt

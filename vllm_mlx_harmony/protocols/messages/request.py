@@ -62,7 +62,7 @@ from vllm_mlx_harmony.protocols.messages.server_tools import (
     call_of,
     result_text,
 )
-from vllm_mlx_harmony.protocols.server_calls import last_call, not_run, with_results
+from vllm_mlx_harmony.protocols.server_calls import last_call, with_results, without_gaps
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 
@@ -140,8 +140,8 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     builtin_tools = () if _no_tools(body) else defaults.builtin_tools
     namespaces = (*asked, *(each for each in others if each.name not in taken))
     open_call = last_call(messages)
-    if open_call is not None and (prefill is not None or not namespaces):
-        messages.append(not_run(open_call))
+    runs = open_call is not None and prefill is None and namespaces
+    messages = [*without_gaps(messages, (open_call.id,) if open_call and runs else ())]
     thinks = body.thinking
     effort, thinking = _reasoning(body, defaults)
     for message in messages:
@@ -245,7 +245,7 @@ def _conversation(
     read = [message for role, run in runs for message in _ROLES[role](run, known)]
     if roles[-1] == "assistant":
         read += _unanswered(last, known)
-    read = list(with_results(read))
+    read = with_results(read)
     if _no_tools(body):
         read = [message for message in read if not isinstance(message, AdditionalTools)]
     return read, prefill

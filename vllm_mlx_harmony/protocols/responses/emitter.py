@@ -244,7 +244,9 @@ class Emitter:
     def _tool_started(self, delta: ToolStarted) -> list[Event]:
         begun: list[PendingEvent] = []
         if delta.call is not None:
-            self._call = self._server_item(_APPROVED, delta.call.name, asks=False)
+            self._call = self._server_item(
+                _APPROVED - len(self._output), delta.call.name, asks=False
+            )
             self._call.approved = f"mcpr_{delta.call.id.partition('_')[2]}"
             begun += self._call.opened()
             begun += self._call.take(delta.call.arguments)
@@ -307,7 +309,8 @@ _LISTS = 0x7F00
 """Ids of lists of tools are counted from here."""
 
 _APPROVED = 0x7FFF
-"""In the id of a call that an earlier response asked about: no message of this one has it."""
+"""Ids of calls that an earlier response asked about are counted down from here, by their places in
+the output: no message of this response has one."""
 
 _CUT = {"reason": "max_output_tokens"}
 _TOO_MANY = 429

@@ -68,7 +68,8 @@ class ItemReader:
     """Reads one request's items. ``notes`` says, for the log, what could not be used.
 
     ``calls`` are the ids of the calls that were made in the conversation so far, ``approved`` those
-    of the server's calls that the client has approved.
+    of the server's calls that the client has approved since the model's last turn: that turn has
+    run what had been approved before it.
     """
 
     cipher: Cipher
@@ -97,6 +98,8 @@ class ItemReader:
         for from_assistant, run in groupby(placed, lambda each: _is_from_assistant(each[1][0])):
             said: list[Message] = []
             for at, (item, after) in run:
+                if _follows_the_answers(item):
+                    self.approved.clear()
                 read = _READERS.get(item.type)
                 if read is not None and not (item.type in OUTPUTS and item.call_id in foreign):
                     said += read(self, item, f"input[{at}]", after)
@@ -243,7 +246,7 @@ class ItemReader:
             yield ServerResult(key, PYTHON, "\n".join(logs))
 
     def _approval(self, item: Item, where: str, after: _After) -> Iterator[Message]:
-        """A call that is not approved has an answer; one that is, is run before anything else."""
+        """A call that is not approved has a result; one that is approved is run first of all."""
         key = _needed(item.approval_request_id, f"{where}.approval_request_id")
         if item.approve is None:
             raise required(f"{where}.approve")
@@ -334,6 +337,15 @@ def _is_from_assistant(item: Item) -> bool:
     if item.type == "message":
         return item.role == "assistant"
     return item.type not in _NOT_THE_ASSISTANTS
+
+
+def _follows_the_answers(item: Item) -> bool:
+    """Whether the model wrote it after its client had answered all requests for approval so far."""
+    return _is_from_assistant(item) and item.type not in _BESIDE_ANSWERS
+
+
+_BESIDE_ANSWERS = frozenset({"mcp_approval_request", "mcp_list_tools", "item_reference"})
+"""The model's items that a client may list among its answers to requests for approval."""
 
 
 def _after(items: Sequence[Item]) -> list[_After]:

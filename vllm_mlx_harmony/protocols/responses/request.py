@@ -24,6 +24,7 @@ from vllm_mlx_harmony.core.turn import (
     Limits,
     Message,
     ResponseInfo,
+    ServerResult,
     Tool,
     Turn,
 )
@@ -52,7 +53,7 @@ from vllm_mlx_harmony.protocols.responses.server_tools import (
     without_secrets,
 )
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
-from vllm_mlx_harmony.protocols.server_calls import last_call, not_run, with_results
+from vllm_mlx_harmony.protocols.server_calls import with_results, without_gaps
 from vllm_mlx_harmony.protocols.validation import required
 
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"
@@ -82,6 +83,7 @@ class ResponsesRequest:
     notes: tuple[str, ...]
     _items: tuple[Item, ...]
     _said: tuple[Message, ...]
+    _to_run: frozenset[str]
     _writing: Writing
     _repeated: Mapping[str, Any]
 
@@ -117,10 +119,22 @@ class ResponsesRequest:
         """What the next response continues, when ``messages`` is the context's conversation.
 
         All but this request's ``instructions``: they hold for this request only. With the tools
-        that were declared, though it may have wanted none (``tool_choice: none``).
+        that were declared, though it may have wanted none (``tool_choice: none``). A call that was
+        not run has no result in it: it may still be approved.
         """
-        answer = tuple(messages)[len(self.turn.messages) :]
-        return (*self._said, *map(self.echoed, answer))
+        results: list[Message] = []
+        others: list[Message] = []
+        for message in messages:
+            ran = isinstance(message, ServerResult) and message.call_id in self._ran
+            (results if ran else others).append(message)
+        answer = others[len(self.turn.messages) :]
+        return (*with_results((*self._said, *results)), *map(self.echoed, answer))
+
+    @property
+    def _ran(self) -> frozenset[str]:
+        """The ids of the calls of the history that are run for this request."""
+        answered = {m.call_id for m in self.turn.messages if isinstance(m, ServerResult)}
+        return self._to_run - answered
 
 
 def read(
@@ -148,7 +162,7 @@ def read(
     reader = ItemReader(cipher, declared, defaults, stored, calls, server=asked)
     if request.input is None and not history:
         raise required("input")
-    said = [*with_results((*history, *reader.messages(request.input or [])))]
+    said = with_results((*history, *reader.messages(request.input or [])))
     declaring = (AdditionalTools, EffortUpdate, FormatUpdate)
     if all(isinstance(each, declaring) for each in said):
         raise RequestError("input is empty: there is nothing to answer", param="input")
@@ -158,16 +172,13 @@ def read(
         (request.chat_template_kwargs or TemplateOptions()).builtin_tools
     )
     tools = declared.tools(shown, request.tool_choice, server, builtin_tools)
-    open_call = last_call(said)
-    if open_call is not None and not (
-        open_call.id in reader.approved and server.namespaces and not tools.none
-    ):
-        # Here it was asked about, or cut: it is run only when the client has approved it.
-        said.append(not_run(open_call))
+    # A call without a result was asked about, or cut: it is run only when it has been approved.
+    to_run = frozenset(reader.approved if server.namespaces and not tools.none else ())
+    messages = (*instructions, *without_gaps(said, to_run))
     lists = [each.document for each in request.input or () if each.type == "mcp_list_tools"]
     listed |= {str(each.get("server_label")) for each in lists}
     return ResponsesRequest(
-        turn=read_turn(request, defaults, (*instructions, *said), tools, server),
+        turn=read_turn(request, defaults, messages, tools, server),
         model=request.model,
         stream=bool(request.stream),
         store=request.store is not False,
@@ -176,6 +187,7 @@ def read(
         notes=tuple(reader.notes),
         _items=tuple(request.input or ()),
         _said=tuple(said),
+        _to_run=to_run,
         _writing=Writing(
             tools=tools,
             summarised=summary(request) is not None,
