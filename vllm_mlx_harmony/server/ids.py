@@ -13,7 +13,6 @@ that has ``error`` ends a stream that failed. GET says which version of all this
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.grammar import Grammar, Policy, compiled
+from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event, encode
@@ -47,6 +46,7 @@ from vllm_mlx_harmony.server.serving import (
     error_answer,
     leased,
     respond,
+    watch,
 )
 
 VARIABLE = "VLLM_MLX_HARMONY_ID_ENDPOINT"
@@ -201,7 +201,8 @@ async def _prepared(request: Request, parsed: IdRequest, lease: Lease) -> Prepar
     lease.tenant = sha256(f"{lease.tenant}\0{parsed.tenant}".encode()).hexdigest()
     prompt = tuple(parsed.prompt)
     host = host_of(request)
-    constraint = await _constraint(parsed, lease.tenant)  # what it refuses is not accounted for
+    gone = watch(host, request, lease.deadline)
+    constraint = await _constraint(parsed, lease.tenant, gone)  # before anything is accounted for
     job = Job(
         lease=lease,
         context=IdContext(prompt),  # type: ignore[arg-type]  # its emitter takes ids for deltas
@@ -214,13 +215,15 @@ async def _prepared(request: Request, parsed: IdRequest, lease: Lease) -> Prepar
     return PreparedRequest(API, parsed, info, job, IdEmitter())
 
 
-async def _constraint(parsed: IdRequest, tenant: str) -> Constraint | None:
-    """What the output must match. Raises ``RequestError`` for a grammar that is none."""
+async def _constraint(
+    parsed: IdRequest, tenant: str, unless_gone: enforcement.UnlessGone
+) -> Constraint | None:
+    """What the output must match. Raises as ``enforcement.checked``."""
     grammar = None
     if parsed.grammar is not None:
         if enforcement.read().policy is Policy.OFF:
             raise RequestError("grammars are switched off on this server", param="grammar")
-        grammar = await asyncio.to_thread(compiled, Grammar(parsed.grammar), tenant)
+        grammar = await enforcement.checked(parsed.grammar, tenant, unless_gone)
     spec = ConstraintSpec(grammar=grammar, min_tokens=parsed.min_tokens, binding=True)
     return Constraint(spec) if spec else None
 

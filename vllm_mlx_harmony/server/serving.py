@@ -28,10 +28,10 @@ from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server import cancellations, replay
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
-from vllm_mlx_harmony.server.enforcement import constraint_for
+from vllm_mlx_harmony.server.enforcement import UnlessGone, constraint_for
 from vllm_mlx_harmony.server.errors import error_response, failure_of, logged_failure
 from vllm_mlx_harmony.server.generation import Deltas, Job, run
-from vllm_mlx_harmony.server.host import Context, Host, Lease, host_of, tenant_of
+from vllm_mlx_harmony.server.host import Context, Deadline, Host, Lease, host_of, tenant_of
 from vllm_mlx_harmony.server.model_names import own_name, response_name
 from vllm_mlx_harmony.server.sampling import capped, resolve
 from vllm_mlx_harmony.server.streams import Emitter, EventBuffer, EventStream, written
@@ -140,7 +140,9 @@ async def serve(
             if lease.engine is None:
                 return await _forwarded(request, lease)
             host = host_of(request)
-            prepared = await prepare(api, host, document, lease, id_seed or uuid4().hex)
+            gone = watch(host, request, lease.deadline)
+            seed = id_seed or uuid4().hex
+            prepared = await prepare(api, host, document, lease, seed, unless_gone=gone)
             if answer is not None:
                 return await answer(request, prepared)
             return await respond(request, prepared, run(prepared.job))
@@ -233,10 +235,29 @@ def _routing(document: object) -> tuple[str | None, float | None]:
     return model if isinstance(model, str) else None, timeout if valid else None
 
 
+def watch(host: Host, request: Request, deadline: Deadline) -> UnlessGone:
+    """Awaits something while ``request`` has a client, until its ``deadline``."""
+
+    async def unless_gone(coming: Awaitable[Any]) -> Any:
+        return await host.unless_gone(coming, request, deadline.remaining(), deadline.total)
+
+    return unless_gone
+
+
 async def prepare(
-    api: Api, host: Host, document: Document, lease: Lease, id_seed: str
+    api: Api,
+    host: Host,
+    document: Document,
+    lease: Lease,
+    id_seed: str,
+    *,
+    unless_gone: UnlessGone | None = None,
 ) -> PreparedRequest:
-    """The request, read and rendered; ids are made from ``id_seed``. Raises ``RequestError``."""
+    """The request, read and rendered; ids are made from ``id_seed``.
+
+    ``unless_gone`` watches its client where that takes long. Raises ``HarmonyFailure``, and
+    ``ClientDisconnect``.
+    """
     given = await _given(api, host, document, lease)
     defaults = with_tools(host.defaults(lease.engine), host.toolbox, given)
     parsed = await api.parsed(document, defaults, lease.tenant)
@@ -246,7 +267,7 @@ async def prepare(
     turn = replace(parsed.turn, tenant=lease.tenant)
     context = await _context(host, turn, info, remembered, document.large)
     names = getattr(context, "names", None) or Names.of(turn)
-    constraint = await constraint_for(turn, names, host.reasoning_tokens)
+    constraint = await constraint_for(turn, names, host.reasoning_tokens, unless_gone)
     prompt_tokens = len(context.render_for_completion())
     job = Job(
         lease=lease,

@@ -1,7 +1,4 @@
-"""A grammar followed id by id: llguidance's tokenizer, compiled grammars, and one output's matcher.
-
-Knows which ids may come next. Refuses to know what they mean and where logits are.
-"""
+"""Grammars followed id by id: llguidance's tokenizer, compiled grammars, one output's matcher."""
 
 from __future__ import annotations
 
@@ -73,9 +70,13 @@ def _prepared() -> LLTokenizer:
 _compiled: lru.ByteLRU[tuple[str, Grammar], Compiled] = lru.ByteLRU(REMEMBERED)
 
 
-def compiled(grammar: Grammar, tenant: str = "") -> Compiled:
+def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
     """``grammar`` ready to be followed, remembered. Takes milliseconds for a new one, without the
     interpreter's lock: any thread, but not an event loop's.
+
+    llguidance has limits, but none that a text cannot evade: some exhaust its stack, which ends the
+    process. So a grammar with anything of a client's in it has to be tried somewhere else first;
+    ``size`` is how many bytes it took there.
 
     It is remembered for ``tenant`` alone: how long it takes must not tell one what tools another
     has.
@@ -87,7 +88,7 @@ def compiled(grammar: Grammar, tenant: str = "") -> Compiled:
     known = _compiled.get(key)
     if known is None:
         known = Compiled(grammar, _fresh(grammar))
-        _compiled.put(key, known, _BASE + _PER_CHARACTER * len(grammar.text))
+        _compiled.put(key, known, max(size, _BASE + _PER_CHARACTER * len(grammar.text)))
     return known
 
 
@@ -99,11 +100,13 @@ def remembered(grammar: Grammar, tenant: str = "") -> Compiled | None:
 def _fresh(grammar: Grammar) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
-    # An object with n optional properties takes 4n items. What was said stays out of the log.
+    # An object with n optional properties takes 4n items. An error quotes no output in the log.
     limits = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)
     matcher = LLMatcher(_prepared(), grammar.text, log_level=0, limits=limits)
     if matcher.is_error():
         problem = matcher.get_error().partition("\n")[0]
+        if "panic" in problem:
+            problem = "they are too large"
         raise RequestError(f"tools and formats cannot be enforced: {problem}", param="tools")
     if grammar.begun and not matcher.consume_tokens(list(grammar.begun)):
         problem = "the answer as it was begun does not fit the response format"

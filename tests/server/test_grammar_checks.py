@@ -1,0 +1,331 @@
+"""The helper process that tries grammars: what it stops, whom it answers, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grammar_texts
+import pytest
+from grammar_texts import LARK, SCHEMAS, grammar, multiple_of
+
+from vllm_mlx_harmony.server import grammar_checks
+from vllm_mlx_harmony.server.grammar_checks import (
+    TOO_MUCH,
+    GrammarCheck,
+    GrammarChecks,
+    Unchecked,
+)
+
+ENDLESS = grammar(multiple_of(99_999_989))
+
+ATTACKS = {name: grammar(schema) for name, schema in SCHEMAS.items()} | LARK
+
+
+@pytest.fixture(scope="module")
+def checks() -> Iterator[GrammarChecks]:
+    one = GrammarChecks()
+    yield one
+    one.close()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of a test may have much else to do."""
+    monkeypatch.setattr(grammar_checks, "PATIENCE", 60.0)
+    monkeypatch.setattr(grammar_checks, "CLOCK", 20.0)
+
+
+def soon(true: Callable[[], bool], seconds: float = 10.0) -> bool:
+    until = time.monotonic() + seconds
+    while not true() and time.monotonic() < until:
+        time.sleep(0.02)
+    return true()
+
+
+def processes_below(pid: int) -> list[int]:
+    """The processes that ``pid`` has started, and theirs."""
+    listed = subprocess.check_output(["ps", "-A", "-o", "pid=,ppid="], text=True)
+    parents = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    found, below = [], [pid]
+    while below:
+        above = below.pop()
+        children = [child for child, parent in parents if parent == above]
+        found += children
+        below += children
+    return found
+
+
+def helper(checks: GrammarChecks) -> int:
+    process = checks._helper._process
+    assert process is not None
+    return process.pid
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_would_end_the_server_is_stopped(checks: GrammarChecks, name: str) -> None:
+    problem = GrammarCheck(checks, "tenant")(ATTACKS[name])
+    assert problem
+    assert "panic" not in problem
+    assert GrammarCheck(checks, "tenant")('start: "a"') == ""
+
+
+def test_a_verdict_is_remembered_for_its_tenant(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    original = grammar_checks._Lane.tried
+
+    def counted(self, texts, request, trial):  # type: ignore[no-untyped-def]
+        tried.append(request.tenant)
+        return original(self, texts, request, trial)
+
+    monkeypatch.setattr(grammar_checks._Lane, "tried", counted)
+    text = ATTACKS["5000 rules"]
+    for tenant in ("a", "a", "b", "a", "b"):
+        assert GrammarCheck(checks, tenant)(text) == TOO_MUCH
+    assert tried == ["a", "b"]
+
+
+def test_ordinary_grammars_pass_together(checks: GrammarChecks) -> None:
+    texts = [(grammar(multiple_of(number)), "") for number in range(1, 100)]
+    request = GrammarCheck(checks, "together")
+    assert request.try_all([*texts, ('start: "a" "b"', "a")])
+    assert request.spent > 0
+    again = GrammarCheck(checks, "together")
+    assert [again(text) for text, _ in texts] == [""] * 99
+    assert again.spent == 0
+    assert not request.try_all([*texts, ("start: unknown", "")])
+    assert not request.try_all([*texts, (ATTACKS["5000 rules"], "")])
+
+
+def test_what_is_legitimately_large_passes(checks: GrammarChecks) -> None:
+    values = [f"value-{index * 7_919 % 100_003}" for index in range(50_000)]
+    large = grammar({"enum": values})
+    verdict = GrammarCheck(checks, "large").verdict(large)
+    assert not verdict.problem
+    assert verdict.size > 2**20
+    deep: grammar_texts.Schema = {"type": "string"}
+    for _ in range(60):
+        deep = {"type": "object", "properties": {"x": deep}, "required": ["x"]}
+    assert not GrammarCheck(checks, "large")(grammar(deep))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_helper_that_is_gone_or_hangs_is_replaced(sent: int, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(grammar_checks, "CLOCK", 1.0)
+    checks = GrammarChecks()
+    try:
+        assert GrammarCheck(checks, "t")('start: "a"') == ""
+        first = helper(checks)
+        workers = processes_below(first)
+        for pid in [*workers, first]:
+            os.kill(pid, sent)
+        assert GrammarCheck(checks, "t")('start: "b"') == ""
+        assert helper(checks) != first
+        for pid in workers:
+            if sent == signal.SIGSTOP:
+                os.kill(pid, signal.SIGCONT)
+    finally:
+        checks.close()
+
+
+def test_a_worker_that_dies_is_replaced_without_a_word(checks: GrammarChecks) -> None:
+    assert GrammarCheck(checks, "t")('start: "c"') == ""
+    for pid in processes_below(helper(checks)):
+        os.kill(pid, signal.SIGKILL)
+    assert GrammarCheck(checks, "t")('start: "d"') == ""
+
+
+def test_the_same_text_is_tried_once(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = threading.Semaphore(0)
+    original = grammar_checks._Lane.tried
+
+    def counted(self, texts, request, trial):  # type: ignore[no-untyped-def]
+        tried.release()
+        assert soon(lambda: len(trial.requests) == 8)
+        return original(self, texts, request, trial)
+
+    monkeypatch.setattr(grammar_checks._Lane, "tried", counted)
+    found: list[str] = []
+    requests = [GrammarCheck(checks, "same") for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda each=each: found.append(each(ATTACKS["9000 references"])))
+        for each in requests
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [TOO_MUCH] * 8
+    assert tried.acquire(blocking=False)
+    assert not tried.acquire(blocking=False)
+
+
+def test_trials_end_when_the_client_has_gone(checks: GrammarChecks) -> None:
+    request = GrammarCheck(checks, "gone")
+    raised: list[BaseException] = []
+
+    def asks() -> None:
+        try:
+            for number in range(20):
+                request(grammar(multiple_of(99_999_989 + number)))
+        except Unchecked as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=asks)
+    thread.start()
+    assert soon(lambda: bool(checks.slow._running))
+    request.cancel()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert raised
+    idle = len(checks._quick._idle)
+    assert soon(lambda: len(processes_below(helper(checks))) <= idle)
+
+
+def test_who_takes_long_keeps_nobody_waiting(checks: GrammarChecks) -> None:
+    """Eight requests of one tenant with endless texts, and an ordinary one."""
+    attackers = [GrammarCheck(checks, "everybody") for _ in range(8)]
+
+    def attack(index: int) -> None:
+        try:
+            for number in range(20):
+                attackers[index](grammar(multiple_of(99_000_000 + 100 * index + number)))
+        except Unchecked:
+            pass
+
+    threads = [threading.Thread(target=attack, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert soon(lambda: bool(checks.slow._running))
+        assert len(checks.slow._running) == 1
+        for number in range(10):
+            assert GrammarCheck(checks, "everybody")(grammar(multiple_of(number + 1))) == ""
+        assert checks.slow._running.count("everybody") == 1
+    finally:
+        for request in attackers:
+            request.cancel()
+        for thread in threads:
+            thread.join(10)
+
+
+def test_a_request_is_patient_for_so_long_alone(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checks, "PATIENCE", 0.3)
+    monkeypatch.setattr(grammar_checks, "SLOW", 10.0)
+    text = grammar(multiple_of(98_999_999))
+    with pytest.raises(Unchecked):
+        GrammarCheck(checks, "patient")(text)
+    monkeypatch.setattr(grammar_checks, "PATIENCE", 60.0)
+    assert GrammarCheck(checks, "patient")(text) == TOO_MUCH
+
+
+def test_without_a_helper_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(grammar_checks, "_PROGRAM", "raise SystemExit(3)")
+    checks = GrammarChecks()
+    with pytest.raises(Unchecked, match="cannot be started"):
+        GrammarCheck(checks, "t")('start: "a"')
+    assert "grammars cannot be checked" in caplog.text
+    monkeypatch.undo()
+    try:
+        assert GrammarCheck(checks, "t")('start: "a"') == ""
+    finally:
+        checks.close()
+
+
+SERVER = """
+import sys, json
+sys.path[:] = json.loads(sys.argv[1])
+import threading
+from vllm_mlx_harmony.server import grammar_checks
+check = grammar_checks.check_for("t")
+print(check('start: "a"'), flush=True)
+threading.Thread(target=check, args=(sys.argv[2],), daemon=True).start()
+input()
+"""
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_nothing_is_left_when_the_server_is_killed(busy: bool) -> None:
+    text = ENDLESS if busy else 'start: "b"'
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, json.dumps(sys.path), text],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert server.stdout is not None
+    assert server.stdin is not None
+    with server.stdout, server.stdin:
+        assert server.stdout.readline() == b"\n"
+        if busy:
+            time.sleep(0.3)
+        started = processes_below(server.pid)
+        assert len(started) >= 2  # the helper process and a worker
+        server.kill()
+        server.wait()
+
+    def gone(pid: int) -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        command = ["ps", "-o", "stat=", "-p", str(pid)]
+        state = subprocess.run(command, capture_output=True, check=False)
+        return state.stdout.strip()[:1] in (b"", b"Z")
+
+    assert soon(lambda: all(map(gone, started)))
+
+
+def test_the_helper_imports_the_library_and_nothing_else() -> None:
+    program = (
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
+        "from vllm_mlx_harmony.server import grammar_process\n"
+        "grammar_process._tokenizer()\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, json.dumps(sys.path)],
+        capture_output=True,
+        check=True,
+    )
+    imported = json.loads(run.stdout)
+    known = {name.partition(".")[0] for name in imported}
+    foreign = known - sys.stdlib_module_names - {"__main__"}
+    assert foreign == {"llguidance", "vllm_mlx_harmony"}
+    ours = {name for name in imported if name.startswith("vllm_mlx_harmony.")}
+    assert ours == {"vllm_mlx_harmony.server", "vllm_mlx_harmony.server.grammar_process"}
+
+
+def test_a_forked_process_has_a_helper_of_its_own() -> None:
+    assert grammar_checks.check_for("t")('start: "a"') == ""
+    mine = helper(grammar_checks.checks())
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            problem = grammar_checks.check_for("t")('start: "e"')
+            other = helper(grammar_checks.checks())
+            grammar_checks.checks().close()
+            os.write(write, json.dumps([problem, other]).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        problem, other = json.loads(answer.read())
+    os.waitpid(pid, 0)
+    assert problem == ""
+    assert other != mine
+    assert grammar_checks.check_for("t")('start: "f"') == ""

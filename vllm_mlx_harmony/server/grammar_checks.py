@@ -1,0 +1,484 @@
+"""Whether a grammar can be compiled, found out in a helper process before the server compiles it.
+
+`grammar_process` is that process; this is who asks it. What it has answered is remembered for the
+tenant that asked. What a limit has stopped there cannot be expressed, and the answer is the same
+the next time, without another trial.
+
+**Who waits for whom.** A text that takes long must not keep those of others waiting, whoever sends
+it: with a single API key everybody is the same tenant. So there are two lanes. In the first one a
+text has `QUICK` seconds of a processor, many times of what ordinary tools need, and of the requests
+that wait the one goes first that has used the least time so far. A text that needs more goes to the
+second lane, which has a lower priority, `SLOW` seconds for a text, and no more than one of a tenant
+at a time. Nothing is lost but the first `QUICK` seconds.
+
+**How long a request waits.** `PATIENCE` seconds for all of its texts together. What is not known by
+then raises `Unchecked`, and nothing is remembered: another request may find the lanes free. The
+same text is tried once, however many requests ask for it, and for as long as one of them waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import count
+from typing import Any, TypeAlias
+
+from vllm_mlx_harmony.core import lru
+from vllm_mlx_harmony.server import grammar_process
+
+logger = logging.getLogger(__name__)
+
+QUICK, SLOW = 0.1, 1.0
+"""Seconds of a processor for one text. The server needs as long again to compile it."""
+
+CLOCK = 2.0
+"""Seconds on the clock, since a process may also just hang."""
+
+PATIENCE = 2.5
+"""Seconds that a request waits for the verdicts on its texts."""
+
+START = 20.0
+"""Seconds in which the helper process has to be there."""
+
+POLL = 0.05
+"""Seconds between two looks whether anybody still waits."""
+
+REMEMBERED = 4 * 2**20
+"""Bytes of verdicts that are remembered, about."""
+
+AT_ONCE = 32
+"""Texts that a worker is asked about in one question."""
+
+TOO_MUCH = "it takes too much time, memory or depth to compile"
+
+
+Text: TypeAlias = "tuple[str, str]"
+"""A grammar, and what an output that is held to it has begun with."""
+
+
+class Unchecked(Exception):
+    """Whether a grammar can be compiled could not be found out: in time, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``problem``: why the grammar cannot be compiled, in one line; empty when it can.
+
+    ``size``: bytes that it takes when it is compiled. ``slow``: it took more than ``QUICK``.
+    """
+
+    problem: str
+    size: int = 0
+    slow: bool = False
+
+
+class GrammarCheck:
+    """The verdicts on the texts of one request of ``tenant``. Called on one thread, in which it
+    waits; cancelled from any.
+
+    Calling it gives the ``problem`` of a verdict. Raises ``Unchecked``.
+    """
+
+    def __init__(self, checks: GrammarChecks, tenant: str) -> None:
+        self._checks = checks
+        self._until: float | None = None
+        self.tenant = tenant
+        self.cancelled = False
+        self.spent = 0.0
+        """Seconds that the trials of its texts have taken."""
+
+    def __call__(self, text: str) -> str:
+        return self.verdict(text).problem
+
+    def verdict(self, text: str, begun: str = "") -> Verdict:
+        """On ``text``, of which an output has ``begun`` already. Raises ``Unchecked``."""
+        self._begin()
+        return self._checks.verdict((text, begun), self)
+
+    def try_all(self, texts: Sequence[Text]) -> bool:
+        """Whether all of ``texts`` can be compiled, each with how it has begun.
+
+        Much faster than one after the other where they are short, and no answer where they are
+        not: verdicts on those that were reached are remembered. Raises ``Unchecked``.
+        """
+        self._begin()
+        return self._checks.try_all(texts, self)
+
+    def _begin(self) -> None:
+        if self._until is None:
+            self._until = time.monotonic() + PATIENCE
+
+    @property
+    def waits(self) -> bool:
+        """Whether the request still wants to know."""
+        late = self._until is not None and time.monotonic() > self._until
+        return not self.cancelled and not late
+
+    @contextmanager
+    def compiling(self, verdict: Verdict) -> Iterator[None]:
+        """While the server compiles what ``verdict`` is on: what is slow takes turns."""
+        if not verdict.slow:
+            yield
+            return
+        with self._checks.slow.place(self.tenant, self.spent, lambda: not self.cancelled):
+            yield
+
+    def cancel(self) -> None:
+        """Nobody waits for the request any more."""
+        self.cancelled = True
+
+
+@dataclass(slots=True, eq=False)
+class _Trial:
+    """A text that is being tried, and the requests that wait for it."""
+
+    requests: list[GrammarCheck] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+    verdict: Verdict | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return any(request.waits for request in tuple(self.requests))
+
+
+class GrammarChecks:
+    """All verdicts of one server process, and its helper process."""
+
+    def __init__(self) -> None:
+        self._helper = _Helper()
+        self._lock = threading.Lock()
+        self._trials: dict[tuple[str, bytes], _Trial] = {}
+        self._verdicts: lru.ByteLRU[tuple[str, bytes], Verdict] = lru.ByteLRU(REMEMBERED)
+        self._quick = _Lane(self._helper, QUICK, width=2, kept=2)
+        self.slow = _Lane(self._helper, SLOW, width=2, each_tenant=1, nice=5)
+
+    def start(self) -> None:
+        """Starts the helper process unless it runs. Raises ``OSError``."""
+        self._helper.start()
+
+    def close(self) -> None:
+        """Ends the helper process, and its workers with it."""
+        self._quick.close()
+        self._helper.close()
+
+    def try_all(self, texts: Sequence[Text], request: GrammarCheck) -> bool:
+        """See ``GrammarCheck``."""
+        new = [text for text in texts if self._verdicts.get(_key(text, request)) is None]
+        for first in range(0, len(new), AT_ONCE):
+            some = new[first : first + AT_ONCE]
+            verdicts = self._tried(self._quick, some, request, _Trial([request]))
+            if verdicts is None:
+                return False
+            for text, verdict in zip(some, verdicts, strict=True):
+                self._remember(_key(text, request), verdict)
+        known = (self._verdicts.get(_key(text, request)) for text in texts)
+        return all(verdict is not None and not verdict.problem for verdict in known)
+
+    def _remember(self, key: tuple[str, bytes], verdict: Verdict) -> None:
+        self._verdicts.put(key, verdict, 400 + len(verdict.problem))
+
+    def verdict(self, text: Text, request: GrammarCheck) -> Verdict:
+        """On ``text``; ``request`` waits for it. Raises ``Unchecked``."""
+        key = _key(text, request)
+        while True:
+            known = self._verdicts.get(key)
+            if known is not None:
+                return known
+            with self._lock:
+                trial = self._trials.get(key)
+                first = trial is None
+                if trial is None:
+                    trial = self._trials[key] = _Trial()
+                trial.requests.append(request)
+            try:
+                if first:
+                    try:
+                        found = self._tried(self._quick, [text], request, trial)
+                        found = found or self._tried(self.slow, [text], request, trial)
+                        trial.verdict = found[0] if found else Verdict(TOO_MUCH, slow=True)
+                        if trial.verdict.problem == TOO_MUCH:
+                            size = len(text[0])
+                            logger.warning("a grammar of %d bytes is not used: %s", size, TOO_MUCH)
+                        self._remember(key, trial.verdict)
+                    finally:
+                        with self._lock:
+                            del self._trials[key]
+                        trial.done.set()
+                else:
+                    while not trial.done.wait(POLL) and request.waits:
+                        pass
+            finally:
+                trial.requests.remove(request)
+            if trial.verdict is not None and not request.cancelled:
+                return trial.verdict
+            if not request.waits:
+                raise Unchecked("nobody waits for it any more")
+
+    def _tried(
+        self, lane: _Lane, texts: Sequence[Text], request: GrammarCheck, trial: _Trial
+    ) -> list[Verdict] | None:
+        began = time.monotonic()
+        try:
+            return lane.tried(texts, request, trial)
+        except OSError as error:
+            logger.error("grammars cannot be checked, and are not enforced: %s", error)
+            raise Unchecked("the helper process cannot be started") from error
+        finally:
+            request.spent += time.monotonic() - began
+
+
+def _key(text: Text, request: GrammarCheck) -> tuple[str, bytes]:
+    return request.tenant, sha256("\0".join(text).encode()).digest()
+
+
+class _Lane:
+    """Places in which one text at a time is tried, with ``processor`` seconds for each.
+
+    ``width`` places, no more than ``each_tenant`` of them for one tenant; ``kept`` workers wait for
+    the next text.
+    """
+
+    def __init__(
+        self,
+        helper: _Helper,
+        processor: float,
+        *,
+        width: int,
+        each_tenant: int | None = None,
+        nice: int = 0,
+        kept: int = 0,
+    ) -> None:
+        self._helper = helper
+        self._processor, self._nice, self._kept = processor, nice, kept
+        self._width, self._each_tenant = width, each_tenant or width
+        self._changed = threading.Condition()
+        self._order = count()
+        self._waiting: list[tuple[float, int, str]] = []
+        self._running: list[str] = []
+        self._idle: list[socket.socket] = []
+
+    @contextmanager
+    def place(self, tenant: str, spent: float, wanted: Callable[[], bool]) -> Iterator[None]:
+        """A place; of those who wait, the one first who has ``spent`` least. Raises ``Unchecked``
+        when it is not ``wanted`` any more."""
+        ticket = spent, next(self._order), tenant
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                while not self._is_next(ticket):
+                    if not wanted():
+                        raise Unchecked("there was no time to check it")
+                    self._changed.wait(POLL)
+                self._running.append(tenant)
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running.remove(tenant)
+                self._changed.notify_all()
+
+    def _is_next(self, ticket: tuple[float, int, str]) -> bool:
+        if len(self._running) >= self._width:
+            return False
+        allowed = [
+            each for each in self._waiting if self._running.count(each[2]) < self._each_tenant
+        ]
+        return bool(allowed) and min(allowed) == ticket
+
+    def tried(
+        self, texts: Sequence[Text], request: GrammarCheck, trial: _Trial
+    ) -> list[Verdict] | None:
+        """The verdicts of a worker; ``None`` when the time was over, or one of several ended it.
+
+        Raises ``Unchecked`` when nobody waits for it any more, ``OSError`` without a worker.
+        """
+        question = json.dumps(texts).encode()
+        with self.place(request.tenant, request.spent, lambda: trial.wanted):
+            while True:
+                with self._changed:
+                    used = bool(self._idle)
+                    worker = self._idle.pop() if used else None
+                worker = worker or self._helper.worker()
+                keep = False
+                try:
+                    answers, worn = self._asked(worker, question, trial)
+                    keep = not worn
+                    slow = self._processor > QUICK
+                    return [Verdict(_plain(problem), size, slow) for problem, size in answers]
+                except TimeoutError:
+                    return None
+                except (EOFError, ConnectionError):
+                    if used:
+                        continue  # it may have died before
+                    return None if len(texts) > 1 else [Verdict(TOO_MUCH)]
+                finally:
+                    with self._changed:
+                        keep = keep and len(self._idle) < self._kept
+                        if keep:
+                            self._idle.append(worker)
+                    if not keep:
+                        worker.close()
+
+    def _asked(self, worker: socket.socket, question: bytes, trial: _Trial) -> Any:
+        header = grammar_process.HEADER.pack(len(question), self._processor, CLOCK, self._nice)
+        until = time.monotonic() + 2 * CLOCK
+        worker.settimeout(CLOCK)
+        worker.sendall(header + question)
+        worker.settimeout(POLL)
+
+        def read(size: int) -> bytes:
+            parts = b""
+            while len(parts) < size:
+                try:
+                    part = worker.recv(size - len(parts))
+                except TimeoutError:
+                    if not trial.wanted:
+                        raise Unchecked("nobody waits for it any more") from None
+                    if time.monotonic() > until:
+                        raise
+                    continue
+                if not part:
+                    raise EOFError
+                parts += part
+            return parts
+
+        (length,) = grammar_process.LENGTH.unpack(read(grammar_process.LENGTH.size))
+        if length == grammar_process.PROCESSOR_OVER:
+            raise TimeoutError
+        if length == grammar_process.CLOCK_OVER:
+            raise Unchecked("the machine is too busy to check it")
+        return json.loads(read(length))
+
+    def close(self) -> None:
+        """Ends the workers that wait."""
+        with self._changed:
+            for worker in self._idle:
+                worker.close()
+            self._idle.clear()
+
+
+def _plain(problem: str) -> str:
+    """``problem`` as a client may read it: a panic of the library is none of its business."""
+    return TOO_MUCH if "panic" in problem else problem[:500]
+
+
+class _Helper:
+    """The helper process, started when it is needed and again when it has died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(self) -> None:
+        """Starts it unless it runs. Raises ``OSError``."""
+        with self._lock:
+            self._running()
+
+    def worker(self) -> socket.socket:
+        """A socket to a new worker. Raises ``OSError``."""
+        with self._lock:
+            for left in (True, False):
+                control = self._running()
+                ours, theirs = socket.socketpair()
+                try:
+                    with theirs:
+                        socket.send_fds(control, [grammar_process.FORK], [theirs.fileno()])
+                    ours.settimeout(CLOCK)
+                    if ours.recv(1) == grammar_process.READY:
+                        return ours
+                    raise ConnectionError("a worker of the helper process has died at once")
+                except OSError:
+                    ours.close()
+                    self._end()
+                    if not left:
+                        raise
+        raise AssertionError("unreachable")
+
+    def _running(self) -> socket.socket:
+        if self._control is not None and self._process is not None and self._process.poll() is None:
+            return self._control
+        self._end()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # what a library that dies prints, quotes its input
+                start_new_session=True,  # Ctrl-C is the server's, which may still need it
+                env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+            )
+        self._control = ours
+        atexit.register(self.close)
+        ours.settimeout(START)
+        message = ours.recv(1_000)
+        if message != grammar_process.READY:
+            self._end()
+            raise OSError(f"the helper process did not start: {message.decode() or 'it ended'}")
+        return ours
+
+    def close(self) -> None:
+        """Ends it."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        atexit.unregister(self.close)
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            with suppress(OSError):
+                self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from vllm_mlx_harmony.server.grammar_process import main; main()"
+)
+
+
+# --- one for each process ---
+
+_checks: GrammarChecks | None = None
+_lock = threading.Lock()
+
+
+def checks() -> GrammarChecks:
+    """Those of this process."""
+    global _checks
+    with _lock:
+        if _checks is None:
+            _checks = GrammarChecks()
+        return _checks
+
+
+def check_for(tenant: str) -> GrammarCheck:
+    """The verdicts for one request of ``tenant``."""
+    return GrammarCheck(checks(), tenant)
+
+
+def _forget() -> None:
+    """In a forked process: the helper process is its parent's."""
+    global _checks, _lock
+    _checks, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
