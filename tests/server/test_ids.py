@@ -78,7 +78,7 @@ def test_a_limit_is_a_length(host: Alone) -> None:
         ({"settings": {}}, "settings.max_tokens"),
         ({"settings": {**SETTINGS, "max_tokens": "many"}}, "settings.max_tokens"),
         ({"messages": []}, "messages"),
-        ({"grammar": "start: ("}, "tools"),
+        ({"grammar": "start: ("}, "grammar"),
         ({"model": "nobody"}, "model"),
     ],
 )
