@@ -27,8 +27,11 @@ ARGUMENTS = {
 }
 """Per item: the text it has without a part, and the field that has all of it."""
 
-WHOLE = frozenset({"tool_search_call"})
+WHOLE = frozenset({"tool_search_call", "compaction"})
 """Items that are told of when they begin and when they are done, and not in between."""
+
+AT_ONCE = frozenset({"compaction"})
+"""Items that begin whole, and have no status."""
 
 PREFIXES = {
     "message": "msg_",
@@ -36,6 +39,7 @@ PREFIXES = {
     "function_call": "fc_",
     "custom_tool_call": "ctc_",
     "tool_search_call": "tsc_",
+    "compaction": "cmp_",
 }
 
 ENDINGS = {
@@ -215,7 +219,7 @@ class _Checker:
         item = event["item"]
         assert self.item is None, "the item before is still open"
         assert event["output_index"] == len(self.done)
-        assert item["status"] == "in_progress"
+        assert item.get("status") == (None if item["type"] in AT_ONCE else "in_progress")
         assert item["id"].startswith(PREFIXES[item["type"]])
         for key in (item["id"], item.get("call_id")):
             assert key is None or key not in self.seen, f"{key} twice"
@@ -233,7 +237,10 @@ class _Checker:
         for name in {*item.added, *document} - changing:
             assert item.added[name] == document[name], name
         assert ("encrypted_content" in item.added) == ("encrypted_content" in document)
-        assert document["status"] in ("completed", "incomplete")
+        if item.type in AT_ONCE:
+            assert document == item.added
+        else:
+            assert document["status"] in ("completed", "incomplete")
         if item.type in ARGUMENTS:
             stem, name = ARGUMENTS[item.type]
             assert document[name] == item.texts[stem]

@@ -729,6 +729,10 @@ GUILTY: list[tuple[Any, str | None]] = [
     *(
         ({"model": "m", "input": value}, param)
         for value, param in [
+            ([{"type": "compaction_trigger"}, ASKED], "input[0]"),
+            ([ASKED, {"type": "compaction_trigger"}, {"type": "compaction_trigger"}], "input[1]"),
+            ([ASKED, {"type": "compaction_trigger"}, {"type": "web_search_call"}], "input[1]"),
+            ([{"type": "compaction_trigger"}], "input"),
             (5, "input"),
             ({}, "input"),
             ([], "input"),

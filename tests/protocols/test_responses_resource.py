@@ -6,11 +6,31 @@ import json
 from typing import Any
 
 import pytest
+from event_checker import check
 from reverse_cipher import Reverse
 
-from vllm_mlx_harmony.core.deltas import Usage
-from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, User
+from vllm_mlx_harmony.core.deltas import (
+    Closed,
+    Delta,
+    Finished,
+    Kind,
+    Opened,
+    Started,
+    Text,
+    Usage,
+)
+from vllm_mlx_harmony.core.errors import HostError, OutputError
+from vllm_mlx_harmony.core.turn import (
+    AdditionalTools,
+    Answer,
+    Defaults,
+    Instructions,
+    Preamble,
+    Reasoning,
+    ResponseInfo,
+    ToolChoice,
+    User,
+)
 from vllm_mlx_harmony.protocols.responses import error_body, read
 from vllm_mlx_harmony.protocols.responses.resource import (
     deleted,
@@ -97,6 +117,18 @@ def test_a_stream_that_ends_for_another_reason() -> None:
     )
 
 
+SUMMARY: list[Delta] = [
+    Started(9),
+    Opened(0, Kind.REASONING),
+    Text("Hm."),
+    Closed(),
+    Opened(1, Kind.PREAMBLE),
+    Text("They "),
+    Text("greeted."),
+    Closed(),
+]
+
+
 def test_a_compacted_conversation_goes_on() -> None:
     items = [
         {"role": "user", "content": "Hi"},
@@ -104,8 +136,11 @@ def test_a_compacted_conversation_goes_on() -> None:
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"role": "user", "content": "More"},
     ]
-    asked = read({"model": "m", "input": items}, Defaults(), Reverse())
-    compacted = asked.compaction("They greeted.", Reverse(), INFO, Usage(9, 2, 1, 4))
+    asked = read({"model": "m", "input": items}, Defaults(), Reverse()).compaction()
+    emitter = asked.emitter(INFO)
+    for delta in [*SUMMARY, Finished("stop", None, Usage(9, 2, 1, 4))]:
+        assert emitter.feed(delta) == []
+    compacted = asked.compacted(emitter.result(), INFO)
     output = compacted.pop("output")
     assert compacted == {
         "id": f"resp_{INFO.id_seed}",
@@ -121,6 +156,69 @@ def test_a_compacted_conversation_goes_on() -> None:
     }
     again = read({"model": "m", "input": output}, Defaults(), Reverse())
     assert again.turn.messages == (User("Hi"), User("More"), User("They greeted."))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "incomplete")])
+def test_a_compaction_that_is_triggered_is_the_only_item(
+    stream: bool, reason: Any, status: str
+) -> None:
+    items = [{"role": "user", "content": "Hi"}, {"type": "compaction_trigger"}]
+    asked = read({"model": "m", "input": items, "stream": stream}, Defaults(), Reverse())
+    emitter = asked.emitter(INFO)
+    deltas = [*SUMMARY, Finished(reason, None, Usage(9, 2, 1, 4))]
+    events = [event for delta in deltas for event in emitter.feed(delta)]
+    response = check(events) if stream else emitter.result()
+    (item,) = response["output"]
+    assert item.keys() == {"id", "type", "encrypted_content"}
+    assert (item["type"], response["status"]) == ("compaction", status)
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 1}
+    again = read({"model": "m", "input": [item]}, Defaults(), Reverse())
+    assert again.turn.messages == (User("They greeted."),)
+    assert [each.get("type") for each in asked.input_items(INFO)] == ["message"]
+
+
+NO_SUMMARY: dict[str, list[Delta]] = {
+    "nothing": [],
+    "reasoning alone": SUMMARY[1:4],
+    "a call": [Opened(0, Kind.CALL, "f"), Text("{}"), Closed()],
+    "white space": [Opened(0, Kind.ANSWER), Text(" \n"), Closed()],
+}
+
+
+@pytest.mark.parametrize("said", NO_SUMMARY.values(), ids=NO_SUMMARY)
+def test_a_compaction_without_a_summary_fails(said: list[Delta]) -> None:
+    items = [{"role": "user", "content": "Hi"}, {"type": "compaction_trigger"}]
+    asked = read({"model": "m", "input": items, "stream": True}, Defaults(), Reverse())
+    emitter = asked.emitter(INFO)
+    deltas = [Started(9), *said, Finished("stop", None, Usage(9, 2))]
+    response = check([event for delta in deltas for event in emitter.feed(delta)])
+    assert (response["status"], response["output"]) == ("failed", [])
+    with pytest.raises(OutputError) as failed:
+        emitter.result()
+    assert failed.value.code == "compaction_failed"
+    # What could not be summed up goes on as it was.
+    assert asked.conversation(asked.turn.messages, ended=False) == (User("Hi"),)
+
+
+def test_what_a_compaction_leaves_of_a_stored_conversation() -> None:
+    tools = [{"type": "function", "name": "f"}]
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"type": "additional_tools", "role": "developer", "tools": tools},
+        {"type": "compaction_trigger"},
+    ]
+    body = {"model": "m", "instructions": "Be kind.", "input": items}
+    asked = read(body, Defaults(), Reverse())
+    order = asked.turn.messages[-1]
+    assert isinstance(order, User)
+    assert asked.turn.tool_choice == ToolChoice(names=())
+    answer = (Reasoning("Hm."), Preamble("They"), Answer("greeted."))
+    brief, later, summary = asked.conversation((*asked.turn.messages, *answer))
+    assert (brief, summary) == (Instructions("Be brief."), User("They\ngreeted."))
+    assert isinstance(later, AdditionalTools)
 
 
 # --- The input, read back with the official client's models, which are strict about it.

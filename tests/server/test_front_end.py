@@ -25,6 +25,7 @@ from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
+from event_checker import check_documents
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from official_clients import clients
 
@@ -176,6 +177,120 @@ def test_a_function_named_like_a_trained_tool(
     assert f"type {alias} = (_: {{" in first
     assert second.startswith(first + script)
     assert f"<|start|>functions.{alias} to=assistant" in second
+
+
+# --- Compaction: the model's own summary is what a conversation goes on from.
+
+COMPACTS = "Call no tool. Write nothing but the message.<|end|>"
+GOES_ON = "<|message|>They said hello.<|end|>"
+COMPACTION = {
+    **SCRIPTS,
+    COMPACTS: f"{ANSWER}They said hello.<|return|>",
+    GOES_ON: "<|channel|>final<|message|>I remember.<|return|>",
+    "More.": "<|channel|>final<|message|>More, then.<|return|>",
+}
+WEATHER = {"type": "function", "name": "weather", "parameters": CITY, "strict": False}
+COMPACTED: dict[str, Any] = {
+    "model": MODEL,
+    "tools": [WEATHER],
+    "input": [
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": "Good day."},
+        {"type": "compaction_trigger"},
+    ],
+}
+
+
+async def compacted(host: Alone, how: str) -> Any:
+    client, _ = clients(host)
+    if how == "whole":
+        return await client.responses.create(**COMPACTED)
+    if how == "background":
+        answer = await client.responses.create(**COMPACTED, background=True)
+        while answer.status in ("queued", "in_progress"):
+            await asyncio.sleep(0.01)
+            answer = await client.responses.retrieve(answer.id)
+        return answer
+    if how == "streamed":
+        async with client.responses.stream(**COMPACTED) as events:
+            return await events.get_final_response()
+    stream = await client.responses.create(**COMPACTED, stream=True, background=True)
+    done = [event async for event in stream]
+    assert [event.type for event in done] == [
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    return done[-1].response
+
+
+@pytest.mark.parametrize("how", ["whole", "streamed", "background", "background, streamed"])
+def test_a_conversation_is_compacted_and_goes_on(how: str) -> None:
+    host = Alone(ScriptedEngine(COMPACTION, 3))
+
+    async def test() -> None:
+        client, _ = clients(host)
+        answer = await compacted(host, how)
+        (item,) = answer.output
+        assert (item.type, answer.status, answer.store) == ("compaction", "completed", True)
+        assert "hello" not in item.encrypted_content
+        kept = await client.responses.retrieve(answer.id)
+        assert kept.output == answer.output
+        asked = await client.responses.input_items.list(answer.id)
+        assert [each.type for each in asked.data] == ["message", "message"]
+        # By its item, as Codex goes on, and by its id.
+        window = [item.model_dump(exclude_none=True)]
+        by_item = await client.responses.create(model=MODEL, input=window)
+        assert by_item.output_text == "I remember."
+        more = await client.responses.create(
+            model=MODEL, input="More.", previous_response_id=answer.id
+        )
+        assert more.output_text == "More, then."
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+    assert host.lent == 0
+    first, _, last = (vocab.encoding().decode(list(each)) for each in host.engine.prompts)  # type: ignore[attr-defined]
+    assert "type weather = " in first  # what the prefix cache has of the conversation is used
+    assert f"<|start|>user{GOES_ON}<|start|>user<|message|>More.<|end|>" in last
+    assert "Good day." not in last
+
+
+def test_a_conversation_is_compacted_over_a_websocket() -> None:
+    host = Alone(ScriptedEngine(COMPACTION, 3))
+    bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
+    with TestClient(application(host)).websocket_connect("/v1/responses", headers=bearer) as socket:
+        socket.send_json({"type": "response.create", **COMPACTED, "store": False})
+        events = [socket.receive_json()]
+        while events[-1]["type"] != "response.completed":
+            events.append(socket.receive_json())
+        response = check_documents(events)
+        assert [item["type"] for item in response["output"]] == ["compaction"]
+        again = {"input": "More.", "previous_response_id": response["id"], "store": False}
+        socket.send_json({"type": "response.create", "model": MODEL, **again})
+        while socket.receive_json()["type"] != "response.completed":
+            pass
+    assert "Good day." not in vocab.encoding().decode(list(host.engine.prompts[-1]))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_model_that_writes_no_summary(stream: bool) -> None:
+    scripts = {**COMPACTION, COMPACTS: "<|channel|>analysis<|message|>Hm.<|end|>"}
+    host = Alone(ScriptedEngine(scripts, 3))
+
+    async def test() -> None:
+        client, _ = clients(host)
+        if not stream:
+            with pytest.raises(openai.InternalServerError, match="no summary"):
+                await client.responses.create(**COMPACTED)
+            return
+        events = [event async for event in await client.responses.create(**COMPACTED, stream=True)]
+        assert [event.type for event in events[-1:]] == ["response.failed"]
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+    assert host.lent == 0
 
 
 def test_the_same_events_over_a_websocket(host: Alone) -> None:

@@ -613,7 +613,7 @@ def test_a_compaction_is_text_whatever_the_conversation_wants() -> None:
     assert (turn.tool_choice, len(turn.tools)) == (ToolChoice(names=()), 1)
     plain = {"format": {"type": "json_object"}}
     turn = COMPACT.read({"model": "m", "input": "Hi", "text": plain}, Defaults(), TENANT).turn
-    assert (turn.answer_format, len(turn.messages)) == (None, 2)
+    assert (turn.answer_format, len(turn.messages)) == (None, 3)
 
 
 # --- The routes, on the host's application.

@@ -139,6 +139,13 @@ class Emitter:
         """The turn ends because it was cancelled: what goes on the wire for that."""
         return [*self._start(), *self._close(complete=False), *self._end(_CANCELLED)]
 
+    def add_item(self, item: dict[str, Any]) -> list[Event]:
+        """The output has a whole ``item`` more: what goes on the wire for that."""
+        fields = {"output_index": len(self._output), "item": item}
+        self._output.append(item)
+        kinds = ("response.output_item.added", "response.output_item.done")
+        return self._write_events([PendingEvent(kind, fields) for kind in kinds])
+
     def unstored(self, last: list[Event]) -> list[Event]:
         """``last``, the events of the end, of a response that could not be stored after all.
 

@@ -327,6 +327,7 @@ SERVER_CALLS = frozenset(
 _NOT_THE_ASSISTANTS = OUTPUTS | {
     "additional_tools",
     "compaction",
+    "compaction_trigger",
     "configuration_update",
     "mcp_approval_response",
 }

@@ -7,10 +7,10 @@ Refuses to know items (input_items), tools (tools) and the answer (responses/emi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, characters
 from vllm_mlx_harmony.core.turn import (
@@ -30,6 +30,12 @@ from vllm_mlx_harmony.core.turn import (
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.openai_request import TemplateOptions, sampling
+from vllm_mlx_harmony.protocols.responses.compaction import (
+    CompactionEmitter,
+    compacted,
+    compacting,
+    without_trigger,
+)
 from vllm_mlx_harmony.protocols.responses.emitter import Emitter
 from vllm_mlx_harmony.protocols.responses.input_items import (
     ItemReader,
@@ -71,7 +77,8 @@ SOURCES = "web_search_call.action.sources"
 class ResponsesRequest:
     """A request that can be run: what to ask the model, and how the caller wants the answer.
 
-    ``notes`` says, for the log, what of the input could not be used.
+    ``compacts``: the answer is a summary of the conversation. ``notes`` says, for the log, what of
+    the input could not be used.
     """
 
     turn: Turn
@@ -79,6 +86,7 @@ class ResponsesRequest:
     stream: bool
     store: bool
     background: bool
+    compacts: bool
     previous_response_id: str | None
     notes: tuple[str, ...]
     _items: tuple[Item, ...]
@@ -86,13 +94,15 @@ class ResponsesRequest:
     _to_run: frozenset[str]
     _writing: Writing
     _repeated: Mapping[str, Any]
+    _cipher: Cipher
 
     def emitter(self, info: ResponseInfo, now: Callable[[], float] | None = None) -> Emitter:
         """The writer of the answer to this request, which ``info`` is of.
 
         ``now`` is the unix time, asked once, for ``completed_at``; without it that is null.
         """
-        return Emitter(
+        made = partial(CompactionEmitter, cipher=self._cipher) if self.compacts else Emitter
+        return made(
             info,
             self._writing,
             self._repeated,
@@ -105,18 +115,25 @@ class ResponsesRequest:
         """The input as items, oldest first, for ``GET /v1/responses/{id}/input_items``."""
         return input_items(self._items, info)
 
-    def compaction(
-        self, text: str, cipher: Cipher, info: ResponseInfo, usage: Usage
-    ) -> dict[str, Any]:
-        """The input compacted, for ``POST /v1/responses/compact``: ``text`` stands for the rest."""
-        return compaction(self._items, text, cipher, info, usage)
+    def compaction(self) -> ResponsesRequest:
+        """This request for ``POST /v1/responses/compact``: its answer is a summary, all at once."""
+        turn = self.turn if self.compacts else compacting(self.turn)
+        return replace(self, turn=turn, compacts=True, stream=False, store=False, background=False)
+
+    def compacted(self, response: Mapping[str, Any], info: ResponseInfo) -> Any:
+        """The answer to ``POST /v1/responses/compact``, made of the ``response`` to this."""
+        return compaction(self._items, response, info)
 
     def echoed(self, message: Message) -> Message:
         """A message the model said, as it is read when a client gives it back."""
         return self._writing.tools.echoed(message) if isinstance(message, Call) else message
 
-    def conversation(self, messages: Iterable[Message]) -> tuple[Message, ...]:
+    def conversation(
+        self, messages: Iterable[Message], *, ended: bool = True
+    ) -> tuple[Message, ...]:
         """What the next response continues, when ``messages`` is the context's conversation.
+
+        ``ended``: it has ended by itself, and was neither cancelled nor failed.
 
         All but this request's ``instructions``: they hold for this request only. With the tools
         that were declared, though it may have wanted none (``tool_choice: none``). A call that was
@@ -128,6 +145,8 @@ class ResponsesRequest:
             ran = isinstance(message, ServerResult) and message.call_id in self._ran
             (results if ran else others).append(message)
         answer = others[len(self.turn.messages) :]
+        if self.compacts:
+            return compacted(self._said, answer) if ended else self._said
         return (*with_results((*self._said, *results)), *map(self.echoed, answer))
 
     @property
@@ -162,7 +181,9 @@ def read(
     reader = ItemReader(cipher, declared, defaults, stored, calls, server=asked)
     if request.input is None and not history:
         raise required("input")
-    said = with_results((*history, *reader.messages(request.input or [])))
+    items = without_trigger(request.input or ())
+    compacts = len(items) < len(request.input or ())
+    said = with_results((*history, *reader.messages(items)))
     declaring = (AdditionalTools, EffortUpdate, FormatUpdate)
     if all(isinstance(each, declaring) for each in said):
         raise RequestError("input is empty: there is nothing to answer", param="input")
@@ -173,19 +194,21 @@ def read(
     )
     tools = declared.tools(shown, request.tool_choice, server, builtin_tools)
     # A call without a result was asked about, or cut: it is run only when it has been approved.
-    to_run = frozenset(reader.approved if server.namespaces and not tools.none else ())
-    messages = (*instructions, *without_gaps(said, to_run))
-    lists = [each.document for each in request.input or () if each.type == "mcp_list_tools"]
+    runs = server.namespaces and not tools.none and not compacts
+    to_run = frozenset(reader.approved if runs else ())
+    turn = read_turn(request, defaults, (*instructions, *without_gaps(said, to_run)), tools, server)
+    lists = [each.document for each in items if each.type == "mcp_list_tools"]
     listed |= {str(each.get("server_label")) for each in lists}
     return ResponsesRequest(
-        turn=read_turn(request, defaults, messages, tools, server),
+        turn=compacting(turn) if compacts else turn,
         model=request.model,
         stream=bool(request.stream),
         store=request.store is not False,
         background=bool(request.background),
+        compacts=compacts,
         previous_response_id=request.previous_response_id,
         notes=tuple(reader.notes),
-        _items=tuple(request.input or ()),
+        _items=tuple(items),
         _said=tuple(said),
         _to_run=to_run,
         _writing=Writing(
@@ -198,6 +221,7 @@ def read(
             shows_sources=SOURCES in (request.include or ()),
         ),
         _repeated=repeated(request, defaults),
+        _cipher=cipher,
     )
 
 

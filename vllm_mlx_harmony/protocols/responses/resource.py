@@ -12,7 +12,6 @@ from typing import Any
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError, quoted
 from vllm_mlx_harmony.core.turn import ResponseInfo
-from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
@@ -69,25 +68,17 @@ def input_tokens(count: int) -> dict[str, Any]:
     return {"object": "response.input_tokens", "input_tokens": count}
 
 
-def compaction(
-    items: Sequence[Item], text: str, cipher: Cipher, info: ResponseInfo, usage: Usage
-) -> dict[str, Any]:
-    """The answer to ``POST /v1/responses/compact``: the user's messages of ``items``, and ``text``.
-
-    ``text`` is what stands for the rest of the conversation; it comes back as a user's message.
+def compaction(items: Sequence[Item], response: Mapping[str, Any], info: ResponseInfo) -> Any:
+    """The answer to ``POST /v1/responses/compact``: the user's messages among ``items``, and what
+    ``response`` has in its output, the ``compaction`` item.
     """
     users = [item for item in input_items(items, info) if item.get("role") == "user"]
-    encrypted = {
-        "id": f"cmp_{info.id_seed[:20]}0000",
-        "type": "compaction",
-        "encrypted_content": cipher.encrypt(text),
-    }
     return {
-        "id": f"resp_{info.id_seed}",
+        "id": response["id"],
         "object": "response.compaction",
-        "created_at": info.created,
-        "output": [*users, encrypted],
-        "usage": usage_of(usage),
+        "created_at": response["created_at"],
+        "output": [*users, *response["output"]],
+        "usage": response["usage"],
     }
 
 

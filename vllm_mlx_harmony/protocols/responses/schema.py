@@ -37,6 +37,7 @@ ITEMS = frozenset(
         "configuration_update",
         "item_reference",
         "compaction",
+        "compaction_trigger",
         "mcp_call",
         "mcp_approval_request",
         "mcp_approval_response",

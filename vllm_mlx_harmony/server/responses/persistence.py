@@ -189,10 +189,10 @@ class StoringEmitter:
 
     def stored(self) -> StoredResponse:
         """All of the answer that is worth keeping."""
-        messages = self._parsed.conversation(self._context.messages)
-        return StoredResponse(
-            self.id, self._emitter.document(), self.input_items(), messages, self.tenant
-        )
+        document = self._emitter.document()
+        ended = document["status"] in ("completed", "incomplete")
+        messages = self._parsed.conversation(self._context.messages, ended=ended)
+        return StoredResponse(self.id, document, self.input_items(), messages, self.tenant)
 
     def _store(self) -> None:
         """A disk that is full takes no answer away from the client that waits for it.
