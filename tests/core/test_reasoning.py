@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from rows import ids as ids_of
@@ -12,7 +16,15 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Finished
 from vllm_mlx_harmony.core.header import LOOSE_LIMIT
 from vllm_mlx_harmony.core.parse import Parser
-from vllm_mlx_harmony.core.reasoning import GRACE, LONGEST_PERIOD, Loop, ReasoningWatch
+from vllm_mlx_harmony.core.reasoning import (
+    ENDLESS,
+    FEWEST,
+    GRACE,
+    LONGEST_PERIOD,
+    SHORTEST_LOOP,
+    Loop,
+    ReasoningWatch,
+)
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 NEXT = "<|end|><|start|>assistant"
@@ -127,42 +139,117 @@ def test_within_an_answer_that_has_begun() -> None:
 
 
 LINES = "Wait, the user wants the file.\nLet me think about the file again.\nI should open it.\n"
+OFTEN = 32
+"""What a server is set to."""
 
 
-@pytest.mark.parametrize(
-    ("text", "often", "found"),
-    [
-        (LINES * 3, 3, True),
-        (LINES * 2, 3, False),
-        ("Hm.\n" + LINES * 4, 4, True),
-        (LINES * 12, 12, True),
-        (" wait" * 200, 3, True),
-        ("a-" * 20, 3, False),
-        ("\n".join(f"{n}. Line number {n} of the list." for n in range(200)), 3, False),
-        ("|---" * 12 + "|\n| a | b | c |\n", 3, False),
-    ],
-)
-def test_loops(text: str, often: int, found: bool) -> None:
+def looped(ids: Iterable[int], often: int = OFTEN) -> int | None:
+    """How many of the ids it took to find the loop; ``None`` where there is none."""
     loop = Loop(often)
-    for token in vocab.encode(text):
+    for count, token in enumerate(ids, 1):
         loop.consume(token)
-    assert loop.found == found
+        if loop.found:
+            return count
+    return None
 
 
-@pytest.mark.parametrize("period", [9, 100, 1000, LONGEST_PERIOD])
+ROW = "2025-08-05,Oslo,18.5,0.0,NW,1013\n"
+STACK = "".join(f'  File "app/{name}.py", line 7, in {name}\n    {name}(job)\n' for name in "abcde")
+ITEM = {"id": 0, "name": "", "tags": [], "active": False, "position": {"x": 0, "y": 0}}
+
+TABLES = {
+    "a grid of 10 by 10 zeros": ("0 " * 10 + "\n") * 10,
+    "a grid of 32 by 32 zeros": ("0 " * 32 + "\n") * 32,
+    "the same as Python": repr([[0] * 28 for _ in range(28)]),
+    "a dump of 512 zeros": ("00 " * 16 + "\n") * 32,
+    "a dump of a page of zeros, with addresses": "".join(
+        f"{at:08x}  " + "00 " * 16 + "|" + "." * 16 + "|\n" for at in range(0, 4096, 16)
+    ),
+    "9 equal rows of CSV": ROW * 9,
+    "60 equal rows of CSV": ROW * 60,
+    "rows that differ in a number": "".join(f"{n},Oslo,18.5\n" for n in range(2_000)),
+    "28 equal objects of JSON": json.dumps([ITEM] * 28, indent=1),
+    "the same line of a log": "WARN connection refused, trying again\n" * 200,
+    "a log with times": "".join(
+        f"12:00:{n % 60:02}.{n:04} WARN connection refused\n" for n in range(800)
+    ),
+    "a stack of calls again and again": STACK * 12,
+    "a rule of a table": "|" + "---|" * 300,
+    "a line of dashes": "-" * 4_000,
+    "a sequence of bits": "01" * 1_000,
+    "an array in C": "0x00, " * 256,
+    "a multiplication table": "".join(
+        f"{a} × {b} = {a * b}\n" for a in range(40) for b in range(40)
+    ),
+    "a list": "".join(f"{n}. Line number {n} of the list.\n" for n in range(2_000)),
+    "a rhyme": "Row, row, row your boat\nGently down the stream\n" * 30,
+}
+
+
+@pytest.mark.parametrize("text", TABLES.values(), ids=TABLES)
+def test_tables_are_no_loops(text: str) -> None:
+    ids = vocab.encode(text)
+    assert looped(ids) is None
+    watch = ReasoningWatch(repetitions=OFTEN)
+    for token in [*ids_of(ANALYSIS), *ids]:
+        watch.consume(token)
+    assert (watch.forced, watch.ended_by) == ((), "")
+
+
+SOURCES = sorted(Path(json.__file__).parent.parent.glob("*.py"))
+
+
+@pytest.mark.once
+def test_source_code_is_no_loop() -> None:
+    """A file after the other: what stands in several is no loop either."""
+    ids = (token for path in SOURCES for token in vocab.encode(path.read_text("utf-8", "replace")))
+    assert looped(ids) is None
+
+
+LOOPS = {
+    "one word": " wait",
+    "one character": "-- ",
+    "a line": "Wait, what did they ask me?\n",
+    "three lines": LINES,
+    "a row that is repeated within itself": "0 0 0 0 0 0 0 0\n",
+    "a paragraph": "".join(f"Maybe option {n} is what the user means. " for n in range(12)),
+    "a page": "".join(f"Option {n}: open file {n * 7} and read it again.\n" for n in range(40)),
+}
+
+
+@pytest.mark.parametrize("text", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("before", ["", "Hm. ", ROW * 20 + LINES])
+def test_a_loop_ends_within_3000_tokens(text: str, before: str) -> None:
+    endless = vocab.encode(text * (6_000 // len(text) * 5))
+    found = looped(vocab.encode(before) + endless)
+    assert found is not None
+    assert SHORTEST_LOOP < found < len(vocab.encode(before)) + 3_000 - GRACE
+    said = shown(ReasoningWatch(repetitions=OFTEN), ANALYSIS + text * 3_000)
+    assert len(ids_of(said)) < 3_000 + 8
+
+
+@pytest.mark.parametrize("period", [1, 9, 48, 90, 100, 580, 1000, LONGEST_PERIOD])
 @pytest.mark.parametrize("before", [0, 10_000])
-def test_loops_of_any_length(period: int, before: int) -> None:
+@pytest.mark.parametrize("often", [2, 8, OFTEN, 100])
+def test_how_long_a_loop_has_to_be(period: int, before: int, often: int) -> None:
+    """As often as is set, or 2,900 ids and five times; 1,500 repeated ids at least."""
     chance = random.Random(period)
     said = [chance.randrange(1000) for _ in range(before)]
-    block = [chance.randrange(1000) for _ in range(period)]
-    often = max(3, 40 // period + 2)
-    loop = Loop(often)
-    for token in said + block * (often - 1):
-        loop.consume(token)
-    assert not loop.found
-    for token in block:
-        loop.consume(token)
-    assert loop.found
+    block = chance.sample(range(1000, 200_000), period)
+    enough = min(often, max(math.ceil(ENDLESS / period), min(often, FEWEST)))
+    bounds = max(SHORTEST_LOOP + period, min(often * period, max(ENDLESS, 5 * period)))
+    found = looped(said + block * (enough + SHORTEST_LOOP), often)
+    assert found is not None
+    if often >= FEWEST:
+        assert found - before == bounds
+    assert found - before >= max(SHORTEST_LOOP + period, (enough - 1) * period)
+
+
+def test_short_messages_of_reasoning_are_a_loop_too() -> None:
+    watch = ReasoningWatch(repetitions=OFTEN)
+    output = shown(watch, (ANALYSIS + "Hm. What now?" + NEXT) * 900)
+    assert watch.ended_by == "repetition"
+    assert len(ids_of(output)) < 5_000  # with their headers
 
 
 def test_text_that_does_not_repeat_is_no_loop_and_takes_bounded_memory() -> None:
@@ -171,18 +258,17 @@ def test_text_that_does_not_repeat_is_no_loop_and_takes_bounded_memory() -> None
     for _ in range(50_000):
         loop.consume(chance.randrange(100_000))
     assert not loop.found
-    assert len(loop._ids) <= 4 * LONGEST_PERIOD
-    assert len(loop._places) <= 4 * LONGEST_PERIOD
+    assert len(loop._ids) <= 2 * LONGEST_PERIOD
+    assert len(loop._places) + len(loop._older) <= 2 * LONGEST_PERIOD
 
 
 def test_a_loop_is_ended() -> None:
-    watch = ReasoningWatch(repetitions=3)
-    output = shown(watch, ANALYSIS + LINES * 9)
+    watch = ReasoningWatch(repetitions=OFTEN)
+    output = shown(watch, ANALYSIS + LINES * 200)
     assert output.endswith(NEXT)
-    assert output.count("Let me think") == 3
     assert watch.ended_by == "repetition"
 
 
 def test_a_loop_in_an_answer_is_the_models_own() -> None:
-    watch = ReasoningWatch(repetitions=3)
-    assert shown(watch, "<|channel|>final<|message|>" + LINES * 9).endswith(LINES)
+    watch = ReasoningWatch(repetitions=OFTEN)
+    assert shown(watch, "<|channel|>final<|message|>" + LINES * 200).endswith(LINES)

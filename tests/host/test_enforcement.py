@@ -24,7 +24,7 @@ pytest.importorskip("vllm_mlx")
 pytest.importorskip("mlx_lm")
 
 from vllm_mlx_harmony import standin
-from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core import reasoning, vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Text
@@ -531,6 +531,7 @@ def test_reasoning_that_goes_in_circles_is_ended(
     scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api, document = wanting("a loop", "plain", 1)
+    monkeypatch.setattr(reasoning, "SHORTEST_LOOP", 20)
     for word, ends in (("4", True), ("0", False)):
         monkeypatch.setenv(enforcement.REPETITIONS_VARIABLE, word)
         found = run(said(scripted, api, document, replace(FREE, max_tokens=120)))

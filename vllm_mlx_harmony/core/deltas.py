@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure
+from vllm_mlx_harmony.core.reasoning import Reason
 from vllm_mlx_harmony.core.turn import ServerCall
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "pause"]
@@ -115,12 +116,14 @@ class Finished:
     """The turn ends. ``stop_sequence`` is the caller's string that ended it, if one did.
 
     With ``pause`` it ends before a call that the server has yet to run: the turn goes on when its
-    caller gives it back as it is.
+    caller gives it back as it is. ``reasoning_ended_by`` says why the model was made to stop
+    thinking; empty when it was not.
     """
 
     reason: FinishReason
     stop_sequence: str | None = None
     usage: Usage = Usage()
+    reasoning_ended_by: Reason = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,26 @@
-"""How long reasoning may go on: counted, looked at for loops, and ended so that an answer follows.
+"""How long reasoning may go on: counted, searched for loops, and ended so that an answer follows.
 
-Knows which ids of a turn are reasoning (semantics B), how many there were, and whether they go in
-circles. Refuses to know logits and clocks: it is told every id, and says what must or must not come
-next.
+A ``ReasoningWatch`` sees every id of a turn. It knows which of them are reasoning (semantics B) and
+tells which ids must or must not come next (C5).
 
 This is no part of the grammar. A budget is no property of a text, llguidance's own
 (``max_tokens``) costs its rollback, and reasoning has to be bounded with the grammar off as well.
 
-Used up, a budget ends the analysis where a word ends: behind white space or punctuation, or, where
-there is none, after ``GRACE`` more ids. Then ``<|end|><|start|>assistant`` is written for the
-model, and it goes on as it likes, except that no channel can be ``analysis`` any more.
+Reasoning that is over ends where a word ends: behind white space or punctuation, or, where there is
+none, after ``GRACE`` more ids. Then ``<|end|><|start|>assistant`` is written for the model, and it
+goes on as it likes, except that no channel can be ``analysis`` any more.
+
+**What a loop is.** A model that checks a grid of zeros, a hex dump or the rows of a file writes the
+same ids again and again, and is right to. A model that is stuck does so without an end. The two are
+told apart by nothing but length:
+
+- at least ``SHORTEST_LOOP`` ids repeat what stands one period before them, and
+- the text stands there as often as the server's setting says (32 times), or takes ``ENDLESS`` ids
+  and stands there ``FEWEST`` times.
+
+So a grid of 32 by 32 zeros is a table, and a loop of up to 580 ids ends within 3,000. Of 69 million
+ids in 29,000 files (source, JSON, CSV, markup, text) none is a loop; with 8 repetitions over 40 ids
+dozens of these files have one.
 """
 
 from __future__ import annotations
@@ -29,8 +40,14 @@ GRACE = 32
 LONGEST_PERIOD = 2048
 """Ids of what is repeated, at most."""
 
-SHORTEST_LOOP = 40
-"""Ids that repeat what was there before, at least: short ones are a table's or a rhyme's."""
+SHORTEST_LOOP = 1_500
+"""Ids that repeat what was there before, at least."""
+
+ENDLESS = 2_900
+"""Ids of a loop whose text is too long to be repeated often before; ``GRACE`` may follow."""
+
+FEWEST = 5
+"""How often such a text stands there, at least."""
 
 _GRAM = 8
 """Ids by which an earlier place is found again."""
@@ -118,8 +135,8 @@ class ReasoningWatch:
             not header.recipient or header.recipient in NOBODY
         )
         self.tokens += ids if self._reasoning else 0
-        if self._loop is not None:
-            self._loop.forget()
+        if self._reasoning and self._loop is not None:
+            self._loop.consume(vocab.MESSAGE)  # the same short message again and again is a loop
 
     def _end_if_due(self, last: int | None = None) -> None:
         if not self._reasoning or self._forced:
@@ -142,35 +159,43 @@ class Loop:
     def __init__(self, often: int) -> None:
         self.found = False
         self._often = max(often, 2)
-        self.forget()
-
-    def forget(self) -> None:
-        """Another text begins."""
-        self._ids: list[int] = []
+        self._ids: list[int] = []  # the last ones, at least LONGEST_PERIOD of them
+        self._dropped = 0  # how many were before them
+        # Where each of the last grams ended; those of a generation ago, too, so that none is looked
+        # at again to be forgotten.
         self._places: dict[tuple[int, ...], int] = {}
+        self._older: dict[tuple[int, ...], int] = {}
         self._period = 0
-        self._run = 0
-        self.found = False
+        self._run = 0  # ids, the last among them, that are those a period before
+        self._enough = 0  # a run of a loop
 
     def consume(self, token: int) -> None:
-        """Takes in the next id. ``_run`` ids, this one the last, are those ``_period`` before."""
+        """Takes in the next id."""
         ids = self._ids
         ids.append(token)
+        at = self._dropped + len(ids)
         gram = tuple(ids[-_GRAM:])
-        at = len(ids)
-        if self._period and at > self._period and ids[-1 - self._period] == token:
+        if self._period and ids[-1 - self._period] == token:
             self._run += 1
+            self.found = self.found or self._run >= self._enough
         else:
-            self._period = at - self._places.get(gram, at)
-            self._run = _GRAM if 0 < self._period <= LONGEST_PERIOD else 0
-        if len(gram) == _GRAM:
-            self._places[gram] = at
-        repeated = self._run >= self._period * (self._often - 1) > 0
-        self.found = self.found or (repeated and self._run >= SHORTEST_LOOP)
-        if at > 4 * LONGEST_PERIOD:  # what lies further back than a period can be is forgotten
-            gone = at - 2 * LONGEST_PERIOD
-            del ids[:gone]
-            self._places = {gram: at - gone for gram, at in self._places.items() if at > gone}
+            place = self._places.get(gram) or self._older.get(gram)
+            self._period = 0
+            if place is not None and at - place <= LONGEST_PERIOD:
+                self._begin(at - place)
+        self._places[gram] = at
+        if len(self._places) >= LONGEST_PERIOD:
+            self._places, self._older = {}, self._places
+        if len(ids) > 2 * LONGEST_PERIOD:
+            self._dropped += len(ids) - LONGEST_PERIOD - 1
+            del ids[: -LONGEST_PERIOD - 1]
+
+    def _begin(self, period: int) -> None:
+        """The last gram stood there ``period`` ids before, too."""
+        self._period, self._run = period, _GRAM
+        fewest = (min(FEWEST, self._often) - 1) * period
+        often = min((self._often - 1) * period, max(ENDLESS - period, fewest))
+        self._enough = max(SHORTEST_LOOP, often)
 
 
 @lru_cache(maxsize=1)

@@ -32,6 +32,9 @@ class Event(NamedTuple):
 
 DONE = Event("[DONE]")
 
+REASONING_ENDED_BY = "reasoning_ended_by"
+"""The field that tells why the model was made to stop thinking (C5): no API has one for that."""
+
 
 def encode(document: Any) -> str:
     """``document`` as compact one-line JSON."""

@@ -60,7 +60,7 @@ BUDGET_VARIABLE = "VLLM_MLX_HARMONY_REASONING_BUDGET"
 REPETITIONS_VARIABLE = "VLLM_MLX_HARMONY_REPETITIONS"
 """Environment variable: how often the same text stands in a row in reasoning that is ended."""
 
-REPETITIONS = 8
+REPETITIONS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,11 +345,9 @@ def check(constraint: Constraint | None) -> None:
         raise OutputError("the answer could not be held to what was asked for: the log says why")
 
 
-def account(constraint: Constraint | None, id_seed: str, tracker: Tracker) -> None:
-    """Logs and counts what was decided for the model in the answer ``id_seed``, which has ended."""
-    reason = constraint.reasoning_ended_by if constraint is not None else ""
-    if constraint is None or not reason:
-        return
+def account(constraint: Constraint, id_seed: str, tracker: Tracker) -> None:
+    """Logs and counts that reasoning was ended in an output of the answer ``id_seed``."""
+    reason = constraint.reasoning_ended_by
     logger.info(
         "%s: reasoning ended by %s, %d tokens", id_seed, reason, constraint.reasoning_tokens
     )

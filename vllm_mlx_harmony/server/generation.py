@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
@@ -18,6 +18,7 @@ from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Delta, Finished, ToolFinished, ToolStarted
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.core.parse import EndReason
+from vllm_mlx_harmony.core.reasoning import Reason
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Message, ServerResult
 from vllm_mlx_harmony.server import enforcement
@@ -151,7 +152,6 @@ async def _stop(job: Job, groups: _Groups) -> None:
     except Exception:
         logger.exception("an engine could not be stopped")
     finally:
-        enforcement.account(job.constraint, job.id_seed, job.tracker)
         await job.lease.release()
 
 
@@ -227,12 +227,16 @@ async def _generated(job: Job) -> Deltas:
                 yield deltas
     if ended == "stop" and progress.finish is not None:
         ended = progress.finish
-    yield await _finished(job, ended, progress.cached_tokens)
+    yield await _finished(job, ended, progress)
 
 
-async def _finished(job: Job, ended: EndReason, cached_tokens: int) -> list[Delta]:
+async def _finished(job: Job, ended: EndReason, progress: _Progress) -> list[Delta]:
     """The deltas that end the turn, when it has been remembered and accounted for."""
-    last: list[Delta] = job.context.finish(ended, cached_tokens)
+    by = progress.reasoning_ended_by
+    last: list[Delta] = [
+        replace(delta, reasoning_ended_by=by) if by and isinstance(delta, Finished) else delta
+        for delta in job.context.finish(ended, progress.cached_tokens)
+    ]
     if job.replay is not None and job.replay.blocks:  # before the client can ask another server
         await asyncio.to_thread(remember, job.replay, job.context, job.echoed)
     else:
@@ -257,6 +261,7 @@ class _Progress:
     generated: int = 0
     cached_tokens: int = 0
     finish: Finish | None = None
+    reasoning_ended_by: Reason = ""
 
 
 async def _output(
@@ -268,8 +273,10 @@ async def _output(
     cached = None if progress.started else await _cached(job)
     progress.generated, progress.finish = 0, None
     progress.outputs += 1
-    generated = engine.generate(prompt, settings, job.lease.tenant, constraint)
-    async with aclosing(generated) as steps:
+    async with (
+        _accounted(job, constraint, progress),
+        aclosing(engine.generate(prompt, settings, job.lease.tenant, constraint)) as steps,
+    ):
         if engine.remote:
             await anext(steps, None)
         if not progress.started:
@@ -289,6 +296,19 @@ async def _output(
                 break
             if context.done and not (engine.remote and vocab.TURN_ENDS.intersection(step.ids)):
                 break
+
+
+@asynccontextmanager
+async def _accounted(
+    job: Job, constraint: Constraint | None, progress: _Progress
+) -> AsyncIterator[None]:
+    """Notes, logs and counts at the end of an output that its reasoning was ended."""
+    try:
+        yield
+    finally:
+        if constraint is not None and constraint.reasoning_ended_by:
+            progress.reasoning_ended_by = constraint.reasoning_ended_by
+            enforcement.account(constraint, job.id_seed, job.tracker)
 
 
 class _Groups:

@@ -26,8 +26,9 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
+from vllm_mlx_harmony.core.reasoning import Reason
 from vllm_mlx_harmony.core.turn import ResponseInfo
-from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
+from vllm_mlx_harmony.protocols.events import DONE, REASONING_ENDED_BY, Event, encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
 from vllm_mlx_harmony.protocols.openai_error import error_body
 
@@ -106,6 +107,7 @@ class Emitter:
         self._parts: list[str] = []
         self._joint = ""
         self._reason: FinishReason | None = None
+        self._ended_by: Reason = ""
         self._usage = Usage()
         self._error: HarmonyFailure | None = None
 
@@ -211,10 +213,13 @@ class Emitter:
 
     def _finished(self, delta: Finished) -> list[Event]:
         self._reason, self._usage = delta.reason, delta.usage
+        self._ended_by = delta.reasoning_ended_by
         if not self._stream:
             return []
-        last = "{}" if self._says_something() else '{"content":""}'
-        ended = self._send(last, quote(delta.reason))
+        last = self._made_to_answer()
+        if not self._says_something():
+            last["content"] = ""
+        ended = self._send(encode(last), quote(delta.reason))
         if self._include_usage:
             ended.append(Event(f'{self._head}],"usage":{encode(_usage(self._usage))}}}'))
         return [*ended, DONE]
@@ -242,6 +247,7 @@ class Emitter:
     def _message(self) -> dict[str, Any]:
         """The assistant's message. Reasoning and calls are absent when there are none."""
         message: dict[str, Any] = {"role": "assistant", "content": self._content(), "refusal": None}
+        message |= self._made_to_answer()
         if _REASONING in self._texts:
             reasoning = "".join(self._texts[_REASONING])
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
@@ -251,6 +257,10 @@ class Emitter:
         if self._calls:
             message["tool_calls"] = [c.document("".join(c.arguments)) for c in self._calls]
         return message
+
+    def _made_to_answer(self) -> dict[str, Any]:
+        """A field of the message, which openai's client puts together of deltas; or nothing."""
+        return {REASONING_ENDED_BY: self._ended_by} if self._ended_by else {}
 
     def _content(self) -> str | None:
         """Null only beside calls: an answer without a word (cut while thinking) is an empty one."""

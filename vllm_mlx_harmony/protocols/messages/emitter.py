@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, PromptTooLong
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ResponseInfo
 from vllm_mlx_harmony.protocols.encryption import Cipher
-from vllm_mlx_harmony.protocols.events import Event, encode, quote
+from vllm_mlx_harmony.protocols.events import REASONING_ENDED_BY, Event, encode, quote
 from vllm_mlx_harmony.protocols.messages.partial_json import ObjectText
 from vllm_mlx_harmony.protocols.messages.schema import THREAD_UNSUPPORTED
 from vllm_mlx_harmony.protocols.server_calls import CodeArguments
@@ -294,7 +294,7 @@ class Emitter:
         if self._finished is None or self._stream:
             raise OutputError("there is no whole answer: it has not ended, or it was streamed")
         finished = self._finished
-        return self._message(self._content, _stopped(finished), _final_usage(finished.usage))
+        return self._message(self._content, _stopped(finished), _final_usage(finished))
 
     def _started(self, delta: Started) -> list[Event]:
         usage = _started_usage(delta)
@@ -370,7 +370,7 @@ class Emitter:
 
     def _ended(self, delta: Finished) -> list[Event]:
         self._finished = delta
-        stopped, usage = _stopped(delta), _final_usage(delta.usage)
+        stopped, usage = _stopped(delta), _final_usage(delta)
         return [
             *self._send("message_delta", delta=stopped, usage=usage),
             *self._send("message_stop"),
@@ -421,8 +421,12 @@ def _started_usage(delta: Started) -> dict[str, Any]:
     return _usage(Usage(delta.prompt_tokens, cached_tokens=delta.cached_tokens))
 
 
-def _final_usage(usage: Usage) -> dict[str, Any]:
-    details = {"thinking_tokens": usage.reasoning_tokens}
+def _final_usage(finished: Finished) -> dict[str, Any]:
+    """Fields of our own are in the details: Anthropic's client takes them as they come."""
+    usage = finished.usage
+    details: dict[str, Any] = {"thinking_tokens": usage.reasoning_tokens}
     if usage.tool_tokens:
         details["tool_output_tokens"] = usage.tool_tokens
+    if finished.reasoning_ended_by:
+        details[REASONING_ENDED_BY] = finished.reasoning_ended_by
     return {**_usage(usage), "output_tokens_details": details}

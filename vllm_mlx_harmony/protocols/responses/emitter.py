@@ -28,7 +28,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.core.turn import (
     ResponseInfo,
 )
-from vllm_mlx_harmony.protocols.events import DONE, Event, encode, quote
+from vllm_mlx_harmony.protocols.events import DONE, REASONING_ENDED_BY, Event, encode, quote
 from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
     IN_PROGRESS,
@@ -117,6 +117,8 @@ class Emitter:
                 return self._tool_finished(delta)
             case Finished():
                 self._usage = delta.usage
+                if delta.reasoning_ended_by:
+                    self._fixed[REASONING_ENDED_BY] = delta.reasoning_ended_by
                 left = self._close(complete=True)  # a call that was not run
                 return [*left, *self._end(INCOMPLETE if delta.reason == "length" else COMPLETED)]
             case Failed():
