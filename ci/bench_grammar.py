@@ -44,11 +44,11 @@ from vllm_mlx_harmony.core.grammar import (
 )
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, ToolChoice, Turn, User
+from vllm_mlx_harmony.engine.masks import LogitsMask
+from vllm_mlx_harmony.engine.sampler import Sampler
 from vllm_mlx_harmony.host import contract, patching
 from vllm_mlx_harmony.host.engine import generate
-from vllm_mlx_harmony.host.logit_mask import LogitsMask
 from vllm_mlx_harmony.host.patching import Patch
-from vllm_mlx_harmony.host.sampler import Sampler
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.sampling import Settings
 

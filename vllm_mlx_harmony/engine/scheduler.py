@@ -184,7 +184,10 @@ class Scheduler:
         return Step() if self._answers else None
 
     def order(self) -> list[int]:
-        """Those that wait, in the order in which they would be served if nothing else came."""
+        """Those that wait, in the order in which they would be served if nothing else came.
+
+        From any thread, as ``seconds`` is.
+        """
         return [each.request for each in self._ranked()]
 
     def seconds(self, request: int) -> float:
@@ -204,7 +207,7 @@ class Scheduler:
         }
 
     def _oldest(self, tenant: str) -> _Prompt:
-        own = (each for each in self._prompts.values() if each.tenant == tenant)
+        own = (each for each in list(self._prompts.values()) if each.tenant == tenant)
         return min(own, key=lambda each: (each.since, each.request))
 
     def _first(self, now: float, fits: Callable[[int], bool]) -> _Prompt | None:
@@ -226,10 +229,10 @@ class Scheduler:
         return None
 
     def _ranked(self) -> list[_Prompt]:
-        new = _Tenant()
+        new, prompts = _Tenant(), list(self._prompts.values())
         oldest = {
             name: self._oldest(name)
-            for name in {each.tenant for each in self._prompts.values()}
+            for name in {each.tenant for each in prompts}
             if self._tenants.get(name, new).owed > 0
         }
 
@@ -237,7 +240,7 @@ class Scheduler:
             turn = self._tenants.get(prompt.tenant, new).turn
             return turn, oldest.get(prompt.tenant) is not prompt, prompt.rest, prompt.request
 
-        return sorted(self._prompts.values(), key=rank)
+        return sorted(prompts, key=rank)
 
     def _length(self, prompt: _Prompt) -> int:
         limits = self.limits

@@ -18,12 +18,12 @@ from typing import Any
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
+from vllm_mlx_harmony.engine.masks import LogitsMask
+from vllm_mlx_harmony.engine.sampler import LIKELIEST, Sampler
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.prefix import TenantPrompt
 from vllm_mlx_harmony.host.kv.status import model_of
-from vllm_mlx_harmony.host.logit_mask import LogitsMask
 from vllm_mlx_harmony.host.prompts import PromptText
-from vllm_mlx_harmony.host.sampler import LIKELIEST, Sampler
 from vllm_mlx_harmony.server import generation
 from vllm_mlx_harmony.server.engine import Finish, Step, Steps
 from vllm_mlx_harmony.server.sampling import Settings

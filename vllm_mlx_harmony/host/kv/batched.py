@@ -20,10 +20,10 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
+from vllm_mlx_harmony.engine.sampler import LIKELIEST, Sampler, claimed, draw
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.prefix import TenantPrompt
 from vllm_mlx_harmony.host.models import is_harmony
-from vllm_mlx_harmony.host.sampler import LIKELIEST, Sampler, claimed, draw
 from vllm_mlx_harmony.server.sampling import Settings
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from itertools import count
 from typing import Any
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.engine.sampler import Sampler, claimed, draw
 from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.kv.prefix import TenantPrompt
-from vllm_mlx_harmony.host.sampler import Sampler, claimed, draw
 
 logger = logging.getLogger(__name__)
 

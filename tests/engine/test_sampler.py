@@ -15,8 +15,8 @@ import mlx.core as mx
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
-from vllm_mlx_harmony.host import sampler as module
-from vllm_mlx_harmony.host.sampler import Sampler, claimed, draw
+from vllm_mlx_harmony.engine import sampler as module
+from vllm_mlx_harmony.engine.sampler import Sampler, claimed, draw
 from vllm_mlx_harmony.server.sampling import SMALLEST, Settings
 
 KINDS = ["bfloat16", "float16", "float32"]

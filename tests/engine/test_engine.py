@@ -1,0 +1,367 @@
+"""The engine by itself: the ids that mlx-lm generates, whatever runs beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx.core")
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
+from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine.scheduler import Limits
+from vllm_mlx_harmony.server.engine import Step
+from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.standin import Script
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+GREEDY = Settings(max_tokens=40, temperature=0.0, top_p=1.0)
+COUNT = "<|channel|>final<|message|>" + "".join(f" {n}" for n in range(45)) + "<|return|>"
+
+
+def load(directory: Path) -> tuple[Any, Any]:
+    from mlx_lm.utils import load_model
+
+    return load_model(directory)[0], None
+
+
+def opened(directory: Path, **options: Any) -> MlxEngine:
+    engine = MlxEngine(str(directory), Options(**options))
+    engine.load(partial(load, directory))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(tiny: Path) -> Iterator[MlxEngine]:
+    engine = opened(tiny)
+    yield engine
+    engine.close()
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(vocab.encoding().encode(text, allowed_special="all"))
+
+
+def prompt(text: str) -> tuple[int, ...]:
+    return ids(f"<|start|>user<|message|>{text}<|end|><|start|>assistant")
+
+
+def words(seed: int, length: int) -> tuple[int, ...]:
+    luck = random.Random(seed)
+    return tuple(luck.randrange(1000, 150_000) for _ in range(length))
+
+
+async def steps(engine: MlxEngine, asked: tuple[int, ...], **changed: Any) -> list[Step]:
+    settings = Settings(**{"max_tokens": 40, "temperature": 0.0, "top_p": 1.0, **changed})
+    async with aclosing(engine.generate(asked, settings, "", None)) as coming:
+        return [step async for step in coming]
+
+
+async def answer(engine: MlxEngine, asked: tuple[int, ...], **changed: Any) -> tuple[int, ...]:
+    return sum((step.ids for step in await steps(engine, asked, **changed)), ())
+
+
+def of_mlx_lm(engine: MlxEngine, asked: tuple[int, ...], most: int = 40) -> tuple[int, ...]:
+    """What mlx-lm generates by itself, on the engine's thread."""
+
+    def generated() -> tuple[int, ...]:
+        import mlx.core as mx
+        from mlx_lm.models.cache import make_prompt_cache
+
+        model, found = engine.module, []
+        cache = make_prompt_cache(model)
+        for at in range(0, len(asked) - 1, 512):
+            model(mx.array([asked[at : min(at + 512, len(asked) - 1)]]), cache=cache)
+            mx.eval([layer.state for layer in cache])
+        last = mx.array([asked[-1:]])
+        for _ in range(most):
+            token = int(mx.argmax(model(last, cache=cache)[:, -1, :], axis=-1).item())
+            found.append(token)
+            if token in vocab.TURN_ENDS:
+                break
+            last = mx.array([[token]])
+        return tuple(found)
+
+    return engine._thread.call(generated).result()
+
+
+LENGTHS = [1, 2, 5, 127, 128, 129, 300, 700]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_alone_it_generates_what_mlx_lm_does(tiny_engine: MlxEngine, run: Run, length: int) -> None:
+    asked = words(length, length)
+    expected = of_mlx_lm(tiny_engine, asked)
+    found = run(steps(tiny_engine, asked))
+    assert sum((step.ids for step in found), ()) == expected
+    assert found[-1].finish in ("stop", "length")
+    assert all(step.finish is None for step in found[:-1])
+
+
+def test_together_each_is_what_it_is_alone(tiny_engine: MlxEngine, run: Run) -> None:
+    prompts = [words(seed, length) for seed, length in enumerate(LENGTHS * 2)]
+    expected = [of_mlx_lm(tiny_engine, each) for each in prompts]
+
+    async def together() -> list[tuple[int, ...]]:
+        async def later(at: int) -> tuple[int, ...]:
+            await asyncio.sleep(0.01 * at)
+            return await answer(tiny_engine, prompts[at])
+
+        return await asyncio.gather(*map(later, range(len(prompts))))
+
+    assert run(together()) == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 200])
+def test_prompts_may_be_cut_anywhere(tiny: Path, run: Run, chunk: int) -> None:
+    engine = opened(tiny, limits=Limits(chunk=chunk))
+    try:
+        for length in (2, 129, 300):
+            asked = words(length, length)
+            assert run(answer(engine, asked)) == of_mlx_lm(engine, asked)
+    finally:
+        engine.close()
+
+
+def test_long_and_short_ones_do_not_share_a_batch(tiny_engine: MlxEngine, run: Run) -> None:
+    """Padding would take the memory of the long one twice."""
+    long, short = words(1, 3500), words(2, 5)
+    expected = [of_mlx_lm(tiny_engine, each, most) for each, most in ((long, 60), (short, 20))]
+
+    async def together() -> Any:
+        batches = []
+
+        async def short_one() -> tuple[int, ...]:
+            while not len(tiny_engine._answers):
+                await asyncio.sleep(0.001)
+            found = ()
+            settings = Settings(max_tokens=20, temperature=0.0, top_p=1.0)
+            async with aclosing(tiny_engine.generate(short, settings, "", None)) as coming:
+                async for step in coming:
+                    found += step.ids
+                    batches.append(len(tiny_engine._answers.batches))
+            return found
+
+        both = await asyncio.gather(answer(tiny_engine, long, max_tokens=60), short_one())
+        return both, max(batches)
+
+    found, batches = run(together())
+    assert found == expected
+    assert batches == 2
+
+
+# --- On scripts: how requests end.
+
+SCRIPTS = [
+    Script("answer", "<|channel|>final<|message|>Hi.<|return|>"),
+    Script("at once", "<|return|>"),
+    Script("count", COUNT),
+    Script("slow", COUNT, delay_ms=20),
+    Script("failing", COUNT, fail_at=5),
+]
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlxEngine]:
+    engine = opened(standin.write(tmp_path_factory.mktemp("scripted"), SCRIPTS))
+    yield engine
+    engine.close()
+
+
+def idle(engine: MlxEngine) -> bool:
+    """Whether nothing of any request is left."""
+
+    def left() -> bool:
+        scheduler = engine._scheduler
+        return not (
+            engine._requests or len(engine._answers) or scheduler._prompts or scheduler._answers
+        )
+
+    return engine._thread.call(left).result()
+
+
+@pytest.mark.parametrize("script", SCRIPTS[:4], ids=lambda script: script.pattern)
+def test_an_answer_ends_with_the_id_that_ends_a_turn(
+    scripted: MlxEngine, run: Run, script: Script
+) -> None:
+    found = run(steps(scripted, prompt(script.pattern), max_tokens=500))
+    assert sum((step.ids for step in found), ()) == ids(script.completion)
+    assert [step.finish for step in found][-1] == "stop"
+    assert idle(scripted)
+
+
+def test_an_answer_is_no_longer_than_its_limit(scripted: MlxEngine, run: Run) -> None:
+    for most in (1, 2, 10):
+        found = run(steps(scripted, prompt("count"), max_tokens=most))
+        assert sum((step.ids for step in found), ()) == ids(COUNT)[:most]
+        assert found[-1].finish == "length"
+
+
+def test_a_limit_of_none_computes_the_prompt(scripted: MlxEngine, run: Run) -> None:
+    assert run(steps(scripted, prompt("count"), max_tokens=0)) == [Step((), "length")]
+    assert idle(scripted)
+
+
+def test_whoever_closes_an_answer_frees_the_engine(scripted: MlxEngine, run: Run) -> None:
+    async def closed(read: int) -> None:
+        settings = Settings(max_tokens=500, temperature=0.0, top_p=1.0)
+        coming = scripted.generate(prompt("slow"), settings, "", None)
+        for _ in range(read):
+            await anext(coming)
+        await coming.aclose()
+        assert idle(scripted)
+
+    for read in (0, 1, 5):
+        run(closed(read))
+
+
+def test_whoever_is_cancelled_frees_the_engine(scripted: MlxEngine, run: Run) -> None:
+    async def cancelled(seconds: float) -> None:
+        task = asyncio.ensure_future(answer(scripted, prompt("slow"), max_tokens=500))
+        await asyncio.sleep(seconds)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert idle(scripted)
+
+    for seconds in (0.0, 0.01, 0.1):
+        run(cancelled(seconds))
+
+
+def test_an_error_of_the_model_ends_what_was_computed_together(
+    scripted: MlxEngine, run: Run
+) -> None:
+    async def together() -> list[Any]:
+        asked = (answer(scripted, prompt(each), max_tokens=500) for each in ("failing", "slow"))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    failed, beside = run(together())
+    assert isinstance(failed, OutputError) and failed.status == 500
+    assert isinstance(beside, OutputError) or beside == ids(COUNT)
+    assert idle(scripted)
+    assert run(answer(scripted, prompt("answer"))) == ids(SCRIPTS[0].completion), "it goes on"
+    assert scripted.healthy
+
+
+@pytest.mark.parametrize("when", ["prompt", "answer"])
+def test_memory_that_runs_out_ends_a_request_and_not_the_engine(
+    tiny: Path, run: Run, when: str
+) -> None:
+    engine = opened(tiny)
+    try:
+        model, wanted = engine.module, when == "answer"
+
+        class Full:
+            make_cache = staticmethod(model.make_cache)
+
+            def __call__(self, ids: Any, cache: Any) -> Any:
+                if (ids.shape[1] == 1) == wanted:
+                    raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
+                return model(ids, cache=cache)
+
+        engine._module = Full()
+        with pytest.raises(HostError) as error:
+            run(answer(engine, words(3, 50)))
+        assert (error.value.status, error.value.code) == (503, "out_of_memory")
+        engine._module = model
+        assert run(answer(engine, words(3, 50))) == of_mlx_lm(engine, words(3, 50))
+        assert idle(engine)
+    finally:
+        engine.close()
+
+
+def test_a_thread_that_dies_ends_all_requests(tiny: Path, run: Run) -> None:
+    engine = opened(tiny)
+
+    def broken(*_: Any) -> None:
+        raise AssertionError("a bug")
+
+    engine._scheduler.next = broken  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        with pytest.raises(HarmonyFailure) as error:
+            run(answer(engine, words(3, 50)))
+        assert error.value.status == 503
+    assert not engine.healthy
+    engine.close()
+
+
+def test_closed_it_ends_all_requests(tiny: Path, run: Run) -> None:
+    engine = opened(tiny)
+
+    async def closed() -> list[Any]:
+        asked = [asyncio.ensure_future(answer(engine, words(3, 50), max_tokens=10_000))] * 1
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(engine.close)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    (ended,) = run(closed())
+    assert isinstance(ended, HostError) and ended.status == 503
+    assert not engine.loaded
+    with pytest.raises(HostError):
+        run(answer(engine, words(3, 50)))
+
+
+def test_two_engines_run_side_by_side(tiny: Path, scripted: MlxEngine, run: Run) -> None:
+    other = opened(tiny)
+    try:
+        asked = words(5, 200)
+
+        async def both() -> list[tuple[int, ...]]:
+            return await asyncio.gather(
+                answer(other, asked), answer(scripted, prompt("count"), max_tokens=500)
+            )
+
+        assert run(both()) == [of_mlx_lm(other, asked), ids(COUNT)]
+    finally:
+        other.close()
+
+
+# --- Memory.
+
+
+def test_what_would_not_fit_waits_until_it_does(tiny: Path, run: Run) -> None:
+    engine = opened(tiny)
+    try:
+        budget = engine.budget
+        assert budget is not None
+        one = budget.layout.nbytes(1000 + 40)
+        room = engine.weights + budget.work + int(one * 1.5)
+        engine.budget = type(budget)(room, budget.layout, budget.work)
+        most = 0
+
+        async def watched() -> list[tuple[int, ...]]:
+            nonlocal most
+            asked = [asyncio.ensure_future(answer(engine, words(seed, 1000))) for seed in range(3)]
+            while not all(each.done() for each in asked):
+                await asyncio.sleep(0.001)
+                most = max(most, sum(each.begun for each in list(engine._requests.values())))
+            return [each.result() for each in asked]
+
+        found = run(watched())
+        assert most == 1
+        assert found == [of_mlx_lm(engine, words(seed, 1000)) for seed in range(3)]
+    finally:
+        engine.close()
+
+
+def test_the_context_is_as_long_as_memory_allows(tiny: Path) -> None:
+    engine = opened(tiny)
+    try:
+        assert engine.context_length == 131_072
+        budget = engine.budget
+        assert budget is not None
+        room = engine.weights + budget.work + budget.layout.nbytes(5000)
+        engine.budget = type(budget)(room, budget.layout, budget.work)
+        assert engine.context_length is not None and 4600 < engine.context_length <= 5120
+    finally:
+        engine.close()

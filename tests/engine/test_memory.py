@@ -1,0 +1,93 @@
+"""How much memory requests take to their end: arithmetic, by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from vllm_mlx_harmony.engine.memory import SMALL, STEP, WASTE, Budget, Layout, may_be_padded
+
+GPT_OSS = Layout(per_id=12 * 2 * 8 * 64 * 2, windows=((128, 12 * 2 * 8 * 64 * 2),))
+"""gpt-oss-20b: 24 layers, every second of them a window; 8 heads, 64 wide, two bytes an element."""
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("layout", "ids", "expected"),
+    [
+        (Layout(), 1000, 0),
+        (Layout(per_id=10), 0, 0),
+        (Layout(per_id=10), 1, 2560),
+        (Layout(per_id=10), 256, 2560),
+        (Layout(per_id=10), 257, 5120),
+        (Layout(windows=((128, 3),)), 10_000, 384),
+        (Layout(per_id=10, windows=((128, 3), (1024, 5))), 256, 2560 + 384 + 1280),
+        (Layout(per_id=10, windows=((128, 3), (1024, 5))), 4096, 40960 + 384 + 5120),
+        (GPT_OSS, 131_072, 131_072 * 24_576 + 128 * 24_576),
+    ],
+)
+def test_bytes_of_a_sequence(layout: Layout, ids: int, expected: int) -> None:
+    assert layout.nbytes(ids) == expected
+
+
+@pytest.mark.parametrize("nbytes", [0, 10**6, 10**8, GIB, 3 * GIB + 12_345])
+def test_the_longest_sequence_fits_and_no_longer_one(nbytes: int) -> None:
+    longest = GPT_OSS.longest(nbytes)
+    assert not longest or GPT_OSS.nbytes(longest) <= nbytes
+    assert GPT_OSS.nbytes(longest + STEP) > nbytes or longest == 0
+
+
+def test_without_layers_that_keep_all_length_costs_nothing() -> None:
+    layout = Layout(windows=((128, 100),))
+    assert layout.longest(128 * 100) > 1 << 30
+    assert layout.longest(128 * 100 - 1) == 0
+
+
+BUDGET = Budget(limit=16 * GIB, layout=GPT_OSS, work=GIB)
+
+ROWS: list[tuple[int, Sequence[int], bool]] = [
+    (12 * GIB, (), True),
+    (12 * GIB, (1000,), True),
+    (12 * GIB, (130_000,), True),
+    (12 * GIB, (132_000,), False),
+    (12 * GIB, (40_000, 40_000), True),
+    (12 * GIB, (60_000, 60_000), False),  # with padding
+    (15 * GIB, (1000,), False),
+    (15 * GIB + 1, (), False),
+]
+
+
+@pytest.mark.parametrize(("others", "ends", "fits"), ROWS)
+def test_what_fits(others: int, ends: Sequence[int], fits: bool) -> None:
+    missing = BUDGET.missing(others, ends)
+    assert (missing == 0) == fits
+    assert BUDGET.missing(others - missing, ends) == 0
+
+
+def test_the_longest_request_that_fits_is_one_that_fits() -> None:
+    longest = BUDGET.longest(12 * GIB)
+    assert BUDGET.missing(12 * GIB, [longest]) == 0
+    assert BUDGET.missing(12 * GIB, [longest + STEP]) > 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "allowed"),
+    [
+        ((5,), True),
+        ((5, 5), True),
+        ((5, SMALL), True),
+        ((5, 100_000), False),
+        ((80_000, 100_000), True),
+        ((40_000, 100_000), False),
+        ((100_000,) * 7 + (5,), True),
+        ((100_000,) + (5,) * 7, False),
+    ],
+)
+def test_who_may_share_a_batch(lengths: Sequence[int], allowed: bool) -> None:
+    assert may_be_padded(lengths) == allowed
+    if allowed:
+        padded = len(lengths) * max(lengths) * BUDGET.layout.per_id
+        assert padded <= BUDGET.needed(lengths) - BUDGET.work
+    assert WASTE < 1

@@ -1,0 +1,588 @@
+"""The engine: requests from any event loop, computed on one thread, answered id by id.
+
+A request is parsed, rendered and admitted by `server`; here it is a prompt of ids, its settings, a
+tenant and a constraint. Its way:
+
+    event loop    generate ─▶ what the disk has of the prompt is read ─▶ wait for steps ─▶ yield
+    thread        admitted ─▶ begun: memory, known beginning ─▶ chunks ─▶ a row of a batch ─▶ ended
+
+What the thread does next is the scheduler's decision (`scheduler`); how much fits, `memory`'s. An
+error of the model ends the requests that were computed together when it came, and nothing else. An
+error of this file ends the thread: all requests fail, and the engine says that it is not healthy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from typing import Any, Protocol, TypeAlias
+
+import mlx.core as mx
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.constraint import Constraint
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
+from vllm_mlx_harmony.engine import device
+from vllm_mlx_harmony.engine.batch import Answers, Batch, Layers, Row
+from vllm_mlx_harmony.engine.masks import LogitsMask
+from vllm_mlx_harmony.engine.memory import Budget, Layout
+from vllm_mlx_harmony.engine.sampler import Sampler
+from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
+from vllm_mlx_harmony.engine.scheduler import Step as NextStep
+from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
+from vllm_mlx_harmony.server.engine import Finish, Step, Steps
+from vllm_mlx_harmony.server.generation import end_of
+from vllm_mlx_harmony.server.model_files import length_of
+from vllm_mlx_harmony.server.sampling import Settings
+
+logger = logging.getLogger(__name__)
+
+FREED = 2048
+"""Ids of prompts, and an eighth as many steps, after which mlx gives back what it has put aside."""
+
+PROBE = 64
+"""Ids of the chunk that is computed when a model is loaded, to see what one takes."""
+
+HOPELESS = 10.0
+"""Seconds after which a prompt is refused that finds no memory although no request runs."""
+
+_FAILED = "the engine failed while it was generating: the server's log says why"
+_STOPPED = "the engine was stopped"
+
+
+class Match(Protocol):
+    """What is known of a prompt."""
+
+    @property
+    def known(self) -> int:
+        """Ids that need not be computed."""
+
+
+class PrefixCache(Protocol):
+    """What was computed for prompts, kept for the next: see `engine.prefix_cache`."""
+
+    def lookup(self, prompt: Sequence[int], tenant: str) -> Match:
+        """On any thread."""
+
+    async def load(self, match: Match) -> None:
+        """What a disk has of it comes to memory."""
+
+    def marks(self, prompt: Sequence[int], after: int) -> list[int]:
+        """Where a prompt is cut, behind ``after``, ascending; the last is its last id."""
+
+    def restore(
+        self, prompt: Sequence[int], tenant: str, room: int = 0
+    ) -> tuple[Layers | None, int]:
+        """Caches that hold the known beginning, and its length in ids."""
+
+    def store(self, ids: Sequence[int], layers: Layers, tenant: str, row: int = 0) -> None:
+        """``ids`` are exactly those that ``layers`` hold in ``row``."""
+
+    def evict(self, nbytes: int) -> int:
+        """Gives back bytes, as many as asked for if there are; how many they were."""
+
+    def close(self) -> None:
+        """Ends it: nothing of it is used any more."""
+
+
+Load: TypeAlias = "Callable[[], tuple[Any, Any]]"
+"""Loads a model and its tokenizer, on the engine's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How an engine runs. ``utilization``: part of the device's memory that it may use.
+
+    ``interval``: ids of an answer that are handed on together. ``cache`` makes the prefix cache of
+    a model that is loaded, on its thread; ``None`` for none.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    utilization: float = 0.9
+    interval: int = 1
+    cache: Callable[[Any], PrefixCache | None] = lambda model: None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """One request now. ``place`` counts from 1 among those whose prompts wait, 0: it generates.
+
+    ``seconds`` since it came, ``speed`` in ids per second, ``expected`` seconds to its first id by
+    the speed so far.
+    """
+
+    tenant: str
+    place: int
+    prompt: int
+    cached: int
+    computed: int
+    generated: int
+    seconds: float
+    speed: float
+    expected: float
+
+
+Item: TypeAlias = "Step | HarmonyFailure"
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    number: int
+    prompt: tuple[int, ...]
+    settings: Settings
+    tenant: str
+    sampler: Sampler
+    loop: asyncio.AbstractEventLoop
+    since: float
+    # On the thread.
+    begun: bool = False
+    layers: Layers | None = None
+    marks: deque[int] = field(default_factory=deque)
+    at: int = 0
+    cached: int = 0
+    row: Row | None = None
+    generated: int = 0
+    first: float = 0.0
+    held: list[int] = field(default_factory=list)
+    # On the loop.
+    ended: bool = False
+    items: deque[Item] = field(default_factory=deque)
+    waiter: asyncio.Future[None] | None = None
+
+    @property
+    def end(self) -> int:
+        """Ids of prompt and answer together, at most."""
+        return len(self.prompt) + self.settings.max_tokens
+
+    def take(self, item: Item) -> None:
+        self.items.append(item)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def next(self) -> Step:
+        """All that has come since the last time, as one step. Raises what it failed with."""
+        while not self.items:
+            self.waiter = self.loop.create_future()
+            await self.waiter
+        first = self.items.popleft()
+        if isinstance(first, HarmonyFailure):
+            self.ended = True
+            raise first
+        while self.items and isinstance(self.items[0], Step):
+            more = self.items.popleft()
+            assert isinstance(more, Step)
+            first = replace(more, ids=first.ids + more.ids)
+        self.ended = first.finish is not None
+        return first
+
+
+class MlxEngine:
+    """A model on a thread of its own, as `server.engine.Engine`.
+
+    Not loaded until ``load``; closed for good by ``close``. ``model`` is the directory or the name
+    of the repository that it comes from.
+    """
+
+    one_at_a_time = False
+    remote = False
+
+    def __init__(self, model: str, options: Options | None = None) -> None:
+        self.model = model
+        self.options = options or Options()
+        self.tokenizer: Any = None
+        self.cache: PrefixCache | None = None
+        self.budget: Budget | None = None
+        self.weights = 0
+        self.problem: HarmonyFailure | None = None
+        self._module: Any = None
+        self._answers = Answers()
+        self._scheduler = Scheduler(self.options.limits)
+        self._requests: dict[int, _Request] = {}
+        self._numbers = count(1)
+        self._out: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Request, Item]]]
+        self._out = defaultdict(list)
+        self._wired: int | None = None
+        self._computed = self._steps = 0
+        self._failed_at: dict[int, float] = {}
+        self._thread = EngineThread(f"engine of {model}", self._work, self._died)
+
+    # --- From any thread
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there is a model to generate with."""
+        return self._module is not None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether its thread is alive."""
+        return self._thread.alive
+
+    @property
+    def module(self) -> Any:
+        """The model itself; used on the engine's thread alone."""
+        return self._module
+
+    @property
+    def context_length(self) -> int | None:
+        """Ids of prompt and answer together: as many as the model can see, and as there is memory
+        for when a request is alone."""
+        known = length_of(self.model)
+        if self.budget is None:
+            return known
+        longest = self.budget.longest(self.weights)
+        return longest if known is None else min(known, longest)
+
+    def load(self, load: Load) -> None:
+        """Loads the model. Raises what that raises, and ``HostError`` when it does not fit."""
+        if not self.loaded:
+            self._thread.call(partial(self._load, load)).result()
+
+    def close(self) -> None:
+        """Ends all requests, frees everything, ends the thread."""
+        try:
+            self._thread.post(partial(self._end_all, HostError(_STOPPED)))
+            self._thread.post(self._free)
+        except Stopped:
+            pass
+        self._thread.close()
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """What ``function`` returns on the engine's thread, between two pieces of work."""
+        return await asyncio.wrap_future(self._thread.call(function))
+
+    def status(self) -> list[RequestStatus]:
+        """All requests, those that generate first, then as they are expected to be served."""
+        now = time.perf_counter()
+        order = {number: place for place, number in enumerate(self._scheduler.order(), start=1)}
+        found = []
+        for each in list(self._requests.values()):
+            generating = each.row is not None
+            since_first = now - each.first if each.first else 0.0
+            found.append(
+                RequestStatus(
+                    tenant=each.tenant,
+                    place=0 if generating else order.get(each.number, 0),
+                    prompt=len(each.prompt),
+                    cached=each.cached,
+                    computed=len(each.prompt) if generating else each.at,
+                    generated=each.generated,
+                    seconds=now - each.since,
+                    speed=each.generated / since_first if since_first else 0.0,
+                    expected=0.0 if generating else self._scheduler.seconds(each.number),
+                )
+            )
+        return sorted(found, key=lambda each: each.place)
+
+    async def generate(
+        self,
+        prompt: tuple[int, ...],
+        settings: Settings,
+        tenant: str,
+        constraint: Constraint | None,
+    ) -> Steps:
+        """See ``server.engine.Engine``."""
+        processor = None if constraint is None else partial(LogitsMask, constraint)
+        request = _Request(
+            number=next(self._numbers),
+            prompt=prompt,
+            settings=settings,
+            tenant=tenant,
+            sampler=Sampler(settings, prompt, processor),
+            loop=asyncio.get_running_loop(),
+            since=time.perf_counter(),
+        )
+        known = 0
+        if self.cache is not None:
+            match = self.cache.lookup(prompt, tenant)
+            await self.cache.load(match)
+            known = match.known
+        try:
+            self._thread.post(partial(self._admit, request, known))
+        except Stopped:
+            raise self.problem or HostError(_STOPPED) from None
+        try:
+            while not request.ended:
+                yield await request.next()
+        finally:
+            if not request.ended:
+                await self._dropped(request)
+
+    async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
+        """See ``server.engine.Engine``."""
+        return 0 if self.cache is None else self.cache.lookup(prompt, tenant).known
+
+    async def _dropped(self, request: _Request) -> None:
+        try:
+            dropping = self._thread.call(partial(self._forget, request))
+        except Stopped:
+            return
+        await end_of(asyncio.ensure_future(asyncio.wrap_future(dropping)))
+
+    # --- On the thread: loading and freeing
+
+    def _load(self, load: Load) -> None:
+        module, self.tokenizer = load()
+        self._wired = device.wire()
+        self.weights = device.used()
+        self._module = module
+        limit = int(device.memory() * self.options.utilization)
+        layers = self._new_layers()
+        mx.reset_peak_memory()
+        module(mx.array([[vocab.ENDOFTEXT] * PROBE]), cache=layers)
+        mx.eval([layer.state for layer in layers])
+        layout = _layout(layers)
+        self._work_per_id = max(0, mx.get_peak_memory() - self.weights) / PROBE
+        self.budget = Budget(limit, layout, self._chunk_work())
+        del layers
+        mx.clear_cache()
+        self.cache = self.options.cache(module)
+
+    def _chunk_work(self) -> int:
+        return int(self._work_per_id * self.options.limits.chunk)
+
+    def _new_layers(self) -> Layers:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        layers: Layers = make_prompt_cache(self._module)
+        return layers
+
+    def _free(self) -> None:
+        if self.cache is not None:
+            self.cache.close()
+        self.cache = self.budget = None
+        self._module = self.tokenizer = None
+        device.unwire(self._wired)
+        self._wired = None
+        mx.clear_cache()
+
+    def _died(self, error: BaseException) -> None:
+        self.problem = HostError(f"the engine has died: {type(error).__name__}")
+        self._end_all(self.problem)
+
+    def _end_all(self, failure: HarmonyFailure) -> None:
+        for request in list(self._requests.values()):
+            self._put(request, failure)
+            self._forget(request)
+        self._deliver()
+
+    # --- On the thread: requests
+
+    def _admit(self, request: _Request, known: int) -> None:
+        if not self.loaded:
+            self._put(request, HostError(_STOPPED))
+            self._deliver()
+            return
+        self._requests[request.number] = request
+        rest = max(0, len(request.prompt) - 1 - known)
+        self._scheduler.add(request.number, rest, request.tenant, request.since)
+
+    def _forget(self, request: _Request) -> None:
+        """Nothing is computed for it any more."""
+        if self._requests.pop(request.number, None) is None:
+            return
+        self._scheduler.remove(request.number)
+        if request.row is not None:
+            self._answers.remove([request.row])
+        request.layers = request.row = None
+
+    def _put(self, request: _Request, item: Item) -> None:
+        self._out[request.loop].append((request, item))
+
+    def _deliver(self) -> None:
+        """Hands on what has come for requests, once for each event loop."""
+        if not self._out:
+            return
+        out, self._out = self._out, defaultdict(list)
+        for loop, items in out.items():
+            try:
+                loop.call_soon_threadsafe(_hand_on, items)
+            except RuntimeError:  # the loop is closed
+                for request, _ in items:
+                    self._forget(request)
+
+    def _fail(self, requests: Iterable[_Request], error: Exception) -> None:
+        """They end with ``error``. When memory has run out, what can be spared is given back."""
+        failure: HarmonyFailure
+        if device.exhausted(error):
+            logger.error("memory has run out: %s", error)
+            problem = (
+                "the memory for this request has run out; try again later, or a shorter prompt"
+            )
+            failure = HostError(problem, code="out_of_memory", retry_after=5)
+        else:
+            logger.error("the engine failed", exc_info=error)
+            failure = OutputError(_FAILED)
+        for request in requests:
+            self._put(request, failure)
+            self._forget(request)
+        if device.exhausted(error):
+            if self.cache is not None:
+                self.cache.evict(1 << 62)
+            mx.clear_cache()
+
+    # --- On the thread: work
+
+    def _work(self) -> float | None:
+        decision = self._scheduler.next(time.perf_counter(), self._fits)
+        match decision:
+            case Chunk(number, ids):
+                request = self._requests[number]
+                try:
+                    self._compute(request, ids) if request.begun else self._begin(request)
+                except Exception as error:  # noqa: BLE001 - of the model, whatever it is
+                    self._fail([request], error)
+            case NextStep():
+                self._step()
+            case None:
+                self._deliver()
+                return IDLE if self._requests else None
+        self._deliver()
+        return 0
+
+    def _fits(self, number: int) -> bool:
+        """Whether a request's keys and values to its end have room. What is cached gives way."""
+        budget, request = self.budget, self._requests[number]
+        assert budget is not None
+        running = [each for each in self._requests.values() if each.begun]
+        own = self._answers.nbytes + sum(
+            layer.nbytes for each in running for layer in each.layers or ()
+        )
+        ends = [*(each.end for each in running), request.end]
+        missing = budget.missing(device.used() - own, ends)
+        if missing and self.cache is not None:
+            self.cache.evict(missing)
+            mx.clear_cache()
+            missing = budget.missing(device.used() - own, ends)
+        if missing and not running and time.perf_counter() - request.since > HOPELESS:
+            self._fail([request], MemoryError(f"{missing} bytes are missing"))
+        return not missing
+
+    def _begin(self, request: _Request) -> None:
+        """Its caches, with what is known of the prompt."""
+        started = time.perf_counter()
+        layers, known = None, 0
+        if self.cache is not None:
+            room = len(request.prompt) + min(request.settings.max_tokens, PROBE)
+            layers, known = self.cache.restore(request.prompt, request.tenant, room)
+        request.layers = self._new_layers() if layers is None else layers
+        last = len(request.prompt) - 1
+        marks = [last] if self.cache is None else self.cache.marks(request.prompt, known)
+        request.marks = deque(mark for mark in marks if mark > known)
+        request.begun, request.at, request.cached = True, known, known
+        self._scheduler.begin(request.number, last - known)
+        self._scheduler.computed(request.number, 0, time.perf_counter() - started)
+        if known == last:
+            self._join(request)
+
+    def _compute(self, request: _Request, ids: int) -> None:
+        """A chunk of its prompt, up to the next place where it is stored."""
+        self._settle()
+        layers = request.layers
+        assert layers is not None
+        end = min(request.at + ids, request.marks[0])
+        chunk = request.prompt[request.at : end]
+        started = time.perf_counter()
+        self._module(mx.array([chunk], dtype=mx.uint32), cache=layers)
+        mx.eval([layer.state for layer in layers])
+        if end == request.marks[0]:
+            request.marks.popleft()
+            if self.cache is not None:
+                self.cache.store(request.prompt[:end], layers, request.tenant)
+        request.at = end
+        self._computed += len(chunk)
+        if self._computed >= FREED:
+            self._computed = 0
+            mx.clear_cache()
+        self._scheduler.computed(request.number, len(chunk), time.perf_counter() - started)
+        if not request.marks:
+            self._join(request)
+
+    def _settle(self) -> None:
+        """Answers are computed one step ahead: that is their time, not the prompt's."""
+        if len(self._answers):
+            started = time.perf_counter()
+            self._answers.settle()
+            self._scheduler.stepped(time.perf_counter() - started)
+
+    def _join(self, request: _Request) -> None:
+        """All of its prompt but the last id is computed: it generates from now on."""
+        if request.settings.max_tokens == 0:
+            self._put(request, Step((), "length", request.cached))
+            self._forget(request)
+            return
+        layers, request.layers = request.layers, None
+        assert layers is not None
+        self._scheduler.answers(request.number)
+        request.row = Row(request.number, request.sampler, list(request.prompt))
+        self._answers.join(request.row, layers)
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        for batch in list(self._answers.batches):
+            try:
+                ended = [
+                    self._requests[row.request]
+                    for row, token in self._answers.step(self._module, batch)
+                    if self._generated(self._requests[row.request], token)
+                ]
+                self._deliver()
+                self._end(batch, ended)
+            except Exception as error:  # noqa: BLE001 - of the model, whatever it is
+                self._fail([self._requests[row.request] for row in batch.rows], error)
+        self._steps += 1
+        if self._steps * 8 >= FREED:
+            self._steps = 0
+            mx.clear_cache()
+        self._scheduler.stepped(time.perf_counter() - started)
+
+    def _generated(self, request: _Request, token: int) -> bool:
+        """Hands ``token`` on; whether it is the last of its answer."""
+        request.generated += 1
+        request.held.append(token)
+        request.first = request.first or time.perf_counter()
+        finish: Finish | None = None
+        if token in vocab.TURN_ENDS:
+            finish = "stop"
+        elif request.generated >= request.settings.max_tokens:
+            finish = "length"
+        if finish is not None or len(request.held) >= self.options.interval:
+            self._put(request, Step(tuple(request.held), finish, request.cached))
+            request.held.clear()
+        return finish is not None
+
+    def _end(self, batch: Batch, ended: list[_Request]) -> None:
+        for request in ended:
+            row = request.row
+            if row is not None and self.cache is not None:
+                self.cache.store(row.ids, batch.layers, request.tenant, batch.rows.index(row))
+        self._answers.remove([each.row for each in ended if each.row is not None])
+        for request in ended:
+            request.row = None
+            self._forget(request)
+
+
+def _hand_on(items: list[tuple[_Request, Item]]) -> None:
+    """On the event loop of the requests."""
+    for request, item in items:
+        request.take(item)
+
+
+def _layout(layers: Layers) -> Layout:
+    """What an id takes in caches that hold some."""
+    per_id, windows = 0, Counter[int]()
+    for layer in layers:
+        keys, values = layer.keys, layer.values
+        nbytes = sum(each.nbytes // each.shape[2] for each in (keys, values))
+        window = getattr(layer, "max_size", None)
+        if window is None:
+            per_id += nbytes
+        else:
+            windows[window] += nbytes
+    return Layout(per_id, tuple(sorted(windows.items())))

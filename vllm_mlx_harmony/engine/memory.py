@@ -1,0 +1,87 @@
+"""How much memory a request takes to its end, and whether there is as much: arithmetic, no mlx.
+
+A Mac on which mlx allocates more than Metal may keep in memory swaps, kills the process, or panics
+(https://github.com/ml-explore/mlx/issues/2312, https://github.com/ml-explore/mlx-lm/issues/883).
+So nothing is computed that would not fit:
+
+    what is in use, without the caches of requests        weights, prefix cache, other models
+    + of each request, its keys and values to its end     layers that keep all: every id;
+                                                          windows: no more than the window
+    + the padding of batches                              no more than ``may_be_padded`` allows
+    + the work of a chunk                                 measured, of the chunks so far
+    ≤ limit                                               device × ``--gpu-memory-utilization``
+
+A request's end is its prompt and its ``max_tokens``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+WASTE = 0.25
+"""Part of a batch that may be padding."""
+
+SMALL = 2048
+"""Ids that a batch may always have as padding: another batch would cost more than they do."""
+
+STEP = 256
+"""Ids by which a cache grows."""
+
+
+def may_be_padded(lengths: Sequence[int]) -> bool:
+    """Whether sequences of so many ids may be padded to the longest of them."""
+    whole = len(lengths) * max(lengths)
+    return whole - sum(lengths) <= max(SMALL, WASTE * whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Bytes of keys and values: ``per_id`` of the layers that keep all ids, and for each window its
+    length in ids with the bytes of an id in all layers that have it."""
+
+    per_id: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that windows take when they are full."""
+        return sum(length * nbytes for length, nbytes in self.windows)
+
+    def nbytes(self, ids: int) -> int:
+        """Bytes of a sequence of so many ids."""
+        rounded = -(-ids // STEP) * STEP
+        return rounded * self.per_id + sum(
+            min(length, rounded) * nbytes for length, nbytes in self.windows
+        )
+
+    def longest(self, nbytes: int) -> int:
+        """Ids of the longest sequence that takes no more than ``nbytes``."""
+        if not self.per_id:
+            return 0 if nbytes < self.fixed else 1 << 40
+        return max(0, nbytes - self.fixed) // self.per_id // STEP * STEP
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """``limit`` bytes; ``work`` of them for a chunk while it is computed."""
+
+    limit: int
+    layout: Layout
+    work: int
+
+    def needed(self, ends: Iterable[int]) -> int:
+        """Bytes of requests that end with so many ids each, with a chunk's work."""
+        sizes = [self.layout.nbytes(end) for end in ends]
+        whole = sum(sizes)
+        if len(sizes) > 1:
+            whole = int(whole / (1 - WASTE)) + SMALL * self.layout.per_id
+        return whole + self.work
+
+    def missing(self, others: int, ends: Iterable[int]) -> int:
+        """Bytes too many for all of them beside ``others``; 0 when they fit."""
+        return max(0, others + self.needed(ends) - self.limit)
+
+    def longest(self, weights: int) -> int:
+        """Ids of the longest request that fits when it is alone, beside ``weights``."""
+        return self.layout.longest(self.limit - weights - self.work)
