@@ -190,7 +190,7 @@ class _Checker:
         cut = response["status"] == "incomplete"
         assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if cut else None)
         whole = kind == "response.completed"
-        incomplete = [item["status"] == "incomplete" for item in self.done]
+        incomplete = [item.get("status") == "incomplete" for item in self.done]
         assert not any(incomplete[:-1] if not whole else incomplete), (
             "an item cut, and not the last"
         )
