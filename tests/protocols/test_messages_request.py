@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.grammar import grammar_of
+from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import (
     AdditionalTools,
@@ -675,6 +677,57 @@ def test_a_prefill_is_continued_in_final() -> None:
     asked = turn(messages=[*HELLO, assistant(text("It is"))])
     prompt = vocab.encoding().decode_utf8(render(asked).ids)
     assert prompt.endswith("<|start|>assistant<|channel|>final<|message|>It is")
+
+
+FORCED: dict[str, tuple[dict[str, Any], dict[str, Any], list[Message]]] = {
+    "a call of any tool": (
+        assistant(text("It is 18 °C.")),
+        {"tool_choice": {"type": "any"}},
+        [Answer("It is 18 °C.")],
+    ),
+    "a call of a tool": (
+        assistant(text("It is 18 °C.")),
+        {"tool_choice": {"type": "tool", "name": "f"}},
+        [Answer("It is 18 °C.")],
+    ),
+    "white space at the end": (
+        assistant(text("It is 18 °C.\n")),
+        {"tool_choice": {"type": "any"}},
+        [Answer("It is 18 °C.\n")],
+    ),
+    "several texts": (
+        assistant(thinking("Hm."), text("Well."), text("It is 18 °C.")),
+        {"tool_choice": {"type": "any"}},
+        [Reasoning("Hm."), Preamble("Well."), Answer("It is 18 °C.")],
+    ),
+    "JSON that no text begins": (
+        assistant(text("It is 18 °C.")),
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        [Answer("It is 18 °C.")],
+    ),
+}
+
+
+@pytest.mark.parametrize(("last", "fields", "expected"), FORCED.values(), ids=FORCED)
+def test_what_was_begun_and_cannot_become_what_is_asked_for_is_finished(
+    last: dict[str, Any], fields: dict[str, Any], expected: list[Message]
+) -> None:
+    """As LangGraph asks for the typed answer of an agent, when it has answered."""
+    messages = [*HELLO, assistant(use({})), user(result("18 °C")), last]
+    asked = turn(messages=messages, tools=[{"name": "f", "input_schema": {}}], **fields)
+    assert asked.prefill is None
+    assert asked.messages[3:] == tuple(expected)
+    assert grammar_of(asked, Names.of(asked)) is not None
+    prompt = vocab.encoding().decode_utf8(render(asked).ids)
+    assert prompt.endswith("<|end|><|start|>assistant")
+    assert "Hm." not in prompt  # an answer follows it (A6)
+
+
+def test_json_that_was_begun_is_continued() -> None:
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    for begun in ('{"city":', '{\n  "city"'):
+        asked = turn(messages=[*HELLO, assistant(text(begun))], output_config=form)
+        assert asked.prefill == begun
 
 
 @pytest.mark.parametrize(

@@ -237,14 +237,15 @@ def _conversation(
         if each.role != "system" or each.blocks or each.effort
     ]
     runs = [(role, list(run)) for role, run in groupby(shown, key=lambda each: each.role)]
-    prefill = None
+    prefill, finished = None, False
     if roles[-1] == "assistant":
         last = runs.pop()[1]
-        prefill = _prefill(last)
+        finished = _is_finished(last, body)
+        prefill = None if finished else _prefill(last)
     known = _Known(cipher, defaults.namespaces, defaults.attachments)
     read = [message for role, run in runs for message in _ROLES[role](run, known)]
     if roles[-1] == "assistant":
-        read += _unanswered(last, known)
+        read += (_assistant if finished else _unanswered)(last, known)
     read = with_results(read)
     if _no_tools(body):
         read = [message for message in read if not isinstance(message, AdditionalTools)]
@@ -271,11 +272,12 @@ def _placed(message: AnthropicMessage, at: int) -> list[_Placed]:
     return [each for each in placed if each.block.type != "text" or _text(each)]
 
 
-def _prefill(run: _Run) -> str | None:
-    """The text that the answer continues; it is taken out of ``run``.
+def _is_finished(run: _Run, body: MessagesBody) -> bool:
+    """Whether the text at the end of the conversation cannot become what is asked for: a call, or
+    JSON. It is an answer then, and a turn of the assistant begins behind it, as in Chat
+    Completions. So LangGraph asks an agent that has answered for a typed answer.
 
-    Anthropic's API refuses the same: white space at the end (the model's next token brings its
-    own), and a call that nobody has answered.
+    Raises ``RequestError`` for a call that nobody has answered, as Anthropic's API does.
     """
     placed = [each for message in run for each in message.blocks]
     for each in placed:
@@ -283,6 +285,21 @@ def _prefill(run: _Run) -> str | None:
             raise RequestError(
                 f"{each.where} is a tool_use without a tool_result after it", param=each.where
             )
+    if not placed or placed[-1].block.type != "text":
+        return False
+    if body.tool_choice is not None and body.tool_choice.type in ("any", "tool"):
+        return True
+    begins_json = _text(placed[-1]).lstrip().startswith(("{", "[", '"'))
+    return _response_format(body) is not None and not begins_json
+
+
+def _prefill(run: _Run) -> str | None:
+    """The text that the answer continues; it is taken out of ``run``.
+
+    White space at its end is refused, as Anthropic's API does: the model's next token brings its
+    own.
+    """
+    placed = [each for message in run for each in message.blocks]
     if not placed or placed[-1].block.type != "text":
         return None
     text, where = _text(placed[-1]), placed[-1].where
