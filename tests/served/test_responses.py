@@ -409,6 +409,8 @@ PATHS = [
     ("DELETE", "/v1/responses/resp_x"),
     ("GET", "/v1/responses/resp_x/input_items"),
     ("POST", "/v1/responses/resp_x/cancel"),
+    ("POST", "/v1/conversations"),
+    ("GET", "/v1/conversations/conv_x/items"),
 ]
 
 

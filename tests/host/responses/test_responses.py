@@ -680,6 +680,8 @@ PATHS = [
     pytest.param("DELETE", ONE, None, id="delete"),
     pytest.param("GET", f"{ONE}/input_items", None, id="input items"),
     pytest.param("POST", f"{ONE}/cancel", None, id="cancel"),
+    pytest.param("POST", "/v1/conversations", {"items": []}, id="conversations"),
+    pytest.param("DELETE", "/v1/conversations/conv_1/items/msg_1", None, id="a conversation's"),
 ]
 
 

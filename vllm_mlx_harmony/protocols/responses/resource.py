@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
-from vllm_mlx_harmony.protocols.responses.schema import Item
+from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item
 
 
 def not_found(key: str, *, param: str | None = None) -> RequestError:
@@ -26,6 +26,11 @@ def not_found(key: str, *, param: str | None = None) -> RequestError:
     code = "previous_response_not_found" if param else "not_found"
     problem = f"{'previous response' if param else 'response'} with id {quoted(key)} not found"
     return RequestError(problem, param=param, code=code, status=404)
+
+
+def no_conversations() -> RequestError:
+    """The error for every path of OpenAI's conversations: 404, with what to use instead."""
+    return RequestError(f"not found: {NO_CONVERSATIONS}", code="not_found", status=404)
 
 
 def not_ready(key: str) -> RequestError:

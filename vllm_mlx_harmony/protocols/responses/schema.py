@@ -333,11 +333,17 @@ _FORMAT = "not available: use text.format"
 _LENGTH = "not a field of Responses: use max_output_tokens"
 
 
+NO_CONVERSATIONS = (
+    "this server keeps responses, not conversations; continue a stored response with "
+    "previous_response_id (store must not be false), or send the whole history as input"
+)
+"""What to use in place of OpenAI's conversations."""
+
 _UNSUPPORTED: UnsupportedFields = (
     ("top_logprobs", bool, _NO_LOGPROBS),
     ("include", lambda requested: _LOGPROBS in requested, _NO_LOGPROBS),
     ("logprobs", bool, _NO_LOGPROBS),
-    ("conversation", given, "not available: use previous_response_id"),
+    ("conversation", given, f"not available: {NO_CONVERSATIONS}"),
     ("prompt", given, "prompt templates are not available: send input and instructions"),
     ("moderation", given, "not available"),
     (

@@ -105,6 +105,11 @@ async def count_input_tokens(request: Request) -> Response:
     return await count(RESPONSES, request, resource.input_tokens)
 
 
+async def refuse_conversations(request: Request, path: str = "") -> Response:
+    """``/v1/conversations`` and below: 404 that says what to use instead."""
+    return error_answer(RESPONSES, resource.no_conversations())
+
+
 # --- Answers there are already.
 
 
@@ -217,9 +222,11 @@ CREATE = ("/v1/responses", "POST")
 _ONE = "/v1/responses/{response_id}"
 
 
-def _route(path: str, method: str, endpoint: Callable[..., Any], why: str) -> Endpoint:
-    like = None if (path, method) == CREATE else CREATE
-    return with_error_body(responses.error_body, Endpoint(path, (method,), endpoint, why, like))
+def _route(path: str, methods: str, endpoint: Callable[..., Any], why: str) -> Endpoint:
+    """``methods`` are separated by spaces."""
+    like = None if (path, methods) == CREATE else CREATE
+    made = Endpoint(path, tuple(methods.split()), endpoint, why, like)
+    return with_error_body(responses.error_body, made)
 
 
 _HOST_HAS_NONE = "the host keeps answers, but does not tell of them"
@@ -236,6 +243,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST",
         _errors_as_responses(cancel_response),
         "the host has no background",
+    ),
+    *(
+        _route(path, "GET POST DELETE", refuse_conversations, "clients look for them")
+        for path in ("/v1/conversations", "/v1/conversations/{path:path}")
     ),
 )
 
