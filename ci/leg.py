@@ -5,6 +5,9 @@ Three legs run at a time, unless `--jobs` says otherwise: that is for two proces
 of servers wait a part of their time. Legs that install the same share an environment. Nothing but
 this Python has to be there: uv, other versions of Python, and all packages, which bring Node.js and
 Redis, are installed below `build`. The legs themselves are in `legs.py`.
+
+Why not nox: its sessions cannot share an environment, it buffers the output of parallel sessions
+until they end, and on a fresh machine something would have to install it first.
 """
 
 from __future__ import annotations
