@@ -1,0 +1,168 @@
+"""What would end a server, through the front end: answered where nothing strict was asked for,
+refused where it was, and with nothing of the library in the words."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
+
+from fakes import KEY, MODEL, Alone, ScriptedEngine
+from grammar_texts import LARK, SCHEMAS, multiple_of, pattern
+from starlette.testclient import TestClient
+
+from vllm_mlx_harmony.core.turn import Tool, Turn
+from vllm_mlx_harmony.server import enforcement, grammar_checks
+from vllm_mlx_harmony.server.app import application
+
+FINAL = "<|channel|>final<|message|>Good day.<|return|>"
+HELLO = [{"role": "user", "content": "Hello!"}]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of a test may have much else to do."""
+    monkeypatch.setattr(grammar_checks, "PATIENCE", 60.0)
+    monkeypatch.setattr(grammar_checks, "CLOCK", 20.0)
+
+
+@pytest.fixture
+def client() -> Iterator[TestClient]:
+    host = Alone(ScriptedEngine({"Hello!": FINAL}, 1_000, context_length=None))
+    one = TestClient(application(host), base_url="http://localhost")
+    one.headers["Authorization"] = f"Bearer {KEY}"
+    yield one
+    assert host.lent == 0
+
+
+def chat(schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
+    function = {"name": "f", "parameters": schema, "strict": strict}
+    tools = [{"type": "function", "function": function}]
+    return "/v1/chat/completions", {"messages": HELLO, "tools": tools}
+
+
+def responses(schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
+    tool = {"type": "function", "name": "f", "parameters": schema, "strict": strict}
+    return "/v1/responses", {"input": "Hello!", "tools": [tool]}
+
+
+def messages(schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
+    tool = {"name": "f", "input_schema": schema, "strict": strict}
+    return "/v1/messages", {"messages": HELLO, "tools": [tool], "max_tokens": 100}
+
+
+def chat_format(schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
+    asked = {"name": "f", "schema": schema, "strict": strict}
+    response_format = {"type": "json_schema", "json_schema": asked}
+    return "/v1/chat/completions", {"messages": HELLO, "response_format": response_format}
+
+
+def responses_format(schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
+    asked = {"type": "json_schema", "name": "f", "schema": schema, "strict": strict}
+    return "/v1/responses", {"input": "Hello!", "text": {"format": asked}}
+
+
+@pytest.mark.parametrize("api", [chat, responses, messages, chat_format, responses_format])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_that_would_end_the_server(client: TestClient, api: Any, name: str) -> None:
+    for strict in (False, True):
+        path, body = api(SCHEMAS[name], strict)
+        answer = client.post(path, json={"model": MODEL, **body})
+        assert answer.status_code == (400 if strict else 200), answer.text
+        assert "panic" not in answer.text
+
+
+@pytest.mark.parametrize("name", LARK)
+def test_a_syntax_that_would_end_the_server(client: TestClient, name: str) -> None:
+    syntax = {"type": "grammar", "syntax": "lark", "definition": LARK[name]}
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": LARK[name]}}
+    by_chat = {"type": "custom", "custom": {"name": "f", "format": grammar}}
+    by_responses = {"type": "custom", "name": "f", "format": syntax}
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": HELLO, "tools": [by_chat]}),
+        ("/v1/responses", {"input": "Hello!", "tools": [by_responses]}),
+        ("/v1/chat/completions", {"messages": HELLO, "guided_grammar": LARK[name]}),
+    ]
+    for path, body in requests:
+        answer = client.post(path, json={"model": MODEL, **body})
+        assert answer.status_code in (200, 400), answer.text
+        assert "panic" not in answer.text
+        assert client.post(path, json={"model": MODEL, **body}).status_code == answer.status_code
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [(f"f{at}", {"type": "object", "properties": {"x": {}}}) for at in range(1_500)],
+        [
+            (f"f{at}", {"type": "object", "properties": {f"p{of}": {} for of in range(30)}})
+            for at in range(500)
+        ],
+        [("f", pattern(r"^(\s*\S+){1,300}$"))],
+        [("f", multiple_of(999_999_937))],
+    ],
+    ids=["1500 tools", "500 tools of 30 parameters", "a pattern", "a multiple"],
+)
+def test_nothing_is_refused_where_nothing_strict_was_asked_for(
+    client: TestClient, tools: list[tuple[str, Any]]
+) -> None:
+    declared = [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": False}}
+        for name, schema in tools
+    ]
+    body = {"model": MODEL, "messages": HELLO, "tools": declared}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == "Good day."
+
+
+def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strict: try again soon. Otherwise any arguments will do, this time."""
+
+    def busy(*_: Any) -> None:
+        raise grammar_checks.Unchecked("there was no time to check it")
+
+    monkeypatch.setattr(grammar_checks._Lane, "tried", busy)
+    schema = {"type": "object", "properties": {"unseen": {"type": "integer"}}}
+    strict_schema = {**schema, "required": ["unseen"], "additionalProperties": False}
+    path, body = chat(strict_schema, True)
+    answer = client.post(path, json={"model": MODEL, **body})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    path, body = chat(schema, False)
+    assert client.post(path, json={"model": MODEL, **body}).status_code == 200
+    monkeypatch.undo()
+    path, body = chat(strict_schema, True)
+    assert client.post(path, json={"model": MODEL, **body}).status_code == 200
+
+
+def test_a_client_that_goes_ends_its_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checks, "SLOW", 30.0)
+    names = enforcement.Names.of(turn := Turn((), (Tool("f", parameters=multiple_of(97_999_999)),)))
+
+    async def goes() -> None:
+        async def gone(coming: Any) -> None:
+            task = asyncio.ensure_future(coming)
+            while not grammar_checks.checks().slow._running:
+                await asyncio.sleep(0.01)
+            task.cancel()
+
+        with pytest.raises(enforcement.ClientDisconnect):
+            await enforcement.constraint_for(turn, names, unless_gone=gone)
+        for _ in range(500):
+            if not grammar_checks.checks().slow._running:
+                break
+            await asyncio.sleep(0.01)
+        assert not grammar_checks.checks().slow._running
+
+    asyncio.run(asyncio.wait_for(goes(), 60))
+    assert threading.active_count() < 100
