@@ -1,8 +1,5 @@
 r"""A syntax, so rewritten that what matches it is written as JSON writes the inside of a string.
 
-Knows llguidance's variant of Lark, its regular expressions, and JSON's escapes. Refuses to know
-tools.
-
 A freeform tool is called with ``{"input": "…"}``, and its syntax speaks of the text that the string
 stands for. JSON writes most characters as themselves and a few in another way: the quote, the
 backslash and the control characters. That is a substitution of characters by words, and as no two
@@ -15,6 +12,10 @@ class has. Each has one word here: the shortest.
 What stands around the leaves is handed on as it was written: https://docs.rs/regex (syntax) for
 regular expressions, https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md for Lark.
 What a grammar of llguidance's may say of ids has no place in a text: it is refused.
+
+So is what is known to be too much for llguidance, whose compiler goes one call deeper for each
+definition that names the next, and puts every terminal in the place of its name: a terminal of
+eight others, each of eight others, nine levels deep, is 134 million literals in 446 bytes.
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ def _word(character: str) -> str:
 
 # --- Lark ---
 
+MAX_DEPTH = 300
+"""Definitions of a Lark grammar of which each names the next one. The grammars of large languages
+have some dozens."""
+
+MAX_EXPANDED = 100_000
+"""Literals of a terminal when every terminal that it names is written out."""
+
 _LEXEME = re.compile(
     r"""
     (?P<comment>(?:\#|//)[^\n]*)
@@ -73,7 +81,9 @@ def lark(definition: str) -> Iterator[str]:
     of other grammars, and for braces that do not match.
     """
     lexemes = list(_lexemes(definition))
-    if not any(lexeme.group() == "%ignore" for lexeme in lexemes):
+    _check_size(lexemes)
+    ignores = any(lexeme.group() == "%ignore" for lexeme in lexemes)
+    if not ignores and not _too_large(lexemes, lambda _: True):
         yield "".join(_Writing(as_terminal=True).pieces(lexemes))
     writing = _Writing(as_terminal=False)
     written = "".join(writing.pieces(lexemes))
@@ -83,9 +93,58 @@ def lark(definition: str) -> Iterator[str]:
 
 def plain_lark(definition: str) -> str:
     """``definition``, safe to be put in braces. Raises as ``lark``."""
-    return "".join(
-        lexeme.group() for lexeme in _lexemes(definition) if lexeme.lastgroup != "priority"
-    )
+    lexemes = list(_lexemes(definition))
+    _check_size(lexemes)
+    return "".join(lexeme.group() for lexeme in lexemes if lexeme.lastgroup != "priority")
+
+
+_DEFINES = re.compile(r"(?:\.-?[0-9]+)?\s*:")
+
+
+def _check_size(lexemes: Iterable[re.Match[str]]) -> None:
+    """Raises ``NotExpressible`` for a grammar that is known to be too much."""
+    if problem := _too_large(lexemes, lambda name: name.lstrip("_")[:1].isupper()):
+        raise NotExpressible(problem)
+
+
+def _too_large(lexemes: Iterable[re.Match[str]], is_expanded: Callable[[str], bool]) -> str:
+    """What makes a grammar too large, or nothing. ``is_expanded``: what a name stands for is put in
+    its place."""
+    named: dict[str, list[str]] = {}
+    literals: dict[str, int] = {}
+    defined = ""
+    for lexeme in lexemes:
+        if lexeme.lastgroup == "name":
+            name = lexeme.group().lstrip("!?")
+            if _DEFINES.match(lexeme.string, lexeme.end()):
+                defined = name
+            else:
+                named.setdefault(defined, []).append(name)
+        elif lexeme.lastgroup in ("string", "cased", "regex", "flags", "range"):
+            literals[defined] = literals.get(defined, 0) + 1
+    depths: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    opened: set[str] = set()
+    waiting = [*named, *literals]
+    while waiting:  # each name behind those that it names, but for where that is a circle
+        name = waiting[-1]
+        if name not in opened:
+            opened.add(name)
+            waiting += (each for each in named.get(name, ()) if each not in opened)
+            continue
+        waiting.pop()
+        if name in depths:
+            continue
+        below = named.get(name, ())
+        depths[name] = 1 + max((depths.get(each, 0) for each in below), default=0)
+        sizes[name] = literals.get(name, 0) + sum(
+            sizes.get(each, 1) if is_expanded(each) else 1 for each in below
+        )
+        if depths[name] > MAX_DEPTH:
+            return f"a Lark grammar with a chain of more than {MAX_DEPTH} definitions"
+        if is_expanded(name) and sizes[name] > MAX_EXPANDED:
+            return f"a Lark grammar with a terminal of more than {MAX_EXPANDED} literals"
+    return ""
 
 
 def _lexemes(definition: str) -> Iterator[re.Match[str]]:
