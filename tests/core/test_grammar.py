@@ -405,11 +405,16 @@ def test_a_matcher_survives_what_it_does_not_have() -> None:
 
 
 def test_a_typed_answer_that_is_whole_can_only_end() -> None:
-    matcher, mask = held_to(TYPED).matcher(), Mask()
-    for token in ids_of('<|channel|>final<|message|>{"title":"t","tags":[]}'):
-        assert matcher.consume(token)
-    assert matcher.fill(mask)
-    assert list(mask) == [vocab.RETURN]
+    for strict in (True, False):
+        typed = turn(response_format=ResponseFormat(ANSWER, strict=strict))
+        matcher, mask = held_to(typed).matcher(), Mask()
+        for token in ids_of('<|channel|>final<|message|>{"title":"t","tags":[]}'):
+            assert matcher.consume(token)
+        assert matcher.fill(mask)
+        texts = [vocab.encoding().decode([token]) for token in mask]
+        assert vocab.RETURN in mask
+        assert {"<|return|>"} == {text.strip() for text in texts} - {""}
+        assert not strict or texts == ["<|return|>"]
 
 
 REASONED = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -436,7 +441,7 @@ def test_behind_reasoning_that_was_ended_there_is_no_more_of_it(rest: str, taken
 
 def test_json_without_white_space() -> None:
     """What llguidance 1.7 reads: no option that it does not know."""
-    grammar = held_to(TYPED).grammar
+    grammar = held_to(turn(response_format=ResponseFormat(ANSWER, strict=True))).grammar
     compact = compiled(replace(grammar, text=with_compact_json(grammar.text)))
     head = "<|channel|>final<|message|>"
     for text, taken in (('{"title":"t","tags":[]}', True), ('{"title": "t","tags":[]}', False)):

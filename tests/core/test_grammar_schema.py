@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import examples
+from spellings_of_json import respelled
 from tool_shapes import DIALECTS, SHAPES, Dialect, changed, fitting, schema_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.grammar import Policy, compiled, grammar_of, property_names
+from vllm_mlx_harmony.core.grammar import Policy, compiled, grammar_of, property_names, spellings
 from vllm_mlx_harmony.core.grammar.expressible import express
+from vllm_mlx_harmony.core.grammar.unordered import rules_of
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.schema import parameters
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
@@ -33,8 +35,8 @@ def answering(schema: Any, *, strict: bool = False) -> Turn:
     return Turn((User("Hi."),), response_format=ResponseFormat(schema, strict=strict))
 
 
-def taken(schema: Any, text: str) -> bool:
-    asked = answering(schema)
+def taken(schema: Any, text: str, *, strict: bool = False) -> bool:
+    asked = answering(schema, strict=strict)
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
     matcher = compiled(grammar).matcher()
@@ -233,17 +235,19 @@ ROWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_row(row: Row) -> None:
-    assert express(row.schema).dropped == ()
+def test_row(row: Row, strict: bool) -> None:
+    assert (express(row.schema) if strict else rules_of(row.schema)).dropped == ()
     for text in row.valid:
         assert is_valid(row.schema, json.loads(text))
-        assert taken(row.schema, text), text
+        assert taken(row.schema, text, strict=strict), text
         for indent in (None, 2):
             pretty = json.dumps(json.loads(text), ensure_ascii=False, indent=indent)
-            assert taken(row.schema, pretty), pretty
+            assert taken(row.schema, pretty, strict=strict), pretty
     for text in row.invalid:
-        assert not taken(row.schema, text), text
+        is_annotation = row.is_format and not strict
+        assert taken(row.schema, text, strict=strict) == is_annotation, text
         if text != "x" and not row.is_format:
             assert not is_valid(row.schema, json.loads(text)), text
 
@@ -320,15 +324,101 @@ def test_there_are_some_hundreds_of_them() -> None:
     assert len(schemas) > 350
 
 
+MOST = spellings.MOST_WHITE_SPACE
+
+
 def test_white_space_is_bounded() -> None:
-    assert taken({"type": "object"}, '{\n          "a": 1\r\n}')
-    assert not taken({"type": "object"}, "{" + " " * 100 + "}")
-    assert not taken({"type": "object"}, "{\n\n}")
+    for count, fits in ((MOST, True), (MOST + 1, False)):
+        space = (" \t\r\n" * MOST)[:count]
+        for text in (f"{{{space}}}", f'{{"a":{space}1}}', f'{{"a"{space}:1}}', f"{{}}{space}"):
+            assert taken({"type": "object"}, text) == fits, text
+    strictly = partial(taken, {"type": "object", "additionalProperties": {}}, strict=True)
+    assert strictly('{\n          "a": 1\r\n}')
+    assert not strictly("{" + " " * 100 + "}")
+    assert not strictly("{\n\n}")
 
 
 def test_printable_characters_may_be_escaped() -> None:
-    assert taken({"type": "string"}, '"caf\\u00e9 \\ud83d\\ude00"')
-    assert not taken({"type": "string"}, '"\\ud83d"')
+    for strict in (False, True):
+        assert taken({"type": "string"}, '"caf\\u00e9 \\ud83d\\ude00"', strict=strict)
+    assert not taken({"type": "string"}, '"\\ud83d"', strict=True)
+
+
+# --- what was not asked to be strict: the same value in other words ---
+
+SPELLED = [
+    Row("integers", {"type": "integer"},
+        ("1", "-0", "1.0", "1e3", "1E+03", "1.50e1", "100e-2", "-2.5e1", "0e-9", "12345678901e0"),
+        ("1.5", "1e-1", "15e-1", "1.25e1", "01", "1.", "+1", "1e", "1e400")),
+    Row("numbers", {"type": "number"},
+        ("1", "-0.0", "1e-7", "1.7976931348623157e+308", "5E-324", "0.1e1"), (".5", "1.", "0x1")),
+    Row("integers within bounds", {"type": "integer", "minimum": 1, "maximum": 1000},
+        ("1", "1000", "1e3", "1.0", "1000.000", "1000e0", "0.1e4", "10e2", "10e-1", "1.5e2"),
+        ("0", "1001", "1e4", "1.001e3", "1000.5", "1e-3", "-1", "0.0", "10001e-1")),
+    Row("numbers within bounds", {"type": "number", "exclusiveMinimum": 0, "maximum": 0.25},
+        ("0.25", "2.5e-1", "1e-12", "0.2500", "25E-2", "0.0001", "1e-30"),
+        ("0", "0.0", "-0.1", "0.26", "2.51e-1", "1", "1e0", "0e5", "-1e-3")),
+    Row("negative bounds", {"type": "number", "minimum": -12.5, "exclusiveMaximum": -3},
+        ("-12.5", "-1.25e1", "-3.001", "-4", "-0.5e1"), ("-12.6", "-3", "-3.0", "3", "-3e0", "0")),
+    Row("integers that JavaScript can count", {"type": "integer", "minimum": -(2**53 - 1),
+        "maximum": 2**53 - 1}, ("9007199254740991", "-9007199254740991.0", "9e15", "0", "1e3"),
+        ("9007199254740992", "1e16", "-9.1e15")),
+    Row("multiples", {"type": "number", "multipleOf": 0.05, "minimum": 0},
+        ("0.05", "1", "1.50", "2.0", "12.3"), ("0.01", "1.51", "-1")),
+    Row("multiples that take arithmetic", {"type": "integer", "multipleOf": 15},
+        ("15", "-30", "45.0", "0"), ("14", "15.5")),
+    Row("equal numbers", {"enum": [1, 2.5, -100]},
+        ("1", "1.0", "1e0", "2.50", "25e-1", "-1e2", "-100.0"), ("2", "100", "-1e1", "2.51")),
+    Row("names", closed(a={"type": "integer"}, **{"é/😀\"": {"type": "null"}}),
+        ('{"\\u0061":1,"é/😀\\"":null}', '{"\\u00e9\\/\\ud83d\\uDE00\\u0022":null,"a":1.0}'),
+        ('{"\\u0062":1,"é/😀\\"":null}', '{"\\u0061":"1","é/😀\\"":null}', '{"a":1,"\\u0061":1}')),
+    Row("a name that comes twice", closed(a={}, b={}), ('{"b":1,"a":2}',),
+        ('{"a":1,"a":1,"b":2}', '{"a":1,"b":2,"a":1}')),
+    Row("enumerated texts", {"enum": ["a/b", 'q"', "\n", "é"]},
+        ('"a\\/b"', '"\\u0061/b"', '"q\\u0022"', '"\\u000a"', '"\\n"', '"\\u00E9"'),
+        ('"a"', '"A/b"', '"\\u00ea"')),
+    Row("lengths", {"type": "string", "minLength": 2, "maxLength": 3}, ('"\\u0061\\ud83d\\ude00"',
+        '"\\/\\/\\/"', '"\\ud83d\\ude00a"'), ('"\\ud83d\\ude00"', '"\\u0061\\u0062cd"')),
+    Row("a pattern", {"type": "string", "pattern": r"^[a-c\d]+[^x/]\.é?$"},
+        ('"a1b."', '"\\u0061\\u0031b."', '"ab.\\u00e9"', '"a\\ud83d\\ude00\\u002E"', '"a\\n."'),
+        ('"ax."', '"a\\u0078."', '"a\\/."', '"d."', '"\\u0064b."')),
+    Row("a pattern of any case", {"type": "string", "pattern": "(?i)^ab[x-z]$"},
+        ('"ABX"', '"\\u0041bY"'), ('"ABW"', '"\\u0041b\\u0057"')),
+    Row("alternatives with anchors of their own", {"type": "string", "pattern": "^a$|b$|^c"},
+        ('"a"', '"xb"', '"cx"'), ('"xa"', '"bx"', '"xc"')),
+    Row("any order at every level", closed(a=closed(b={}, c={"type": "array", "items": closed(d={},
+        e={})}), f={}), ('{"f":1,"a":{"c":[{"e":1,"d":2}],"b":3}}',),
+        ('{"f":1,"a":{"c":[{"e":1}],"b":3}}', '{"f":1}')),
+    Row("others between", {**of(a={"type": "null"}, b={"type": "null"}), "additionalProperties":
+        {"type": "integer"}}, ('{"x":1,"b":null,"y":2,"a":null,"z":3}', '{"b":null,"a":null}'),
+        ('{"x":1,"b":null}', '{"x":null,"a":null,"b":null}', '{"a":null,"b":null,}')),
+    Row("so many of them", {**of(a={}), "properties": {"a": {}, "b": {}}, "minProperties": 3,
+        "maxProperties": 4}, ('{"x":1,"b":1,"a":1}', '{"x":1,"y":1,"a":1}', '{"a":1,"x":1,"y":1,'
+        '"b":1}'), ('{"a":1,"b":1}', '{"x":1,"y":1,"z":1,"b":1}', '{"a":1,"b":1,"x":1,"y":1,'
+        '"z":1}')),
+    Row("at most one", {"properties": {"a": {}, "b": {}}, "maxProperties": 1, "type": "object"},
+        ("{}", '{"b":1}', '{"x":1}'), ('{"b":1,"a":1}', '{"x":1,"b":1}')),
+    Row("one of two patterns, or both", {"type": "object", "patternProperties": {"^a": {"type":
+        "integer"}, "b$": {"minimum": 3}}, "additionalProperties": {"type": "null"}},
+        ('{"ax":1,"xb":"x","ab":4,"x":null}', '{"\\u0061x":1}'),
+        ('{"ax":"x"}', '{"ab":2}', '{"xb":2}', '{"x":1}', '{"\\u0061x":null}')),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SPELLED, ids=lambda row: row.id)
+def test_another_spelling(row: Row) -> None:
+    assert rules_of(row.schema).dropped == ()
+    assert [text for text in row.valid if not taken(row.schema, text)] == []
+    assert [text for text in row.invalid if taken(row.schema, text)] == []
+    assert all(is_valid(row.schema, json.loads(text)) for text in row.valid)
+
+
+@pytest.mark.parametrize("text", ['"\\ud83d"', '"\\udc00\\ud83dx"', '"\\/"', '"\x7f"', '"\u2028"'])
+def test_whatever_parsers_take(text: str) -> None:
+    json.loads(text)
+    assert taken({"type": "string"}, text)
+    assert taken({}, text)
+    assert taken({"type": "object"}, f"{{{text}: {text}}}")
 
 
 # --- what cannot be enforced ---
@@ -365,6 +455,17 @@ DROPPED = {
 # fmt: on
 
 
+IN_ANY_ORDER = {
+    "names",
+    "names of a format",
+    "names beside patterns",
+    "unevaluated by a branch",
+    "overlapping patterns",
+    "minProperties",
+}
+"""What only the schema's own order keeps from being expressed."""
+
+
 @pytest.mark.parametrize("case", DROPPED)
 def test_dropped(case: str) -> None:
     schema, dropped = DROPPED[case]
@@ -374,8 +475,11 @@ def test_dropped(case: str) -> None:
     asked = Turn((User("Hi."),), tools=(tool,))
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
-    assert len(grammar.notes) == 1
-    assert "'lookup'" in grammar.notes[0] and dropped[0] in grammar.notes[0]
+    if case in IN_ANY_ORDER:
+        assert not grammar.notes
+    else:
+        assert len(grammar.notes) == 1
+        assert "'lookup'" in grammar.notes[0] and dropped[0] in grammar.notes[0]
     with pytest.raises(RequestError, match=rf"'lookup'.*{dropped[0].lstrip('$')}") as raised:
         grammar_of(asked, Names.of(asked), Policy.STRICT)
     assert raised.value.param == "tools"
@@ -446,8 +550,10 @@ def test_properties_come_as_the_prompt_shows_them() -> None:
     shown = parameters(Tool("f", parameters=schema))
     assert shown is not None
     order = [*shown["properties"]]
-    assert taken(schema, json.dumps(dict.fromkeys(order, 1)))
-    assert not taken(schema, json.dumps(dict.fromkeys(reversed(order), 1)))
+    assert taken(schema, json.dumps(dict.fromkeys(order, 1)), strict=True)
+    backwards = json.dumps(dict.fromkeys(reversed(order), 1))
+    assert not taken(schema, backwards, strict=True)
+    assert taken(schema, backwards)
 
 
 def test_nothing_is_valid() -> None:
@@ -528,15 +634,18 @@ def in_some_order(value: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("keyword", sorted({case["keyword"] for case in suite()}))
 def test_suite(keyword: str) -> None:
+    """In any order and spelling; and, in the order that a strict schema has, as it is written."""
     for case in suite():
         if case["keyword"] != keyword:
             continue
         schema = case["schema"]
+        chance = random.Random(case["description"])
+        strictly = not express(schema).dropped
         for description, value, valid in case["tests"]:
-            orders = in_some_order(whole(value))
-            took = any(taken(schema, json.dumps(one, ensure_ascii=False)) for one in orders)
             where = f"{case['description']}: {description}"
-            if valid:
-                assert took, where
-            elif not express(schema).dropped:
-                assert not took, where
+            text = respelled(value, chance)
+            if valid or not rules_of(schema).dropped:
+                assert taken(schema, text) == valid, (where, text)
+            if strictly:
+                texts = map(partial(json.dumps, ensure_ascii=False), in_some_order(whole(value)))
+                assert any(taken(schema, one, strict=True) for one in texts) == valid, where

@@ -200,7 +200,7 @@ class _Writing:
         return f"{'r' if is_rule else 'T'}_{bare}"
 
     def _regex(self, pattern: str, flags: str = "") -> str:
-        rewriting = _Rewriting(pattern, flags)
+        rewriting = Rewriting(pattern, flags)
         written = between_slashes("".join(rewriting.pieces()))
         self.is_ambiguous = self.is_ambiguous or rewriting.has_special_class
         return f"/{written}/"
@@ -230,7 +230,7 @@ def _literal(lexeme: re.Match[str]) -> str:
     text = _read(lexeme["string"])
     if not lexeme["cased"]:
         return json.dumps(in_json(text), ensure_ascii=False)
-    written = "".join(_Rewriting(re.escape(text), "i").pieces())
+    written = "".join(Rewriting(re.escape(text), "i").pieces())
     return f"/{between_slashes(written)}/"
 
 
@@ -287,7 +287,7 @@ _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 
 
-class _Rewriting:
+class Rewriting:
     """One walk through a pattern, keeping account of the flags of the groups it is in.
 
     Raises ``NotExpressible`` for what depends on what stands beside the match (anchors within it,
@@ -315,7 +315,7 @@ class _Rewriting:
             if quantifier:
                 piece, at = quantifier.group(), quantifier.end()
             else:
-                read = _PIECES.get(pattern[at], _Rewriting._plain)
+                read = _PIECES.get(pattern[at], Rewriting._plain)
                 piece, at = read(self, at)
             yield piece
         yield ")"
@@ -397,15 +397,15 @@ class _Rewriting:
         return f"(?i:{written})" if "i" in self._flags else written
 
 
-_PIECES: Mapping[str, Callable[[_Rewriting, int], tuple[str, int]]] = {
-    "(": _Rewriting._open,
-    ")": _Rewriting._close,
-    "|": _Rewriting._bar,
-    "^": _Rewriting._anchor,
-    "$": _Rewriting._anchor,
-    ".": _Rewriting._dot,
-    "[": _Rewriting._brackets,
-    "\\": _Rewriting._escape,
+_PIECES: Mapping[str, Callable[[Rewriting, int], tuple[str, int]]] = {
+    "(": Rewriting._open,
+    ")": Rewriting._close,
+    "|": Rewriting._bar,
+    "^": Rewriting._anchor,
+    "$": Rewriting._anchor,
+    ".": Rewriting._dot,
+    "[": Rewriting._brackets,
+    "\\": Rewriting._escape,
 }
 
 

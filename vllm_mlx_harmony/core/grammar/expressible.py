@@ -82,7 +82,7 @@ def express(
     try:
         key = json.dumps([tenant, of_object, value], separators=(",", ":"))
     except (RecursionError, TypeError, ValueError):
-        return Expressed(ANY_OBJECT.text, ("a schema that is no JSON",))
+        return Expressed(_text({"type": "object"}, check), ("a schema that is no JSON",))
     known = _remembered.get(key)
     if known is None:
         known = _expressed(value, of_object, check)
@@ -94,13 +94,13 @@ _remembered: lru.ByteLRU[str, Expressed] = lru.ByteLRU(REMEMBERED)
 
 
 def _expressed(value: Mapping[str, Any], of_object: bool, check: Check) -> Expressed:
-    reading = _Reading(value)
+    reading = Reading(value)
     copied = reading.root(of_object)
     dropped = list(reading.dropped)
     names, unevaluated = property_names.KEYWORDS
     said = [one for one in (names, unevaluated) if property_names.without(copied, [one]) != copied]
     # A keyword that is gone may have evaluated properties: they are not to be refused.
-    lost = [] if reading.dropped.keys() <= _EVALUATING_NOTHING else [unevaluated]
+    lost = [] if reading.dropped.keys() <= EVALUATING_NOTHING else [unevaluated]
     attempts = [[*lost, *more] for more in ([], [names], [unevaluated], [names, unevaluated])]
     tried = []
     for given_up in dict.fromkeys(tuple(one for one in said if one in each) for each in attempts):
@@ -119,7 +119,7 @@ def _expressed(value: Mapping[str, Any], of_object: bool, check: Check) -> Expre
     return Expressed(_text(rewritten, check), tuple(dict.fromkeys(dropped)))
 
 
-_EVALUATING_NOTHING = frozenset(
+EVALUATING_NOTHING = frozenset(
     {
         "not",
         "uniqueItems",
@@ -153,7 +153,7 @@ def _compile_error(copied: Schema, check: Check) -> str:
 # --- copying: any JSON value -> known, well-formed keywords, every $ref to a definition ---
 
 
-class _Reading:
+class Reading:
     """One walk through a schema. What is referred to becomes a definition of its own."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
@@ -377,37 +377,37 @@ FORMATS = frozenset(
 )
 """Those that are enforced. Any other is an annotation, as for JSON Schema every format may be."""
 
-_Reader: TypeAlias = "Callable[[_Reading, object, int], tuple[Any] | tuple[()] | None]"
+_Reader: TypeAlias = "Callable[[Reading, object, int], tuple[Any] | tuple[()] | None]"
 
 _KEYWORDS: Mapping[str, _Reader] = {
-    "type": _Reading.types,
-    "enum": _Reading.values,
-    "const": _Reading.plain,
-    "$ref": _Reading.reference,
-    "anyOf": _Reading.subs,
-    "oneOf": _Reading.branches,
-    "allOf": _Reading.subs,
-    "properties": _Reading.named,
-    "patternProperties": _Reading.patterned,
-    "additionalProperties": _Reading.sub,
-    "required": _Reading.texts,
-    "minProperties": _Reading.count,
-    "maxProperties": _Reading.count,
-    "items": _Reading.items,
-    "prefixItems": _Reading.subs,
-    "additionalItems": _Reading.sub,
-    "minItems": _Reading.count,
-    "maxItems": _Reading.count,
-    "minLength": _Reading.count,
-    "maxLength": _Reading.count,
-    "pattern": _Reading.pattern,
-    "format": _Reading.format,
-    "minimum": _Reading.number,
-    "maximum": _Reading.number,
-    "exclusiveMinimum": _Reading.number,
-    "exclusiveMaximum": _Reading.number,
-    "multipleOf": _Reading.number,
-    **dict.fromkeys(property_names.KEYWORDS, _Reading.sub),
+    "type": Reading.types,
+    "enum": Reading.values,
+    "const": Reading.plain,
+    "$ref": Reading.reference,
+    "anyOf": Reading.subs,
+    "oneOf": Reading.branches,
+    "allOf": Reading.subs,
+    "properties": Reading.named,
+    "patternProperties": Reading.patterned,
+    "additionalProperties": Reading.sub,
+    "required": Reading.texts,
+    "minProperties": Reading.count,
+    "maxProperties": Reading.count,
+    "items": Reading.items,
+    "prefixItems": Reading.subs,
+    "additionalItems": Reading.sub,
+    "minItems": Reading.count,
+    "maxItems": Reading.count,
+    "minLength": Reading.count,
+    "maxLength": Reading.count,
+    "pattern": Reading.pattern,
+    "format": Reading.format,
+    "minimum": Reading.number,
+    "maximum": Reading.number,
+    "exclusiveMinimum": Reading.number,
+    "exclusiveMaximum": Reading.number,
+    "multipleOf": Reading.number,
+    **dict.fromkeys(property_names.KEYWORDS, Reading.sub),
 }
 """What llguidance has, or what can be said in its words, and how its content is read."""
 

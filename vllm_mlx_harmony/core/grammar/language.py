@@ -14,8 +14,9 @@ from typing import Any
 
 from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.grammar import escaped
-from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT, Check, compile_error, express
+from vllm_mlx_harmony.core.grammar import escaped, unordered
+from vllm_mlx_harmony.core.grammar.expressible import Check, compile_error, express
+from vllm_mlx_harmony.core.grammar.unordered import ANY_OBJECT, Rules, rules_of
 from vllm_mlx_harmony.core.header import CHANNELS, NOBODY
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ResponseFormat, Syntax, Tool, Turn
@@ -31,6 +32,31 @@ class Policy(str, Enum):
     AUTO = "auto"
     STRICT = "strict"
     OFF = "off"
+
+
+MAX_TEXT = 2_000_000
+"""Characters of a grammar of which llguidance is asked whether it takes it."""
+
+MAX_CHECKED = 20
+"""Schemas of which each is tried by itself when it does not take all of them together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """JSON of which no order is asked, and what it is for."""
+
+    what: str
+    rules: Rules
+
+
+def _alone(rules: Rules) -> str:
+    return "".join(
+        f"{line}\n" for line in (f"start: {rules.symbol}", *rules.lines, unordered.COMMON)
+    )
+
+
+_expressed: lru.ByteLRU[tuple[str, str], tuple[str, tuple[str, ...]]] = lru.ByteLRU(2**24)
+"""Grammars as they were wanted, what llguidance takes of them, and the notes on the difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +143,7 @@ class _Writer:
         self._strict = policy is Policy.STRICT
         self._rules: list[str] = []
         self._notes: list[str] = []
+        self._values: list[_Value] = []
 
     def grammar(self) -> Grammar:
         turn = self._turn
@@ -132,8 +159,65 @@ class _Writer:
             begun = tuple(vocab.encode(turn.prefill))
         else:
             self._turn_rules()
-        text = "".join(f"{rule}\n" for rule in self._rules) + _COMMON
+        text = self._text(self._values)
+        if self._values:
+            text = self._expressible(text)
         return Grammar(text, begun, tuple(self._notes))
+
+    def _text(self, values: Sequence[_Value]) -> str:
+        rules = [*self._rules]
+        rules += (f"json_{at}: JSON_BLANK? {one.rules.symbol}" for at, one in enumerate(values))
+        rules += dict.fromkeys(line for one in values for line in one.rules.lines)
+        common = unordered.COMMON if values else ""
+        return "".join(f"{rule}\n" for rule in rules) + _COMMON + common
+
+    def _expressible(self, text: str) -> str:
+        """``text``, with less of the schemas that were not asked to be strict if it is too large,
+        or if llguidance refuses it: those that it refuses by themselves become any JSON object,
+        then the largest ones, then any text."""
+        key = self._turn.tenant, text
+        known = _expressed.get(key)
+        if known is None:
+            known = self._weakened(text)
+            size = sum(map(len, known[1])) + len(text) + (0 if known[0] is text else len(known[0]))
+            _expressed.put(key, known, size)
+        self._notes += known[1]
+        return known[0]
+
+    def _weakened(self, text: str) -> tuple[str, tuple[str, ...]]:
+        weakened: dict[int, Rules] = {}
+
+        def written() -> str:
+            return self._text(
+                [
+                    _Value(one.what, weakened.get(at, one.rules))
+                    for at, one in enumerate(self._values)
+                ]
+            )
+
+        def fits(text: str) -> bool:
+            return len(text) <= MAX_TEXT and not self._check(text)
+
+        typed = [at for at, one in enumerate(self._values) if one.rules.lines]
+        typed.sort(key=lambda at: -sum(map(len, self._values[at].rules.lines)))
+        if fits(text):
+            return text, ()
+        if len(text) <= MAX_TEXT and len(typed) <= MAX_CHECKED:
+            for at in typed:
+                if self._check(_alone(self._values[at].rules)):
+                    weakened[at] = ANY_OBJECT
+        while typed and not (weakened and fits(written())):
+            left = [at for at in typed if at not in weakened]
+            if not left:
+                weakened = {at: Rules("text") for at in range(len(self._values))}
+                break
+            weakened |= dict.fromkeys(left[: (len(left) + 1) // 2], ANY_OBJECT)
+        notes = (
+            f"{self._values[at].what}: its schema cannot be enforced"
+            f" ({'any JSON object' if rules is ANY_OBJECT else 'anything'} may come)"
+            for at, rules in sorted(weakened.items())
+        )
+        return written(), tuple(notes)
 
     def _rule(self, name: str, *alternatives: str) -> None:
         self._rules.append(f"{name}: {' | '.join(alternatives)}")
@@ -195,16 +279,30 @@ class _Writer:
         has_word: bool = True,
     ) -> str:
         """The JSON that is valid for ``schema``; the note or the error when it cannot be exact."""
-        expressed = (
-            ANY_OBJECT
-            if schema is None
-            else express(schema, of_object=of_object, tenant=self._turn.tenant, check=self._check)
+        if not (strict or self._strict):
+            rules = ANY_OBJECT
+            if schema is not None:
+                rules = rules_of(schema, of_object=of_object, tenant=self._turn.tenant)
+            if rules.dropped:
+                self._notes.append(
+                    f"{what}: {', '.join(rules.dropped)} cannot be enforced; all the rest is"
+                )
+            return self._any_order(rules, what)
+        if schema is None:
+            return self._any_order(ANY_OBJECT, what)
+        expressed = express(
+            schema, of_object=of_object, tenant=self._turn.tenant, check=self._check
         )
         if expressed.dropped:
             names = ", ".join(expressed.dropped)
             problem = f"{what}: {names} cannot be enforced"
             self._cannot(problem, strict, where, has_word=has_word)
         return f"%json {expressed.text}"
+
+    def _any_order(self, rules: Rules, what: str) -> str:
+        """The rule of what ``rules`` say."""
+        self._values.append(_Value(what, rules))
+        return f"json_{len(self._values) - 1}"
 
     def _cannot(self, problem: str, strict: bool, where: str, *, has_word: bool) -> None:
         """The error or the note. ``has_word``: there is a ``strict`` that can be left out."""
@@ -226,7 +324,7 @@ class _Writer:
         if names is None:
             for builtin in self._turn.builtin_tools:
                 if builtin not in served:
-                    yield from _BUILTIN.get(builtin, ())
+                    yield from self._trained(builtin)
         for namespace in self._turn.namespaces:
             for recipient, tool in namespace.by_recipient.items():
                 if names is None or recipient in names:
@@ -238,12 +336,23 @@ class _Writer:
             return "text"
         return self._arguments(trained(tool) if namespace.trained else tool)
 
+    def _trained(self, builtin: str) -> Iterator[tuple[str, str]]:
+        """The tools that gpt-oss was trained with, and what it writes to them: JSON, and code."""
+        if builtin == PYTHON:
+            yield _quoted(builtin), "text"
+        elif builtin == "browser":
+            for function in ("search", "open", "find"):
+                name = f"{builtin}.{function}"
+                yield _quoted(name), self._any_order(ANY_OBJECT, f"the parameters of tool {name!r}")
+
     def _recipient(self, tool: Tool) -> str:
-        """``functions.x``, or ``x`` alone where that addresses nobody else."""
+        """``functions.x``, or ``x`` alone: what the parser reads as this very tool."""
         alias = self._names.alias(tool.name)
-        taken = alias in NOBODY or alias.partition(".")[0] in self._turn.trained_namespaces
-        prefix = f"{FUNCTIONS}."
-        return _quoted(prefix + alias) if taken else f'"{prefix}"? {_quoted(alias)}'
+        forms = [f"{FUNCTIONS}.{alias}"]
+        if alias not in NOBODY and alias.partition(".")[0] not in self._turn.trained_namespaces:
+            forms.append(alias)
+        meant = [form for form in forms if self._names.addressee(form) == tool.name]
+        return " | ".join(map(_quoted, meant or forms[:1]))
 
     def _arguments(self, tool: Tool) -> str:
         schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
@@ -259,7 +368,7 @@ class _Writer:
         except escaped.NotExpressible as error:
             problem = f"the format of tool {tool.name!r}: {error} cannot be enforced"
             self._cannot(problem, tool.strict, tool.where, has_word=False)
-            return f"%json {express(_with_input({'type': 'string'}), check=self._check).text}"
+            return self._json(_with_input({"type": "string"}), False, "", tool.where)
 
     def _call(self, callable_: Sequence[tuple[str, str]]) -> None:
         roles, channels = [], []
@@ -275,15 +384,6 @@ class _Writer:
 
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-
-_BUILTIN: Mapping[str, Sequence[tuple[str, str]]] = {
-    "browser": [
-        (f'"browser.{function}"', f"%json {ANY_OBJECT.text}")
-        for function in ("search", "open", "find")
-    ],
-    "python": [('"python"', "text")],
-}
-"""The tools that gpt-oss was trained with, and what it writes to them: JSON, and code."""
 
 
 def trained(tool: Tool) -> Tool:

@@ -1,0 +1,927 @@
+"""JSON Schema as rules of a Lark grammar, in which properties come in any order.
+
+**The normal form.** A schema is a conjunction of keywords, some of which are conjunctions and
+disjunctions of schemas. It is brought into a disjunction of alternatives (`_Alternative`), in each
+of which every keyword speaks of one JSON type: ``allOf``, ``$ref`` and the keywords beside them are
+merged, ``anyOf``, ``oneOf`` and ``enum`` multiply the alternatives. What a property must be is a
+conjunction of schemas again, of all those that speak of its name; it becomes a rule of its own, so
+that references may be recursive.
+
+**An object** is a walk over its members that remembers which names have come: a rule with a
+parameter of 64 bits (https://github.com/guidance-ai/llguidance/blob/main/docs/parametric.md), one
+for each name, those that are required first. A name whose bit is set may not come again, and ``}``
+may come when all bits of the required names are set. ``n`` names make ``n`` alternatives, however
+many subsets there are, because a rule is only made for the subsets that an output really comes to.
+Names that are not declared come in loops between, so that the depth of the parse does not grow with
+them. Names are lexemes: a declared one is a literal in all its spellings (`spellings`), any other a
+string without those.
+
+**White space** belongs to the lexeme before it, and has a bound of 256 characters in each place:
+ten levels of indentation with room for columns, while a model that writes nothing else comes to an
+end of it within some dozens of tokens.
+
+**What is not expressed** is left out, which only ever allows more, and is named in ``dropped``.
+``format`` is an annotation, as JSON Schema has it. The size of what is made is bounded in every
+direction (depth of rules along references, alternatives, text), because a grammar that is too deep
+ends llguidance's process, and one that is too large fills its memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from itertools import combinations, product
+from math import lcm
+from typing import Any
+
+from vllm_mlx_harmony.core import lru
+from vllm_mlx_harmony.core.grammar import spellings
+from vllm_mlx_harmony.core.grammar.escaped import NotExpressible
+from vllm_mlx_harmony.core.grammar.expressible import EVALUATING_NOTHING, Reading
+
+MAX_DEPTH = 64
+"""Rules within rules, along references: four levels of llguidance's each."""
+
+MAX_ALTERNATIVES = 200
+MAX_TEXT = 200_000
+"""Characters of the rules of one schema."""
+
+MAX_COUNT = 1000
+"""Items, properties and characters that are counted."""
+
+MAX_LENGTH = 10_000
+MAX_MODULUS = 10_000
+MAX_PATTERNS = 3
+MAX_PREFIX = 50
+MAX_PAIRS = 2000
+MAX_ORDER = 30
+"""Powers of ten of bounds of numbers, to either side."""
+
+BITS = 64
+REMEMBERED = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a schema becomes: the symbol of its values, the lines of the rules that it needs, and
+    the keywords that are not in them."""
+
+    symbol: str
+    lines: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+_SPACE = spellings.WHITE_SPACE
+
+_COMMON = {
+    "JSON_SPACE": f"/{_SPACE}/",
+    "JSON_BLANK": f"/{_SPACE.replace('{0,', '{1,')}/",
+    "JSON_OPEN": rf"/\{{{_SPACE}/",
+    "JSON_CLOSE": rf"/\}}{_SPACE}/",
+    "JSON_FIRST": rf"/\[{_SPACE}/",
+    "JSON_LAST": rf"/\]{_SPACE}/",
+    "JSON_COMMA": f"/,{_SPACE}/",
+    "JSON_COLON": f"/{_SPACE}:{_SPACE}/",
+    "JSON_NAME": f"/{spellings.string()}/",
+    "JSON_STRING": f"/{spellings.string()}{_SPACE}/",
+    "JSON_NUMBER": f"/{spellings.NUMBER}{_SPACE}/",
+    "JSON_INTEGER": f"/{spellings.INTEGER}{_SPACE}/",
+    "JSON_TRUE": f"/true{_SPACE}/",
+    "JSON_FALSE": f"/false{_SPACE}/",
+    "JSON_NULL": f"/null{_SPACE}/",
+    "JSON_ZEROS": rf"/\.0+(?:[eE][-+]?0+)?{_SPACE}|[eE][-+]?0+{_SPACE}/",
+    "json_value": "JSON_STRING | JSON_NUMBER | JSON_TRUE | JSON_FALSE | JSON_NULL | json_object"
+    " | json_array",
+    "json_object": "JSON_OPEN (json_member (JSON_COMMA json_member)*)? JSON_CLOSE",
+    "json_member": "JSON_NAME JSON_COLON json_value",
+    "json_array": "JSON_FIRST (json_value (JSON_COMMA json_value)*)? JSON_LAST",
+}
+
+COMMON = "".join(f"{name}: {body}\n" for name, body in _COMMON.items())
+"""The rules that those of every schema may refer to."""
+
+ANY_OBJECT = Rules("json_object")
+
+_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+
+
+def rules_of(value: Mapping[str, Any], *, of_object: bool = False, tenant: str = "") -> Rules:
+    """The rules of the values that are valid for ``value``. ``of_object``: it is the schema of an
+    object even where it does not say so. Never raises. Remembered for ``tenant``."""
+    try:
+        key = json.dumps([tenant, of_object, value], separators=(",", ":"))
+    except (RecursionError, TypeError, ValueError):
+        return replace(ANY_OBJECT, dropped=("a schema that is no JSON",))
+    known = _remembered.get(key)
+    if known is None:
+        name = hashlib.blake2b(key.partition(",")[2].encode(), digest_size=6).hexdigest()
+        translating = _Translating(Reading(value), of_object, name)
+        known = translating.rules()
+        _remembered.put(key, known, 2 * (len(key) + sum(map(len, known.lines))) + 512)
+    return known
+
+
+_remembered: lru.ByteLRU[str, Rules] = lru.ByteLRU(REMEMBERED)
+
+
+class _TooLarge(Exception):
+    """There would be too many rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """What ``properties``, ``patternProperties`` and ``additionalProperties`` of one schema say of
+    the members of an object. ``is_open``: ``rest`` is not said."""
+
+    names: Mapping[str, Any] = field(default_factory=dict)
+    patterns: Mapping[str, Any] = field(default_factory=dict)
+    rest: Any = True
+    is_open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Items:
+    prefix: Sequence[Any] = ()
+    rest: Any = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A number that others are compared with."""
+
+    value: Decimal
+    strictly: bool
+    is_least: bool
+
+    def allows(self, value: Decimal) -> bool:
+        if value == self.value:
+            return not self.strictly
+        return (value > self.value) == self.is_least
+
+    @property
+    def pattern(self) -> str:
+        compared = spellings.at_least if self.is_least else spellings.at_most
+        return compared(self.value, strictly=self.strictly)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alternative:
+    """A conjunction of keywords none of which is an applicator in place.
+
+    ``texts`` and ``values`` are the strings and numbers among which a value must be.
+    """
+
+    types: frozenset[str] = _TYPES
+    is_integer: bool = False
+    booleans: frozenset[bool] = frozenset({False, True})
+    texts: tuple[str, ...] | None = None
+    values: tuple[Decimal, ...] | None = None
+    length: tuple[int, int | None] = (0, None)
+    patterns: tuple[str, ...] = ()
+    bounds: tuple[_Bound, ...] = ()
+    steps: tuple[Decimal, ...] = ()
+    items: tuple[_Items, ...] = ()
+    many_items: tuple[int, int | None] = (0, None)
+    members: tuple[_Members, ...] = ()
+    required: tuple[str, ...] = ()
+    of_names: tuple[Any, ...] = ()
+    many_members: tuple[int, int | None] = (0, None)
+    is_one_of_any: bool = False
+    """Others beside it may hold as well, and have evaluated other properties."""
+
+    def merged(self, other: _Alternative) -> _Alternative:
+        return _Alternative(
+            types=self.types & other.types,
+            is_integer=self.is_integer or other.is_integer,
+            booleans=self.booleans & other.booleans,
+            texts=_common(self.texts, other.texts),
+            values=_common(self.values, other.values),
+            length=_narrowed(self.length, other.length),
+            patterns=_united(self.patterns, other.patterns),
+            bounds=_united(self.bounds, other.bounds),
+            steps=_united(self.steps, other.steps),
+            items=self.items + other.items,
+            many_items=_narrowed(self.many_items, other.many_items),
+            members=self.members + other.members,
+            required=_united(self.required, other.required),
+            of_names=self.of_names + other.of_names,
+            many_members=_narrowed(self.many_members, other.many_members),
+            is_one_of_any=self.is_one_of_any or other.is_one_of_any,
+        )
+
+    def allows_text(self, text: str) -> bool:
+        least, most = self.length
+        if "string" not in self.types or (self.texts is not None and text not in self.texts):
+            return False
+        if len(text) < least or (most is not None and len(text) > most):
+            return False
+        return all(_found(pattern, text) for pattern in self.patterns)
+
+    @property
+    def numbers(self) -> tuple[Decimal, ...] | None:
+        """Its numbers, when they are listed."""
+        if self.values is None:
+            return None
+        return tuple(
+            value
+            for value in self.values
+            if all(bound.allows(value) for bound in self.bounds)
+            and not (self.is_integer and value % 1)
+            and not any(value % step for step in self.steps)
+        )
+
+    @property
+    def strings(self) -> tuple[str, ...] | None:
+        """Its strings, when they are listed."""
+        return None if self.texts is None else tuple(filter(self.allows_text, self.texts))
+
+
+def _common(one: Any, other: Any) -> Any:
+    if one is None or other is None:
+        return one if other is None else other
+    return tuple(value for value in one if value in other)
+
+
+def _narrowed(one: tuple[int, int | None], other: tuple[int, int | None]) -> tuple[int, int | None]:
+    most = [each for each in (one[1], other[1]) if each is not None]
+    return max(one[0], other[0]), min(most, default=None)
+
+
+def _united(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys((*one, *other)))
+
+
+def _found(pattern: str, text: str) -> bool:
+    try:
+        return re.search(pattern, text) is not None
+    except re.error:
+        return True
+
+
+class _Translating:
+    """One walk through a schema, rule by rule."""
+
+    def __init__(self, reading: Reading, of_object: bool, name: str) -> None:
+        self._root = reading.root(of_object)
+        self.dropped = reading.dropped
+        lost = self.dropped.keys() - EVALUATING_NOTHING
+        self._evaluated_is_known = not lost
+        self._name = name
+        self._lines: dict[str, None] = {}
+        self._size = 0
+        self._terminals: dict[str, str] = {}
+        self._symbols: dict[frozenset[int], str | None] = {}
+        self._referred: set[frozenset[int]] = set()
+        self._expanded: dict[int, tuple[_Alternative, ...]] = {}
+        self._expanding: set[int] = set()
+        self._schemas: dict[str, Any] = {}
+
+    def rules(self) -> Rules:
+        of_object = isinstance(self._root, dict) and self._root.get("type") == "object"
+        any_ = ANY_OBJECT if of_object else Rules("json_value")
+        try:
+            symbol = self._value([self._root], 0)
+        except (_TooLarge, RecursionError):
+            return replace(any_, dropped=(*self.dropped, "a schema of this size"))
+        if symbol is None:
+            return replace(any_, dropped=(*self.dropped, "the schema as a whole"))
+        return Rules(symbol, tuple(self._lines), tuple(self.dropped))
+
+    def _drop(self, what: str) -> None:
+        self.dropped[what] = None
+
+    def _rule(self, head: str, alternatives: Iterable[str]) -> None:
+        line = f"{head}: " + "\n | ".join(alternatives)
+        self._size += len(line)
+        if self._size > MAX_TEXT:
+            raise _TooLarge
+        self._lines[line] = None
+
+    def _terminal(self, expression: str) -> str:
+        """The name of a terminal. It tells what it is, so that all schemas can share it."""
+        known = self._terminals.get(expression)
+        if known is None:
+            digest = hashlib.blake2b(expression.encode("utf-8", "replace"), digest_size=6)
+            known = self._terminals[expression] = f"J_{digest.hexdigest().upper()}"
+            self._rule(known, [expression])
+        return known
+
+    # Values
+
+    def _value(self, schemas: Iterable[Any], depth: int) -> str | None:
+        """The symbol of what is valid for all of ``schemas``; ``None`` when nothing is."""
+        wanted = {id(one): one for one in schemas if one is not True and one != {}}
+        if not wanted:
+            return "json_value"
+        if any(one is False for one in wanted.values()):
+            return None
+        if depth >= MAX_DEPTH:
+            self._drop("a schema of this depth")
+            return "json_value"
+        key = frozenset(wanted)
+        if key in self._symbols:
+            self._referred.add(key)
+            return self._symbols[key]
+        self._symbols[key] = symbol = f"v_{self._name}_{len(self._symbols)}"
+        alternatives = self._all(list(wanted.values()), depth)
+        written = list(dict.fromkeys(self._written(alternatives, depth)))
+        if "json_value" in written:
+            written = ["json_value"]
+        if not written:
+            self._symbols[key] = None
+        elif len(written) == 1 and written[0].isidentifier() and key not in self._referred:
+            self._symbols[key] = written[0]
+        else:
+            self._rule(symbol, written)
+        return self._symbols[key]
+
+    def _written(self, alternatives: Iterable[_Alternative], depth: int) -> Iterator[str]:
+        for one in alternatives:
+            if one == _Alternative():
+                yield "json_value"
+                continue
+            if "null" in one.types:
+                yield "JSON_NULL"
+            if "boolean" in one.types:
+                yield from (f"JSON_{str(value).upper()}" for value in sorted(one.booleans))
+            if "string" in one.types and (string := self._string(one)):
+                yield string
+            if "number" in one.types and (number := self._number(one)):
+                yield number
+            if "array" in one.types and (array := self._array(one, depth)):
+                yield array
+            if "object" in one.types and (object_ := self._object(one, depth)):
+                yield object_
+
+    def _string(self, one: _Alternative) -> str | None:
+        if one.strings is not None:
+            if not one.strings:
+                return None
+            return self._terminal(f"/{spellings.any_of(one.strings)}{_SPACE}/")
+        least, most = self._counted(one.length, "minLength", "maxLength", MAX_LENGTH)
+        patterns = self._patterns(one.patterns)
+        if not least and most is None and not patterns:
+            return "JSON_STRING"
+        if least or most is not None:
+            patterns.append(f"/{spellings.string(least, most)}/")
+        return self._terminal(f"({' & '.join(patterns)}) JSON_SPACE")
+
+    def _patterns(self, patterns: Iterable[str]) -> list[str]:
+        written = []
+        for pattern in patterns:
+            with suppress(NotExpressible):
+                written.append(f"/{spellings.matching(pattern)}/")
+                continue
+            self._drop("pattern")
+        return written
+
+    def _counted(
+        self, many: tuple[int, int | None], least: str, most: str, limit: int
+    ) -> tuple[int, int | None]:
+        """Bounds that are not too large to count to."""
+        low, high = many
+        if low > limit:
+            self._drop(least)
+            low = 0
+        if high is not None and high > limit:
+            self._drop(most)
+            high = None
+        return low, high
+
+    def _number(self, one: _Alternative) -> str | None:
+        if one.numbers is not None:
+            if not one.numbers:
+                return None
+            equal = "|".join(map(spellings.equal_to, one.numbers))
+            return self._terminal(f"/(?:{equal}){_SPACE}/")
+        bounds = []
+        for bound in one.bounds:
+            if bound.value and abs(bound.value.adjusted()) > MAX_ORDER:
+                self._drop("minimum" if bound.is_least else "maximum")
+            else:
+                bounds.append(bound)
+        parts = [self._terminal(f"/{bound.pattern}/") for bound in bounds]
+        others = []
+        for step in one.steps:
+            pattern = spellings.multiple_of(step)
+            if pattern is None:
+                others.append(step)
+            else:
+                parts.append(self._terminal(f"/{pattern}/"))
+        if others and (multiple := self._multiple(one, bounds, others)):
+            return multiple
+        if not parts:
+            return "JSON_INTEGER" if one.is_integer else "JSON_NUMBER"
+        base = spellings.INTEGER if one.is_integer else spellings.NUMBER
+        parts.insert(0, self._terminal(f"/{base}/"))
+        return self._terminal(f"({' & '.join(parts)}) JSON_SPACE")
+
+    def _multiple(
+        self, one: _Alternative, bounds: Sequence[_Bound], steps: Sequence[Decimal]
+    ) -> str | None:
+        """Multiples that take arithmetic, which llguidance has for numbers without an exponent."""
+        whole = all(not step % 1 for step in (*steps, *one.steps))
+        if whole:
+            step = Decimal(lcm(*(int(each) for each in one.steps)))
+        elif len(one.steps) == 1 and not (one.is_integer and steps[0] % 1):
+            step = steps[0]
+        else:
+            step = Decimal(MAX_MODULUS + 1)
+        digits = int("".join(map(str, step.normalize().as_tuple().digits)))
+        if max(digits, int(step)) > MAX_MODULUS:
+            self._drop("multipleOf")
+            return None
+        schema: dict[str, Any] = {"type": "integer" if whole else "number"}
+        schema["multipleOf"] = int(step) if whole else float(step)
+        for bound in bounds:
+            keyword = "minimum" if bound.is_least else "maximum"
+            if bound.strictly:
+                keyword = f"exclusive{keyword.capitalize()}"
+            value = float(bound.value) if bound.value % 1 else int(bound.value)
+            if keyword not in schema or (schema[keyword] < value) == bound.is_least:
+                schema[keyword] = value
+        options = {"x-guidance": {"whitespace_flexible": False}}
+        written = json.dumps({**options, **schema}, separators=(",", ":"))
+        self._rule(f"m_{self._name}_{len(self._lines)}", [f"%json {written}"])
+        name = next(reversed(self._lines)).partition(":")[0]
+        return f"{name} (JSON_ZEROS | JSON_BLANK)?"
+
+    def _array(self, one: _Alternative, depth: int) -> str | None:  # noqa: C901, PLR0912 - one keyword after the other
+        least, most = self._counted(one.many_items, "minItems", "maxItems", MAX_COUNT)
+        if most is not None and least > most:
+            return None
+        length = max((len(each.prefix) for each in one.items), default=0)
+        if length > MAX_PREFIX:
+            self._drop("prefixItems")
+            return "json_array"
+        heads: list[str] = []
+        for at in range(length):
+            here = [each.prefix[at] if at < len(each.prefix) else each.rest for each in one.items]
+            item = self._value(here, depth + 1)
+            if item is None:
+                most = at if most is None else min(at, most)
+                break
+            heads.append(item)
+        rest = self._value([each.rest for each in one.items], depth + 1)
+        if rest is None:
+            most = length if most is None else min(length, most)
+        if most is not None and least > most:
+            return None
+        if most is not None:
+            heads = heads[:most]
+        within = ""
+        if rest is not None and (most is None or most > len(heads)):
+            low = max(least - len(heads), 0)
+            high = None if most is None else most - len(heads)
+            if heads:
+                within = f"(JSON_COMMA {rest}){{{low},{'' if high is None else high}}}"
+            else:
+                more = f"{max(low - 1, 0)},{'' if high is None else high - 1}"
+                within = f"{rest} (JSON_COMMA {rest}){{{more}}}"
+                within = within if low else f"({within})?"
+        for at in range(len(heads) - 1, -1, -1):
+            within = f"{heads[at]} {within}"
+            if at:
+                within = f"JSON_COMMA {within}"
+            if at >= least:
+                within = f"({within})?"
+        within = within.replace("{0,}", "*")
+        if within == "(json_value (JSON_COMMA json_value)*)?":
+            return "json_array"
+        return f"JSON_FIRST {within} JSON_LAST"
+
+    # Objects
+
+    def _object(self, one: _Alternative, depth: int) -> str | None:
+        least, most = self._counted(one.many_members, "minProperties", "maxProperties", 255)
+        of_names = self._all(one.of_names, depth) if one.of_names else None
+        listed = self._listed(of_names)
+        declared = dict.fromkeys(name for each in one.members for name in each.names)
+        declared.update(dict.fromkeys((*one.required, *listed)))
+        values: dict[str, str] = {}
+        for name in declared:
+            value = None
+            if of_names is None or any(each.allows_text(name) for each in of_names):
+                value = self._value(self._of_member(one.members, name), depth + 1)
+            if value is not None:
+                values[name] = value
+            elif name in one.required:
+                return None
+        others = list(self._others(one, declared, of_names, depth))
+        required = [name for name in values if name in one.required]
+        if most is not None and len(required) > most:
+            return None
+        return self._walk(required, values, others, (least, most))
+
+    def _of_member(self, members: Iterable[_Members], name: str) -> Iterator[Any]:
+        """All schemas that speak of the member ``name``."""
+        for each in members:
+            found = [each.names[name]] if name in each.names else []
+            found += [rest for pattern, rest in each.patterns.items() if _found(pattern, name)]
+            yield from found or [each.rest]
+
+    def _listed(self, of_names: Sequence[_Alternative] | None) -> list[str]:
+        """The names that may be, when there is an end of them."""
+        texts = [each.strings for each in of_names or () if "string" in each.types]
+        if of_names is None or any(each is None for each in texts):
+            return []
+        return [text for each in texts for text in each or ()]
+
+    def _others(  # noqa: C901 - one rule after the other
+        self,
+        one: _Alternative,
+        declared: Iterable[str],
+        of_names: Sequence[_Alternative] | None,
+        depth: int,
+    ) -> Iterator[str]:
+        """The members whose names are not declared, for each set of patterns that these match."""
+        patterns = {pattern: None for each in one.members for pattern in each.patterns}
+        written = {}
+        for pattern in patterns:
+            with suppress(NotExpressible):
+                written[pattern] = self._terminal(f"/{spellings.matching(pattern)}/")
+        is_known = len(written) == len(patterns) <= MAX_PATTERNS
+        if not is_known:
+            self._drop("patternProperties")
+        names = "JSON_NAME"
+        if of_names is not None:
+            names = " | ".join(dict.fromkeys(self._names(of_names)))
+            if not names:
+                return
+        if self._listed(of_names):
+            return
+        for matched in _subsets([*patterns] if is_known else []):
+            schemas: list[Any] = []
+            for each in one.members:
+                found = [rest for pattern, rest in each.patterns.items() if pattern in matched]
+                schemas += found or ([each.rest] if is_known or not each.patterns else [])
+            value = self._value(schemas, depth + 1)
+            if value is None:
+                continue
+            name = f"({names})" if " | " in names else names
+            for pattern in patterns if is_known else ():
+                name += f" & {'' if pattern in matched else '~'}{written[pattern]}"
+            if declared:
+                name += f" & ~{self._terminal(f'/{spellings.any_of(declared)}/')}"
+            yield f"{name if name == 'JSON_NAME' else self._terminal(name)} JSON_COLON {value}"
+
+    def _names(self, of_names: Iterable[_Alternative]) -> Iterator[str]:
+        """The strings that may be names."""
+        for each in of_names:
+            if "string" not in each.types:
+                continue
+            if each.strings is not None:
+                if each.strings:
+                    yield self._terminal(f"/{spellings.any_of(each.strings)}/")
+                continue
+            least, most = self._counted(each.length, "propertyNames", "propertyNames", MAX_LENGTH)
+            parts = self._patterns(each.patterns)
+            if least or most is not None:
+                parts.append(f"/{spellings.string(least, most)}/")
+            yield self._terminal(" & ".join(parts)) if parts else "JSON_NAME"
+
+    def _walk(  # noqa: C901 - one rule after the other
+        self,
+        required: Sequence[str],
+        values: Mapping[str, str],
+        others: Sequence[str],
+        many: tuple[int, int | None],
+    ) -> str | None:
+        """Members in any order, until those that are required have come.
+
+        The highest bits of the parameter count the other members, if they are to be counted.
+        """
+        least = max(many[0] - len(required), 0)
+        most = None if many[1] is None else many[1] - len(required)
+        room = (most or least).bit_length() + 1 if least or most is not None else 0
+        bits = BITS - room
+        if len(required) > bits:
+            self._drop(f"required of an object with more than {bits} such names")
+            required = required[:bits]
+        tracked = [*required]
+        if len(values) <= bits:
+            tracked += [name for name in values if name not in required]
+        loops = [*others, *self._loose(values, tracked)]
+        if not loops and least > len(tracked) - len(required):
+            return None
+        if not (loops or tracked) or (most == 0 and not required):
+            return "JSON_OPEN JSON_CLOSE"
+        if not tracked:
+            return _repeated(loops, least, most)
+        walk = f"o_{self._name}_{len(self._lines)}"
+        counted = f"[{bits}:{BITS}]"
+        all_required = f"is_ones([0:{len(required)}])"
+        has_room = "" if most is None else f"lt({counted}, {most})"
+        loop = f"{walk}_l " if loops and most is None else ""
+        alternatives = []
+        for bit, name in enumerate(tracked):
+            member = f"{self._terminal(f'/{spellings.text(name)}/')} JSON_COLON {values[name]}"
+            is_counted = room and bit >= len(required)
+            condition = _when(f"bit_clear({bit})", has_room if is_counted else "")
+            after = f"{walk}_{'c' if is_counted else 's'}::set_bit({bit})"
+            alternatives.append(f"{loop}{member} {after}{condition}")
+        if loops:
+            self._rule(f"{walk}_o", loops)
+            self._rule(f"{walk}_l", [f"({walk}_o JSON_COMMA)*"])
+            if most is None:
+                enough = f"ge({counted}, {least - 1})" if least else ""
+                last = _when(all_required if required else "", enough)
+                alternatives.append(f"{walk}_o (JSON_COMMA {walk}_o)* JSON_CLOSE{last}")
+            if room:
+                few = has_room or f"lt({counted}, {least})"
+                alternatives.append(f"{walk}_o {walk}_c::_{_when(few)}")
+        self._rule(f"{walk}_m::_", alternatives)
+        for after, come in (("s", 0), ("c", 1)) if room else (("s", 0),):
+            enough = f"ge({counted}, {least - come})" if least else ""
+            free = "" if loops else f"not(is_ones([0:{len(tracked)}]))"
+            if most is not None:
+                free = "" if loops else f"not(is_ones([{len(required)}:{len(tracked)}]))"
+                free = _all(f"lt({counted}, {most - come})", free)
+                free = f"or(not({all_required}), {free})" if required else free
+            is_whole = _when(all_required if required else "", enough)
+            then = f"{walk}_m::{f'incr({counted})' if come else '_'}"
+            rules = [f"JSON_CLOSE{is_whole}", f"JSON_COMMA {then}{_when(free)}"]
+            self._rule(f"{walk}_{after}::_", rules)
+        empty = [] if required or least else ["JSON_OPEN JSON_CLOSE"]
+        self._rule(walk, [f"JSON_OPEN {walk}_m::0x0", *empty])
+        return walk
+
+    def _loose(self, values: Mapping[str, str], tracked: Sequence[str]) -> Iterator[str]:
+        """The declared members of which is not remembered whether they have come."""
+        names: dict[str, list[str]] = {}
+        for name, value in values.items():
+            if name not in tracked:
+                names.setdefault(value, []).append(name)
+        for value, alike in names.items():
+            yield f"{self._terminal(f'/{spellings.any_of(alike)}/')} JSON_COLON {value}"
+
+    # Alternatives
+
+    def _all(self, schemas: Sequence[Any], depth: int) -> tuple[_Alternative, ...]:
+        """The alternatives of a conjunction."""
+        found: tuple[_Alternative, ...] = (_Alternative(),)
+        for one in schemas:
+            found = self._both(found, self._alternatives(one, depth))
+        return found
+
+    def _both(
+        self, some: Sequence[_Alternative], others: Sequence[_Alternative]
+    ) -> tuple[_Alternative, ...]:
+        if len(some) * len(others) > MAX_ALTERNATIVES:
+            self._drop("a combination of so many alternatives")
+            return tuple(some if len(some) < len(others) else others)
+        merged = (one.merged(other) for one, other in product(some, others))
+        return tuple(one for one in merged if one.types)
+
+    def _alternatives(  # noqa: C901 - one keyword after the other
+        self, schema: Any, depth: int
+    ) -> tuple[_Alternative, ...]:
+        if isinstance(schema, bool):
+            return (_Alternative(),) if schema else ()
+        key = id(schema)
+        if key in self._expanded:
+            return self._expanded[key]
+        if key in self._expanding:
+            self._drop("$ref to a schema that it is part of itself")
+            return (_Alternative(),)
+        if len(self._expanding) >= MAX_DEPTH:
+            self._drop("a schema of this depth")
+            return (_Alternative(),)
+        self._expanding.add(key)
+        found: tuple[_Alternative, ...] = (self._own(schema),)
+        if "const" in schema or "enum" in schema:
+            listed = [schema["const"]] if "const" in schema else schema["enum"]
+            found = self._both(found, tuple(self._literals(listed)))
+            if "const" in schema and "enum" in schema:
+                found = self._both(found, tuple(self._literals(schema["enum"])))
+        for member in schema.get("allOf", ()):
+            found = self._both(found, self._alternatives(member, depth))
+        if "$ref" in schema:
+            target = self._target(schema["$ref"])
+            found = self._both(found, self._alternatives(target, depth))
+        if "anyOf" in schema:
+            branches = [self._alternatives(one, depth) for one in schema["anyOf"]]
+            several = len(branches) > 1
+            united = (one for branch in branches for one in branch)
+            found = self._both(
+                found, _unique(replace(one, is_one_of_any=several) for one in united)
+            )
+        if "oneOf" in schema:
+            branches = [self._alternatives(one, depth) for one in schema["oneOf"]]
+            if not self._are_apart(branches, depth):
+                self._drop("oneOf")
+            found = self._both(found, _unique(one for branch in branches for one in branch))
+        if "unevaluatedProperties" in schema:
+            found = tuple(self._unevaluated(found, schema["unevaluatedProperties"]))
+        self._expanding.discard(key)
+        self._expanded[key] = found
+        return found
+
+    def _target(self, reference: str) -> Any:
+        if reference == "#":
+            return self._root
+        return self._root.get("$defs", {}).get(reference.removeprefix("#/$defs/"), True)
+
+    def _own(self, schema: Mapping[str, Any]) -> _Alternative:
+        """What its keywords say that are no applicators in place."""
+        types = schema.get("type", list(_TYPES))
+        named = {types} if isinstance(types, str) else set(types)
+        bounds = []
+        for keyword, is_least in (("minimum", True), ("maximum", False)):
+            value = spellings.decimal(schema.get(keyword))
+            exclusive = schema.get(f"exclusive{keyword.capitalize()}")
+            if value is not None:
+                bounds.append(_Bound(value, exclusive is True, is_least))
+            beyond = spellings.decimal(exclusive)
+            if beyond is not None:
+                bounds.append(_Bound(beyond, True, is_least))
+        step = spellings.decimal(schema.get("multipleOf"))
+        items: tuple[_Items, ...] = ()
+        if "items" in schema or "prefixItems" in schema:
+            of_items = schema.get("items", True)
+            if isinstance(of_items, list):  # of drafts before 2020-12
+                items = (_Items(of_items, schema.get("additionalItems", True)),)
+            else:
+                items = (_Items(schema.get("prefixItems", ()), of_items),)
+        members: tuple[_Members, ...] = ()
+        if not schema.keys().isdisjoint(_OF_MEMBERS):
+            members = (
+                _Members(
+                    schema.get("properties", {}),
+                    schema.get("patternProperties", {}),
+                    schema.get("additionalProperties", True),
+                    "additionalProperties" not in schema,
+                ),
+            )
+        return _Alternative(
+            types=frozenset("number" if one == "integer" else one for one in named),
+            is_integer="integer" in named and "number" not in named,
+            length=(schema.get("minLength", 0), schema.get("maxLength")),
+            patterns=(schema["pattern"],) if "pattern" in schema else (),
+            bounds=tuple(bounds),
+            steps=(abs(step),) if step else (),
+            items=items,
+            many_items=(schema.get("minItems", 0), schema.get("maxItems")),
+            members=members,
+            required=tuple(dict.fromkeys(schema.get("required", ()))),
+            of_names=(schema["propertyNames"],) if "propertyNames" in schema else (),
+            many_members=(schema.get("minProperties", 0), schema.get("maxProperties")),
+        )
+
+    def _literals(self, listed: Sequence[Any]) -> Iterator[_Alternative]:
+        """The scalars in one, and each array and object."""
+        types, texts, values, booleans = set(), [], [], set()
+        for one in listed:
+            if one is None:
+                types.add("null")
+            elif isinstance(one, bool):
+                types.add("boolean")
+                booleans.add(one)
+            elif isinstance(one, str):
+                types.add("string")
+                texts.append(one)
+            elif isinstance(one, (int, float)):
+                value = spellings.decimal(one)
+                if value is not None and (not value or abs(value.adjusted()) <= MAX_ORDER):
+                    types.add("number")
+                    values.append(value)
+                else:
+                    self._drop("a number of this size")
+                    yield _Alternative(types=frozenset({"number"}))
+            elif isinstance(one, list):
+                yield _Alternative(
+                    types=frozenset({"array"}),
+                    items=(_Items([self._constant(each) for each in one], False),),
+                    many_items=(len(one), len(one)),
+                )
+            elif isinstance(one, dict):
+                names = {name: self._constant(each) for name, each in one.items()}
+                yield _Alternative(
+                    types=frozenset({"object"}),
+                    members=(_Members(names, {}, False, False),),
+                    required=tuple(names),
+                )
+        if types:
+            yield _Alternative(
+                types=frozenset(types),
+                booleans=frozenset(booleans),
+                texts=tuple(dict.fromkeys(texts)),
+                values=tuple(dict.fromkeys(values)),
+            )
+
+    def _constant(self, value: Any) -> Any:
+        schema = {"const": value}
+        key = json.dumps(schema, sort_keys=True)
+        return self._schemas.setdefault(key, schema)
+
+    def _unevaluated(self, found: Sequence[_Alternative], rest: Any) -> Iterator[_Alternative]:
+        """Each with what ``unevaluatedProperties`` says of the names that it does not speak of."""
+        if rest in (True, {}):
+            all_ = _Members(is_open=False)
+            yield from (replace(one, members=(*one.members, all_)) for one in found)
+            return
+        if not self._evaluated_is_known:
+            self._drop("unevaluatedProperties")
+            yield from found
+            return
+        together = [one for one in found if one.is_one_of_any]
+        names = [{name for each in one.members for name in each.names} for one in together]
+        if any(each != names[0] for each in names):
+            self._drop("unevaluatedProperties")
+        for one in found:
+            beside = together if one.is_one_of_any else [one]
+            members = [each for other in beside for each in other.members]
+            if any(not each.is_open for each in members):
+                yield one
+                continue
+            evaluated = _Members(
+                {name: True for each in members for name in each.names},
+                {pattern: True for each in members for pattern in each.patterns},
+                rest,
+                False,
+            )
+            yield replace(one, members=(*one.members, evaluated))
+
+    # oneOf
+
+    def _are_apart(self, branches: Sequence[Sequence[_Alternative]], depth: int) -> bool:
+        """Whether no two branches hold at once."""
+        pairs = sum(len(one) * len(other) for one, other in combinations(branches, 2))
+        if pairs > MAX_PAIRS:
+            return False
+        return all(
+            self._is_empty(one.merged(other), depth, 3)
+            for some, others in combinations(branches, 2)
+            for one, other in product(some, others)
+        )
+
+    def _is_empty(self, one: _Alternative, depth: int, levels: int) -> bool:
+        """Whether it is plain to see that nothing is valid."""
+        if not one.types:
+            return True
+        possible = set(one.types)
+        if not one.booleans:
+            possible.discard("boolean")
+        if one.strings == ():
+            possible.discard("string")
+        if one.numbers == () or self._is_interval_empty(one):
+            possible.discard("number")
+        if one.length[1] is not None and one.length[0] > one.length[1]:
+            possible.discard("string")
+        if one.many_items[1] is not None and one.many_items[0] > one.many_items[1]:
+            possible.discard("array")
+        if "object" in possible and levels:
+            for name in one.required:
+                schemas = list(self._of_member(one.members, name))
+                found = self._all(schemas, depth)
+                if all(self._is_empty(each, depth, levels - 1) for each in found):
+                    possible.discard("object")
+                    break
+        return not possible
+
+    def _is_interval_empty(self, one: _Alternative) -> bool:
+        least = [bound for bound in one.bounds if bound.is_least]
+        most = [bound for bound in one.bounds if not bound.is_least]
+        return any(
+            low.value > high.value or (low.value == high.value and (low.strictly or high.strictly))
+            for low, high in product(least, most)
+        )
+
+
+_OF_MEMBERS = frozenset({"properties", "patternProperties", "additionalProperties"})
+
+
+def _all(*conditions: str) -> str:
+    """The conjunction of those that are not empty."""
+    given = [one for one in conditions if one]
+    return f"and({', '.join(given)})" if len(given) > 1 else "".join(given)
+
+
+def _when(*conditions: str) -> str:
+    condition = _all(*conditions)
+    return f" %if {condition}" if condition else ""
+
+
+def _repeated(members: Sequence[str], least: int, most: int | None) -> str:
+    """An object of so many members, in which nothing has to be remembered."""
+    if members == ["JSON_NAME JSON_COLON json_value"] and not least and most is None:
+        return "json_object"
+    member = members[0] if len(members) == 1 else f"({' | '.join(members)})"
+    low, high = max(least - 1, 0), "" if most is None else most - 1
+    within = f"{member} (JSON_COMMA {member}){{{low},{high}}}".replace("{0,}", "*")
+    return f"JSON_OPEN {within if least else f'({within})?'} JSON_CLOSE"
+
+
+def _unique(alternatives: Iterable[_Alternative]) -> tuple[_Alternative, ...]:
+    """Without those that come twice; listed scalars together."""
+    return tuple({repr(one): one for one in alternatives}.values())
+
+
+def _subsets(patterns: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(len(patterns) + 1):
+        yield from combinations(patterns, count)
