@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,19 @@ import pytest
 
 pytest.importorskip("mcp")
 
+sys.path.append(str(Path(__file__).parent))  # importlib mode puts test directories nowhere
+
+from local import Local
+
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, Use, read
+from vllm_mlx_harmony.server.tools.tool_server import Answer
 from vllm_mlx_harmony.server.tools.toolbox import NOTHING, Answered, Toolbox
 
 SERVERS = Path(__file__).parent / "servers.py"
+RAW = Path(__file__).parent / "raw_server.py"
 
 
 def stdio(kind: str, **more: Any) -> dict[str, Any]:
@@ -215,8 +221,9 @@ def free_port() -> int:
 @contextmanager
 def serving(port: int, transport: str, kind: str = "weather") -> Iterator[subprocess.Popen[bytes]]:
     more = ["--sse"] if transport == "sse" else []
+    command = [str(RAW)] if kind == "raw" else [str(SERVERS), kind]
     server = subprocess.Popen(
-        [sys.executable, str(SERVERS), kind, str(port), *more],
+        [sys.executable, *command, str(port), *more],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -230,6 +237,39 @@ def serving(port: int, transport: str, kind: str = "weather") -> Iterator[subpro
     finally:
         server.kill()
         server.wait()
+
+
+@pytest.mark.parametrize("transport", ["stdio", "streamable-http"])
+def test_a_server_with_malformed_tools_and_half_surrogates(
+    transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    over_http = {"url": f"http://127.0.0.1:{port}/mcp", "transport": transport}
+    over_stdio = {"command": sys.executable, "args": [str(RAW)]}
+    box = toolbox({"raw": over_stdio if transport == "stdio" else over_http})
+
+    async def called() -> tuple[Any, str]:
+        return box.namespaces[0].tools, (await ask(box, "raw.good", "{}")).text
+
+    with caplog.at_level("WARNING", "vllm_mlx_harmony"), ExitStack() as stack:
+        if transport != "stdio":
+            stack.enter_context(serving(port, transport, "raw"))
+        (good, better), text = within(box, called)
+    assert (good.name, good.description, better.name) == ("good", "Half \ufffd of it.", "better")
+    assert text == "\ufffd of it, \U0001f600 whole, \\ud83d written out \ufffd"
+    said = [each.getMessage() for each in caplog.records if "malformed" in each.getMessage()]
+    assert len(said) == 11  # one line for each, however often the list is read
+    assert said[0].startswith("tool server raw: the tool 'type' (inputSchema.type: ")
+    assert any("the tool number 7 (name: " in each for each in said)
+
+
+async def cut_in_two() -> Answer:
+    return Answer("half \ud83d")
+
+
+def test_half_a_surrogate_of_another_kind_of_server() -> None:
+    box = Toolbox([Local("own", {"cut": (None, cut_in_two)})], ToolsConfig(), Use.ON)
+    assert within(box, lambda: ask(box, "own.cut", "{}")).text == "half \ufffd"
 
 
 # --- The operator's file.

@@ -28,6 +28,7 @@ from vllm_mlx_harmony.core.attachments import left_out
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.server.tools.config import ServerConfig
+from vllm_mlx_harmony.server.tools.mcp_messages import accept_half_surrogates, malformed_tools
 from vllm_mlx_harmony.server.tools.tool_server import Answer, ToolError
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class McpServer:
         self._client: Client | None = None
         self._look = asyncio.Event()  # something may have changed: the tools, or that it answers
         self._lost = False
+        self._version = ""  # of the protocol, once it is agreed on
+        self._malformed: set[str] = set()  # what the log has said of its tools
         self._ready, self._tried = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._own_urls: re.Pattern[str] | None = None
@@ -188,9 +191,11 @@ class McpServer:
             if isinstance(message, ToolListChangedNotification):
                 self._look.set()
 
-        self._lost = False
+        accept_half_surrogates()
+        self._lost, self._version = False, ""
         self._look.clear()
         async with Client(self._watched(), message_handler=noticed, cache=None) as client:
+            self._version = client.protocol_version
             self._tools = await self._listed(client)
             self._client, self._problem = client, ""
             names = ", ".join(each.name for each in self._tools)
@@ -230,6 +235,7 @@ class McpServer:
                 with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
                     async with passed_on:
                         async for message in received:
+                            self._leave_out_malformed_tools(message)
                             await passed_on.send(message)
                 self._lost = True
                 self._look.set()
@@ -241,6 +247,18 @@ class McpServer:
                 finally:
                     group.cancel_scope.cancel()
                     incoming.close()
+
+    def _leave_out_malformed_tools(self, message: Any) -> None:
+        """In place, in the message of a list of tools. The others are served."""
+        result: Any = getattr(getattr(message, "message", None), "result", None)
+        problems = dict(malformed_tools(result, self._version)) if self._version else {}
+        for place in sorted(problems, reverse=True):
+            del result["tools"][place]
+        for problem in problems.values():
+            if problem not in self._malformed:  # a list is read again after every failed call
+                left_out = "tool server %s: the tool %s is malformed and left out"
+                logger.log(self._warning, left_out, self.label, self._without_urls(problem))
+        self._malformed.update(problems.values())
 
     def _transport(self) -> Any:
         config = self._config

@@ -198,7 +198,7 @@ class Toolbox:
         async def running() -> Answered:
             async with self._free:
                 answer = await server.call(name, arguments)
-            text = answer.text if answer.text.strip() else NOTHING
+            text = str(mended(answer.text)) if answer.text.strip() else NOTHING
             failure = ToolFailure(text, by_tool=True) if answer.failed else None
             return Answered(text, failure)
 
