@@ -18,6 +18,8 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
+from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.scheduler import Limits
 from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.sampling import Settings
@@ -363,5 +365,66 @@ def test_the_context_is_as_long_as_memory_allows(tiny: Path) -> None:
         room = engine.weights + budget.work + budget.layout.nbytes(5000)
         engine.budget = type(budget)(room, budget.layout, budget.work)
         assert engine.context_length is not None and 4600 < engine.context_length <= 5120
+    finally:
+        engine.close()
+
+
+# --- Prefix reuse.
+
+
+def reusing(nbytes: int = 1 << 30) -> Callable[[Any], PrefixCache]:
+    return lambda model: PrefixCache(model, PrefixTree(nbytes))
+
+
+def test_what_is_reused_is_the_same_as_computed(tiny: Path, run: Run) -> None:
+    engine = opened(tiny, cache=reusing())
+    try:
+        start = words(1, 300)
+        first = run(steps(engine, start))
+        assert first[-1].cached_tokens == 0
+        history = start + sum((step.ids for step in first), ())
+        again = history + words(2, 150)
+        assert run(engine.reusable_tokens(again, "")) >= len(start)
+        found = run(steps(engine, again))
+        assert found[0].cached_tokens >= len(start)
+        assert sum((step.ids for step in found), ()) == of_mlx_lm(engine, again)
+        assert run(engine.reusable_tokens(again, "another")) == 0
+        repeated = run(steps(engine, start))
+        assert repeated[0].cached_tokens == len(start) - 1
+        assert sum((step.ids for step in repeated), ()) == sum((step.ids for step in first), ())
+    finally:
+        engine.close()
+
+
+def test_rows_of_a_batch_are_reused_too(tiny: Path, run: Run) -> None:
+    engine = opened(tiny, cache=reusing())
+    prompts = [words(seed, 100 + 40 * seed) for seed in range(4)]
+
+    async def asked(prompts: list[tuple[int, ...]]) -> list[list[Step]]:
+        return list(await asyncio.gather(*(steps(engine, each) for each in prompts)))
+
+    try:
+        first = run(asked(prompts))
+        again = [
+            prompt + sum((step.ids for step in found), ()) + words(9, 60)
+            for prompt, found in zip(prompts, first, strict=True)
+        ]
+        for prompt, before, found in zip(again, prompts, run(asked(again)), strict=True):
+            assert found[0].cached_tokens >= len(before)
+            assert sum((step.ids for step in found), ()) == of_mlx_lm(engine, prompt)
+    finally:
+        engine.close()
+
+
+def test_the_prefix_cache_gives_way_to_a_request(tiny: Path, run: Run) -> None:
+    engine = opened(tiny, cache=reusing())
+    try:
+        run(answer(engine, words(1, 2000), max_tokens=2))
+        budget, cache = engine.budget, engine.cache
+        assert budget is not None and cache is not None and cache.status().nbytes > 0
+        room = engine.weights + budget.work + budget.layout.nbytes(2100)
+        engine.budget = type(budget)(room, budget.layout, budget.work)
+        assert len(run(answer(engine, words(2, 2000), max_tokens=2))) == 2
+        assert run(engine.reusable_tokens(words(1, 2000), "")) == 0
     finally:
         engine.close()

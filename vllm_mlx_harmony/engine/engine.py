@@ -21,17 +21,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.batch import Answers, Batch, Layers, Row
+from vllm_mlx_harmony.engine.boundaries import boundaries
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.memory import Budget, Layout
+from vllm_mlx_harmony.engine.prefix_cache import Match, PrefixCache
+from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.sampler import Sampler
 from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
 from vllm_mlx_harmony.engine.scheduler import Step as NextStep
@@ -56,41 +60,6 @@ _FAILED = "the engine failed while it was generating: the server's log says why"
 _STOPPED = "the engine was stopped"
 
 
-class Match(Protocol):
-    """What is known of a prompt."""
-
-    @property
-    def known(self) -> int:
-        """Ids that need not be computed."""
-
-
-class PrefixCache(Protocol):
-    """What was computed for prompts, kept for the next: see `engine.prefix_cache`."""
-
-    def lookup(self, prompt: Sequence[int], tenant: str) -> Match:
-        """On any thread."""
-
-    async def load(self, match: Match) -> None:
-        """What a disk has of it comes to memory."""
-
-    def marks(self, prompt: Sequence[int], after: int) -> list[int]:
-        """Where a prompt is cut, behind ``after``, ascending; the last is its last id."""
-
-    def restore(
-        self, prompt: Sequence[int], tenant: str, room: int = 0
-    ) -> tuple[Layers | None, int]:
-        """Caches that hold the known beginning, and its length in ids."""
-
-    def store(self, ids: Sequence[int], layers: Layers, tenant: str, row: int = 0) -> None:
-        """``ids`` are exactly those that ``layers`` hold in ``row``."""
-
-    def evict(self, nbytes: int) -> int:
-        """Gives back bytes, as many as asked for if there are; how many they were."""
-
-    def close(self) -> None:
-        """Ends it: nothing of it is used any more."""
-
-
 Load: TypeAlias = "Callable[[], tuple[Any, Any]]"
 """Loads a model and its tokenizer, on the engine's thread."""
 
@@ -100,13 +69,13 @@ class Options:
     """How an engine runs. ``utilization``: part of the device's memory that it may use.
 
     ``interval``: ids of an answer that are handed on together. ``cache`` makes the prefix cache of
-    a model that is loaded, on its thread; ``None`` for none.
+    a model that is loaded, on its thread; without it there is none.
     """
 
     limits: Limits = field(default_factory=Limits)
     utilization: float = 0.9
     interval: int = 1
-    cache: Callable[[Any], PrefixCache | None] = lambda model: None
+    cache: Callable[[Any], PrefixCache] = lambda model: PrefixCache(model, PrefixTree(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +109,7 @@ class _Request:
     sampler: Sampler
     loop: asyncio.AbstractEventLoop
     since: float
+    match: Match | None = None
     # On the thread.
     begun: bool = False
     layers: Layers | None = None
@@ -298,13 +268,10 @@ class MlxEngine:
             loop=asyncio.get_running_loop(),
             since=time.perf_counter(),
         )
-        known = 0
         if self.cache is not None:
-            match = self.cache.lookup(prompt, tenant)
-            await self.cache.load(match)
-            known = match.known
+            request.match = await self.cache.load(await self._looked_up(self.cache, prompt, tenant))
         try:
-            self._thread.post(partial(self._admit, request, known))
+            self._thread.post(partial(self._admit, request))
         except Stopped:
             raise self.problem or HostError(_STOPPED) from None
         try:
@@ -316,7 +283,13 @@ class MlxEngine:
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
         """See ``server.engine.Engine``."""
-        return 0 if self.cache is None else self.cache.lookup(prompt, tenant).known
+        cache = self.cache
+        return 0 if cache is None else (await self._looked_up(cache, prompt, tenant)).cached
+
+    async def _looked_up(self, cache: PrefixCache, prompt: Sequence[int], tenant: str) -> Match:
+        if cache.blocks:
+            return await asyncio.to_thread(cache.lookup, prompt, tenant)
+        return cache.lookup(prompt, tenant)
 
     async def _dropped(self, request: _Request) -> None:
         try:
@@ -333,25 +306,18 @@ class MlxEngine:
         self.weights = device.used()
         self._module = module
         limit = int(device.memory() * self.options.utilization)
-        layers = self._new_layers()
+        layers: Layers = make_prompt_cache(module)
         mx.reset_peak_memory()
         module(mx.array([[vocab.ENDOFTEXT] * PROBE]), cache=layers)
         mx.eval([layer.state for layer in layers])
         layout = _layout(layers)
         self._work_per_id = max(0, mx.get_peak_memory() - self.weights) / PROBE
         self.budget = Budget(limit, layout, self._chunk_work())
-        del layers
         mx.clear_cache()
         self.cache = self.options.cache(module)
 
     def _chunk_work(self) -> int:
         return int(self._work_per_id * self.options.limits.chunk)
-
-    def _new_layers(self) -> Layers:
-        from mlx_lm.models.cache import make_prompt_cache
-
-        layers: Layers = make_prompt_cache(self._module)
-        return layers
 
     def _free(self) -> None:
         if self.cache is not None:
@@ -374,12 +340,13 @@ class MlxEngine:
 
     # --- On the thread: requests
 
-    def _admit(self, request: _Request, known: int) -> None:
+    def _admit(self, request: _Request) -> None:
         if not self.loaded:
             self._put(request, HostError(_STOPPED))
             self._deliver()
             return
         self._requests[request.number] = request
+        known = 0 if request.match is None else request.match.cached
         rest = max(0, len(request.prompt) - 1 - known)
         self._scheduler.add(request.number, rest, request.tenant, request.since)
 
@@ -430,6 +397,12 @@ class MlxEngine:
     # --- On the thread: work
 
     def _work(self) -> float | None:
+        if self.cache is None:
+            return None
+        with self.cache.computing():
+            return self._worked()
+
+    def _worked(self) -> float | None:
         decision = self._scheduler.next(time.perf_counter(), self._fits)
         match decision:
             case Chunk(number, ids):
@@ -467,14 +440,13 @@ class MlxEngine:
     def _begin(self, request: _Request) -> None:
         """Its caches, with what is known of the prompt."""
         started = time.perf_counter()
-        layers, known = None, 0
-        if self.cache is not None:
-            room = len(request.prompt) + min(request.settings.max_tokens, PROBE)
-            layers, known = self.cache.restore(request.prompt, request.tenant, room)
-        request.layers = self._new_layers() if layers is None else layers
+        cache, match, request.match = self.cache, request.match, None
+        assert cache is not None
+        assert match is not None
+        room = len(request.prompt) + min(request.settings.max_tokens, PROBE)
+        request.layers, known = cache.restore(match, room)
         last = len(request.prompt) - 1
-        marks = [last] if self.cache is None else self.cache.marks(request.prompt, known)
-        request.marks = deque(mark for mark in marks if mark > known)
+        request.marks = deque(boundaries(request.prompt, known)) if cache.enabled else deque([last])
         request.begun, request.at, request.cached = True, known, known
         self._scheduler.begin(request.number, last - known)
         self._scheduler.computed(request.number, 0, time.perf_counter() - started)
@@ -493,8 +465,7 @@ class MlxEngine:
         mx.eval([layer.state for layer in layers])
         if end == request.marks[0]:
             request.marks.popleft()
-            if self.cache is not None:
-                self.cache.store(request.prompt[:end], layers, request.tenant)
+            self._store(request, request.prompt[:end], layers)
         request.at = end
         self._computed += len(chunk)
         if self._computed >= FREED:
@@ -527,11 +498,8 @@ class MlxEngine:
         started = time.perf_counter()
         for batch in list(self._answers.batches):
             try:
-                ended = [
-                    self._requests[row.request]
-                    for row, token in self._answers.step(self._module, batch)
-                    if self._generated(self._requests[row.request], token)
-                ]
+                found = self._answers.step(self._module, batch)
+                ended = [(row, finish) for row, token in found if (finish := self._add(row, token))]
                 self._deliver()
                 self._end(batch, ended)
             except Exception as error:  # noqa: BLE001 - of the model, whatever it is
@@ -542,30 +510,36 @@ class MlxEngine:
             mx.clear_cache()
         self._scheduler.stepped(time.perf_counter() - started)
 
-    def _generated(self, request: _Request, token: int) -> bool:
-        """Hands ``token`` on; whether it is the last of its answer."""
+    def _add(self, row: Row, token: int) -> Finish | None:
+        """Hands ``token`` on, unless it is the last of its answer: then why that ends."""
+        request = self._requests[row.request]
         request.generated += 1
         request.held.append(token)
         request.first = request.first or time.perf_counter()
-        finish: Finish | None = None
         if token in vocab.TURN_ENDS:
-            finish = "stop"
-        elif request.generated >= request.settings.max_tokens:
-            finish = "length"
-        if finish is not None or len(request.held) >= self.options.interval:
-            self._put(request, Step(tuple(request.held), finish, request.cached))
+            return "stop"
+        if request.generated >= request.settings.max_tokens:
+            return "length"
+        if len(request.held) >= self.options.interval:
+            self._put(request, Step(tuple(request.held), None, request.cached))
             request.held.clear()
-        return finish is not None
+        return None
 
-    def _end(self, batch: Batch, ended: list[_Request]) -> None:
-        for request in ended:
-            row = request.row
-            if row is not None and self.cache is not None:
-                self.cache.store(row.ids, batch.layers, request.tenant, batch.rows.index(row))
-        self._answers.remove([each.row for each in ended if each.row is not None])
-        for request in ended:
+    def _end(self, batch: Batch, ended: Sequence[tuple[Row, Finish]]) -> None:
+        """Stores them, and then hands on their last ids: who asks again at once finds them."""
+        for row, finish in ended:
+            request = self._requests[row.request]
+            self._store(request, row.ids, batch.layers, batch.rows.index(row))
+            self._put(request, Step(tuple(request.held), finish, request.cached))
+        self._answers.remove([row for row, _ in ended])
+        for row, _ in ended:
+            request = self._requests[row.request]
             request.row = None
             self._forget(request)
+
+    def _store(self, request: _Request, ids: Sequence[int], layers: Layers, row: int = 0) -> None:
+        if self.cache is not None:
+            self.cache.store(ids, layers, request.tenant, row)
 
 
 def _hand_on(items: list[tuple[_Request, Item]]) -> None:
