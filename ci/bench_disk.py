@@ -36,9 +36,11 @@ from bench_reuse import (
 )
 from bench_table import Row
 
-from vllm_mlx_harmony.host.kv import index, prefix
-from vllm_mlx_harmony.host.kv.disk import DIRECTORY, PIECES, Disk, Offered, Root
-from vllm_mlx_harmony.host.kv.tree import pack
+from vllm_mlx_harmony.engine.disk import index
+from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Offered
+from vllm_mlx_harmony.engine.disk.identity import Root
+from vllm_mlx_harmony.engine.prefix_tree import pack
+from vllm_mlx_harmony.host.kv import prefix
 
 TOKENS = 20_000
 PLENTY = 100 << 30
@@ -114,7 +116,7 @@ def _raw(directory: Path, nbytes: int) -> tuple[float, float]:
 
 async def _before(model: Path, kind: str, directory: str) -> None:
     """A long prompt, written; then the next turn, from memory and not written."""
-    with plugged(True, PLENTY), _on(Disk(Path(directory), PLENTY)) as disk:
+    with plugged(True, PLENTY), _on(DiskCache(Path(directory), PLENTY)) as disk:
         engine = make(kind, model)
         await engine.start()
         first = [*opening()[:-2], *filler(1, TOKENS), *opening()[-2:]]
@@ -136,7 +138,7 @@ async def _before(model: Path, kind: str, directory: str) -> None:
 
 async def _after(model: Path, kind: str, directory: str, answer: list[int]) -> None:
     """The next turn, from the disk; and computed, without it."""
-    with plugged(True, PLENTY) as tree, _on(Disk(Path(directory), PLENTY)) as disk:
+    with plugged(True, PLENTY) as tree, _on(DiskCache(Path(directory), PLENTY)) as disk:
         assert tree is not None
         engine = make(kind, model)
         await engine.start()
@@ -170,7 +172,7 @@ def _say(found: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _on(disk: Disk) -> Iterator[Disk]:
+def _on(disk: DiskCache) -> Iterator[DiskCache]:
     prefix.keep_on(disk)
     yield disk
     prefix.keep_on(None)
@@ -191,16 +193,16 @@ async def _streams(model: Path, directory: Path) -> tuple[list[float], list[floa
     """Seconds per step of each round without, and with, a writer that always has something."""
     import mlx.core as mx
 
-    from vllm_mlx_harmony.host.kv.layers import WHOLE, Segment, exported
+    from vllm_mlx_harmony.engine.pieces import WHOLE, Piece, exported
 
     engine = make("batched", model)
     await engine.start()
     part = mx.zeros((4, 8, 4096, 64), dtype=mx.bfloat16)
     mx.eval(part)
-    piece = Segment(4096, {WHOLE: part})
+    piece = Piece(4096, {WHOLE: part})
     found: tuple[list[float], list[float]] = [], []
     for number in range(2 * ROUNDS):
-        with _on(Disk(directory / str(number), PLENTY)) as disk:
+        with _on(DiskCache(directory / str(number), PLENTY)) as disk:
             if number % 2:
                 for n in range(200):
                     offered = Offered(4096, piece.nbytes, partial(exported, piece))
@@ -223,7 +225,7 @@ def start() -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as directory:
             _fill(Path(directory), count, (10 << 30) // 3000)
             began = time.perf_counter()
-            disk = Disk(Path(directory), PLENTY)
+            disk = DiskCache(Path(directory), PLENTY)
             found = disk.found(b"model")
             times.append((time.perf_counter() - began) * 1e3)
             assert found.pieces == count
@@ -254,8 +256,8 @@ def sizes() -> Iterator[Row]:
     """Of a thousand tokens and of a window, as computed from the shapes and as one layer has it."""
     import mlx.core as mx
 
-    from vllm_mlx_harmony.host.kv.files import encoded
-    from vllm_mlx_harmony.host.kv.layers import WHOLE, Segment, exported
+    from vllm_mlx_harmony.engine.disk.safetensors import encoded
+    from vllm_mlx_harmony.engine.pieces import WHOLE, Piece, exported
 
     keys = mx.zeros((2, 8, 1000, 64), dtype=mx.bfloat16)  # one full layer, and one sliding
     window = mx.zeros((2, 8, 128, 64), dtype=mx.bfloat16)
@@ -263,8 +265,8 @@ def sizes() -> Iterator[Row]:
     for name, layers in (("20b", 24), ("120b", 36)):
         half = layers // 2
         for what, segment, tokens in (
-            ("1k tokens", Segment(1000, {WHOLE: keys}), 1000),
-            ("a piece's windows", Segment(128, {128: window}), 128),
+            ("1k tokens", Piece(1000, {WHOLE: keys}), 1000),
+            ("a piece's windows", Piece(128, {128: window}), 128),
         ):
             computed = half * 2 * 8 * tokens * 64 * 2
             size = half * sum(part.nbytes for part in encoded(exported(segment), {}))

@@ -28,10 +28,10 @@ from bench_table import Row, printed
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.engine.prefix_tree import Counters, PrefixTree
 from vllm_mlx_harmony.host import contract, patching
 from vllm_mlx_harmony.host.engine import generate
 from vllm_mlx_harmony.host.kv import prefix
-from vllm_mlx_harmony.host.kv.tree import Counters, Tree
 from vllm_mlx_harmony.server.sampling import Settings
 
 TURNS = 20
@@ -99,12 +99,12 @@ def result(seed: int) -> list[int]:
 
 
 @contextmanager
-def plugged(on: bool, budget: int | None = None) -> Iterator[Tree[Any] | None]:
+def plugged(on: bool, budget: int | None = None) -> Iterator[PrefixTree[Any] | None]:
     """What prefix reuse changes, with a memory of its own; nothing for the host's side."""
     if not on:
         yield None
         return
-    tree: Tree[Any] = Tree(budget or prefix.budget())
+    tree: PrefixTree[Any] = PrefixTree(budget or prefix.budget())
     before, prefix.memory = prefix.memory, lambda: tree  # type: ignore[assignment]
     undos = patching.apply_all([row for row in contract.CHANGES if _is_about_ids(row)])
     try:
@@ -184,7 +184,11 @@ async def ask(engine: Any, kind: str, prompt: list[int], ours: bool) -> Answer:
 
 
 async def run(
-    engine: Any, kind: str, prompts: list[list[int]], ours: bool, tree: Tree[Any] | None = None
+    engine: Any,
+    kind: str,
+    prompts: list[list[int]],
+    ours: bool,
+    tree: PrefixTree[Any] | None = None,
 ) -> list[Answer]:
     """All prompts, one after another, on an engine that is warm."""
     await engine.start()
@@ -396,10 +400,10 @@ def _lru(name: str, make_cache: Callable[[], list[Any]]) -> Way:
 
 def segments(model: Any) -> Way:
     """Ours: a tree of pieces."""
-    from vllm_mlx_harmony.host.kv.layers import cut, join
-    from vllm_mlx_harmony.host.kv.tree import pack
+    from vllm_mlx_harmony.engine.pieces import cut, join
+    from vllm_mlx_harmony.engine.prefix_tree import pack
 
-    tree: Tree[Any] = Tree(1 << 40)
+    tree: PrefixTree[Any] = PrefixTree(1 << 40)
 
     def take(prompt: list[int]) -> tuple[int, list[Any]]:
         known, pieces = tree.find("", pack(prompt))

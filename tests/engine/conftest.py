@@ -1,4 +1,4 @@
-"""Models for the engine: the scripted stand-in and the tiny random gpt-oss, written once."""
+"""Models for the engine, pieces that they compute, and disks on one directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,21 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("mlx_lm")
+
+import mlx.core as mx
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.gpt_oss import GptOssMoeModel
+from mlx_lm.utils import load_model
+
 from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.engine.disk.cache import DiskCache
+from vllm_mlx_harmony.engine.pieces import Piece, cut, windows
+
+PLENTY = 1 << 30
+IDS = list(range(1000, 1600))
+PLACES = [150, 400, 600]
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +38,64 @@ def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
     loop = asyncio.new_event_loop()
     yield lambda test: loop.run_until_complete(asyncio.wait_for(test, 120))
     loop.close()
+
+
+@pytest.fixture(scope="session")
+def model(tiny: Path) -> Any:
+    return load_model(tiny)[0]
+
+
+@pytest.fixture(scope="session")
+def pieces(model: Any) -> list[Piece]:
+    """Pieces of ``IDS`` that end at ``PLACES``, as the model computes them."""
+    cache, pieces, start = model.make_cache(), [], 0
+    for place in PLACES:
+        model(mx.array([IDS[start:place]]), cache=cache)
+        pieces.append(cut(cache, start, place))
+        start = place
+    return pieces
+
+
+class Windows(GptOssMoeModel):  # type: ignore[misc, unused-ignore]
+    """mlx-lm's gpt-oss, but each layer has the window, or none, of ``LAYOUT``."""
+
+    LAYOUT = (128, 0, 320, 0)
+
+    def __call__(self, inputs: Any, cache: Any = None, input_embeddings: Any = None) -> Any:
+        x = self.embed_tokens(inputs)
+        for layer, own, window in zip(self.layers, cache, self.LAYOUT, strict=True):
+            x = layer(x, create_attention_mask(x, own, window_size=window or None), own)
+        return self.norm(x)
+
+    def make_cache(self) -> list[Any]:
+        return [RotatingKVCache(window) if window else KVCache() for window in self.LAYOUT]
+
+
+@pytest.fixture(scope="module", params=["gpt-oss", "several windows"])
+def random_model(request: pytest.FixtureRequest, tiny: Path) -> Any:
+    """A real architecture of random weights."""
+    model = load_model(tiny)[0]
+    if request.param == "several windows":
+        model.model.__class__ = Windows
+        model.make_cache = model.model.make_cache
+        assert windows(model) == Windows.LAYOUT
+    return model
+
+
+@pytest.fixture
+def open_disk(tmp_path: Path) -> Iterator[Callable[..., DiskCache]]:
+    """Another process's view, as it were: a disk on the same directory."""
+    opened: list[DiskCache] = []
+
+    def open_one(budget: int = PLENTY, **more: Any) -> DiskCache:
+        opened.append(DiskCache(tmp_path / "ssd", budget, **more))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close(1.0)
+
+
+@pytest.fixture
+def disk(open_disk: Callable[..., DiskCache]) -> DiskCache:
+    return open_disk()

@@ -18,11 +18,11 @@ from starlette.responses import Response
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
+from vllm_mlx_harmony.engine.disk.cache import DiskCache
+from vllm_mlx_harmony.engine.disk.turns import Turns
 from vllm_mlx_harmony.host import engine as engines
 from vllm_mlx_harmony.host import entry_points
 from vllm_mlx_harmony.host.kv import prefix
-from vllm_mlx_harmony.host.kv.disk import Disk
-from vllm_mlx_harmony.host.kv.turns import Turns
 from vllm_mlx_harmony.host.models import is_harmony
 from vllm_mlx_harmony.host.mount import forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
@@ -83,7 +83,7 @@ def engine_of(engine: Any) -> MlxEngine | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _archive(disk: Disk) -> Archive:
+def _archive(disk: DiskCache) -> Archive:
     return Turns(disk)
 
 

@@ -322,8 +322,8 @@ def _is_host(port: int) -> bool:
 
 def _cache(directory: Path) -> Group:
     """The prefix cache on disk: what is in it, or why there can be none."""
-    from vllm_mlx_harmony.host.kv.disk import DIRECTORY
-    from vllm_mlx_harmony.host.kv.index import looked_at
+    from vllm_mlx_harmony.engine.disk.cache import DIRECTORY
+    from vllm_mlx_harmony.engine.disk.index import looked_at
     from vllm_mlx_harmony.host.units import size
 
     place = next(path for path in (directory, *directory.parents) if path.exists())

@@ -60,7 +60,7 @@ async def generate(
         processor = None if constraint is None else partial(LogitsMask, constraint)
         sampler = Sampler(settings, prompt, processor)
         known = IdPrompt(prompt, tenant)
-        known.fetched = await prefix.fetch(model_of(engine), known, tenant)
+        known.match = await prefix.fetch(model_of(engine), known, tenant)
         try:
             async with aclosing(source(engine, known, sampler)) as steps:
                 async for step in steps:
@@ -72,7 +72,7 @@ async def generate(
                     if ended.finish is not None:
                         return
         finally:
-            known.fetched = ()  # of one that never had its turn
+            known.match = None  # of one that never had its turn
     except HarmonyFailure:
         raise
     except Exception as error:

@@ -1,82 +1,21 @@
-"""Where prompts are cut, how much may be remembered, and whose it is."""
+"""How much memory the prefix caches of this process may take together, and when it is freed."""
 
 from __future__ import annotations
 
+import gc
 import logging
-from itertools import pairwise
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rows import ids
 
-pytest.importorskip("openai_harmony")
+pytest.importorskip("mlx_lm")
 
-from vllm_mlx_harmony.core import vocab
+from mlx_lm.models.cache import KVCache
+
+from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.host.kv import prefix
-from vllm_mlx_harmony.host.kv.tree import Counters, Tree, pack
-
-LONG = " word" * 40
-SYSTEM = f"<|start|>system<|message|>You are ChatGPT.{LONG}<|end|>"
-DEVELOPER = f"<|start|>developer<|message|># Instructions{LONG}<|end|>"
-ASKED = f"<|start|>user<|message|>Weather?{LONG}<|end|>"
-CALLED = "<|start|>assistant<|channel|>commentary to=functions.x<|message|>{}<|call|>"
-RESULT = f"<|start|>functions.x to=assistant<|channel|>commentary<|message|>{LONG}<|end|>"
-ANSWERED = f"<|start|>assistant<|channel|>final<|message|>Rain.{LONG}<|end|>"
-OPENING = "<|start|>assistant"
-
-
-HI = "<|start|>user<|message|>Hi<|end|>"
-
-
-def cuts(*parts: str, after: int = 0) -> list[str]:
-    """The pieces as text, instead of where they end."""
-    prompt = ids("".join(parts))
-    places = [after, *prefix.marks(prompt, after)]
-    assert places == sorted(set(places))
-    decode = vocab.encoding().decode
-    return [decode(prompt[start:end]) for start, end in pairwise(places)]
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        ((ASKED, OPENING), [ASKED + "<|start|>"]),
-        ((SYSTEM, ASKED, OPENING), [SYSTEM, ASKED + "<|start|>"]),
-        ((SYSTEM, DEVELOPER, ASKED, OPENING), [SYSTEM + DEVELOPER, ASKED + "<|start|>"]),
-        (
-            (SYSTEM, ASKED, ANSWERED, ASKED, OPENING),
-            [SYSTEM, ASKED + ANSWERED, ASKED + "<|start|>"],
-        ),
-        (
-            (SYSTEM, ASKED, CALLED, RESULT, OPENING),
-            [SYSTEM, ASKED + CALLED + RESULT + "<|start|>"],
-        ),
-        # A later developer message belongs to the conversation.
-        ((SYSTEM, ASKED, DEVELOPER, OPENING), [SYSTEM, ASKED + DEVELOPER + "<|start|>"]),
-        # No piece too short to be worth it.
-        (("<|start|>system<|message|>Hi<|end|>", ASKED, OPENING), None),
-        (("<|start|>system<|message|>Hi<|end|>", HI, OPENING), None),
-        ((SYSTEM, ASKED, ANSWERED, HI, OPENING), [SYSTEM, ASKED + ANSWERED + HI + "<|start|>"]),
-        # What many conversations share is, however short the rest.
-        ((SYSTEM, HI, OPENING), [SYSTEM, HI + "<|start|>"]),
-        ((SYSTEM, OPENING), [SYSTEM, "<|start|>"]),
-        ((OPENING,), ["<|start|>"]),
-    ],
-)
-def test_prompts_are_cut_where_another_may_leave_them(
-    parts: tuple[str, ...], expected: list[str] | None
-) -> None:
-    whole = "".join(parts).removesuffix("assistant")
-    assert cuts(*parts) == (expected or [whole])
-
-
-def test_only_what_follows_the_known_is_cut() -> None:
-    known = len(ids(SYSTEM + ASKED + CALLED))
-    pieces = cuts(SYSTEM, ASKED, CALLED, RESULT, OPENING, after=known)
-    assert pieces == [RESULT + "<|start|>"]
-    prompt = ids(SYSTEM + ASKED + OPENING)
-    assert prefix.marks(prompt, after=len(prompt) - 1) == []
-    assert prefix.marks([vocab.START], after=0) == []
 
 
 @pytest.mark.parametrize(("given", "expected"), [("0", 0), ("1.5 GiB", 3 << 29)])
@@ -104,73 +43,59 @@ def test_otherwise_it_is_a_share_of_the_memory(
 class Model(dict[str, Any]):
     """As mlx's modules are: a dictionary, and so not hashable."""
 
-
-class Piece:
-    nbytes = 1
+    def make_cache(self) -> list[Any]:
+        return [KVCache()]
 
 
 @pytest.fixture
-def tree(monkeypatch: pytest.MonkeyPatch) -> Tree[Any]:
-    tree: Tree[Any] = Tree(1000)
+def tree(monkeypatch: pytest.MonkeyPatch) -> PrefixTree[Any]:
+    tree: PrefixTree[Any] = PrefixTree(1_000_000)
     monkeypatch.setattr(prefix, "memory", lambda: tree)
     return tree
 
 
-def add(tree: Tree[Any], owner: prefix.Owner) -> None:
-    tree.add(owner, pack([1, 2, 3]), lambda start, end: Piece())
+def fill(model: Model, tenant: str) -> None:
+    import mlx.core as mx
+
+    layers = model.make_cache()
+    layers[0].update_and_fetch(mx.zeros((1, 1, 3, 4)), mx.zeros((1, 1, 3, 4)))
+    prefix.remember(model, tenant, [1, 2, 3], layers)
 
 
-def known(tree: Tree[Any], owner: prefix.Owner) -> int:
-    return tree.find(owner, pack([1, 2, 3, 4]))[0]
+def known(model: Model, tenant: str = "") -> int:
+    return prefix.resume(model, prefix.TenantPrompt([1, 2, 3, 4], tenant))[0]
 
 
-def test_tenants_and_models_are_apart(tree: Tree[Any]) -> None:
-    one, other = Model(), Model()
-    add(tree, prefix.owner(one, "alice"))
-    assert known(tree, prefix.owner(one, "alice")) == 3
-    assert known(tree, prefix.owner(one, "bob")) == 0
-    assert known(tree, prefix.owner(other, "alice")) == 0
+def soon(condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 5
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return condition()
 
 
-def test_a_model_that_is_gone_takes_everything_with_it(tree: Tree[Any]) -> None:
-    model = Model()
-    owner = prefix.owner(model, "alice")
-    add(tree, owner)
-    add(tree, prefix.owner(model, "bob"))
+def test_a_model_that_is_gone_takes_everything_with_it(tree: PrefixTree[Any]) -> None:
+    model, other = Model(), Model()
+    for tenant in ("alice", "bob"):
+        fill(model, tenant)
+    fill(other, "alice")
+    assert known(model, "alice") == 3 and tree.counters().segments == 3
     del model
-    assert tree.counters().nbytes == 0 and known(tree, owner) == 0
-    assert owner[0] not in prefix._models
+    gc.collect()
+    assert soon(lambda: tree.counters().segments == 1) and known(other, "alice") == 3
 
 
-def test_forget_keeps_other_models(tree: Tree[Any]) -> None:
+def test_forget_keeps_other_models(tree: PrefixTree[Any]) -> None:
     one, other = Model(), Model()
-    add(tree, prefix.owner(one, ""))
-    add(tree, prefix.owner(other, ""))
+    fill(one, "")
+    fill(other, "")
     prefix.forget(one)
-    assert (known(tree, prefix.owner(one, "")), known(tree, prefix.owner(other, ""))) == (0, 3)
+    assert (known(one), known(other)) == (0, 3)
 
 
 def test_switched_off_nothing_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree: Tree[Any] = Tree(0)
+    tree: PrefixTree[Any] = PrefixTree(0)
     monkeypatch.setattr(prefix, "memory", lambda: tree)
-    assert not prefix.enabled() and not prefix.reusable(Model())
-    assert prefix.resume(Model(), prefix.TenantPrompt([1, 2])) == (0, None)
-    assert tree.counters() == Counters()
-
-
-def test_a_failure_costs_only_the_reuse(tree: Tree[Any], caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("mlx_lm")
     model = Model()
-    add(tree, prefix.owner(model, ""))  # what it holds are no keys and values
-    prompt = prefix.TenantPrompt([1, 2, 3, 4])
-    with caplog.at_level(logging.ERROR):
-        assert prefix.resume(model, prompt) == (0, None)
-        prefix.remember(model, "", [7, 8], cache=[object()])
-    assert prompt.cached == 0 and len(caplog.records) == 2
-    assert known(tree, prefix.owner(model, "")) == 3
-
-
-def test_known_is_a_list_of_ids() -> None:
-    prompt = prefix.TenantPrompt((1, 2, 3), "alice")
-    assert prompt == [1, 2, 3] and (prompt.tenant, prompt.cached) == ("alice", 0)
-    assert type(prompt[1:]) is list
+    assert not prefix.enabled() and not prefix.reusable(model)
+    fill(model, "")
+    assert known(model) == 0 and prefix.status(model)["misses"] == 0

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host.kv import identity, prefix
-from vllm_mlx_harmony.host.kv.disk import Counters, Disk, Failed
+from vllm_mlx_harmony.engine.disk import identity
+from vllm_mlx_harmony.engine.disk.cache import Counters, DiskCache, Failed
+from vllm_mlx_harmony.host.kv import prefix
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.host.units import size
 
@@ -30,7 +31,7 @@ LAST = 5.0
 _problem = ""
 
 
-def opened(directory: str, gigabytes: float) -> Disk | None:
+def opened(directory: str, gigabytes: float) -> DiskCache | None:
     """The disk in ``directory``; ``None``, and a line at the start, when it cannot be used.
 
     Raises ``HostError`` for a size that is none.
@@ -40,7 +41,7 @@ def opened(directory: str, gigabytes: float) -> Disk | None:
         raise HostError(f"--ssd-cache-max-gb {gigabytes:g}: it must be more than 0")
     path = Path(directory).expanduser()
     try:
-        disk = Disk(path, int(gigabytes * BYTES_PER_GB), prefix.budget())
+        disk = DiskCache(path, int(gigabytes * BYTES_PER_GB), prefix.budget())
     except Failed as error:
         _problem = f"not on disk: {path} cannot be used ({error})"
         logger.warning("prefix cache: %s", _problem)
@@ -51,31 +52,18 @@ def opened(directory: str, gigabytes: float) -> Disk | None:
 
 
 def identified(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``prepare_for_start`` of an engine: the disk knows its model by the files that it came from.
-
-    They are looked at before and after, and not again: a directory may get other weights while a
-    model runs (``hf download --local-dir``), and what the old ones compute may never be the new
-    ones'. Where that happens while the model is loaded, nobody knows which it has: not on disk.
-    """
+    """``prepare_for_start`` of an engine: the disk knows its model by the files it came from."""
 
     @wraps(original)
     def prepare(engine: Any) -> None:
         from mlx.nn import Module
 
-        loaded = engine._model is not None
-        if loaded or engine.is_mllm or prefix.disk() is None:
+        if engine._model is not None or engine.is_mllm or prefix.disk() is None:
             original(engine)
             return
         path = str(engine._model_path)
-        before = identity.of_weights(path)
-        original(engine)
-        weights = identity.of_weights(path)
-        # Files of a repository in the Hugging Face cache do not change: others come beside them.
-        if weights != before and Path(path).is_dir():
-            logger.warning("prefix cache: not on disk, the files in %s are changing", path)
-        elif weights is None:
-            logger.warning("prefix cache: not on disk, not all weights in %s can be read", path)
-        else:
+        _, weights = identity.while_loading(path, lambda: original(engine))
+        if weights is not None:
             # The batched engine has the module itself, the simple one vllm-mlx's wrapper of it.
             model: Any = engine._model
             prefix.identify(model if isinstance(model, Module) else model.model, weights)

@@ -47,7 +47,7 @@ def with_counters(original: Method) -> Method:
             return stats
         disk = prefix.disk()
         below = {} if disk is None else {"disk": asdict(disk.counters())}
-        return {**(stats or {}), NAME: {**asdict(prefix.counters()), **below}}
+        return {**(stats or {}), NAME: {**prefix.status(model_of(self)), **below}}
 
     return get_cache_stats
 

@@ -1,19 +1,17 @@
-"""What is on the disk: pieces by what stands before them, turns by their keys, and who goes first.
+"""The index of the disk cache: pieces by what stands before them, turns by key, and their last use.
 
-A piece is known by a **key**: a digest of the key of the piece before it and of its own ids. The
-key before the first is that of whatever makes a piece valid (`identity`): model, layout, tenant. So
-a look-up goes down from there, piece by piece, and who cannot name the beginning finds nothing. The
-ids themselves are not stored.
+A piece is found by a **key**, a digest of the key of the piece before it and of its own ids. The
+key before the first piece stands for everything that makes a piece valid (`identity`): weights,
+layout, tenant. A look-up goes down from there, piece by piece, and finds nothing without that
+beginning. The ids themselves are not stored.
 
-One SQLite database with a write-ahead log (https://www.sqlite.org/wal.html), which several
+It is a SQLite database with a write-ahead log (https://www.sqlite.org/wal.html), which several
 processes may have open: a transaction is there whole or not at all, whatever ends the process, and
-readers wait for nobody. Files are written before their rows and removed behind them: a row has a
-file, unless somebody else took it.
+readers wait for nobody. A file is written before its row and removed after it, so that a row has a
+file unless another process has just evicted it.
 
-``used`` counts uses. What is used is used with everything before it, so that the least used pieces
-are the ends of conversations, and go first.
-
-Knows rows and their order. Refuses to know files, threads, and what is in a turn.
+``used`` counts uses. A piece is used together with everything before it, so that the least recently
+used pieces are the ends of conversations, and are evicted first.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from vllm_mlx_harmony.host.kv.tree import WIDTH
+from vllm_mlx_harmony.engine.prefix_tree import WIDTH
 
 VERSION = 1
 """Of tables and files, as ``PRAGMA user_version``."""
@@ -81,12 +79,12 @@ WITH RECURSIVE below (key) AS (
 
 
 class Later(sqlite3.DatabaseError):
-    """A later version of this project wrote the database."""
+    """A later version of this package wrote the database."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A piece: ``tokens`` ids behind the ``start`` that ``parent`` leads to, in ``file``."""
+    """A piece: the ``tokens`` ids that follow the ``start`` ids of ``parent``, in ``file``."""
 
     key: bytes
     parent: bytes
@@ -108,7 +106,7 @@ _COLUMNS = "key, parent, model, tokens, start, file, size, crc"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What there is, of everybody: bytes, pieces, turns, and pieces that nothing goes on from."""
+    """What the directory has. A conversation is a piece that no other piece continues."""
 
     nbytes: int = 0
     pieces: int = 0
@@ -126,21 +124,21 @@ def key_of(*parts: bytes | memoryview) -> bytes:
 
 
 def below(parent: bytes, ids: memoryview | bytes) -> bytes:
-    """The key of the piece of ``ids``, packed as in the tree, that follows ``parent``."""
+    """The key of the piece with ``ids`` (packed) that follows ``parent``."""
     return key_of(parent, ids)
 
 
 class Index:
-    """The database in ``directory``. Any thread may call it; raises ``sqlite3.Error``, ``OSError``.
+    """The database in ``directory``, which is created if need be. Any thread may call it.
 
-    Made anew when it is not there. Raises ``Later``, too.
+    All methods raise ``sqlite3.Error`` and ``OSError``; creation raises ``Later`` as well.
     """
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / NAME
         self._lock = threading.RLock()
         self._reading = threading.Lock()
-        # Made here, so that it, and with it SQLite's files beside it, are nobody else's to read.
+        # SQLite gives its files the mode of this one: only the owner may read turns.
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         os.chmod(self.path, 0o600)
         self._file, self._reader = self._connected(), self._connected()
@@ -162,10 +160,10 @@ class Index:
         if version > VERSION:
             raise Later(f"a later version of vllm-mlx-harmony wrote {self.path}")
         self._file.execute("PRAGMA journal_mode=WAL")
-        # What a loss of power takes from the end of the log, nobody misses.
+        # A loss of power may take the end of the log: that is computed again.
         self._file.execute("PRAGMA synchronous=NORMAL")
         self._file.execute("PRAGMA secure_delete=ON")  # a turn that was deleted is gone
-        if version < VERSION:  # else nothing is written: the disk may be full, or another writes
+        if version < VERSION:  # otherwise write nothing: the disk may be full, or in use
             with self.writing() as file:
                 file.execute("DROP TABLE IF EXISTS pieces")
                 file.execute("DROP TABLE IF EXISTS turns")
@@ -175,7 +173,6 @@ class Index:
         self._reader.execute("PRAGMA query_only=ON")
 
     def close(self) -> None:
-        """Closes the database."""
         with self._lock, self._reading:
             self._reader.close()
             self._file.close()
@@ -190,7 +187,7 @@ class Index:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, of one thread of one process at a time."""
+        """A transaction; one thread of one process at a time."""
         with self._lock:
             self._file.execute("BEGIN IMMEDIATE")
             try:
@@ -206,9 +203,9 @@ class Index:
             return self._reader.execute(query, values).fetchall()
 
     def chain(self, root: bytes, sequence: bytes, limit: int) -> tuple[Row, ...]:
-        """The pieces, first to last, of the longest known beginning of no more than ``limit`` ids.
+        """The pieces, first to last, of the longest known beginning of at most ``limit`` ids.
 
-        ``sequence`` is packed as in the tree. A beginning may be known in several cuts.
+        ``sequence`` is packed. The same ids may be known in pieces of different lengths.
         """
         ids = memoryview(sequence)
         best: tuple[Row, ...] = ()
@@ -232,9 +229,10 @@ class Index:
         return bool(self._read("SELECT 1 FROM pieces WHERE key = ?", key))
 
     def add(self, row: Row, budget: int) -> list[str] | None:
-        """Takes in a piece; returns the files that have to go for it.
+        """Adds a piece; returns the files to remove for it.
 
-        ``None`` when it is known already, or what it continues is not: then its own file has to.
+        ``None`` if it is known already, or the piece it continues is not: then the caller removes
+        the new file.
         """
         with self.writing() as file:
             parent = file.execute("SELECT 1 FROM pieces WHERE key = ?", (row.parent,))
@@ -249,11 +247,11 @@ class Index:
                 file.execute(_TOUCH, (used, row.key))
             return _evicted(file, budget) if added else None
 
-    def put(self, key: bytes, content: bytes, size: int, budget: int) -> list[str]:
-        """Takes in a turn of ``size`` bytes in all; returns the files that have to go for it."""
+    def put(self, key: bytes, content: bytes, budget: int) -> list[str]:
+        """Adds a turn; returns the files to remove for it."""
         with self.writing() as file:
             (used,) = file.execute(_NEXT).fetchone()
-            values = (key, size, used, content)
+            values = (key, len(content), used, content)
             file.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?)", values)
             return _evicted(file, budget)
 
@@ -268,9 +266,9 @@ class Index:
         return {bytes(key) for (key,) in self._read("SELECT key FROM turns")}
 
     def touch(self, pieces: Iterable[bytes], turns: Iterable[bytes]) -> bool:
-        """Notes a use: of pieces, with all those before them, and of turns.
+        """Notes a use of pieces, with all those before them, and of turns.
 
-        Whether all those pieces, themselves, are there.
+        Returns whether these pieces are still there.
         """
         there = True
         with self.writing() as file:
@@ -282,49 +280,49 @@ class Index:
         return there
 
     def remove(self, key: bytes, name: str) -> list[str]:
-        """Forgets the piece that is in the file ``name``, and all that follow it; their files.
+        """Removes the piece in the file ``name`` and all that continue it; returns their files.
 
-        Nothing when the piece has been written anew meanwhile, to another file.
+        A piece that was written again meanwhile, to another file, stays.
         """
         with self.writing() as file:
             return [str(gone) for (gone,) in file.execute(_BELOW, (key, name)).fetchall()]
 
     def remove_pieces(self) -> None:
-        """Forgets all pieces."""
+        """Removes the rows of all pieces."""
         with self.writing() as file:
             file.execute("DELETE FROM pieces")
 
     def remove_turn(self, key: bytes) -> None:
-        """Forgets a turn."""
+        """Removes a turn."""
         with self.writing() as file:
             file.execute("DELETE FROM turns WHERE key = ?", (key,))
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes everything, turns from the log as well."""
         with self.writing() as file:
             file.execute("DELETE FROM pieces")
             file.execute("DELETE FROM turns")
-        with self._lock:  # the log has the turns, too
+        with self._lock:
             self._file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def files(self) -> set[str]:
-        """The names of all files that have a row."""
+        """The names of all files with a row."""
         return {str(name) for (name,) in self._read("SELECT file FROM pieces")}
 
     def found(self, model: bytes | None = None) -> Found:
-        """What there is, of one model's pieces or of all."""
+        """What there is: of one model's pieces, or of all."""
         return _found(self._read, model)
 
 
 def looked_at(directory: Path) -> Found | None:
-    """What a directory has, which is not changed; ``None`` for nothing.
+    """What a directory has, without changing it; ``None`` if there is no index.
 
-    Raises ``sqlite3.Error``, and ``Later``.
+    Raises ``sqlite3.Error`` and ``Later``.
     """
     path = directory / NAME
     if not path.exists():
         return None
-    # Without a log nobody has it open, and even a reader would make one.
+    # Without a log no process has it open, and a reader would create one.
     how = "mode=ro" if path.with_name(f"{NAME}-wal").exists() else "immutable=1"
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as file:
         (version,) = file.execute("PRAGMA user_version").fetchone()
@@ -348,7 +346,7 @@ def _found(read: Callable[..., list[tuple[Any, ...]]], model: bytes | None) -> F
 
 
 def _evicted(file: sqlite3.Connection, budget: int) -> list[str]:
-    """Removes rows until the rest is within ``budget`` bytes; returns the files they had."""
+    """Removes rows until the rest is within ``budget`` bytes; returns their files."""
     (nbytes,) = file.execute(
         "SELECT (SELECT COALESCE(SUM(size), 0) FROM pieces)"
         " + (SELECT COALESCE(SUM(size), 0) FROM turns)"

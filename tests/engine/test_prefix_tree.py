@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_mlx_harmony.host.kv.tree import WIDTH, Tree, pack
+from vllm_mlx_harmony.engine.prefix_tree import WIDTH, PrefixTree, pack
 
 PLENTY = 1_000_000
 
@@ -31,12 +31,12 @@ class Piece:
         return 10 * (self.end - self.start)
 
 
-def add(tree: Tree[Piece], ids: Any, owner: object = "me") -> bool:
+def add(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> bool:
     sequence = tuple(ids)
     return tree.add(owner, pack(sequence), lambda start, end: Piece(sequence, start, end))
 
 
-def find(tree: Tree[Piece], ids: Any, owner: object = "me") -> int:
+def find(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> int:
     """Length of the known beginning, checked to be what was put in, piece after piece."""
     sequence = tuple(ids)
     known, pieces = tree.find(owner, pack(sequence))
@@ -70,13 +70,13 @@ def find(tree: Tree[Piece], ids: Any, owner: object = "me") -> int:
 def test_longest_known_beginning_is_found(
     known: list[list[int]], asked: list[int], expected: int
 ) -> None:
-    tree: Tree[Piece] = Tree(PLENTY)
+    tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     assert all(add(tree, ids) for ids in known)
     assert find(tree, asked) == expected
 
 
 def test_a_piece_is_held_once_however_many_sequences_share_it() -> None:
-    tree: Tree[Piece] = Tree(PLENTY)
+    tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     system = range(100)
     add(tree, system)
     for person in range(8):
@@ -87,7 +87,7 @@ def test_a_piece_is_held_once_however_many_sequences_share_it() -> None:
 
 
 def test_owners_never_meet() -> None:
-    tree: Tree[Piece] = Tree(PLENTY)
+    tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     add(tree, [1, 2, 3], owner=("model", "alice"))
     assert find(tree, [1, 2, 3, 4], owner=("model", "bob")) == 0
     assert find(tree, [1, 2, 3, 4], owner=("other model", "alice")) == 0
@@ -95,7 +95,7 @@ def test_owners_never_meet() -> None:
 
 
 def test_what_is_shared_becomes_the_owners_too() -> None:
-    tree: Tree[Piece] = Tree(PLENTY)
+    tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     add(tree, [1, 2], owner="all")
     add(tree, [1, 2, 3, 4], owner="all")
     add(tree, [1, 2, 3], owner="alice")
@@ -111,16 +111,35 @@ def test_what_is_shared_becomes_the_owners_too() -> None:
     assert tree.counters().nbytes == held + 20  # what it continues is not held again
 
 
-def test_what_is_shared_is_found_where_there_is_no_room_for_two() -> None:
-    tree: Tree[Piece] = Tree(70)
+def test_what_is_shared_is_held_once() -> None:
+    tree: PrefixTree[Piece] = PrefixTree(70)
     add(tree, [1, 2, 3, 4], owner="all")
-    assert tree.find("alice", pack([1, 2, 3, 4, 5]), "all")[0] == 4
-    assert tree.reach("alice", pack([1, 2, 3, 4, 5])) == 0
-    assert tree.counters().nbytes == 40
+    for name in ("alice", "bob"):
+        assert tree.find(name, pack([1, 2, 3, 4, 5]), "all")[0] == 4
+        assert tree.reach(name, pack([1, 2, 3, 4, 5])) == 4
+    assert (tree.counters().nbytes, tree.counters().segments) == (40, 3)
+    tree.forget(lambda owner: owner in {"all", "bob"})
+    assert tree.counters().nbytes == 40 and find(tree, [1, 2, 3, 4, 5], "alice") == 4
+    tree.forget(lambda owner: owner == "alice")
+    assert tree.counters().nbytes == tree.counters().segments == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "left"), [(0, 3), (1, 2), (10, 2), (11, 1), (30, 0), (10_000, 0)]
+)
+def test_room_is_made_for_others(wanted: int, left: int) -> None:
+    """Least recently used first, no more than need be."""
+    tree: PrefixTree[Piece] = PrefixTree(PLENTY)
+    for first in (1, 2, 3):
+        add(tree, [first])
+    assert find(tree, [1, 9]) == 1  # now [2] is the oldest
+    assert tree.evict(wanted) == 10 * (3 - left)
+    assert tree.counters().nbytes == 10 * left and tree.counters().evictions == 3 - left
+    assert [find(tree, [first, 9]) for first in (2, 3, 1)] == [0] * (3 - left) + [1] * left
 
 
 def test_least_recently_used_goes_first_and_beginnings_go_last() -> None:
-    tree: Tree[Piece] = Tree(40)
+    tree: PrefixTree[Piece] = PrefixTree(40)
     add(tree, [1])
     add(tree, [1, 2])
     add(tree, [1, 3])
@@ -132,7 +151,7 @@ def test_least_recently_used_goes_first_and_beginnings_go_last() -> None:
 
 
 def test_a_look_counts_for_nothing() -> None:
-    tree: Tree[Piece] = Tree(20)
+    tree: PrefixTree[Piece] = PrefixTree(20)
     add(tree, [1])
     add(tree, [2])
     before = tree.counters()
@@ -144,7 +163,7 @@ def test_a_look_counts_for_nothing() -> None:
 
 
 def test_budget_of_one_entry_keeps_the_last_one() -> None:
-    tree: Tree[Piece] = Tree(30)
+    tree: PrefixTree[Piece] = PrefixTree(30)
     for first in range(5):
         assert add(tree, [first, 0, 0])
         assert tree.counters().nbytes == 30
@@ -153,7 +172,7 @@ def test_budget_of_one_entry_keeps_the_last_one() -> None:
 
 
 def test_what_does_not_fit_throws_nothing_out() -> None:
-    tree: Tree[Piece] = Tree(50)
+    tree: PrefixTree[Piece] = PrefixTree(50)
     add(tree, [1, 1])
     add(tree, [2, 2])
     assert not add(tree, range(9))
@@ -163,13 +182,13 @@ def test_what_does_not_fit_throws_nothing_out() -> None:
 
 
 def test_no_budget_holds_nothing() -> None:
-    tree: Tree[Piece] = Tree(0)
+    tree: PrefixTree[Piece] = PrefixTree(0)
     assert not add(tree, [1])
     assert find(tree, [1, 2]) == 0
 
 
 def test_thrown_out_while_in_use_stays_whole() -> None:
-    tree: Tree[Piece] = Tree(30)
+    tree: PrefixTree[Piece] = PrefixTree(30)
     add(tree, [1, 2])
     known, pieces = tree.find("me", pack([1, 2, 3]))
     add(tree, [7, 8, 9])
@@ -180,7 +199,7 @@ def test_thrown_out_while_in_use_stays_whole() -> None:
 
 
 def test_beginning_that_goes_while_its_continuation_is_cut() -> None:
-    tree: Tree[Piece] = Tree(40)
+    tree: PrefixTree[Piece] = PrefixTree(40)
     add(tree, [1, 2])
     cuts: list[tuple[int, int]] = []
 
@@ -196,7 +215,7 @@ def test_beginning_that_goes_while_its_continuation_is_cut() -> None:
 
 
 def test_a_cut_that_fails_leaves_nothing_behind() -> None:
-    tree: Tree[Piece] = Tree(PLENTY)
+    tree: PrefixTree[Piece] = PrefixTree(PLENTY)
 
     def cut(start: int, end: int) -> Piece:
         raise ValueError
@@ -208,7 +227,7 @@ def test_a_cut_that_fails_leaves_nothing_behind() -> None:
 
 
 def test_forgotten_owners_leave_nothing() -> None:
-    tree: Tree[Piece] = Tree(PLENTY)
+    tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     add(tree, [1, 2], owner=("a", 1))
     add(tree, [1, 2, 3], owner=("a", 2))
     add(tree, [1, 2], owner=("b", 1))
@@ -222,27 +241,8 @@ def test_forgotten_owners_leave_nothing() -> None:
     assert tree.counters().nbytes == 20
 
 
-def test_forgetting_in_the_middle_of_another_call() -> None:
-    tree: Tree[Piece] = Tree(PLENTY)
-    add(tree, [1, 2], owner="going")
-    with tree._locked():
-        tree.forget(lambda owner: owner == "going")  # a finalizer may run anywhere
-    assert tree.counters().segments == 0
-
-
-def test_counters_tell_what_was_reused() -> None:
-    tree: Tree[Piece] = Tree(PLENTY)
-    find(tree, [1, 2, 3])
-    add(tree, [1, 2])
-    find(tree, [1, 2, 3])
-    counters = tree.counters()
-    assert (counters.hits, counters.misses) == (1, 1)
-    assert (counters.tokens_reused, counters.tokens_new) == (2, 4)
-    assert counters.budget == PLENTY
-
-
 def test_deep_conversations_need_no_stack() -> None:
-    tree: Tree[Piece] = Tree(PLENTY)
+    tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     deep = sys.getrecursionlimit() + 100
     for length in range(1, deep):
         add(tree, range(length))
@@ -250,18 +250,18 @@ def test_deep_conversations_need_no_stack() -> None:
 
 
 def test_200_conversations_stay_flat() -> None:
-    tree: Tree[Piece] = Tree(2_000)
+    tree: PrefixTree[Piece] = PrefixTree(2_000)
     for person in range(200):
         for turn in range(1, 5):
             add(tree, [7, 7, *[person + 100] * (turn * 5)], owner=("model", str(person % 7)))
             assert tree.counters().nbytes <= 2_000
     assert len(tree._order) == tree.counters().segments
-    assert sum(node.nbytes for node in tree._order) == tree.counters().nbytes
+    assert unique(tree) == tree.counters().nbytes
     assert len(tree._roots) <= 7
 
 
 def test_many_threads_at_once() -> None:
-    tree: Tree[Piece] = Tree(600)
+    tree: PrefixTree[Piece] = PrefixTree(600)
     failures: list[BaseException] = []
 
     def converse(person: int) -> None:
@@ -282,12 +282,18 @@ def test_many_threads_at_once() -> None:
     assert tree.counters().nbytes <= 600
 
 
+def unique(tree: PrefixTree[Piece]) -> int:
+    """Bytes of all that is held, from the nodes themselves."""
+    values = {id(node.value): node.value for node in tree._order}
+    return sum(value.nbytes for value in values.values() if value is not None)
+
+
 SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 
 
 @given(st.lists(SEQUENCES, max_size=25), SEQUENCES)
 def test_found_is_what_comparing_all_finds(known: list[list[int]], asked: list[int]) -> None:
-    tree: Tree[Piece] = Tree(PLENTY)
+    tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     for ids in known:
         add(tree, ids)
     shared = [len(ids) for ids in known if asked[: len(ids)] == ids and len(ids) < len(asked)]
@@ -299,7 +305,7 @@ def test_found_is_what_comparing_all_finds(known: list[list[int]], asked: list[i
     st.lists(st.tuples(st.integers(0, 1), SEQUENCES, st.booleans()), max_size=40),
 )
 def test_never_above_the_budget(budget: int, steps: list[tuple[int, list[int], bool]]) -> None:
-    tree: Tree[Piece] = Tree(budget)
+    tree: PrefixTree[Piece] = PrefixTree(budget)
     for owner, ids, sharing in steps:
         if sharing:
             sequence = pack([*ids, 9])
@@ -308,7 +314,7 @@ def test_never_above_the_budget(budget: int, steps: list[tuple[int, list[int], b
         fits = add(tree, ids, owner)
         counters = tree.counters()
         assert counters.nbytes <= budget
-        assert counters.nbytes == sum(node.nbytes for node in tree._order)
+        assert counters.nbytes == unique(tree)
         assert not fits or find(tree, [*ids, 9], owner) == len(ids)
     for node in tree._order:
         assert len(node.ids) // WIDTH == node.end - (node.parent.end if node.parent else 0)

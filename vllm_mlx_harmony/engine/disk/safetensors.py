@@ -1,13 +1,10 @@
-"""A piece of the prefix cache as a file: safetensors, out of plain memory and into it.
+"""A piece as a safetensors file, out of plain memory and into it.
 
 The format (https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes,
-the header in JSON, the tensors one behind the other. It is written here, and not by mlx or the
-library, because of where the bytes are and who may wait for them: ``mx.save_safetensors`` takes
-arrays, so that it belongs on the engine's thread and keeps it until the last byte is written; the
-library takes and gives each tensor as a copy; and numpy, between the two, has no bfloat16. What is
-written opens with either of them.
-
-Knows bytes and shapes. Refuses to know mlx, and where a file is.
+the header in JSON, the tensors one after the other. Neither mlx nor the library is used, because of
+where the bytes are and which thread may wait for them: ``mx.save_safetensors`` takes arrays, which
+belong to the engine's thread, and keeps it until the last byte is written; the library copies each
+tensor; and numpy, between the two, has no bfloat16. Both read what is written here.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ def encoded(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[memoryvie
         header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors begin where a processor likes it
+    text += b" " * (-len(text) % 8)  # tensors begin at an aligned address
     yield memoryview(struct.pack("<Q", len(text)) + text)
     for tensor in tensors.values():
         for start in range(0, tensor.data.nbytes, SLICE):

@@ -18,17 +18,25 @@ They go first when the room is needed.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
-from vllm_mlx_harmony.host.kv.disk import Root
-from vllm_mlx_harmony.host.kv.index import VERSION, key_of
+from vllm_mlx_harmony.engine.disk.index import VERSION, key_of
 from vllm_mlx_harmony.server.model_files import CONFIG, path_of
+
+if TYPE_CHECKING:
+    from vllm_mlx_harmony.engine.pieces import Windows
+
+logger = logging.getLogger("vllm_mlx_harmony")
+
+T = TypeVar("T")
 
 WEIGHTS = (".safetensors", ".npz", ".gguf")
 
@@ -79,14 +87,38 @@ def _content(path: Path) -> Iterator[bytes]:
         os.close(opened)
 
 
-def of_layout(model: Any) -> bytes:
-    """A digest of how pieces of a loaded model are laid out."""
-    from vllm_mlx_harmony.host.kv.layers import windows
+def while_loading(model: str, load: Callable[[], T]) -> tuple[T, bytes | None]:
+    """What ``load`` returns, and the digest of the files that it read; ``None`` if that is unknown.
 
+    The files are looked at before and after: a directory may get other weights at any moment (``hf
+    download --local-dir``), and what the old ones compute must not be found for the new ones.
+    """
+    before = of_weights(model)
+    loaded = load()
+    weights = of_weights(model)
+    # Files of a repository in the Hugging Face cache do not change: others come beside them.
+    if weights != before and Path(model).is_dir():
+        logger.warning("prefix cache: not on disk, the files in %s are changing", model)
+        return loaded, None
+    if weights is None:
+        logger.warning("prefix cache: not on disk, not all weights in %s can be read", model)
+    return loaded, weights
+
+
+def of_layout(model: str, windows: Windows) -> bytes:
+    """A digest of how pieces of a model, by the name of its class, are laid out."""
     version = metadata.version("mlx-lm").split(".")[:2]
-    return key_of(repr((VERSION, version, type(model).__name__, windows(model))).encode())
+    return key_of(repr((VERSION, version, model, windows)).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What the sequences of one tenant begin with: ``key``. ``model`` is the digest of weights."""
+
+    key: bytes
+    model: bytes
 
 
 def root(weights: bytes, layout: bytes, tenant: str) -> Root:
-    """What sequences of ``tenant`` begin with on the disk."""
+    """The beginning of a tenant's sequences."""
     return Root(key_of(weights, layout, tenant.encode()), weights)

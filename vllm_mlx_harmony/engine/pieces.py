@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from vllm_mlx_harmony.host.kv.files import WIDTHS, Tensor, Tensors
+from vllm_mlx_harmony.engine.disk.safetensors import WIDTHS, Tensor, Tensors
 
 Windows: TypeAlias = tuple[int, ...]
 """Of each layer, how many tokens it keeps; ``WHOLE`` where it keeps every token."""
@@ -38,7 +38,7 @@ class Misaligned(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class Piece:
     """What a model computed for ``tokens`` ids of a sequence: keys and values of every layer.
 
     ``parts`` has one buffer per window, of shape (2 * layers with this window, heads, n, width),
@@ -54,7 +54,7 @@ class Segment:
         """Size in bytes."""
         return sum(part.nbytes for part in self.parts.values())
 
-    def last(self, tokens: int) -> Segment:
+    def last(self, tokens: int) -> Piece:
         """The piece without what stands before its last ``tokens``."""
         if tokens == self.tokens:
             return self
@@ -63,7 +63,7 @@ class Segment:
             for window, part in self.parts.items()
         }
         mx.eval(list(parts.values()))
-        return Segment(tokens, parts)
+        return Piece(tokens, parts)
 
 
 def windows(model: Any) -> Windows | None:
@@ -81,7 +81,7 @@ def _window(layer: Any) -> int | None:
     return None
 
 
-def cut(cache: Sequence[Any], start: int, end: int, row: int = 0) -> Segment:
+def cut(cache: Sequence[Any], start: int, end: int, row: int = 0) -> Piece:
     """The piece from ``start`` to ``end`` (in tokens) of what ``cache`` holds in ``row``.
 
     Raises ``Misaligned`` unless the cache holds ``end`` tokens, or one more: a window that has
@@ -99,7 +99,7 @@ def cut(cache: Sequence[Any], start: int, end: int, row: int = 0) -> Segment:
     # One buffer instead of two per layer: Metal limits how many there may be, too.
     parts = {window: mx.concatenate(cuts[window], axis=0) for window in sorted(cuts)}
     mx.eval(list(parts.values()))
-    return Segment(end - start, parts)
+    return Piece(end - start, parts)
 
 
 def _rows(layer: Any, row: int, end: int) -> tuple[Any, Any, int]:
@@ -149,8 +149,8 @@ _BITS = {2: np.uint16, 4: np.uint32}
 """What numpy takes elements for: it has no bfloat16, and copies nothing."""
 
 
-def exported(segment: Segment) -> dict[str, Tensor]:
-    """The bytes of a segment, without a copy; they stay valid as long as the result does.
+def exported(piece: Piece) -> dict[str, Tensor]:
+    """The bytes of a piece, without a copy; they stay valid as long as the result does.
 
     Raises ``KeyError`` for elements of a type that the files do not have.
     """
@@ -158,7 +158,7 @@ def exported(segment: Segment) -> dict[str, Tensor]:
         _name(window): Tensor(
             _NAMES[part.dtype], tuple(part.shape), memoryview(np.frombuffer(part, "B"))
         )
-        for window, part in segment.parts.items()
+        for window, part in piece.parts.items()
     }
 
 
@@ -166,24 +166,21 @@ def _name(window: int) -> str:
     return "whole" if window == WHOLE else f"window.{window}"
 
 
-def fits(model: Any, tokens: int, tensors: Tensors) -> bool:
-    """Whether ``tensors`` are a piece of ``tokens`` ids of this model. On any thread."""
-    layers = windows(model)
-    if layers is None or tokens < 1:
-        return False
+def fits(layers: Windows, tokens: int, tensors: Tensors) -> bool:
+    """Whether ``tensors`` can be ``tokens`` ids of a model with these windows. On any thread."""
     expected = {
         _name(window): (2 * layers.count(window), min(tokens, window or tokens))
         for window in set(layers)
     }
-    if any(len(tensor.shape) != 4 for tensor in tensors.values()):  # noqa: PLR2004
+    if tokens < 1 or any(len(tensor.shape) != 4 for tensor in tensors.values()):  # noqa: PLR2004
         return False
     shapes = {name: (tensor.shape[0], tensor.shape[2]) for name, tensor in tensors.items()}
     elements = {(each.dtype, each.shape[1], each.shape[3]) for each in tensors.values()}
     return shapes == expected and len(elements) == 1
 
 
-def imported(tokens: int, tensors: Tensors) -> Segment:
-    """A segment of such bytes, copied."""
+def imported(tokens: int, tensors: Tensors) -> Piece:
+    """The piece with these bytes, copied."""
     parts = {
         WHOLE if name == _name(WHOLE) else int(name.rpartition(".")[2]): mx.array(
             np.frombuffer(tensor.data, _BITS[WIDTHS[tensor.dtype]])
@@ -193,36 +190,36 @@ def imported(tokens: int, tensors: Tensors) -> Segment:
         for name, tensor in tensors.items()
     }
     mx.eval(list(parts.values()))
-    return Segment(tokens, parts)
+    return Piece(tokens, parts)
 
 
-def same_kind(one: Segment, other: Segment) -> bool:
+def same_kind(one: Piece, other: Piece) -> bool:
     """Whether the two can be joined: layers, heads, widths and types of both are the same."""
 
-    def kind(segment: Segment) -> dict[int, Any]:
+    def kind(piece: Piece) -> dict[int, Any]:
         return {
             window: (part.dtype, part.shape[:2], part.shape[3])
-            for window, part in segment.parts.items()
+            for window, part in piece.parts.items()
         }
 
     return kind(one) == kind(other)
 
 
-def join(model: Any, segments: Sequence[Segment], headroom: int = 0) -> list[Any]:
-    """A new cache for ``model`` that holds what the segments do, one after another.
+def join(model: Any, pieces: Sequence[Piece], headroom: int = 0) -> list[Any]:
+    """A new cache for ``model`` that holds what the pieces do, one after another.
 
     Using it changes nothing in them. There is ``headroom`` for so many tokens more before the
     layers that keep everything have to grow.
     """
     cache: list[Any] = make_prompt_cache(model)
-    length = sum(segment.tokens for segment in segments)
+    length = sum(piece.tokens for piece in pieces)
     used: dict[int, int] = {}  # rows of each window's buffers
     for layer in cache:
         window = _window(layer)
         assert window is not None  # nothing is cut from such a model
         at = used.get(window, 0)
         used[window] = at + 2
-        parts = [segment.parts[window] for segment in segments]
+        parts = [piece.parts[window] for piece in pieces]
         if window == WHOLE:
             layer.keys, layer.values = (_all(parts, row, headroom) for row in (at, at + 1))
         else:

@@ -1,8 +1,4 @@
-"""Generated turns on the disk: what `core.replay` remembers, from one start to the next.
-
-Refuses to know how a turn is written (`core.serialization`), which turn it is (`core.replay`) and
-where (`disk`).
-"""
+"""Generated turns in the disk cache: the archive of `core.replay`, for the next process."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from collections.abc import Sequence
 
 from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.core.serialization import read, written
-from vllm_mlx_harmony.host.kv.disk import Disk
+from vllm_mlx_harmony.engine.disk.cache import DiskCache
 
 
 class Turns:
@@ -18,7 +14,7 @@ class Turns:
 
     blocks = False
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: DiskCache) -> None:
         self._disk = disk
 
     def put(self, key: bytes, turn: GeneratedTurn) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
-from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import (
     BatchKVCache,
     BatchRotatingKVCache,
@@ -21,13 +19,11 @@ from mlx_lm.models.cache import (
     KVCache,
     RotatingKVCache,
 )
-from mlx_lm.models.gpt_oss import GptOssMoeModel
 
-from vllm_mlx_harmony import standin
-from vllm_mlx_harmony.host.kv.files import decoded, encoded
-from vllm_mlx_harmony.host.kv.layers import (
+from vllm_mlx_harmony.engine.disk.safetensors import decoded, encoded
+from vllm_mlx_harmony.engine.pieces import (
     Misaligned,
-    Segment,
+    Piece,
     cut,
     exported,
     fits,
@@ -103,22 +99,22 @@ def same(cache: list[Any], length: int) -> bool:
     ],
 )
 def test_joined_is_what_was_fed(model: Any, ends: tuple[int, ...], chunk: int) -> None:
-    cache, segments, at = model.make_cache(), [], 0
+    cache, pieces, at = model.make_cache(), [], 0
     for end in ends:
-        segments.append(cut(fed(cache, at, end, chunk), at, end))
+        pieces.append(cut(fed(cache, at, end, chunk), at, end))
         at = end
     for headroom in (0, 1, 700):
-        joined = join(model, segments, headroom)
+        joined = join(model, pieces, headroom)
         assert same(joined, at)
         assert same(fed(joined, at, at + 400, chunk), at + 400)
-    assert same(join(model, segments), at)  # nothing of it is in the segments
+    assert same(join(model, pieces), at)  # nothing of it is in the pieces
 
 
-def test_segments_do_not_follow_the_cache_they_are_cut_from(model: Any) -> None:
+def test_pieces_do_not_follow_the_cache_they_are_cut_from(model: Any) -> None:
     cache = fed(model.make_cache(), 0, 200, 50)
-    segment = cut(cache, 0, 200)
+    piece = cut(cache, 0, 200)
     fed(cache, 200, 500)
-    assert same(join(model, [segment]), 200)
+    assert same(join(model, [piece]), 200)
 
 
 def test_size_is_that_of_the_tokens_alone() -> None:
@@ -136,33 +132,33 @@ def test_size_is_that_of_the_tokens_alone() -> None:
 def test_a_cache_that_holds_one_token_more(model: Any, length: int, chunk: int, step: int) -> None:
     """What the next token looks at is there: itself and, of a window, as many before it."""
     cache = fed(model.make_cache(), 0, length + 1, chunk)
-    segments = [cut(cache, 0, length)]
-    joined = fed(join(model, segments), length, length + 1)
+    pieces = [cut(cache, 0, length)]
+    joined = fed(join(model, pieces), length, length + 1)
     assert [layer.offset for layer in joined] == [length + 1] * len(joined)
     assert same(joined, length + 1)
-    more = fed(join(model, segments), length, length + step, step)
+    more = fed(join(model, pieces), length, length + step, step)
     expected = fed(fed(model.make_cache(), 0, length), length, length + step, step)
     assert [held(layer) for layer in more] == [held(layer) for layer in expected]
     later = cut(more, length, length + step)
-    assert same(join(model, [*segments, later]), length + step)
+    assert same(join(model, [*pieces, later]), length + step)
 
 
 @pytest.mark.parametrize("length", [40, 100, 700])
 def test_bytes_of_a_piece_are_those_of_this_model(model: Any, length: int) -> None:
-    segment = cut(fed(model.make_cache(), 0, length, 50), 0, length)
-    content = b"".join(encoded(exported(segment), {}))
-    tensors = decoded(memoryview(content))
-    assert fits(model, length, tensors)
+    piece = cut(fed(model.make_cache(), 0, length, 50), 0, length)
+    content = b"".join(encoded(exported(piece), {}))
+    tensors, layers = decoded(memoryview(content)), windows(model) or ()
+    assert fits(layers, length, tensors)
     assert same(join(model, [imported(length, tensors)]), length)
-    assert not fits(model, length + 1, tensors) and not fits(model, length - 1, tensors)
-    assert not fits(Layers(WINDOW, KVCache, 256, KVCache), length, tensors)
+    assert not fits(layers, length + 1, tensors) and not fits(layers, length - 1, tensors)
+    assert not fits((WINDOW, 0, 256, 0), length, tensors)
     for name, tensor in tensors.items():
         without = {other: kept for other, kept in tensors.items() if other != name}
         shorter = replace(tensor, shape=(*tensor.shape[:2], tensor.shape[2] - 1, 1))
         flat = replace(tensor, shape=(prod(tensor.shape),))
-        assert not fits(model, length, without)
-        assert not fits(model, length, {**tensors, name: shorter})
-        assert not fits(model, length, {**tensors, name: flat})
+        assert not fits(layers, length, without)
+        assert not fits(layers, length, {**tensors, name: shorter})
+        assert not fits(layers, length, {**tensors, name: flat})
 
 
 @pytest.mark.parametrize("end", [98, 101, 200])
@@ -197,9 +193,9 @@ def test_rows_of_a_batch(model: Any, lengths: tuple[int, ...]) -> None:
     for row, length in enumerate(lengths):
         with pytest.raises(Misaligned):
             cut(batch, 0, length, row)
-        segments = [cut(singles[row], 0, length), cut(batch, length, length + 320, row)]
-        assert same(join(model, segments), length + 320)
-        one_less = [segments[0], cut(batch, length, length + 319, row)]
+        pieces = [cut(singles[row], 0, length), cut(batch, length, length + 320, row)]
+        assert same(join(model, pieces), length + 320)
+        one_less = [pieces[0], cut(batch, length, length + 319, row)]
         joined = fed(join(model, one_less), length + 319, length + 320)
         assert same(joined, length + 320)
     for layer in batch:
@@ -224,72 +220,48 @@ def test_windows(layout: tuple[Any, ...], expected: tuple[int, ...] | None) -> N
 def test_layouts_of_one_kind() -> None:
     for model in (Layers(KVCache, KVCache), Layers(64, 64)):
         cache = fed(model.make_cache(), 0, 90, 10)
-        segments = [cut(cache, 0, 90)]
-        segments.append(cut(fed(cache, 90, 200, 10), 90, 200))
-        assert [held(layer) for layer in join(model, segments)] == [held(layer) for layer in cache]
-
-
-class Windows(GptOssMoeModel):  # type: ignore[misc, unused-ignore]
-    """mlx-lm's gpt-oss, but each layer has the window, or none, of ``LAYOUT``."""
-
-    LAYOUT = (WINDOW, 0, 320, 0)
-
-    def __call__(self, inputs: Any, cache: Any = None, input_embeddings: Any = None) -> Any:
-        x = self.embed_tokens(inputs)
-        for layer, own, window in zip(self.layers, cache, self.LAYOUT, strict=True):
-            x = layer(x, create_attention_mask(x, own, window_size=window or None), own)
-        return self.norm(x)
-
-    def make_cache(self) -> list[Any]:
-        return [RotatingKVCache(window) if window else KVCache() for window in self.LAYOUT]
-
-
-@pytest.fixture(scope="module", params=["gpt-oss", "several windows"])
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from mlx_lm.utils import load_model
-
-    directory: Path = standin.write_tiny(tmp_path_factory.mktemp("tiny"), width=16)
-    model = load_model(directory)[0]
-    if request.param == "several windows":
-        model.model.__class__ = Windows
-        model.make_cache = model.model.make_cache
-        assert windows(model) == Windows.LAYOUT
-    return model
+        pieces = [cut(cache, 0, 90)]
+        pieces.append(cut(fed(cache, 90, 200, 10), 90, 200))
+        assert [held(layer) for layer in join(model, pieces)] == [held(layer) for layer in cache]
 
 
 @pytest.mark.parametrize("length", [90, 330, 700])
-def test_keys_and_values_of_a_piece_are_those_the_windows_keep(tiny: Any, length: int) -> None:
-    cache = tiny.make_cache()
-    tiny(mx.array([list(range(1000, 1000 + length))]), cache=cache)
+def test_keys_and_values_of_a_piece_are_those_the_windows_keep(
+    random_model: Any, length: int
+) -> None:
+    cache = random_model.make_cache()
+    random_model(mx.array([list(range(1000, 1000 + length))]), cache=cache)
     parts = cut(cache, 0, length).parts
-    expected = {window: min(window or length, length) for window in windows(tiny) or ()}
+    expected = {window: min(window or length, length) for window in windows(random_model) or ()}
     assert {window: part.shape[2] for window, part in parts.items()} == expected
 
 
-def test_real_architecture_goes_on_with_the_same_logits(tiny: Any) -> None:
+def test_real_architecture_goes_on_with_the_same_logits(random_model: Any) -> None:
     """Exactly the same: the same passes, on keys and values that were cut and joined between."""
     ids = [random.Random(3).randrange(200_000) for _ in range(700)]
     ends = [1, 60, 61, 400, 430, 699]
-    plain, segments, at = tiny.make_cache(), list[Segment](), 0
+    plain, pieces, at = random_model.make_cache(), list[Piece](), 0
     for end in ends:
-        joined = join(tiny, segments, headroom=50) if segments else tiny.make_cache()
-        expected = tiny(mx.array([ids[at:end]]), cache=plain)[:, -1]
-        logits = tiny(mx.array([ids[at:end]]), cache=joined)[:, -1]
+        joined = join(random_model, pieces, headroom=50) if pieces else random_model.make_cache()
+        expected = random_model(mx.array([ids[at:end]]), cache=plain)[:, -1]
+        logits = random_model(mx.array([ids[at:end]]), cache=joined)[:, -1]
         assert mx.array_equal(logits, expected)
-        segments.append(cut(joined, at, end))
+        pieces.append(cut(joined, at, end))
         at = end
 
 
 @pytest.mark.parametrize("step", [1, 60])
 @pytest.mark.parametrize("length", [90, 400])
-def test_real_architecture_goes_on_from_one_token_before(tiny: Any, length: int, step: int) -> None:
+def test_real_architecture_goes_on_from_one_token_before(
+    random_model: Any, length: int, step: int
+) -> None:
     ids = [random.Random(4).randrange(200_000) for _ in range(length + step)]
-    plain, cache = tiny.make_cache(), tiny.make_cache()
+    plain, cache = random_model.make_cache(), random_model.make_cache()
     for tokens, into in ((ids[:length], plain), ([*ids[:length], 7], cache)):
         for token in tokens:
-            tiny(mx.array([[token]]), cache=into)
-    joined = join(tiny, [cut(cache, 0, length)])
-    expected = tiny(mx.array([ids[length:]]), cache=plain)
-    logits = tiny(mx.array([ids[length:]]), cache=joined)
+            random_model(mx.array([[token]]), cache=into)
+    joined = join(random_model, [cut(cache, 0, length)])
+    expected = random_model(mx.array([ids[length:]]), cache=plain)
+    logits = random_model(mx.array([ids[length:]]), cache=joined)
     # One by one, a window stands in another order in the two: sums differ in the last bits.
     assert mx.allclose(logits, expected, rtol=0, atol=5e-6)

@@ -1,0 +1,732 @@
+"""The disk below the prefix cache: what is written, found again, thrown out; what can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+import sqlite3
+import stat
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx_lm")
+
+import mlx.core as mx
+
+from vllm_mlx_harmony.core.replay import GeneratedTurn
+from vllm_mlx_harmony.core.serialization import read, written
+from vllm_mlx_harmony.core.turn import Answer, Call, Reasoning
+from vllm_mlx_harmony.engine.disk import cache as disks
+from vllm_mlx_harmony.engine.disk import identity, index
+from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Loaded, Offered
+from vllm_mlx_harmony.engine.disk.identity import Root
+from vllm_mlx_harmony.engine.disk.safetensors import Damaged, decoded
+from vllm_mlx_harmony.engine.disk.turns import Turns
+from vllm_mlx_harmony.engine.pieces import (
+    WHOLE,
+    Piece,
+    cut,
+    exported,
+    fits,
+    imported,
+    join,
+    windows,
+)
+from vllm_mlx_harmony.engine.prefix_tree import pack
+
+Open = Callable[..., DiskCache]
+PLENTY = 1 << 30
+ROOT = Root(b"a root", b"weights")
+IDS = list(range(1000, 1600))
+PLACES = [150, 400, 600]
+
+
+def offered(pieces: list[Piece], places: list[int] = PLACES) -> list[Offered]:
+    return [
+        Offered(end, piece.nbytes, partial(exported, piece))
+        for end, piece in zip(places, pieces, strict=False)
+    ]
+
+
+def write(disk: DiskCache, pieces: list[Piece], root: Root = ROOT, ids: list[int] = IDS) -> None:
+    places = PLACES[: len(pieces)]
+    disk.offer(root, pack(ids[: places[-1]]), offered(pieces, places))
+    assert disk.flush(10)
+
+
+def load(
+    disk: DiskCache, model: Any, known: int = 0, root: Root = ROOT, ids: Sequence[int] = (*IDS, 1)
+) -> tuple[Loaded, ...]:
+    rows = disk.find([root], pack(ids))
+    return asyncio.run(disk.load(rows, lambda: known, partial(fits, windows(model) or ())))
+
+
+def fetch(
+    disk: DiskCache, model: Any, known: int = 0, root: Root = ROOT, ids: Sequence[int] = (*IDS, 1)
+) -> list[tuple[int, int]]:
+    return [(piece.start, piece.end) for piece in load(disk, model, known, root, ids)]
+
+
+def reach(disk: DiskCache, root: Root, ids: Sequence[int]) -> int:
+    return max((row.end for row in disk.find([root], pack(ids))), default=0)
+
+
+ALL = [(0, 150), (150, 400), (400, 600)]
+
+
+def same(one: Piece, other: Piece) -> bool:
+    return one.parts.keys() == other.parts.keys() and all(
+        part.dtype == other.parts[window].dtype and mx.array_equal(part, other.parts[window])
+        for window, part in one.parts.items()
+    )
+
+
+def files(disk: DiskCache) -> list[Path]:
+    """Those of the pieces, first written first."""
+    found = (disk.directory / DIRECTORY / PIECES).glob("*.safetensors")
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+# --- What is written
+
+
+def test_what_was_written_is_read_by_another_process(
+    open_disk: Open, model: Any, pieces: list[Piece]
+) -> None:
+    write(open_disk(), pieces)
+    again = open_disk()
+    read = load(again, model)
+    assert [(piece.start, piece.end) for piece in read] == ALL
+    for loaded, piece in zip(read, pieces, strict=True):
+        assert same(imported(loaded.end - loaded.start, loaded.tensors), piece)
+    counters = again.counters()
+    assert (counters.hits, counters.misses, counters.tokens_read) == (1, 0, 600)
+    assert counters.bytes_read == counters.nbytes == sum(map(os.path.getsize, files(again)))
+    assert (counters.pieces, counters.conversations) == (3, 1)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_files_are_safetensors_of_every_type(
+    disk: DiskCache, pieces: list[Piece], dtype: Any
+) -> None:
+    one = pieces[0]
+    piece = Piece(one.tokens, {window: p.astype(dtype) for window, p in one.parts.items()})
+    mx.eval(list(piece.parts.values()))
+    write(disk, [piece])
+    (path,) = files(disk)
+    loaded = mx.load(str(path))
+    expected = {"whole": dtype, "window.128": dtype}
+    assert {name: part.dtype for name, part in loaded.items()} == expected
+    assert mx.array_equal(loaded["whole"], piece.parts[WHOLE])
+    assert same(imported(one.tokens, decoded(memoryview(path.read_bytes()))), piece)
+
+
+def test_nobody_else_may_read_it(disk: DiskCache, pieces: list[Piece]) -> None:
+    write(disk, pieces)
+    disk.put_turn(b"k", b"turn")
+    assert disk.flush(10)
+    paths = list((disk.directory / DIRECTORY).rglob("*"))
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_file()}
+    assert modes == {0o600} and len(paths) > 4
+    directories = [disk.directory, disk.directory / DIRECTORY, disk.directory / DIRECTORY / PIECES]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in directories} == {0o700}
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"), [(0, ALL), (150, ALL[1:]), (200, ALL[1:]), (599, ALL[2:]), (600, [])]
+)
+def test_only_what_memory_has_not_is_read(
+    disk: DiskCache, model: Any, pieces: list[Piece], known: int, expected: list[tuple[int, int]]
+) -> None:
+    write(disk, pieces)
+    assert fetch(disk, model, known) == expected
+    assert (disk.counters().hits, disk.counters().misses) == ((1, 0) if expected else (0, 1))
+
+
+def test_the_last_id_is_never_known(disk: DiskCache, model: Any, pieces: list[Piece]) -> None:
+    write(disk, pieces)
+    assert fetch(disk, model, ids=IDS) == ALL[:2]
+    assert (reach(disk, ROOT, IDS), reach(disk, ROOT, [*IDS, 1])) == (400, 600)
+
+
+def test_of_two_cuts_the_longer_is_found(disk: DiskCache, model: Any, pieces: list[Piece]) -> None:
+    write(disk, pieces[:1])
+    longer = join(model, pieces[:2])
+    disk.offer(ROOT, pack(IDS[:400]), offered([cut(longer, 0, 400)], [400]))
+    assert disk.flush(10)
+    assert fetch(disk, model) == [(0, 400)]
+
+
+def test_nothing_is_written_twice(open_disk: Open, pieces: list[Piece]) -> None:
+    disk, other = open_disk(), open_disk()
+    for one in (disk, disk, other):
+        write(one, pieces)
+    assert len(files(disk)) == 3
+    assert (disk.counters().pieces_written, other.counters().pieces_written) == (3, 0)
+
+
+# --- Whose
+
+
+@pytest.mark.parametrize("seen", ["weights", "layout", "tenant"])
+def test_what_is_not_valid_is_not_seen(
+    disk: DiskCache, model: Any, pieces: list[Piece], seen: str
+) -> None:
+    made_of = {"weights": b"w", "layout": b"l", "tenant": "alice"}
+    write(disk, pieces, identity.root(**made_of))
+    assert fetch(disk, model, root=identity.root(**made_of)) == ALL
+    other = {**made_of, seen: type(made_of[seen])(made_of[seen] * 2)}
+    assert fetch(disk, model, root=identity.root(**other)) == []
+
+
+def test_pieces_of_an_earlier_digest_are_not_found_and_go_first(
+    open_disk: Open, model: Any, pieces: list[Piece], tiny: Path
+) -> None:
+    """The digest of earlier versions had names, sizes and times alone."""
+    (path,) = tiny.glob("*.safetensors")
+    state = path.stat()
+    names = [f"{path.name} {state.st_size} {state.st_mtime_ns}".encode()]
+    earlier = index.key_of((tiny / "config.json").read_bytes(), *names)
+    now = identity.of_weights(str(tiny))
+    assert now is not None and now != earlier
+    layout = identity.of_layout("Model", windows(model) or ())
+    old, new = (identity.root(each, layout, "") for each in (earlier, now))
+    disk = open_disk()
+    write(disk, pieces, old)
+    disk.put_turn(b"k", b"turn")
+    assert disk.flush(10)
+    both = disk.counters().nbytes
+    disk.close(1.0)
+    again = open_disk(budget=both + 1000)
+    assert fetch(again, model, root=new) == [] and again.turn(b"k") == b"turn"
+    write(again, pieces, new)
+    assert fetch(again, model, root=new) == ALL and again.turn(b"k") == b"turn"
+    assert reach(again, old, [*IDS, 1]) < 600
+    assert again.counters().damaged == 0
+
+
+# --- How much
+
+
+def test_ends_go_before_beginnings_and_the_least_used_first(
+    open_disk: Open, model: Any, pieces: list[Piece]
+) -> None:
+    disk = open_disk()
+    write(disk, pieces)
+    one = disk.counters().nbytes
+    other = [*IDS[:150], *range(5000, 5450)]
+    write(disk, pieces, ids=other)  # goes on from the same beginning
+    both = disk.counters().nbytes
+    assert len(files(disk)) == 5
+    assert fetch(disk, model) == ALL and disk.flush(10)  # used last
+    small = open_disk(budget=both)
+    small.offer(ROOT, pack(list(range(7000, 7150))), offered(pieces[:1], [150]))
+    assert small.flush(10) and small.counters().evictions == 1
+    assert reach(small, ROOT, [*other, 1]) == 400
+    smaller = open_disk(budget=one + 2 * pieces[0].nbytes + 2000)
+    smaller.offer(ROOT, pack(list(range(8000, 8150))), offered(pieces[:1], [150]))
+    assert smaller.flush(10)
+    assert fetch(smaller, model) == ALL  # its own beginning is the other's, too
+    assert reach(smaller, ROOT, [*other, 1]) == 150
+    assert smaller.counters().nbytes <= smaller.budget
+    assert sum(map(os.path.getsize, files(smaller))) == smaller.counters().nbytes
+
+
+def test_what_would_not_fit_is_not_written(
+    open_disk: Open, model: Any, pieces: list[Piece]
+) -> None:
+    disk = open_disk(budget=pieces[0].nbytes + pieces[1].nbytes + 10_000)
+    write(disk, pieces)
+    assert fetch(disk, model) == ALL[:2]
+    assert disk.counters().evictions == 0
+
+
+def test_no_more_waits_than_may(open_disk: Open, model: Any, pieces: list[Piece]) -> None:
+    disk = open_disk(patience=pieces[0].nbytes + pieces[1].nbytes - 1)
+    with disk._changing:  # the writer waits
+        disk.offer(ROOT, pack(IDS), offered(pieces))
+    assert disk.flush(10) and disk.counters().dropped == 1
+    assert fetch(disk, model) == ALL[:1]
+    for _ in range(2):  # what was dropped is offered again
+        write(disk, pieces)
+    assert fetch(disk, model) == ALL
+
+
+def test_turns_live_within_the_budget(open_disk: Open) -> None:
+    disk = open_disk(budget=1000)
+    for n in range(20):
+        disk.put_turn(b"%d" % n, b"x" * 100)
+        assert disk.flush(10)
+        disk.use_turn(b"0")
+        assert disk.flush(10)
+    assert disk.turn(b"0") and disk.turn(b"19") and not disk.turn(b"1")
+    assert disk.counters().turns == 10 and disk.counters().nbytes == 1000
+
+
+def test_while_an_engine_computes_it_is_written_slowly(
+    open_disk: Open, pieces: list[Piece], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(disks, "time", Clock(slept))
+    for busy in (False, True):
+        disk = open_disk()
+        disk.clear()
+        slept.clear()
+        if busy:
+            with disk.computing():
+                write(disk, pieces[:1])
+        else:
+            write(disk, pieces[:1])
+        spent = disk.counters().write_seconds
+        assert sum(slept) == pytest.approx(spent / disks.SHARE if busy else 0.0)
+
+
+class Clock:
+    """The module ``time``, in which nobody sleeps but who waits for the writer."""
+
+    def __init__(self, slept: list[float]) -> None:
+        self._slept = slept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def sleep(self, seconds: float) -> None:
+        if seconds == 0.005:  # `flush`
+            time.sleep(seconds)
+        else:
+            self._slept.append(seconds)
+
+
+def test_emptied(disk: DiskCache, model: Any, pieces: list[Piece]) -> None:
+    write(disk, pieces)
+    disk.put_turn(b"k", b"a thought of somebody's")
+    assert disk.flush(10)
+    with disk.computing():
+        disk.offer(Root(b"other", b""), pack(IDS), offered(pieces))
+        disk.clear()
+    assert disk.flush(10)
+    assert files(disk) == [] and fetch(disk, model) == [] and disk.turn(b"k") is None
+    assert disk.counters().nbytes == disk.counters().pieces == disk.counters().turns == 0
+    said = b"".join(p.read_bytes() for p in (disk.directory / DIRECTORY).iterdir() if p.is_file())
+    assert b"a thought" not in said
+    write(disk, pieces)
+    assert fetch(disk, model) == ALL
+
+
+# --- Faults
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-50] ^= 1
+    path.write_bytes(content)
+
+
+def foreign(path: Path) -> None:
+    path.write_bytes(os.urandom(path.stat().st_size))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def a_link(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("fault", [cut_short, flipped, foreign, empty, a_directory, a_link, gone])
+def test_a_piece_that_is_not_what_was_written_is_set_aside(
+    disk: DiskCache,
+    model: Any,
+    pieces: list[Piece],
+    fault: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write(disk, pieces)
+    fault(files(disk)[1])
+    with caplog.at_level(logging.WARNING):
+        assert fetch(disk, model) == ALL[:1]
+        assert fetch(disk, model) == ALL[:1]
+    damaged = fault is not gone  # that may have been another process, in need of the room
+    assert len(caplog.records) == disk.counters().damaged == damaged
+    assert bool(disk.counters().last_error) == damaged
+    write(disk, pieces)
+    assert fetch(disk, model) == ALL
+
+
+def test_what_another_process_throws_out_meanwhile_is_not_damaged(
+    open_disk: Open,
+    model: Any,
+    pieces: list[Piece],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is what it has written anew, to other files, removed with the old row."""
+    disk, other = open_disk(), open_disk()
+    write(disk, pieces)
+    content = disk._content
+
+    def late(row: index.Row) -> bytearray:
+        monkeypatch.undo()
+        other.clear()
+        write(other, pieces)
+        return content(row)
+
+    monkeypatch.setattr(disk, "_content", late)
+    with caplog.at_level(logging.WARNING):
+        assert fetch(disk, model) == []
+        assert fetch(disk, model) == ALL
+    assert caplog.records == [] and disk.counters().damaged == 0
+    assert not disk.counters().last_error and len(files(disk)) == 3
+
+
+def test_a_file_that_cannot_be_read(
+    disk: DiskCache,
+    model: Any,
+    pieces: list[Piece],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As root, who may read everything, too."""
+    write(disk, pieces)
+    unreadable, real = files(disk)[2].name, os.open
+
+    def refusing(path: Any, flags: int, *more: Any) -> int:
+        if Path(path).name == unreadable and not flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with caplog.at_level(logging.WARNING):
+        assert fetch(disk, model) == ALL[:2]
+    assert len(caplog.records) == 1
+    write(disk, pieces)
+    assert fetch(disk, model) == ALL
+
+
+def test_a_piece_of_another_shape_is_set_aside(
+    disk: DiskCache, model: Any, pieces: list[Piece]
+) -> None:
+    """Its checksum is right: somebody else's bug, or a model that is not what it was."""
+    one = pieces[0]
+    parts = {**one.parts, WHOLE: one.parts[WHOLE][:2]}
+    write(disk, [Piece(one.tokens, parts), *pieces[1:]])
+    assert fetch(disk, model) == [] and disk.counters().damaged == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"1234567", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}"],
+)
+def test_what_is_no_safetensors_file(content: bytes) -> None:
+    if content.endswith(b"{}"):
+        assert decoded(memoryview(content)) == {}
+    else:
+        with pytest.raises(Damaged):
+            decoded(memoryview(content))
+
+
+class Broken:
+    """The files of a disk that says the same to every writer: full, or read-only."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+        self.broken, self._real, self._code = True, os.fdopen, code
+        monkeypatch.setattr(os, "fdopen", self)
+
+    def __call__(self, opened: int, mode: str = "r", *more: Any, **others: Any) -> Any:
+        if self.broken and "w" in mode:
+            os.close(opened)
+            raise OSError(self._code, os.strerror(self._code))
+        return self._real(opened, mode, *more, **others)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_takes_nothing_says_so_once_and_is_tried_again(
+    disk: DiskCache,
+    model: Any,
+    pieces: list[Piece],
+    code: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write(disk, pieces[:1])
+    monkeypatch.setattr(disks, "PAUSE", 0.1)
+    faulty = Broken(monkeypatch, code)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            write(disk, pieces)
+            time.sleep(0.11)
+        assert fetch(disk, model) == ALL[:1]  # what is there is read
+        assert len(caplog.records) == 1 and os.strerror(code) in caplog.text
+        assert os.strerror(code) in disk.counters().last_error
+        assert len(files(disk)) == 1
+        faulty.broken = False
+        write(disk, pieces)
+        assert "again" in caplog.records[-1].message and len(caplog.records) == 2
+    assert fetch(disk, model) == ALL
+
+
+def mounted(place: Path, options: str) -> None:
+    """A file system of its own in ``place``; where we may mount none, there is no such test."""
+    place.mkdir(exist_ok=True)
+    if os.geteuid() or os.system(f"mount -t tmpfs -o {options} none {place} 2>/dev/null"):
+        pytest.skip("no file system can be mounted here")
+
+
+def test_a_read_only_file_system_is_no_place(tmp_path: Path, pieces: list[Piece]) -> None:
+    """At the start. One that turns so while the server runs: see above."""
+    mounted(tmp_path / "ssd", "size=16m")
+    try:
+        disk = DiskCache(tmp_path / "ssd", PLENTY)
+        write(disk, pieces[:1])
+        disk.close(1.0)
+        assert not os.system(f"mount -o remount,ro {tmp_path / 'ssd'}")
+        with pytest.raises(disks.Failed):
+            DiskCache(tmp_path / "ssd", PLENTY)
+    finally:
+        os.system(f"umount -l {tmp_path / 'ssd'}")
+
+
+def test_a_really_full_disk(
+    tmp_path: Path, model: Any, pieces: list[Piece], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file system with room for one piece, and the log of the index."""
+    small = tmp_path / "small"
+    mounted(small, "size=4m")
+    try:
+        disk = DiskCache(small, PLENTY)
+        write(disk, pieces[:1])
+        left = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
+        (small / "others").write_bytes(b"x" * (left - pieces[1].nbytes // 2))
+        with caplog.at_level(logging.WARNING):
+            write(disk, pieces)
+        assert len(caplog.records) == 1 and disk.counters().paused
+        assert fetch(disk, model) == ALL[:1]
+        disk.clear()
+        assert files(disk) == [] and fetch(disk, model) == []
+        disk.close(1.0)
+    finally:
+        os.system(f"umount -l {small}")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_directory_that_is_removed_while_the_server_runs(
+    disk: DiskCache,
+    model: Any,
+    pieces: list[Piece],
+    whole: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ours alone is made anew. The one that was named is not: a volume may be mounted there."""
+    monkeypatch.setattr(disks, "PAUSE", 0.1)
+    write(disk, pieces)
+    shutil.rmtree(disk.directory if whole else disk.directory / DIRECTORY)
+    with caplog.at_level(logging.WARNING):
+        assert fetch(disk, model) == []
+        for _ in range(3):
+            write(disk, pieces)
+            time.sleep(0.11)
+        assert fetch(disk, model) == ([] if whole else ALL)
+        assert len(caplog.records) == whole
+        if whole:
+            disk.directory.mkdir()
+            write(disk, pieces)
+            assert fetch(disk, model) == ALL and disk.directory.is_dir()
+
+
+def test_the_directory_of_pieces_is_made_anew(
+    disk: DiskCache, model: Any, pieces: list[Piece], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was in it is computed again; turns are elsewhere."""
+    write(disk, pieces)
+    disk.put_turn(b"k", b"turn")
+    assert disk.flush(10)
+    shutil.rmtree(disk.directory / DIRECTORY / PIECES)
+    with caplog.at_level(logging.WARNING):
+        assert fetch(disk, model) == [] and disk.turn(b"k") == b"turn"
+        write(disk, pieces)
+        assert fetch(disk, model) == ALL
+    assert caplog.records == [] and disk.counters().pieces == 3
+
+
+@pytest.mark.parametrize("content", [b"not a database", b"SQLite format 3\0" + b"\xff" * 5000])
+@pytest.mark.parametrize("running", [True, False])
+def test_a_damaged_index_is_set_aside(
+    open_disk: Open,
+    model: Any,
+    pieces: list[Piece],
+    content: bytes,
+    running: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk = open_disk()
+    write(disk, pieces)
+    path = disk.directory / DIRECTORY / index.NAME
+    if not running:
+        disk.close(1.0)
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    path.write_bytes(content * 3)
+    with caplog.at_level(logging.WARNING):
+        again = disk if running else open_disk()
+        fetch(again, model)
+        for _ in range(2):
+            write(again, pieces)
+    assert fetch(again, model) == ALL
+    assert len(caplog.records) <= 2
+
+
+def test_a_later_version_is_left_alone(open_disk: Open, pieces: list[Piece]) -> None:
+    disk = open_disk()
+    write(disk, pieces)
+    path = disk.directory / DIRECTORY / index.NAME
+    disk.close(1.0)
+    with sqlite3.connect(path) as file:
+        file.execute(f"PRAGMA user_version={index.VERSION + 1}")
+    file.close()
+    with pytest.raises(sqlite3.DatabaseError, match="later version"):
+        open_disk()
+    assert len(files(disk)) == 3
+
+
+def test_a_start_writes_nothing_to_an_index_that_is_there(
+    open_disk: Open, model: Any, pieces: list[Piece]
+) -> None:
+    """The disk may be full; here, another process is in the middle of a transaction."""
+    disk = open_disk()
+    write(disk, pieces)
+    path = disk.directory / DIRECTORY / index.NAME
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        log = path.with_name(f"{index.NAME}-wal").stat().st_size
+        again = open_disk()
+        assert reach(again, ROOT, [*IDS, 1]) == 600
+        assert path.with_name(f"{index.NAME}-wal").stat().st_size == log
+        other.execute("ROLLBACK")
+
+
+def test_an_earlier_version_is_replaced(open_disk: Open, model: Any, pieces: list[Piece]) -> None:
+    disk = open_disk()
+    write(disk, pieces)
+    path = disk.directory / DIRECTORY / index.NAME
+    disk.close(1.0)
+    with sqlite3.connect(path) as file:
+        file.execute("PRAGMA user_version=0")
+    file.close()
+    again = open_disk()
+    assert fetch(again, model) == []
+    write(again, pieces)
+    assert fetch(again, model) == ALL
+
+
+def test_files_that_nobody_knows_are_swept_when_they_are_old(
+    open_disk: Open, pieces: list[Piece]
+) -> None:
+    disk = open_disk()
+    write(disk, pieces[:1])
+    place = disk.directory / DIRECTORY / PIECES
+    old, new = (place / f"{letter * 32}-00000000.safetensors" for letter in "ab")
+    foreign = place / "notes.txt"
+    for path in (old, new, foreign):
+        path.write_bytes(b"half")
+    for path in (old, foreign, files(disk)[0]):
+        os.utime(path, (0, 0))
+    again = open_disk()
+    write(again, pieces)
+    deadline = time.monotonic() + 5
+    while old.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not old.exists() and new.exists() and foreign.exists()
+    assert len(files(again)) == 4
+
+
+def test_two_processes_share_a_directory(open_disk: Open, model: Any, pieces: list[Piece]) -> None:
+    """Each finds what the other wrote, and takes what the other threw out for not known."""
+    one, other = open_disk(), open_disk()
+    write(one, pieces[:2])
+    write(other, pieces)
+    assert fetch(one, model) == fetch(other, model) == ALL
+    one.clear()
+    assert fetch(other, model) == []
+    write(other, pieces)
+    write(other, pieces)  # by now it knows that the beginning is gone
+    assert fetch(one, model) == ALL
+
+
+# --- Turns
+
+
+TURN = GeneratedTurn(
+    (Reasoning, Call),
+    ((200006, 1, 2), (200006, 3)),
+    "content \ud83d of a client",
+    (Call("call_1", "weather", '{"city": "Zürich"}'),),
+)
+
+
+@pytest.mark.parametrize(
+    "turn", [TURN, GeneratedTurn((Answer,), ((1,),), "", ()), GeneratedTurn((), (), "", ())]
+)
+def test_turns_are_read_as_they_were_written(turn: GeneratedTurn) -> None:
+    assert read(written(turn)) == turn
+
+
+def test_turns_outlive_the_process(open_disk: Open) -> None:
+    disk = open_disk()
+    Turns(disk).put(b"key", TURN)
+    assert disk.flush(10)
+    again = Turns(open_disk())
+    assert again.get(b"key") == TURN and again.get(b"other") is None
+
+
+def test_turns_are_read_beside_what_is_being_written(disk: DiskCache) -> None:
+    """On the event loop; another process writes, for seconds, and our writer waits for it."""
+    disk.put_turn(b"k", b"turn")
+    disk.put_turn(b"damaged", b"turn")
+    assert disk.flush(10)
+    other = sqlite3.connect(disk.directory / DIRECTORY / index.NAME, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with closing(other), ThreadPoolExecutor(1) as loop, disk._changing:
+        assert loop.submit(disk.turn, b"k").result(5) == b"turn"
+        loop.submit(disk.drop_turn, b"damaged").result(5)
+        assert disk.turn(b"damaged") is None
+        other.execute("ROLLBACK")
+    disk.put_turn(b"last", b"turn")
+    assert disk.flush(10) and disk.counters().turns == 2
+
+
+@pytest.mark.parametrize("at", [0, 5, 20, -1])
+def test_a_damaged_turn_is_dropped(disk: DiskCache, at: int) -> None:
+    content = bytearray(written(TURN))
+    content[at] ^= 1
+    disk.put_turn(b"key", bytes(content))
+    assert disk.flush(10)
+    turns = Turns(disk)
+    assert turns.get(b"key") is None and disk.counters().damaged == 1
+    assert turns.get(b"key") is None and disk.counters().damaged == 1

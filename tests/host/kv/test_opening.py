@@ -1,0 +1,97 @@
+"""The disk cache as flags ask for it, and as `doctor` looks at it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx_lm")
+
+from mlx_lm.utils import load_model
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.engine.disk import identity, index
+from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, DiskCache, Offered
+from vllm_mlx_harmony.engine.disk.identity import Root
+from vllm_mlx_harmony.engine.disk.safetensors import Tensor
+from vllm_mlx_harmony.engine.prefix_tree import PrefixTree, pack
+from vllm_mlx_harmony.host import doctor
+from vllm_mlx_harmony.host.kv import opening, prefix
+
+
+def filled(directory: Path) -> DiskCache:
+    """A disk with one conversation of three pieces."""
+    disk = DiskCache(directory, 1 << 30)
+    tensor = Tensor("F32", (4,), memoryview(bytes(16)))
+    offered = [Offered(end, 16, lambda: {"whole": tensor}) for end in (1, 2, 3)]
+    disk.offer(Root(b"root", b"weights"), pack([7, 8, 9]), offered)
+    assert disk.flush(10)
+    return disk
+
+
+def test_doctor_looks_and_changes_nothing(tmp_path: Path) -> None:
+    disk = filled(tmp_path / "ssd")
+    before = {path: path.stat().st_mtime_ns for path in disk.directory.rglob("*.safetensors")}
+    group = doctor._cache(disk.directory)
+    assert group.ok and "3 pieces of 1 conversations, 0 turns" in group.findings[0].detail
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    disk.close(5.0)
+    ended = sorted((path, path.stat().st_mtime_ns) for path in disk.directory.rglob("*"))
+    assert "3 pieces of 1 conversations" in doctor._cache(disk.directory).findings[0].detail
+    assert ended == sorted((path, path.stat().st_mtime_ns) for path in disk.directory.rglob("*"))
+    nothing = doctor._cache(tmp_path / "a" / "b")
+    assert nothing.ok and not (tmp_path / "a").exists()
+    (tmp_path / "file").write_text("")
+    assert not doctor._cache(tmp_path / "file").ok
+    other = tmp_path / "damaged" / DIRECTORY
+    other.mkdir(parents=True)
+    (other / index.NAME).write_bytes(b"not a database" * 100)
+    assert not doctor._cache(tmp_path / "damaged").ok
+
+
+@pytest.mark.parametrize("gigabytes", [0.0, -1.0, float("nan")])
+def test_a_size_that_is_none_is_refused(tmp_path: Path, gigabytes: float) -> None:
+    with pytest.raises(HostError, match="ssd-cache-max-gb"):
+        opening.opened(str(tmp_path / "new"), gigabytes)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_directory_that_cannot_be_used_costs_the_disk_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert opening.opened(str(tmp_path / "file"), 1.0) is None
+    assert "cannot be used" in next(opening.found(None))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_disk_knows_a_model_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    path = standin.write_tiny(tmp_path / "model", width=16)
+    disk = DiskCache(tmp_path / "ssd", 1 << 30)
+    tree: PrefixTree[Any] = PrefixTree(1 << 30)
+    monkeypatch.setattr(prefix, "memory", lambda: tree)
+    monkeypatch.setattr(prefix, "_disk", disk)
+
+    def load(engine: Any) -> None:
+        engine._model = load_model(path)[0]
+        if changed:
+            os.utime(next(path.glob("*.safetensors")), ns=(0, 0))
+
+    engine = SimpleNamespace(_model=None, _model_path=str(path), is_mllm=False)
+    opening.identified(load)(engine)
+    layers = engine._model.make_cache()
+    import mlx.core as mx
+
+    engine._model(mx.array([[1, 2, 3]]), cache=layers)
+    prefix.remember(engine._model, "", [1, 2, 3], layers)
+    assert disk.flush(10)
+    found = disk.found(identity.of_weights(str(path)))
+    assert found.pieces == disk.found().pieces == (0 if changed else 1)
+    shutil.rmtree(disk.directory)
+    disk.close(1.0)

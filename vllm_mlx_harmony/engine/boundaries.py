@@ -1,0 +1,48 @@
+"""Where a prompt is cut into pieces: the places at which another prompt may leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+
+from vllm_mlx_harmony.core import vocab
+
+SHORTEST = 32
+"""Ids that a piece of a prompt has as a rule: each costs a pass of its own."""
+
+
+def boundaries(ids: Sequence[int], after: int = 0) -> list[int]:
+    """Where a prompt is cut, ascending: the places behind ``after``, up to before its last id.
+
+    Behind the system and developer messages, which conversations share; before the last message of
+    the user, which may be edited; before the last id, so that the prompt can be repeated, and since
+    a later turn may drop the reasoning that follows (semantics A6). None makes a piece too short to
+    be worth a pass, except that what follows the system and developer messages may be short.
+    """
+    last = len(ids) - 1
+    found, before = [], after
+    opening, user = _roles()
+    preamble = next((place for place, role in _messages(ids) if role not in opening), 0)
+    asked = max((place for place, role in _messages(ids, after) if role == user), default=0)
+    for place in sorted({preamble, asked}):
+        rest = 1 if place == preamble else SHORTEST
+        if before + SHORTEST <= place <= last - rest:
+            found.append(place)
+            before = place
+    return [*found, last] if last > after else found
+
+
+def _messages(ids: Sequence[int], after: int = 0) -> Iterator[tuple[int, int]]:
+    """Where each message begins, and the first id of its role."""
+    place = after - 1
+    with suppress(ValueError):  # there is no more
+        while True:
+            place = ids.index(vocab.START, place + 1, len(ids) - 1)
+            yield place, ids[place + 1]
+
+
+@lru_cache(maxsize=1)
+def _roles() -> tuple[frozenset[int], int]:
+    system, developer, user = (vocab.encode(role)[0] for role in ("system", "developer", "user"))
+    return frozenset({system, developer}), user
