@@ -13,9 +13,10 @@ pytest.importorskip("agents")
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "server")]
 
 import agents
+from agents import memory
 from fakes import MODEL
 from local import weather
-from test_responses_loop import LAST, _nothing_kept, client, finally_, serving
+from test_responses_loop import LAST, _nothing_kept, client, finally_, serving, text_of
 
 __all__ = ["_nothing_kept"]
 
@@ -66,3 +67,61 @@ def test_approval_by_a_callback(approve: bool) -> None:
 
     assert finally_(asked()).final_output == "It is warm."
     assert server.called == ([("now", {"city": "Rome"})] if approve else [])
+
+
+@pytest.mark.parametrize("approve", [True, False])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_run_that_is_interrupted_for_an_approval_and_resumed(stream: bool, approve: bool) -> None:
+    server = weather()
+    host = serving(server, scripts={"Rome: 20 °C": LAST, "In Celsius.": LAST})
+
+    async def run(one: Any, given: Any) -> Any:
+        if not stream:
+            return await agents.Runner.run(one, given)
+        result = agents.Runner.run_streamed(one, given)
+        async for _ in result.stream_events():
+            pass
+        return result
+
+    async def asked() -> None:
+        one = agent(client(host), config={"require_approval": "always"})
+        result = await run(one, "Where is it warm?")
+        (request,) = result.interruptions
+        state = await agents.RunState.from_string(one, result.to_state().to_string())
+        (state.approve if approve else state.reject)(state.get_interruptions()[0])
+        result = await run(one, state)
+        assert (request.name, result.final_output) == ("now", "It is warm.")
+        more = [*result.to_input_list(), {"role": "user", "content": "In Celsius."}]
+        assert (await run(one, more)).final_output == "It is warm."
+
+    finally_(asked())
+    assert server.called == ([("now", {"city": "Rome"})] if approve else [])
+
+
+@pytest.mark.parametrize("mode", ["previous_response_id", "input"])
+def test_a_session_that_is_compacted_after_each_turn(mode: Any) -> None:
+    order = "Call no tool. Write nothing but the message.<|end|>"
+    summary = "<|channel|>final<|message|>They said hello.<|return|>"
+    host = serving(scripts={order: summary, "And again.": LAST})
+
+    async def asked() -> list[str]:
+        api = client(host)
+        session = memory.OpenAIResponsesCompactionSession(
+            "x",
+            agents.SQLiteSession("x"),
+            client=api,
+            model="gpt-oss-20b",
+            compaction_mode=mode,
+            should_trigger_compaction=lambda _: True,
+        )
+        one = agents.Agent(name="a", model=agents.OpenAIResponsesModel(MODEL, api))
+        for said in ("Say hello.", "And again."):
+            result = await agents.Runner.run(one, said, session=session)
+            assert result.final_output == "It is warm."
+        return [str(item["type"]) for item in await session.get_items()]
+
+    agents.set_tracing_disabled(True)
+    assert finally_(asked())[-1] == "compaction"
+    prompts = [text_of(prompt) for prompt in host.engine.prompts]  # type: ignore[attr-defined]
+    assert "<|start|>user<|message|>They said hello.<|end|>" in prompts[2]
+    assert "It is warm." not in prompts[2]
