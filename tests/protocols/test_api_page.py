@@ -307,6 +307,7 @@ APIS = {
             "top_k": 5,
             "tools": [],
             "tools[].strict": True,
+            "tools[].defer_loading": True,
             "tool_choice": {"type": "any"},
             "tool_choice.disable_parallel_tool_use": True,
             "thinking.type": "disabled",

@@ -185,12 +185,12 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
         ],
     ),
     "result, with others": (
-        user(result([{"type": "document", "source": {}}, {"type": "tool_reference"}])),
+        user(result([{"type": "document", "source": {}}, {"type": "browser_state"}])),
         [
             Result(
                 "c1",
                 "[file left out: this model reads text only]\n"
-                "[part of type 'tool_reference' left out: this model reads text only]",
+                "[part of type 'browser_state' left out: this model reads text only]",
                 "messages[0].content[0]",
             )
         ],
@@ -1023,6 +1023,11 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     (user(result(3)), ".content[0].content"),
     (user(result(["a"])), ".content[0].content[0]"),
     (user(result([{"type": "search_result"}])), ".content[0].content[0].content"),
+    (user(result([{"type": "tool_reference"}])), ".content[0].content[0].tool_name"),
+    (
+        user(result([{"type": "tool_reference", "tool_name": 3}])),
+        ".content[0].content[0].tool_name",
+    ),
     (user(result([found({"type": "text"})])), ".content[0].content[0].content[0].text"),
     (user(result([plain(None)])), ".content[0].content[0].source.data"),
     (user(result([plain(3)])), ".content[0].content[0].source.data"),

@@ -46,6 +46,7 @@ from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
 from vllm_mlx_harmony.protocols.messages.schema import (
     CUSTOM,
     RESULT,
+    TOOL_SEARCH,
     TOOLSET,
     AnthropicMessage,
     AnthropicTool,
@@ -60,6 +61,7 @@ from vllm_mlx_harmony.protocols.messages.server_tools import (
     MCP_RESULT,
     asked_for,
     call_of,
+    found_tools,
     result_text,
 )
 from vllm_mlx_harmony.protocols.server_calls import last_call, with_results, without_gaps
@@ -129,10 +131,7 @@ _DISPLAYS: dict[str, Display] = {"disabled": "hidden", "between_tools": "preambl
 def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
     messages, prefill = _conversation(body, defaults, cipher)
-    declared = () if _no_tools(body) else body.tools or ()
-    tools = tuple(
-        tool for index, each in enumerate(declared) for tool in _tool(each, f"tools[{index}]")
-    )
+    tools = () if _no_tools(body) else _declared(body, deferred=False)
     added = [*tools, *_added(messages)]
     asked = () if _no_tools(body) else asked_for(body, defaults.namespaces)
     taken = {each.name for each in asked}
@@ -178,6 +177,8 @@ def notes(body: MessagesBody, defaults: Defaults) -> tuple[str, ...]:
         for index, tool in enumerate(body.tools or ())
         if _is_anthropics(tool) and not (serves and tool.type == TOOLSET)
     )
+    if any((tool.type or "").startswith(TOOL_SEARCH) for tool in body.tools or ()):
+        tools = (*tools, "defer_loading was ignored: this server searches no tools for the model")
     if not body.mcp_servers or serves:
         return tools
     return (*tools, "mcp_servers was left out: this server runs no tools")
@@ -209,13 +210,18 @@ _Run: TypeAlias = Sequence[_ReadMessage]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What blocks are read with: whose reasoning to believe, what the server's tools are, and what
-    becomes of attachments.
+    """What blocks are read with: whose reasoning to believe, what the server's tools are, what
+    becomes of attachments, and which tools are declared where they are first referred to.
     """
 
     cipher: Cipher
     namespaces: tuple[Namespace, ...]
     attachments: Attachments
+    deferred: dict[str, Tool]
+
+    def load(self, names: Iterable[str | None]) -> list[Tool]:
+        """The tools of these names, to be declared here; not those that are declared already."""
+        return [self.deferred.pop(name) for name in names if name in self.deferred]
 
 
 def _conversation(
@@ -228,7 +234,9 @@ def _conversation(
     def read_message(message: AnthropicMessage, at: int) -> _ReadMessage:
         """What is cleared is the text."""
         cleared = message.clear_at == "next_user_message" and at < last_user
-        blocks = [] if cleared else _placed(message, at)
+        blocks = _placed(message, at)
+        if cleared:
+            blocks = [each for each in blocks if each.block.type == _ADDITION]
         return _ReadMessage(message.role, blocks, _effort_update(message, at, body, defaults))
 
     shown = [
@@ -242,7 +250,8 @@ def _conversation(
         last = runs.pop()[1]
         finished = _is_finished(last, body)
         prefill = None if finished else _prefill(last)
-    known = _Known(cipher, defaults.namespaces, defaults.attachments)
+    later = {} if _no_tools(body) else {tool.name: tool for tool in _declared(body, deferred=True)}
+    known = _Known(cipher, defaults.namespaces, defaults.attachments, later)
     read = [message for role, run in runs for message in _ROLES[role](run, known)]
     if roles[-1] == "assistant":
         read += (_assistant if finished else _unanswered)(last, known)
@@ -314,8 +323,7 @@ def _instructions(run: _Run, known: _Known) -> Iterator[Message]:
     for message in run:
         for adds, blocks in groupby(message.blocks, lambda each: each.block.type == _ADDITION):
             if adds:
-                if tools := tuple(tool for each in blocks for tool in _addition(each)):
-                    yield AdditionalTools(tools)
+                yield from _declaring(tool for each in blocks for tool in _addition(each, known))
             elif text := _lines(_message_text(each, known.attachments) for each in blocks):
                 yield Instructions(text)
         if message.effort:
@@ -325,8 +333,13 @@ def _instructions(run: _Run, known: _Known) -> Iterator[Message]:
 _ADDITION = "tool_addition"
 
 
-def _addition(placed: _Placed) -> Iterator[Tool]:
-    """The tool that is defined there. One that is only referred to was declared before (A12)."""
+def _declaring(tools: Iterable[Tool]) -> Iterator[AdditionalTools]:
+    if declared := tuple(tools):
+        yield AdditionalTools(declared)
+
+
+def _addition(placed: _Placed, known: _Known) -> Iterator[Tool]:
+    """The tool that is defined there, or was deferred until it is referred to (A12)."""
     change = placed.block.tool
     if change is None:
         raise required(f"{placed.where}.tool")
@@ -335,15 +348,23 @@ def _addition(placed: _Placed) -> Iterator[Tool]:
         if change.definition is None:
             raise required(where)
         yield from _tool(change.definition, where)
+    else:
+        yield from known.load([change.name])
 
 
 def _user(run: _Run, known: _Known) -> Iterator[Message]:
-    """What tools answered, then what the user says: the order that the API demands anyway."""
+    """What tools answered, then what the user says: the order that the API demands anyway.
+
+    A tool that a result refers to is declared behind it.
+    """
     for message in run:
         blocks = message.blocks
         results = [each for each in blocks if each.block.type == "tool_result"]
         texts = [each for each in blocks if each.block.type != "tool_result"]
-        yield from (_result(each, known.attachments) for each in results)
+        for each in results:
+            yield _result(each, known.attachments)
+            names = [part.tool_name for part in each.block.content or ()]
+            yield from _declaring(known.load(names))
         if texts or not results:
             yield User(_lines(_message_text(each, known.attachments) for each in texts))
 
@@ -393,6 +414,7 @@ def _assistant_block(placed: _Placed, known: _Known) -> Iterator[Message]:
     elif block.type in _SERVER_CALLS:
         yield from _server_call(placed, known)
     elif block.type.endswith(RESULT) and block.type != "tool_result":
+        yield from _declaring(known.load(found_tools(block.found)))
         yield from _server_result(placed, known.attachments)
     elif block.type in _FILES:
         yield Preamble(_message_text(placed, known.attachments))
@@ -536,6 +558,10 @@ def _block_text(block: ResultBlock | Block, where: str, otherwise: _Otherwise) -
     if block.type == "document":
         text = _document_text(block, where, otherwise)
         return _headed(text, Title=block.title, Context=block.context)
+    if isinstance(block, ResultBlock) and block.type == "tool_reference":
+        if block.tool_name is None:
+            raise required(f"{where}.tool_name")
+        return block.tool_name
     return _part_text(block, where, otherwise)
 
 
@@ -614,6 +640,21 @@ def _no_tools(body: MessagesBody) -> bool:
 
 def _is_anthropics(tool: AnthropicTool) -> bool:
     return tool.type not in (None, CUSTOM) and tool.input_schema is None
+
+
+def _declared(body: MessagesBody, *, deferred: bool) -> tuple[Tool, ...]:
+    """The tools that stand in front of the prompt, or those that are declared later.
+
+    Nobody here searches for the model: with a search of Anthropic's servers none is deferred.
+    """
+    tools = body.tools or ()
+    searched = any((tool.type or "").startswith(TOOL_SEARCH) for tool in tools)
+    return tuple(
+        read
+        for index, tool in enumerate(tools)
+        if (bool(tool.defer_loading) and not searched) is deferred
+        for read in _tool(tool, f"tools[{index}]")
+    )
 
 
 def _tool(tool: AnthropicTool, where: str) -> Iterator[Tool]:

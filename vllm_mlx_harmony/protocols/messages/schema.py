@@ -40,6 +40,7 @@ _READ: dict[object, tuple[str, ...]] = {
     "server_tool_use": ("id", "name", "input"),
     "mcp_tool_use": ("id", "name", "input", "server_name"),
     "mcp_tool_result": ("tool_use_id", "content", "is_error"),
+    "tool_reference": ("tool_name",),
 }
 """The fields of a block that are looked at. Fields of the same name mean other things elsewhere."""
 
@@ -109,9 +110,10 @@ class Readable(Wire):
 
 
 class ResultBlock(Readable):
-    """One block of a tool's result; ``content`` is a search result's."""
+    """One block of a tool's result: ``content`` of what a search found, or the name of a tool."""
 
     content: list[Part] | None = None
+    tool_name: str | None = Field(default=None, min_length=1)
 
 
 class ToolSwitch(Wire):
@@ -128,6 +130,7 @@ class AnthropicTool(Wire):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
     mcp_server_name: str | None = None
     default_config: ToolSwitch | None = None
     configs: dict[str, ToolSwitch | None] | None = None
@@ -148,14 +151,18 @@ class AnthropicTool(Wire):
 CUSTOM = "custom"
 """The type of a tool that the caller defines: a name, a description and a schema."""
 
+TOOL_SEARCH = "tool_search_tool_"
+"""What the type of a tool begins with by which Anthropic's servers search deferred tools."""
+
 TOOLSET = "mcp_toolset"
 """The type of what stands for the tools of an MCP server."""
 
 
 class ToolChange(Wire):
-    """A tool that a conversation adds: its definition, or a reference to an earlier one."""
+    """A tool that a conversation adds: its definition, or the name of an earlier one."""
 
     type: str
+    name: str | None = None
     definition: AnthropicTool | None = None
 
 

@@ -156,6 +156,14 @@ def call_of(
     return recipient, dumps({here: value}, ensure_ascii=False, separators=(",", ":"))
 
 
+def found_tools(found: object) -> Iterator[str]:
+    """The names of the tools that a search of Anthropic's servers has found."""
+    references = found.get("tool_references") if isinstance(found, dict) else None
+    for each in references if isinstance(references, list) else ():
+        if isinstance(each, dict) and isinstance(each.get("tool_name"), str):
+            yield each["tool_name"]
+
+
 def result_text(found: object, where: str, attachments: Attachments, depth: int = 0) -> str:
     """What can be read of a result of Anthropic's tools, at ``where``; each has its own shape."""
     if isinstance(found, str):
