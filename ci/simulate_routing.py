@@ -19,6 +19,12 @@ figures in every run. What is modelled:
 - One engine is lost in the middle of the hour, without a word: the next requests to it fail at
   once and are tried elsewhere, those that it was generating are repeated by their clients. Another
   engine joins after three quarters.
+- With ``--silent`` that engine is not lost, but takes requests and generates nothing any more, and
+  one more engine computes prompts at a twentieth of the others' speed all the time. A gateway looks
+  at how long an engine has been silent as it does (`router`): it sees the ids of its own requests,
+  and takes all of a prompt, and of those sent before it, for what the engine has to
+  compute. Whatever it takes down that is well
+  is a false alarm; a probe is answered when the engine has computed what came before.
 
 What is not: that decoding slows down in large batches and shares its steps with prefill, networks,
 and clients that give up. Waits are thus too short in a loaded engine, for every policy alike.
@@ -32,10 +38,11 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, product
 from typing import Protocol
 
-from vllm_mlx_harmony.gateway.routing import Routing, Rule
+from vllm_mlx_harmony.gateway.routing import Health, Routing, Rule
 
 HOUR = 3600.0
 
@@ -111,7 +118,11 @@ class Engine:
     """A cache, and a time until which prompts are computed."""
 
     capacity: int
+    prefill: float = PREFILL
     lost: bool = False
+    silent: bool = False
+    last_id: dict[int, float] = field(default_factory=dict)
+    """Of an answer that has ended, by gateway."""
     busy_until: float = 0.0
     cache: OrderedDict[bytes | int, int] = field(default_factory=OrderedDict)
     size: int = 0
@@ -141,7 +152,9 @@ class Request:
     began: float
     gateway: int
     engine: str = ""
+    sent: float = 0.0
     first_token: float = 0.0
+    end: float = 0.0
     over: bool = False
     tried: set[str] = field(default_factory=set)
 
@@ -160,12 +173,14 @@ class Policy(Protocol):
 
     def joined(self, engine: str) -> None: ...
 
+    def observed(self, engine: str, seconds: float, tokens: int) -> None: ...
+
 
 class ByPrefix:
     """The gateway's own routing."""
 
     def __init__(self, engines: list[str], rule: Rule) -> None:
-        self._routing: Routing[str] = Routing(engines, rule)
+        self._routing = self.routing = Routing(engines, rule)
         self.why = {"prefix": 0, "moved": 0, "new": 0}
 
     def choose(self, asked: Conversation, loads: Mapping[str, int], tried: set[str]) -> str:
@@ -184,6 +199,9 @@ class ByPrefix:
     def joined(self, engine: str) -> None:
         self._routing.add(engine)
 
+    def observed(self, engine: str, seconds: float, tokens: int) -> None:
+        self._routing.observed(engine, seconds, tokens)
+
 
 class _Plain:
     """Engines that are left out as soon as a request to them fails."""
@@ -193,6 +211,8 @@ class _Plain:
         self._next = count()
 
     def answered(self, asked: Conversation, engine: str) -> None: ...
+
+    def observed(self, engine: str, seconds: float, tokens: int) -> None: ...
 
     def failed(self, engine: str, now: float) -> None:
         if engine in self._engines:
@@ -243,6 +263,10 @@ class Result:
     moved: int
     on_new: list[tuple[float, float]]
     """When the engine that joined got a turn (and the same once more)."""
+    silences: list[tuple[float, float, bool]]
+    """When an engine was taken down for its silence, how long that was, and whether it was well."""
+    closest: float
+    """The longest silence of an engine that was well, as a part of what it was allowed."""
 
     @property
     def hit_rate(self) -> float:
@@ -264,11 +288,17 @@ class Simulation:
         seed: int = 0,
         lose_at: float | None = None,
         join_at: float | None = None,
+        silent_at: float | None = None,
+        slow: float = 0.0,
         cache: int = CACHE,
     ) -> None:
         names = [f"engine-{number}" for number in range(engines)]
         self._cache = cache
         self._engines = {name: Engine(cache) for name in names}
+        if slow:
+            self._engines[names[-1]].prefill = slow
+        self.silences: list[tuple[float, float, bool]] = []
+        self.closest = 0.0
         self._policies = [policy(names, rule or Rule()) for _ in range(gateways)]
         self._loads = [dict.fromkeys(names, 0) for _ in range(gateways)]
         self._chance = random.Random(seed)
@@ -285,6 +315,8 @@ class Simulation:
             self._at(lose_at, self._lose)
         if join_at is not None:
             self._at(join_at, self._join)
+        if silent_at is not None:
+            self._at(silent_at, self._fall_silent)
 
     def run(self) -> Result:
         """Until the last conversation has ended."""
@@ -305,6 +337,8 @@ class Simulation:
             self.retried,
             sum(by_prefix),
             self.on_new,
+            self.silences,
+            self.closest,
         )
 
     def _at(self, time: float, happens: Callable[[float], None]) -> None:
@@ -329,10 +363,16 @@ class Simulation:
             self.retried += 1
         loads[request.engine] += 1
         engine.requests.add(request)
+        request.sent = now
+        rule = policy.routing.rule if isinstance(policy, ByPrefix) else Rule()
+        if engine.silent:
+            request.first_token = request.end = float("inf")
+            self._at(now + rule.patience, lambda at: self._listen(request, now, at))
+            return
         own = request.prompt - request.asked.shared
         computed = request.prompt - min(engine.cached(request.asked), request.prompt)
         starts = max(now, engine.busy_until)
-        engine.busy_until = request.first_token = starts + computed / PREFILL
+        engine.busy_until = request.first_token = starts + computed / engine.prefill
         engine.keep(request.asked.key, own)
         engine.keep(request.asked.agent, request.asked.shared)
         policy.answered(request.asked, request.engine)
@@ -342,13 +382,77 @@ class Simulation:
         self.first_tokens.append((now, request.first_token - request.began))
         self.computed_at.append((now, request.prompt, computed))
         turn = request.asked.turns[request.place]
-        self._at(request.first_token + turn.generated / DECODE, lambda at: self._end(request, at))
+        request.end = request.first_token + turn.generated / DECODE
+        if request.first_token > now + rule.patience:
+            self._at(now + rule.patience, lambda at: self._listen(request, now, at))
+        self._at(request.first_token, lambda at: self._began(request, now, computed, at))
+        self._at(request.end, lambda at: self._end(request, at))
+
+    def _began(self, request: Request, sent: float, computed: int, now: float) -> None:
+        if not request.over and request.first_token <= now:
+            policy = self._policies[request.gateway]
+            policy.observed(request.engine, now - sent, computed)
+
+    def _listen(self, request: Request, sent: float, now: float) -> None:
+        """What a gateway does for a request without an id: it takes a silent engine down, and tries
+        another one."""
+        policy, engine = self._policies[request.gateway], self._engines[request.engine]
+        if request.over or request.first_token <= now or not isinstance(policy, ByPrefix):
+            return
+        name, rule, routing = request.engine, policy.routing.rule, policy.routing
+        mine = [each for each in engine.requests if each.gateway == request.gateway]
+        ids = [min(each.end, now) for each in mine if each.first_token <= now]
+        silence = now - max([sent, engine.last_id.get(request.gateway, 0.0), *ids])
+        before = [each for each in mine if each.first_token > now and each.sent <= sent]
+        waiting = sum(each.prompt for each in before)
+        allowed = max(rule.patience, routing.expected(name, waiting))
+        if not engine.silent:
+            self.closest = max(self.closest, silence / allowed)
+        if silence < allowed:
+            self._at(now + allowed - silence, lambda at: self._listen(request, sent, at))
+            return
+        if routing.health(name) is Health.UP:
+            self.silences.append((now, silence, not engine.silent))
+            routing.silent(name, now)
+            answers = max(now + rule.pause, engine.busy_until)
+            if not engine.silent:
+                self._at(answers, lambda at: routing.probed(name, True, at))
+        routing.left(request.asked.key, name)
+        self._loads[request.gateway][name] -= 1
+        engine.requests.discard(request)
+        request.over = True
+        again = Request(
+            request.asked, request.place, request.prompt, request.began, request.gateway
+        )
+        again.tried = {*request.tried, name}
+        self.retried += 1
+        self._send(again, now)
+
+    def _fall_silent(self, now: float) -> None:
+        """The busiest quick one. Clients repeat what it was answering."""
+        quick = [name for name, each in self._engines.items() if each.prefill == PREFILL]
+        name = max(quick, key=lambda name: len(self._engines[name].requests))
+        engine = self._engines[name]
+        engine.silent = True
+        engine.last_id = dict.fromkeys(range(len(self._policies)), now)
+        for request in sorted(engine.requests, key=lambda each: (each.began, each.asked.key)):
+            if request.first_token > now:
+                request.first_token = request.end = float("inf")
+                at = max(now, request.sent + Rule().patience)
+                self._at(at, partial(self._listen, request, request.sent))
+            else:
+                request.over = True
+                engine.requests.discard(request)
+                self._loads[request.gateway][name] -= 1
+                self.repeated += 1
+                self._at(now + 600.0, self._turn(request.asked, request.place, request.prompt))
 
     def _end(self, request: Request, now: float) -> None:
-        if request.over:
+        if request.over or request.end > now:
             return
         asked, place = request.asked, request.place
         engine = self._engines[request.engine]
+        engine.last_id[request.gateway] = now
         self._loads[request.gateway][request.engine] -= 1
         engine.requests.discard(request)
         turn, prompt = asked.turns[place], request.prompt
@@ -439,6 +543,26 @@ def faults(results: Mapping[str, Result], lose_at: float, join_at: float, engine
         print(f"{name:25} | {' | '.join(f'{part:12.1%}' for part in parts)}")
 
 
+def silence(asked: list[Conversation], engines: int, silent_at: float) -> None:
+    """Prints what becomes of an engine that falls silent beside one that is slow."""
+    print("gateways | down after, by gateway | false alarms | longest silence of one that is well")
+    for gateways in (1, 4):
+        result = Simulation(
+            asked,
+            ByPrefix,
+            engines=engines,
+            gateways=gateways,
+            silent_at=silent_at,
+            slow=PREFILL / 20,
+        ).run()
+        after = ", ".join(f"{at - silent_at:.0f} s" for at, _, well in result.silences if not well)
+        alarms = sum(well for *_, well in result.silences)
+        print(
+            f"{gateways:8} | {after:22} | {alarms:12} "
+            f"| {result.closest:.0%} of what it was allowed; {result.retried} tried elsewhere"
+        )
+
+
 def main() -> None:
     """Prints the tables of docs/scale.md."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -447,9 +571,13 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=HOUR)
     options.add_argument("--seed", type=int, default=14)
     options.add_argument("--rules", action="store_true", help="other numbers for the rule, too")
+    options.add_argument("--silent", action="store_true", help="only an engine that falls silent")
     given = options.parse_args()
     asked = conversations(given.conversations, given.seed, given.seconds)
     lose_at, join_at = given.seconds / 2, 3 * given.seconds / 4
+    if given.silent:
+        silence(asked, given.engines, lose_at)
+        return
 
     def simulate(name: str, policy: str, gateways: int, rule: Rule | None = None) -> Result:
         result = Simulation(

@@ -222,7 +222,8 @@ class Fault:
     """What becomes of a request: a ``status``; or, ``after`` so many events, ``then``.
 
     ``then``: ``die`` (the connection is reset), ``close`` (the stream ends in good order, and the
-    answer has not), ``garbage``, ``error`` (an event says so), ``hang``. ``die`` and ``hang`` with
+    answer has not), ``garbage``, ``error`` (an event says so), ``hang``, ``wait`` (and then it goes
+    on). ``die`` and ``hang`` with
     ``after`` ``None`` come before the status.
     """
 
@@ -245,6 +246,11 @@ class FakeEngine:
     """Whether it writes what a trial's grammar says."""
     length: int = 4096
     """Of its context."""
+    silent: str = ""
+    """It generates nothing for anybody, though all else answers: ``status`` (none is sent) or
+    ``stream`` (one that stays empty)."""
+    waits: float = 0.0
+    """Seconds of a fault that waits."""
     faults: list[Fault] = field(default_factory=list)
     trial_faults: list[Fault] = field(default_factory=list)
     """Of the next trials of grammars, as ``faults``."""
@@ -272,6 +278,8 @@ class FakeEngine:
         if not trial:
             self.bodies.append(body)
             self.prompts.append(tuple(prompt))
+        if self.silent:
+            fault = Fault(then="hang", after=None if self.silent == "status" else 0)
         if fault is not None and fault.after is None:
             await self._before(request, fault)
         if fault is not None and fault.status != 200:
@@ -300,6 +308,9 @@ class FakeEngine:
     ) -> AsyncIterator[bytes]:
         piece = b""
         for number, event in enumerate(events):
+            if fault is not None and fault.then == "wait" and number == fault.after:
+                await asyncio.sleep(self.waits)
+                fault = None
             if fault is not None and number == fault.after and fault.then:
                 if fault.then == "hang":
                     await asyncio.sleep(60)
@@ -341,7 +352,10 @@ class FakeEngine:
 def _is_trial(body: Json) -> bool:
     sampling = body.get("sampling_params", body)
     asked = sampling.get("structured_outputs")
-    return isinstance(asked, dict) and asked["grammar"].startswith(("start: <[", "start: %json"))
+    if isinstance(asked, dict):
+        return bool(asked["grammar"].startswith(("start: <[", "start: %json")))
+    prompt = next(body[name] for name in ("prompt", "token_ids", "input_ids") if name in body)
+    return tuple(prompt) == (vocab.START, *vocab.encode("assistant"))
 
 
 def _answering(content: Json) -> Callable[[Request], Any]:

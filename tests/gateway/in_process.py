@@ -15,6 +15,7 @@ from vllm_mlx_harmony.gateway.app import Gateway
 from vllm_mlx_harmony.gateway.engines import http
 from vllm_mlx_harmony.gateway.engines.detection import KINDS, Spec
 from vllm_mlx_harmony.gateway.engines.http import HttpEngine
+from vllm_mlx_harmony.gateway.routing import Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import Deadline, Lease, Tracker
@@ -64,11 +65,17 @@ class Recorded:
 class Watched(Gateway):
     """A gateway whose engines are there already, and that counts what it lends."""
 
-    def __init__(self, key: str, *engines: tuple[FakeEngine, str], **settings: Any) -> None:
+    def __init__(
+        self,
+        key: str,
+        *engines: tuple[FakeEngine, str],
+        rule: Rule | None = None,
+        **settings: Any,
+    ) -> None:
         specs = tuple(Spec(url) for _, url in engines)
         keys = (("test", key),) if key else ()
         values: dict[str, Any] = {"most_tokens": 1000, "max_tokens": 1000, **settings}
-        super().__init__(GatewaySettings(engines=specs, model=MODEL, keys=keys, **values))
+        super().__init__(GatewaySettings(engines=specs, model=MODEL, keys=keys, **values), rule)
         for backend, (fake, url) in zip(self.fleet.backends, engines, strict=True):
             backend.found(engine_at(url, fake.kind))
         self.engine = engines[0][0]

@@ -88,10 +88,10 @@ def events(text: str) -> list[Any]:
 
 
 BEFORE: dict[str, tuple[Fault, int, str | None]] = {
-    "500": (Fault(status=500), 503, None),
+    "500": (Fault(status=500), 503, "5"),
     "503": (Fault(status=503, headers=(("Retry-After", "3"),)), 503, "3"),
     "429": (Fault(status=429, headers=(("Retry-After", "7"),)), 429, "7"),
-    "dies before a status": (Fault(then="die", after=None), 503, None),
+    "dies before a status": (Fault(then="die", after=None), 503, "5"),
 }
 """Faults before anything came: the status that a client gets, and its ``Retry-After``."""
 

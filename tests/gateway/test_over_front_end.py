@@ -16,7 +16,7 @@ from fake_engines import served, until
 from fakes import KEY, MODEL, Alone, ScriptedEngine
 
 from vllm_mlx_harmony.gateway.app import gateway
-from vllm_mlx_harmony.gateway.engines.detection import Spec
+from vllm_mlx_harmony.gateway.engines.detection import TRIAL, Spec
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.ids import VARIABLE
@@ -45,5 +45,6 @@ def test_ids_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_once: int) 
                     assert (message["content"], message["reasoning"]) == (TEXT, "Hm.")
                 assert "你好" in answer.text or "\\u4f60" in answer.text
             until(lambda: behind.lent == 0, "the engine's lease")
+    assert engine.prompts.pop(0) == TRIAL
     assert len(engine.prompts) == 2
     assert engine.prompts[0] == engine.prompts[1]

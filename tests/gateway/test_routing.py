@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
 import pytest
 
 from vllm_mlx_harmony.core.render import render
@@ -169,7 +173,7 @@ def test_the_table_says_what_follows_every_event() -> None:
     assert all(set(events) == set(Event) for events in _NEXT.values())
 
 
-FAIL, FINE, DRAIN, RESTORE = "fail", "fine", "drain", "restore"
+FAIL, FINE, DRAIN, RESTORE, SILENT = "fail", "fine", "drain", "restore", "silent"
 WELL, ILL = "well", "ill"
 
 
@@ -186,6 +190,10 @@ WELL, ILL = "well", "ill"
         ([FAIL, FAIL, FAIL, ILL], Health.DOWN),
         ([FAIL, FAIL, FAIL, WELL], Health.UP),
         ([FAIL, FAIL, FAIL, WELL, FAIL, FAIL], Health.UP),  # counted from the beginning
+        ([SILENT], Health.DOWN),  # which says more than a failure
+        ([SILENT, FINE], Health.DOWN),
+        ([SILENT, WELL], Health.UP),
+        ([DRAIN, SILENT], Health.DRAINING_DOWN),
         ([DRAIN], Health.DRAINING),
         ([DRAIN, FINE, WELL, FAIL], Health.DRAINING),
         ([DRAIN, RESTORE], Health.UP),
@@ -201,6 +209,7 @@ def test_health(events: list[str], expected: Health) -> None:
     does = {
         FAIL: lambda: value.failed("a", 0.0),
         FINE: lambda: value.answered("a"),
+        SILENT: lambda: value.silent("a", 0.0),
         WELL: lambda: value.probed("a", True, 0.0),
         ILL: lambda: value.probed("a", False, 0.0),
         DRAIN: lambda: value.drain("a"),
@@ -236,12 +245,99 @@ def test_probes_of_an_engine_that_is_down_come_ever_more_rarely() -> None:
     assert value.due(now + 9.9) == [] and value.due(now + 10.0) == ["a"]
 
 
+# --- Engines that are silent
+
+LAPTOP, SERVER = 0.003, 0.00003
+"""Seconds per token of a prompt."""
+
+
+def paced(
+    paces: dict[str, float], requests: int = 32, tokens: int = 700, **rule: Any
+) -> Routing[str]:
+    """Engines that have computed ``requests`` prompts of ``tokens`` each."""
+    value = Routing(ENGINES, replace(RULE, **rule))
+    for name, pace in paces.items():
+        for _ in range(requests):
+            value.observed(name, 0.05 + pace * tokens, tokens)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("paces", "requests", "tokens", "at_least", "at_most"),
+    [
+        # What a prompt takes by itself, in seconds, and far from what would be silence.
+        ({"a": SERVER, "b": SERVER}, 32, 700, 0.02, 3),
+        ({"a": SERVER, "b": SERVER}, 32, 50_000, 1.5, 60),
+        ({"a": LAPTOP, "b": SERVER}, 32, 700, 2.1, 30),  # slow among quick ones
+        ({"a": LAPTOP, "b": SERVER}, 32, 50_000, 150.0, 2000),
+        ({"a": SERVER, "b": LAPTOP, "c": LAPTOP, "d": LAPTOP}, 32, 50_000, 150.0, 2000),
+        ({"a": LAPTOP, "b": SERVER}, 1, 50_000, 150.0, 2000),  # not known yet
+        ({"b": SERVER}, 32, 50_000, 150.0, 2000),  # nothing is known of it
+        ({"b": SERVER}, 32, 100, 0.3, 5),
+        ({}, 0, 50_000, 150.0, 2000),
+    ],
+)
+def test_how_long_an_engine_may_be_silent(
+    paces: dict[str, float], requests: int, tokens: int, at_least: float, at_most: float
+) -> None:
+    assert at_least < paced(paces, requests).expected("a", tokens) < at_most
+
+
+def test_a_legitimate_prompt_is_never_silence() -> None:
+    """Whatever share of the prompts was cached before, and whatever else the engine computes."""
+    for pace, known, tokens in product((LAPTOP, SERVER), (0, 20, 700, 9_000), (10, 9_000, 120_000)):
+        for others in ({}, {"b": SERVER, "c": SERVER}, {"b": LAPTOP}):
+            value = paced({**others, "a": pace}, tokens=known)
+            assert value.expected("a", tokens) > pace * tokens, (pace, known, tokens, others)
+
+
+def test_what_is_not_known_to_be_computed_makes_nothing_quicker() -> None:
+    """An engine that does not say what was cached: of 9,000 tokens perhaps all."""
+    value = routing()
+    for _ in range(8):
+        value.observed("a", 2.0, 0)
+    assert value.expected("a", 9_000) > 9_000 * LAPTOP
+
+
+def test_a_failure_is_doubted_until_an_id_comes() -> None:
+    value = Routing(("a", "b"), RULE)
+    assert value.due(0.0) == ["a", "b"] and not value.doubted("a")
+    value.failed("a", 1.0)
+    assert value.doubted("a") and value.due(1.0, probed=["a"]) == []
+    assert value.due(1.0) == ["a"] and value.due(1.1) == []
+    value.probed("a", True, 1.5)
+    assert not value.doubted("a") and value.health("a") is Health.UP
+    value.doubt("b", 2.0)
+    assert value.due(2.0) == ["b"] and value.doubted("b")
+    value.answered("b")
+    assert not value.doubted("b")
+    for _ in range(3):
+        value.doubt("b", 3.0)  # is no failure
+    assert value.health("b") is Health.UP
+
+
+def test_a_conversation_that_was_let_down_goes_elsewhere_once() -> None:
+    value = routing()
+    value.went(digest(1), "a")
+    value.left(digest(1), "a")
+    moved = value.choose(digest(1), {})
+    assert moved is not None and moved.engine != "a" and moved.why == "moved"
+    only = value.choose(digest(1), {}, [name for name in ENGINES if name != "a"])
+    assert only is not None and only.engine == "a"  # there is no other
+    value.went(digest(1), "a")
+    assert value.choose(digest(1), {}) == Choice("a", "prefix")
+
+
 def test_what_is_said_of_an_engine_that_was_taken_away_is_not_heard() -> None:
     value = routing()
     value.remove("a")
     value.failed("a", 0.0)
     value.answered("a")
     value.probed("a", False, 0.0)
+    value.observed("a", 1.0, 10)
+    value.silent("a", 0.0)
+    value.doubt("a", 0.0)
+    assert not value.doubted("a")
     assert value.engines == ("b", "c", "d")
 
 

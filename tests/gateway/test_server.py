@@ -102,8 +102,9 @@ def test_an_engine_that_is_busy_is_not_one_without_grammars(
     kind: str, fault: Fault, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(detection, "TRY_SECONDS", 0.5)
-    engine = FakeEngine(kind, SCRIPTS, trial_faults=[fault])
-    engine.faults = [fault]  # without a grammar it is no better
+    # With 500 it is tried without a grammar, too, which is no better.
+    trials = [fault, fault] if fault.status == 500 else [fault]
+    engine = FakeEngine(kind, SCRIPTS, trial_faults=trials)
     with served(engine.app) as url:
         if missing:
             assert detected(url).capabilities.missing == (missing,)
@@ -564,6 +565,7 @@ def test_sigterm_lets_streams_end_and_takes_no_more() -> None:
             assert status(port, "/health") == 200
             refused = httpx.post(base + CHAT, json=USER, timeout=30)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            assert refused.headers["retry-after"] == "5"
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         said = "".join(
             choice["delta"].get("content") or ""

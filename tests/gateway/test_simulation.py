@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ci"))
 
 from simulate_routing import (
     POLICIES,
+    PREFILL,
     Result,
     Simulation,
     between,
@@ -62,3 +63,13 @@ def test_with_a_lost_engine_only_its_conversations_are_computed_anew() -> None:
     without, with_loss = simulated("prefix"), simulated("prefix", lose_at=300.0)
     more = with_loss.computed - without.computed
     assert 0 < more < with_loss.prompts / 8
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+def test_a_silent_engine_is_taken_down_and_a_slow_one_is_not(gateways: int) -> None:
+    """Quickly, by each gateway that has sent it anything; and no other engine ever."""
+    result = simulated("prefix", gateways=gateways, silent_at=300.0, slow=PREFILL / 20)
+    assert [well for *_, well in result.silences] == [False] * gateways
+    assert all(at < 300.0 + 90.0 for at, *_ in result.silences)
+    assert result.closest < 0.5
+    assert result.turns - TURNS - result.repeated == 0  # each turn has its answer

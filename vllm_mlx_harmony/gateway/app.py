@@ -33,8 +33,8 @@ from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.gateway.engines import http as engine_http
-from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, start_line
-from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable
+from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, first_id, start_line
+from vllm_mlx_harmony.gateway.engines.http import EngineSilent, EngineUnavailable, HttpEngine
 from vllm_mlx_harmony.gateway.limits import Keys, RateLimit
 from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
 from vllm_mlx_harmony.gateway.router import NOT_FOUND, Backend, Fleet
@@ -105,7 +105,7 @@ class Gateway:
         """See ``Host``. Nothing is loaded, and an engine is chosen when the prompt is there."""
         if model not in (None, self.settings.model):
             raise HTTPException(404, f"The model `{model}` does not exist.")
-        return Lease(self.fleet, tenant_of(request), deadline, _nothing)
+        return Lease(self.fleet.within(deadline), tenant_of(request), deadline, _nothing)
 
     async def forward(self, request: Request) -> Response:
         """Nobody is behind."""
@@ -314,10 +314,9 @@ async def watch(http: ClientSession, fleet: Fleet) -> None:
     try:
         while True:
             fleet.drained()
-            for backend in fleet.routing.due(time.monotonic()):
-                if backend not in probes:
-                    probes[backend] = asyncio.ensure_future(probe(http, backend, fleet.model))
             probes = {backend: task for backend, task in probes.items() if not task.done()}
+            for backend in fleet.routing.due(time.monotonic(), probes):
+                probes[backend] = asyncio.ensure_future(probe(http, backend, fleet.model))
             await asyncio.sleep(TICK)
     finally:
         for task in probes.values():
@@ -325,22 +324,46 @@ async def watch(http: ClientSession, fleet: Fleet) -> None:
 
 
 async def probe(http: ClientSession, backend: Backend, model: str) -> None:
-    """Asks an engine how it is; one that was down may be another one now, and is found anew."""
+    """Asks an engine how it is. One that is doubted, or was down, has to generate an id; one that
+    was down may be another one now, and is found anew."""
     if backend not in backend.routing.engines:
         return  # taken away since it was due
     try:
-        if backend.routing.health(backend) in (Health.UP, Health.DRAINING):
-            await is_well(http, backend.spec)
-            backend.probed("")
-        else:
+        if backend.routing.doubted(backend) and backend.engine is not None:
+            await _generates(backend, backend.engine)
+        if backend.routing.health(backend) not in (Health.UP, Health.DRAINING):
             engine = await detect(http, backend.spec, model)
             backend.found(engine)
             logger.info("engine %s", start_line(engine))
+        elif backend.routing.doubted(backend):
+            backend.probed("")
+        else:
+            await is_well(http, backend.spec)
+            if not backend.routing.doubted(backend):
+                backend.probed("")
+    except EngineUnavailable as error:
+        if not (error.is_full and backend.up):
+            backend.probed(error.message)
     except HostError as error:
         backend.probed(error.message)
     except Exception as error:  # whatever it is, the engine is asked again
         logger.exception("engine %s could not be probed", backend.spec.url)
         backend.probed(str(error) or type(error).__name__)
+
+
+async def _generates(backend: Backend, engine: HttpEngine) -> None:
+    """Raises ``EngineSilent`` where no id comes, for the probe or for anybody else, and what
+    else it fails by, unless that engine is down: then another may have taken its place."""
+    began = time.monotonic()
+    seconds = max(backend.routing.rule.patience / 2, backend.expected())
+    try:
+        await first_id(engine, seconds)
+    except EngineSilent:
+        if backend.generated_at <= began:
+            raise
+    except EngineUnavailable:
+        if backend.routing.health(backend) in (Health.UP, Health.DRAINING):
+            raise
 
 
 async def is_well(http: ClientSession, spec: Spec) -> None:

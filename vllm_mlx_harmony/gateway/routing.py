@@ -40,17 +40,44 @@ When an engine is down
 ``_NEXT`` below is the only place that says so. Requests are the first to notice (passive checks):
 ``failures`` of them in a row, and nothing more is sent to that engine for ``pause`` seconds. Then
 it is probed, and each probe that fails doubles the pause. An engine that is up is probed, too, now
-and then: one that hangs fails no request until the time of that is over. An engine that refuses for
-want of room (429, or anything with ``Retry-After``) is full, not broken: nothing is counted.
+and then. An engine that refuses for want of room (429, or anything with ``Retry-After``) is full,
+not broken: nothing is counted.
+
+A server may answer all probes of its health while nothing is generated behind it. Hence a failure
+makes an engine ``doubted``: it is probed at once, and only an id that it generates, for the probe
+or for a request, ends the doubt. A request that fails in the same way on two engines is the cause
+itself. It counts against neither (``router``), and the probes find out whether it has broken them.
+
+When an engine is silent
+------------------------
+An engine that computes a long prompt says nothing for as long as one that hangs. Two things tell
+them apart:
+
+1. Silence is that of the engine, not of a request: it begins anew with each id that the engine
+   sends to anybody.
+2. How long it may last is a multiple (``slack``) of what the request's prompt would take, and those
+   that were sent before it and have no id either. Two measures tell that, medians of the last
+   ``observed`` requests: the time to the first id of those with next to nothing to compute, and the
+   time to the first id per token that was not cached of the others, which had ``long`` tokens and
+   more. Each is the engine's own, or what is usual among the other engines where that is longer: an
+   engine slower than all others is held to its own past, and one of an overloaded fleet to that of
+   the others. One that has not computed ``known_after`` long prompts may be a slow laptop, which
+   takes ``slowest`` seconds per token. Nothing below ``patience`` seconds counts as silence.
+
+A silent engine is down at once, and what waits for its first id is tried on another engine. Without
+another one nothing is gained by that: the request waits until its deadline, which then counts as
+one failure. ``ci/simulate_routing.py --silent`` counts false alarms: none (docs/scale.md).
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import blake2b
+from statistics import median
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 from vllm_mlx_harmony.core import vocab
@@ -106,6 +133,8 @@ class Event(Enum):
     """A request or a probe failed."""
     FAILED_OFTEN = auto()
     """The same, as the last of ``Rule.failures`` in a row."""
+    SILENT = auto()
+    """It has generated nothing for anybody for longer than it may."""
     PROBED_UP = auto()
     """A probe of an engine that was down found it well."""
     DRAIN = auto()
@@ -122,6 +151,7 @@ _NEXT: dict[Health, dict[Event, Health]] = {
         Event.ANSWERED: _UP,
         Event.FAILED: _UP,
         Event.FAILED_OFTEN: _DOWN,
+        Event.SILENT: _DOWN,
         Event.PROBED_UP: _UP,
         Event.DRAIN: _DRAINING,
         Event.RESTORE: _UP,
@@ -131,6 +161,7 @@ _NEXT: dict[Health, dict[Event, Health]] = {
         Event.ANSWERED: _DOWN,
         Event.FAILED: _DOWN,
         Event.FAILED_OFTEN: _DOWN,
+        Event.SILENT: _DOWN,
         Event.PROBED_UP: _UP,
         Event.DRAIN: _DRAINING_DOWN,
         Event.RESTORE: _DOWN,
@@ -139,6 +170,7 @@ _NEXT: dict[Health, dict[Event, Health]] = {
         Event.ANSWERED: _DRAINING,
         Event.FAILED: _DRAINING,
         Event.FAILED_OFTEN: _DRAINING_DOWN,
+        Event.SILENT: _DRAINING_DOWN,
         Event.PROBED_UP: _DRAINING,
         Event.DRAIN: _DRAINING,
         Event.RESTORE: _UP,
@@ -147,6 +179,7 @@ _NEXT: dict[Health, dict[Event, Health]] = {
         Event.ANSWERED: _DRAINING_DOWN,
         Event.FAILED: _DRAINING_DOWN,
         Event.FAILED_OFTEN: _DRAINING_DOWN,
+        Event.SILENT: _DRAINING_DOWN,
         Event.PROBED_UP: _DRAINING,
         Event.DRAIN: _DRAINING_DOWN,
         Event.RESTORE: _DOWN,
@@ -163,7 +196,8 @@ class Rule:
     much fuller; with ``home_spread`` more it is no conversation's home.
     ``failures`` in a row take an engine down, for ``pause`` seconds at first and ``longest_pause``
     at most; one that is up is probed every ``probe_every`` seconds. ``remembered`` conversations
-    are known by where they went, about 250 bytes each.
+    are known by where they went, about 250 bytes each. The others are of silent engines: seconds,
+    tokens, and ``slowest`` in seconds per token.
     """
 
     spread: int = 16
@@ -174,6 +208,12 @@ class Rule:
     longest_pause: float = 30.0
     probe_every: float = 10.0
     remembered: int = 100_000
+    patience: float = 20.0
+    slack: float = 8.0
+    long: int = 500
+    observed: int = 32
+    known_after: int = 4
+    slowest: float = 0.005
 
 
 E = TypeVar("E", bound=Hashable)
@@ -196,6 +236,11 @@ class _Engine:
     failures: int = 0
     pause: float = 0.0
     probe_at: float = 0.0
+    doubted: bool = False
+    waits: deque[float] = field(default_factory=deque)
+    """Seconds to the first id of the last requests with little to compute."""
+    paces: deque[float] = field(default_factory=deque)
+    """The same of those with more, per token."""
 
 
 class Routing(Generic[E]):
@@ -209,6 +254,12 @@ class Routing(Generic[E]):
         self._name = name
         self._engines = {engine: _Engine() for engine in engines}
         self._went: ByteLRU[bytes, str] = ByteLRU(self._rule.remembered)
+        self._left: ByteLRU[bytes, str] = ByteLRU(self._rule.remembered)
+
+    @property
+    def rule(self) -> Rule:
+        """Its numbers."""
+        return self._rule
 
     def choose(
         self, conversation: bytes, loads: Mapping[E, int], excluded: Collection[E] = ()
@@ -226,6 +277,10 @@ class Routing(Generic[E]):
         if not usable:
             return None
         least = min(loads.get(engine, 0) for engine in usable.values())
+        left = self._left.get(conversation)
+        if left in usable and len(usable) > 1:
+            del usable[left]
+            least = min(loads.get(engine, 0) for engine in usable.values())
         last = self._went.get(conversation)
         if last in usable and not self._much_fuller(loads.get(usable[last], 0), least):
             return Choice(usable[last], "prefix")
@@ -237,6 +292,11 @@ class Routing(Generic[E]):
     def went(self, conversation: bytes, engine: E) -> None:
         """Remembers that ``engine`` computes a turn of ``conversation``."""
         self._went.put(conversation, self._name(engine), 1)
+        self._left.discard(conversation)
+
+    def left(self, conversation: bytes, engine: E) -> None:
+        """``engine`` let a turn of ``conversation`` down: its next one goes to another engine."""
+        self._left.put(conversation, self._name(engine), 1)
 
     def _much_fuller(self, load: int, least: int) -> bool:
         return load - least > self._rule.spread and load > self._rule.ratio * least
@@ -251,13 +311,60 @@ class Routing(Generic[E]):
         """A request to it got its first ids."""
         self._happened(engine, Event.ANSWERED, 0.0)
 
+    def observed(self, engine: E, seconds: float, tokens: int) -> None:
+        """A request got its first id after ``seconds``; ``tokens`` of its prompt were not cached.
+
+        Those that may have been cached, for all that is known, are not among ``tokens``.
+        """
+        known = self._engines.get(engine)
+        if known is not None:
+            long = tokens >= self._rule.long
+            last = known.paces if long else known.waits
+            last.append(seconds / tokens if long else seconds)
+            if len(last) > self._rule.observed:
+                last.popleft()
+
+    def expected(self, engine: E, tokens: int) -> float:
+        """Seconds in which an id is certain to come from an engine that is well and has ``tokens``
+        to compute before: ``slack`` times what is usual. Raises ``KeyError``."""
+        rule, own = self._rule, self._engines[engine]
+        others = [other for each, other in self._engines.items() if each != engine]
+        wait = max(_median(own.waits), _median([_median(each.waits) for each in others]))
+        pace = max(_median(own.paces), _median([_median(each.paces) for each in others]))
+        seconds = rule.slack * (wait + pace * tokens)
+        known = len(own.paces) >= rule.known_after
+        return seconds if known else max(seconds, rule.slowest * tokens)
+
+    def doubt(self, engine: E, now: float) -> None:
+        """Something went wrong with a request to it: it is probed as soon as may be."""
+        doubted = self._engines.get(engine)
+        if doubted is not None and not _is_down(doubted):
+            doubted.doubted, doubted.probe_at = True, min(doubted.probe_at, now)
+
+    def doubted(self, engine: E) -> bool:
+        """Whether only an id that it generates can show that it is well."""
+        known = self._engines.get(engine)
+        return known is not None and (known.doubted or _is_down(known))
+
     def failed(self, engine: E, now: float) -> None:
         """A request to it failed by its fault."""
         self._happened(engine, Event.FAILED, now)
+        self.doubt(engine, now)
 
-    def due(self, now: float) -> list[E]:
-        """The engines that are to be probed now; none of them is due again before it is."""
-        due = [engine for engine, known in self._engines.items() if known.probe_at <= now]
+    def silent(self, engine: E, now: float) -> None:
+        """It generated nothing for longer than is ``expected``, and ``Rule.patience`` at least."""
+        self._happened(engine, Event.SILENT, now)
+
+    def due(self, now: float, probed: Collection[E] = ()) -> list[E]:
+        """The engines that are to be probed now, but for those that are being ``probed``.
+
+        None of them is due again before it is.
+        """
+        due = [
+            engine
+            for engine, known in self._engines.items()
+            if known.probe_at <= now and engine not in probed
+        ]
         for engine in due:
             known = self._engines[engine]
             known.probe_at = now + (known.pause or self._rule.probe_every)
@@ -291,7 +398,7 @@ class Routing(Generic[E]):
                 known.pause = self._rule.pause
                 known.probe_at = now + known.pause
         elif event in (Event.ANSWERED, Event.PROBED_UP):
-            known.failures, known.pause = 0, 0.0
+            known.failures, known.pause, known.doubted = 0, 0.0, False
             if was_down:
                 known.probe_at = now + self._rule.probe_every
 
@@ -326,3 +433,9 @@ def _is_down(engine: _Engine) -> bool:
 
 def _weight(name: str, conversation: bytes) -> bytes:
     return blake2b(conversation + name.encode(), digest_size=8).digest()
+
+
+def _median(values: Collection[float]) -> float:
+    """That of the ``values`` above 0; 0 where there are none."""
+    known = [value for value in values if value]
+    return median(known) if known else 0.0

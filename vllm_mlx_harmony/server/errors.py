@@ -25,10 +25,15 @@ from vllm_mlx_harmony.core.errors import (
 )
 from vllm_mlx_harmony.server.endpoint import Endpoint, Handler
 from vllm_mlx_harmony.server.host import host_of
+from vllm_mlx_harmony.server.queue import RETRY_SECONDS
 
 logger = logging.getLogger(__name__)
 
 TOO_LARGE = 413
+
+LATER = (429, 503)
+"""Statuses of a request that may succeed when it is repeated. The SDKs of OpenAI and Anthropic wait
+for as long as ``Retry-After`` says, up to a minute."""
 
 ErrorBody: TypeAlias = Callable[[HarmonyFailure], dict[str, Any]]
 ErrorResponse: TypeAlias = Callable[[HarmonyFailure], Response]
@@ -47,8 +52,11 @@ def _wrong_key() -> HTTPException:
 
 
 def error_response(body: ErrorBody, failure: HarmonyFailure) -> Response:
-    """``failure`` as an answer."""
-    headers = {} if failure.retry_after is None else {"Retry-After": str(failure.retry_after)}
+    """``failure`` as an answer. One that tells its client to come back later says when."""
+    seconds = failure.retry_after
+    if seconds is None and failure.status in LATER:
+        seconds = RETRY_SECONDS
+    headers = {} if seconds is None else {"Retry-After": str(seconds)}
     if failure.status == TOO_LARGE:
         headers["Connection"] = "close"  # what is left of the request is not read
     return JSONResponse(body(failure), status_code=failure.status, headers=headers)

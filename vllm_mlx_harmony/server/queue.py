@@ -20,6 +20,7 @@ PLACES_VARIABLE = "VLLM_MLX_HARMONY_QUEUE"
 
 DEFAULT_PLACES = 32
 RETRY_SECONDS = 5
+"""After which a client may try again, where nothing is known of how long it will take."""
 
 
 class Queue:

@@ -8,6 +8,7 @@ grammar would make it write.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, Engi
 from vllm_mlx_harmony.gateway.engines.http import (
     FAILURES,
     EngineLost,
+    EngineSilent,
     EngineUnavailable,
     HttpEngine,
     reason_of,
@@ -32,6 +34,7 @@ from vllm_mlx_harmony.gateway.engines.llamacpp import LLGUIDANCE, LlamaCpp
 from vllm_mlx_harmony.gateway.engines.plugin import Plugin
 from vllm_mlx_harmony.gateway.engines.sglang import SGLang
 from vllm_mlx_harmony.gateway.engines.vllm import Vllm, VllmTokens
+from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.sampling import Settings
 
 KINDS: dict[str, Dialect] = {
@@ -46,6 +49,9 @@ KINDS: dict[str, Dialect] = {
 """What ``--engine KIND=URL`` takes. ``vllm`` is whichever endpoint that one has."""
 
 ASK_SECONDS = 5.0
+TRIAL = (vocab.START, *vocab.encode("assistant"))
+"""The prompt of a trial."""
+
 TRY_SECONDS = 60.0
 """For the first grammar, which an engine prepares its tokenizer for."""
 
@@ -93,6 +99,7 @@ async def _tried(engine: HttpEngine, spec: Spec) -> Dialect:
     """
     found = engine.dialect
     if not isinstance(found, (Vllm, VllmTokens)):
+        await first_id(engine, TRY_SECONDS)
         return found
     if spec.kind not in _ENDPOINTS:
         engine.dialect = VllmTokens()
@@ -130,23 +137,38 @@ async def _grammars(engine: HttpEngine) -> Capabilities:
     return replace(can, grammar=True, grammar_white_space=spaced)
 
 
-async def _first_id(engine: HttpEngine, grammar: str | None) -> int | None:
-    """What the engine writes first under a grammar; ``None`` where it refuses it.
+async def first_id(engine: HttpEngine, seconds: float) -> None:
+    """Has the engine generate an id. Raises ``EngineUnavailable`` where it does not."""
+    try:
+        await asyncio.wait_for(_first_id(engine, None, refused=False), seconds)
+    except asyncio.TimeoutError as error:
+        problem = f"it generates nothing: no id of a trial came in {seconds:.0f} seconds"
+        raise EngineSilent(problem) from error
+
+
+async def _first_id(engine: HttpEngine, grammar: str | None, *, refused: bool = True) -> int | None:
+    """What the engine writes first under a grammar; ``None`` where it refuses that, and ``refused``
+    says that it may.
 
     Raises ``EngineUnavailable`` when it takes no request, or breaks off.
     """
     settings = Settings(max_tokens=1, temperature=1.0, top_p=1.0)
-    prompt = (vocab.START, *vocab.encode("assistant"))
-    trial = EngineRequest(engine.served_name, prompt, settings, grammar=grammar)
+    trial = EngineRequest(engine.served_name, TRIAL, settings, grammar=grammar)
     first: int | None = None
+    finish: Finish | None = None
     try:
         async with aclosing(engine.chunks(trial, seconds=TRY_SECONDS)) as chunks:
             async for chunk in chunks:
                 first = chunk.ids[0] if chunk.ids else first
+                finish = chunk.finish or finish
     except EngineLost as error:
         raise EngineUnavailable(error.message) from error
-    except (OutputError, RequestError):
+    except (OutputError, RequestError) as error:
+        if not refused:
+            raise EngineUnavailable(f"it generates nothing: {error.message}") from error
         return None
+    if first is None and finish is None and not refused:
+        raise EngineUnavailable("it generates nothing: the answer to a trial is empty")
     return first
 
 

@@ -29,11 +29,13 @@ from http import HTTPStatus
 from typing import Any
 
 from aiohttp import (
+    ClientConnectorError,
     ClientError,
     ClientResponse,
     ClientSession,
     ClientTimeout,
     DummyCookieJar,
+    ServerTimeoutError,
     StreamReader,
     TCPConnector,
 )
@@ -63,6 +65,9 @@ LONGEST_ERROR = 65_536
 FAILURES = (ClientError, OSError, asyncio.TimeoutError, ValueError)
 """Of a connection; ``ValueError``: what came is no HTTP, or there is no such URL."""
 
+NOT_CONNECTED = (ClientConnectorError, ServerTimeoutError)
+"""Those of a connection that was never there."""
+
 PATIENCE_SECONDS = 2.0
 """After which a request that has no answer yet counts as accepted: some engines send no status
 before they have computed the prompt."""
@@ -80,11 +85,22 @@ MOST_CONTINUATIONS = 4
 class EngineUnavailable(HostError):
     """The engine did not take the request, or lost it: another one may do it.
 
-    ``answered`` is the HTTP status that it answered with; 0 where it did not.
+    ``answered`` is the HTTP status that it answered with; 0 where it did not. ``reached`` is
+    whether there was a connection at all.
     """
 
     code = "engine_unavailable"
     answered = 0
+    reached = True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the engine is well, and has no room."""
+        return self.retry_after is not None or self.status == HTTPStatus.TOO_MANY_REQUESTS
+
+
+class EngineSilent(EngineUnavailable):
+    """The engine takes requests and generates nothing, for this one or any other."""
 
 
 class EngineLost(OutputError):
@@ -261,8 +277,11 @@ class HttpEngine:
                     yield ACCEPTED
                 response = await sending
             except FAILURES as error:
-                problem = f"the engine cannot be reached ({reason_of(error)})"
-                raise EngineUnavailable(problem) from error
+                unavailable = EngineUnavailable(
+                    f"the engine cannot be reached ({reason_of(error)})"
+                )
+                unavailable.reached = not isinstance(error, NOT_CONNECTED)
+                raise unavailable from error
             await _check(response)
             yield ACCEPTED
             read = self.dialect.reader().read

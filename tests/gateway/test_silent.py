@@ -1,0 +1,192 @@
+"""Engines that take requests and generate nothing, while everything else about them looks well."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("prometheus_client")
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
+
+from fake_engines import FakeEngine, Fault, served, until
+from in_process import MODEL, Watched
+
+from vllm_mlx_harmony.gateway import router
+from vllm_mlx_harmony.gateway.app import _Outer
+from vllm_mlx_harmony.gateway.routing import Rule
+from vllm_mlx_harmony.server.app import application
+
+CHAT = "/v1/chat/completions"
+SCRIPTS = {"Question": "<|channel|>final<|message|>Good day to you.<|return|>"}
+QUICK = Rule(patience=2.0, pause=0.2, longest_pause=1.0)
+CONVERSATIONS = 14
+
+
+class Setting:
+    """A gateway with its probes on a socket, and the engines behind it."""
+
+    def __init__(self, stack: ExitStack, *engines: FakeEngine, **options: Any) -> None:
+        self.engines = engines
+        urls = [stack.enter_context(served(engine.app)) for engine in engines]
+        self.host = Watched("", *zip(engines, urls, strict=True), **{"rule": QUICK, **options})
+        self.url = stack.enter_context(served(_Outer(self.host, application(self.host))))
+        self.healthy = urls[-1]
+
+    def ask(
+        self, numbers: Sequence[int], *, stream: bool = False, at_once: bool = True
+    ) -> list[int]:
+        """The statuses of one question in each of the conversations."""
+
+        async def one(client: httpx.AsyncClient, number: int) -> int:
+            message = {"role": "user", "content": f"Question {number}"}
+            body = {"model": MODEL, "messages": [message], "stream": stream}
+            answer = await client.post(self.url + CHAT, json=body)
+            if stream and '"error"' in answer.text:
+                return 504
+            return answer.status_code
+
+        async def asked() -> list[int]:
+            async with httpx.AsyncClient(timeout=60) as client:
+                if at_once:
+                    return await asyncio.gather(*(one(client, number) for number in numbers))
+                return [await one(client, number) for number in numbers]
+
+        return asyncio.run(asked())
+
+    def home(self, number: int) -> list[int]:
+        """Conversations that go to the first engine, ``number`` of them."""
+        found: list[int] = []
+        for each in range(200):
+            before = len(self.engines[0].prompts)
+            assert self.ask([each]) == [200]
+            if len(self.engines[0].prompts) > before:
+                found.append(each)
+            if len(found) == number:
+                return found
+        raise AssertionError
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one by one"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("silent", ["status", "stream"])
+def test_every_conversation_is_answered_beside_a_silent_engine(
+    silent: str, stream: bool, at_once: bool
+) -> None:
+    with ExitStack() as stack:
+        hung, well = FakeEngine("vllm", SCRIPTS, silent=silent), FakeEngine("vllm", SCRIPTS)
+        setting = Setting(stack, hung, well, timeout=30.0)
+        statuses = setting.ask(range(CONVERSATIONS), stream=stream, at_once=at_once)
+        assert statuses == [200] * CONVERSATIONS
+        assert hung.prompts, "no conversation has its home on the silent engine"
+        assert not setting.host.fleet.backends[0].up
+        before = len(hung.prompts)
+        assert setting.ask(range(CONVERSATIONS)) == [200] * CONVERSATIONS
+        assert len(hung.prompts) == before
+        hung.silent = ""
+        until(lambda: setting.host.fleet.backends[0].up, "a probe to find it well")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_deadline_without_an_id_counts_and_frees_the_conversation(stream: bool) -> None:
+    """The rule alone would give the engine more time than the gateway gives the request."""
+    rule = Rule(patience=60.0, pause=0.2, longest_pause=1.0, failures=2)
+    with ExitStack() as stack:
+        engines = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)
+        setting = Setting(stack, *engines, rule=rule, timeout=1.5)
+        router.SHARE, share = 1, router.SHARE
+        stack.callback(setattr, router, "SHARE", share)
+        (number,) = setting.home(1)
+        engines[0].silent = "stream"
+        assert setting.ask([number], stream=stream) == [504]
+        assert setting.ask([number], stream=stream) == [200]
+        assert len(engines[1].prompts) >= 1
+
+
+def test_a_prompt_that_takes_long_is_waited_for() -> None:
+    """An engine that sends ids to others is not silent, however long one request waits."""
+    with ExitStack() as stack:
+        slow = FakeEngine("vllm", SCRIPTS, pause=0.1)
+        setting = Setting(stack, slow, FakeEngine("vllm", SCRIPTS), timeout=60.0)
+        first, second = setting.home(2)
+        slow.scripts["Question"] = "<|channel|>final<|message|>" + "word " * 60 + "<|return|>"
+        slow.faults[:] = [Fault(), Fault(then="wait", after=0)]
+        slow.waits = 4.0  # twice the patience, in which the other answer goes on
+        before = len(slow.prompts)
+        assert setting.ask([first, second]) == [200, 200]
+        assert len(slow.prompts) == before + 2
+        assert setting.host.fleet.retried == 0 and setting.host.fleet.backends[0].up
+
+
+def test_an_only_engine_is_waited_for() -> None:
+    """There is nothing to gain: its next id may come before the deadline."""
+    with ExitStack() as stack:
+        slow = FakeEngine("vllm", SCRIPTS, faults=[Fault(then="wait", after=0)], waits=4.0)
+        setting = Setting(stack, slow, timeout=30.0)
+        assert setting.ask([1]) == [200]
+        assert len(slow.prompts) == 1
+
+
+def test_a_client_that_goes_says_nothing_of_an_engine() -> None:
+    """But that it is probed; and it generates."""
+    with ExitStack() as stack:
+        slow = FakeEngine("vllm", SCRIPTS)
+        rule = Rule(patience=60.0)
+        setting = Setting(stack, slow, FakeEngine("vllm", SCRIPTS), rule=rule)
+        number, *_ = setting.home(1)
+        backend = setting.host.fleet.backends[0]
+        slow.waits = 10.0
+        for _ in range(4):
+            slow.faults[:] = [Fault(then="wait", after=0)]
+            body = {"model": MODEL, "messages": [{"role": "user", "content": f"Question {number}"}]}
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(setting.url + CHAT, json=body, timeout=1.3)
+            until(lambda: backend.in_flight == 0, "the request to be closed")
+        until(lambda: not setting.host.fleet.routing.doubted(backend), "a probe")
+        assert backend.up and setting.ask([number]) == [200]
+
+
+CAUSED: dict[str, tuple[Fault, int]] = {
+    "500": (Fault(status=500), 503),
+    "breaks off": (Fault(then="die", after=None), 503),
+    "error in the stream": (Fault(then="error", after=0), 500),
+    "ends without an id": (Fault(then="close", after=0), 500),
+}
+
+
+@pytest.mark.parametrize(("fault", "status"), CAUSED.values(), ids=CAUSED)
+def test_what_a_request_causes_counts_against_no_engine(fault: Fault, status: int) -> None:
+    """It fails in the same way on two engines, and a third does not get it."""
+    rule = Rule(failures=1)
+    with ExitStack() as stack:
+        engines = [FakeEngine("vllm", SCRIPTS) for _ in range(3)]
+        setting = Setting(stack, *engines, rule=rule)
+        for number in range(4):
+            for engine in engines:
+                engine.faults[:] = [fault]
+            before = sum(len(engine.prompts) for engine in engines)
+            assert setting.ask([number]) == [status]
+            assert sum(len(engine.prompts) for engine in engines) == before + 2
+            assert all(backend.up for backend in setting.host.fleet.backends)
+        for engine in engines:
+            engine.faults.clear()
+        assert setting.ask(range(4)) == [200] * 4
+
+
+@pytest.mark.parametrize(("fault", "status"), CAUSED.values(), ids=CAUSED)
+def test_what_an_engine_causes_counts_against_it(fault: Fault, status: int) -> None:
+    """Another one answers: the first was at fault, and its probe fails, too."""
+    with ExitStack() as stack:
+        engines = [FakeEngine("vllm", SCRIPTS) for _ in range(3)]
+        setting = Setting(stack, *engines)
+        number, *_ = setting.home(1)
+        engines[0].faults[:], engines[0].trial_faults[:] = [fault] * 50, [fault] * 50
+        assert setting.ask([number] * 4, at_once=False) == [200] * 4
+        until(lambda: not setting.host.fleet.backends[0].up, "the engine to be taken down")
+        assert [backend.up for backend in setting.host.fleet.backends[1:]] == [True, True]
