@@ -18,6 +18,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure
 
 DISTRIBUTION = "vllm-mlx-harmony"
 INTERRUPTED = 130
+MOST_CONTEXT = 2**31 - 1
 PASSED_ON = ("serve", "gateway", "doctor")
 """Commands whose arguments belong to a parser of their own, `--help` included."""
 
@@ -38,8 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # `… | head`: nobody reads any more, which is no failure of ours
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
         return 1
+    except OSError as error:  # a full disk, a home that cannot be written, …
+        code = _fail(error)
+        _print_no_more()
+        return code
 
 
 def _run(arguments: list[str]) -> int:
@@ -48,6 +53,12 @@ def _run(arguments: list[str]) -> int:
     parsed = parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = parsed.command
     return command(parsed)
+
+
+def _print_no_more() -> None:
+    """What is left in the buffer goes nowhere: Python would fail again when it writes that."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: Exception) -> int:
@@ -96,12 +107,27 @@ def _add_connect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     connect.add_argument("--model", help="default: the one that the server serves")
     connect.add_argument("--key", help="the server's --api-key, to ask it; it is not written")
     connect.add_argument(
-        "--context", type=int, metavar="TOKENS", help="default: what the server says, or 131072"
+        "--context",
+        type=_context,
+        metavar="TOKENS",
+        help="default: what the server says, or 131072",
     )
     connect.add_argument(
         "--write", action="store_true", help="write the files; one that is there is set aside"
     )
     connect.set_defaults(command=_connect)
+
+
+def _context(text: str) -> int:
+    """Raises ``ArgumentTypeError`` for a window in which no agent could work."""
+    from vllm_mlx_harmony.cli.connect import LEAST_CONTEXT
+
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if not LEAST_CONTEXT <= number <= MOST_CONTEXT:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens from {LEAST_CONTEXT} on"
+        )
+    return number
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -299,7 +299,7 @@ def test_codex_a_file_that_cannot_be_merged_is_left_alone(
     path = home / ".codex" / "config.toml"
     path.parent.mkdir()
     path.write_text(before)
-    arguments = ["connect", "codex", "--model", "m", "--context", "5", "--write"]
+    arguments = ["connect", "codex", "--model", "m", "--context", "5000", "--write"]
     assert main(arguments) == 2
     assert "leave --write out" in capsys.readouterr().err
     assert path.read_text() == before
@@ -308,7 +308,7 @@ def test_codex_a_file_that_cannot_be_merged_is_left_alone(
 def test_codex_the_catalog_is_there_before_it_is_named(home: Path) -> None:
     directory = home / ".codex"
     (directory / "vllm-mlx-models.json").mkdir(parents=True)
-    assert main(["connect", "codex", "--model", "m", "--context", "5", "--write"]) == 2
+    assert main(["connect", "codex", "--model", "m", "--context", "5000", "--write"]) == 2
     assert not (directory / "config.toml").exists()
 
 
@@ -319,7 +319,7 @@ def test_a_link_stays_one_and_a_file_keeps_its_mode(home: Path) -> None:
     path = home / ".codex" / "config.toml"
     path.parent.mkdir()
     path.symlink_to(there)
-    assert main(["connect", "codex", "--model", "m", "--context", "5", "--write"]) == 0
+    assert main(["connect", "codex", "--model", "m", "--context", "5000", "--write"]) == 0
     assert path.is_symlink() and "vllm-mlx" in there.read_text()
     assert there.stat().st_mode & 0o777 == 0o640
 

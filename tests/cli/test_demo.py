@@ -17,6 +17,7 @@ import pytest
 from vllm_mlx_harmony.cli import demo
 from vllm_mlx_harmony.cli.parse import parse
 from vllm_mlx_harmony.cli.process import Running
+from vllm_mlx_harmony.core import vocab
 
 Serving = Callable[..., AbstractContextManager[Running]]
 
@@ -98,3 +99,14 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, servers(tmp_path)) == (130, []), out
     assert "Traceback" not in out
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home that is read-only: the stand-in is in the server's own."""
+    taken = tmp_path / "taken"
+    taken.touch()
+    monkeypatch.setattr(vocab, "cache_dir", lambda: taken / "cache")
+    assert demo.written("standin", demo.SCRIPTS, tmp_path) == tmp_path / "standin"
+    assert (tmp_path / "standin" / "config.json").is_file()

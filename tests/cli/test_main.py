@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -45,6 +46,39 @@ def test_a_wrong_command_line_is_a_2(arguments: tuple[str, ...]) -> None:
     assert ended.returncode == 2
     assert "usage: vllm-mlx-harmony" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+ODD: dict[str, tuple[str, int, str]] = {
+    "no input": ("render - <&-", 2, "standard input is closed"),
+    "no output": ("parse FILE >&-", 0, ""),
+    "no errors": ("parse nowhere 2>&-", 2, ""),
+    "a full disk": ("parse FILE >/dev/full", 2, "No space left"),
+    "a directory": ("render .", 2, "Is a directory"),
+    "an empty file": ("render /dev/null", 2, "is not JSON"),
+    "no window": ("connect codex --model m --context -5", 2, "'-5' is not a number of tokens"),
+    "a small window": ("connect codex --model m --context 3", 2, "'3' is not a number of tokens"),
+    "no number": ("connect codex --model m --context x", 2, "'x' is not a number of tokens"),
+    "no address": ("connect codex --model m --context 9999 --url foo", 2, "'foo' is not a server"),
+    "no port": ("connect codex --model m --context 9999 --url http://a:99999", 2, "not a server"),
+    "an empty model": ("connect codex --model '' --context 9999", 2, "--model is empty"),
+    "doctor": ("doctor --port 99999", 2, "'99999' is not a port"),
+    "gateway": ("gateway --model m --engine http://a --port 99999", 2, "from 0 to 65535"),
+}
+"""What is typed, the exit code, and what standard error says."""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has such a device")
+@pytest.mark.parametrize(("typed", "code", "expected"), ODD.values(), ids=ODD)
+def test_odd_input_is_no_traceback(typed: str, code: int, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "completion"
+    file.write_text("<|channel|>final<|message|>Good day.<|return|>")
+    program = " ".join(map(shlex.quote, PROGRAM))
+    line = f"{program} {typed.replace('FILE', shlex.quote(str(file)))}"
+    ended = subprocess.run(
+        line, shell=True, capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr and expected in ended.stderr
 
 
 def test_nobody_reads_the_output(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_mlx_harmony.__main__ import main
+from vllm_mlx_harmony.cli.render import _document
 from vllm_mlx_harmony.core import vocab
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "Tab\there, <|end|> and é 🙂\r\n"}]}
@@ -105,3 +106,11 @@ def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert "No such file" in capsys.readouterr().err
     assert main(["render", str(tmp_path)]) == 2
     assert "directory" in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_none_of_the_request(tmp_path: Path) -> None:
+    plain, marked = tmp_path / "plain.json", tmp_path / "marked.json"
+    body = json.dumps(ASKED)
+    plain.write_text(body, "utf-8")
+    marked.write_text(body, "utf-8-sig")
+    assert _document(str(marked)) == _document(str(plain)) == ASKED

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -202,9 +204,63 @@ def test_ports(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         finding = found(doctor.doctor(port=port), "port")
         assert finding.ok is False
         assert f"--port {port + 1}" in finding.fix
-        monkeypatch.setattr(doctor, "_is_host", lambda _: True)
+        monkeypatch.setattr(doctor, "_server", lambda _: "a server")
         assert found(doctor.doctor(port=port), "port").ok is None
     assert found(doctor.doctor(port=port), "port").ok
+
+
+@pytest.mark.parametrize("port", ["99999", "65536", "-1", "0", "many", "²", ""])
+def test_what_is_no_port_is_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main([f"--port={port}"])
+    assert ended.value.code == 2
+    assert f"{port!r} is not a port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("health", "expected"),
+    [
+        ({"status": "healthy", "model_loaded": True}, "a server"),
+        ({"status": "ok", "server": doctor.GATEWAY, "model": "m"}, "a gateway"),
+        ({"status": "ok"}, ""),
+        ([], ""),
+    ],
+)
+def test_what_listens_on_a_port(health: Any, expected: str) -> None:
+    class Answering(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(health).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert doctor._server(server.server_address[1]) == expected
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_vocabulary_is_cached_where_it_is(
+    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(vocab.BASE_VARIABLE, raising=False)
+    monkeypatch.setattr(vocab, "cache_dir", lambda: tmp_path)
+    if cached:
+        (tmp_path / vocab.FILE_NAME).touch()
+    detail = doctor._vocabulary().findings[0].detail
+    assert ("not cached" in detail, f"cached in {tmp_path}" in detail) == (not cached, cached)
+
+
+@pytest.mark.parametrize("taken", ["", "vllm-mlx-harmony", "vllm-mlx-harmony/pieces"])
+def test_a_cache_directory_that_a_server_cannot_use(taken: str, tmp_path: Path) -> None:
+    pytest.importorskip("mlx")
+    directory = tmp_path / "cache"
+    assert doctor._cache(directory).ok and not directory.exists()
+    (directory / taken).parent.mkdir(parents=True, exist_ok=True)
+    (directory / taken).touch()
+    finding = doctor._cache(directory).findings[0]
+    assert finding.ok is False and "cannot be used" in finding.detail
 
 
 def test_ten_lines_when_all_is_well(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import tomlkit
@@ -34,6 +35,9 @@ KEY_VARIABLE = "VLLM_API_KEY"
 
 CONTEXT = 131_072
 """Tokens of gpt-oss, both sizes, where nobody says otherwise."""
+
+LEAST_CONTEXT = 4_096
+"""Tokens. An agent's own instructions and tools take more."""
 
 OUTPUT = 32_768
 """Tokens an answer may have: the host's default for ``--max-request-tokens``."""
@@ -121,6 +125,10 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
     Raises ``UsageError``.
     """
     base = url.rstrip("/").removesuffix("/v1")
+    if not _is_url(base):
+        raise UsageError(f"--url: {url!r} is not a server's address: http://host:port")
+    if model == "":
+        raise UsageError("--model is empty")
     if model is not None and context is not None:
         return Served(base, model, context, keyed=key is not None)
     try:
@@ -141,6 +149,14 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
     (entry,) = [each for each in entries if model in (None, each["id"])]
     window = context or entry.get("max_model_len") or CONTEXT
     return Served(base, str(entry["id"]), int(window), keyed=key is not None)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _models(base: str, key: str | None) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def run(*, batched: bool = False) -> int:
         made = tempfile.TemporaryDirectory(prefix="vllm-mlx-harmony-", ignore_cleanup_errors=True)
         home = Path(stack.enter_context(made))
         with view.busy("writing the stand-in"):
-            model = standin.write(vocab.cache_dir() / "standin", SCRIPTS)
+            model = written("standin", SCRIPTS, home)
         with view.busy("starting the server"):
             flags = ["--continuous-batching"] if batched else []
             server = stack.enter_context(serving(model, home, flags))
@@ -87,6 +88,14 @@ def run(*, batched: bool = False) -> int:
                 view.log(server)
     view.closing(right=right)
     return 0 if right else 1
+
+
+def written(name: str, scripts: Sequence[Script], home: Path) -> Path:
+    """The stand-in in the user's cache; in ``home``, where that cannot be written."""
+    try:
+        return standin.write(vocab.cache_dir() / name, scripts)
+    except OSError:
+        return standin.write(home / name, scripts)
 
 
 def _need_host() -> None:

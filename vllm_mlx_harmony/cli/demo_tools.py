@@ -18,10 +18,9 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.cli.demo import written
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.process import ADDRESS, serving
-from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.standin import Script
 
 QUESTION = "How many seconds do 17 weeks have?"
@@ -67,7 +66,7 @@ def run(*, batched: bool = False) -> int:
         home = Path(stack.enter_context(made))
         configuration = home / "mcp.json"
         configuration.write_text(json.dumps(SERVERS, indent=2))
-        model = standin.write(vocab.cache_dir() / "standin-tools", SCRIPTS)
+        model = written("standin-tools", SCRIPTS, home)
         flags = ["--mcp-config", str(configuration)]
         flags += ["--continuous-batching"] if batched else []
         env = {"VLLM_MLX_HARMONY_TOOLS": "on"}

@@ -380,7 +380,8 @@ async def is_well(http: ClientSession, spec: Spec) -> None:
 
 
 def _health(host: Gateway) -> Response:
-    return JSONResponse({"status": "ok", "model": host.settings.model})
+    server = "vllm-mlx-harmony gateway"
+    return JSONResponse({"status": "ok", "server": server, "model": host.settings.model})
 
 
 def _ready(host: Gateway) -> Response:

@@ -17,6 +17,7 @@ import socket
 import sqlite3
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
@@ -30,6 +31,11 @@ STARTUP_FILE = "vllm_mlx_harmony_startup.pth"
 PACKAGE = "vllm_mlx"
 PORT = 8000
 """Where vllm-mlx listens, unless it is told otherwise."""
+
+LAST_PORT = 65_535
+
+GATEWAY = "vllm-mlx-harmony gateway"
+"""What a gateway's ``/health`` calls itself (``gateway.app``, which is not imported here)."""
 
 ADDRESS = "127.0.0.1"
 PATIENCE = 2.0
@@ -133,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("model", nargs="?", help="a model directory or a cached repository id")
     parser.add_argument(
-        "--port", type=int, default=PORT, help="the port to check (default: %(default)s)"
+        "--port", type=_port_number, default=PORT, help="the port to check (default: %(default)s)"
     )
     parser.add_argument("--ssd-cache-dir", metavar="DIR", help="to look at, as vllm-mlx has it")
     parser.add_argument("--mcp-config", metavar="FILE", help="tool servers to try, one by one")
@@ -142,6 +148,14 @@ def main(argv: list[str] | None = None) -> int:
     report = doctor(arguments.model, arguments.port, arguments.ssd_cache_dir, arguments.mcp_config)
     print(report.text(verbose=arguments.verbose))
     return 0 if report.ok else 1
+
+
+def _port_number(text: str) -> int:
+    """Raises ``ArgumentTypeError`` for what is no port."""
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if not 0 < number <= LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 1 to {LAST_PORT}")
+    return number
 
 
 def _tools(path: str) -> Group:
@@ -243,8 +257,13 @@ def _vocabulary() -> Group:
     except Exception as error:
         fix = "pip install --force-reinstall vllm-mlx-harmony openai-harmony"
         return Group("vocabulary", (Finding(False, "vocabulary", _message(error), fix),))
-    cached = f"o200k_harmony, cached in {vocab.cache_dir()}"
-    return Group("vocabulary", (Finding(True, "vocabulary", cached),))
+    pointed, cached = os.environ.get(vocab.BASE_VARIABLE), vocab.cache_dir()
+    where = f"not cached: {cached} cannot be written"
+    if pointed and (Path(pointed) / vocab.FILE_NAME).is_file():
+        where = f"in {pointed}"
+    elif (cached / vocab.FILE_NAME).is_file():
+        where = f"cached in {cached}"
+    return Group("vocabulary", (Finding(True, "vocabulary", f"o200k_harmony, {where}"),))
 
 
 def _host() -> Iterator[Group]:
@@ -292,9 +311,10 @@ def _host() -> Iterator[Group]:
 def _port(port: int) -> Group:
     if _free(port):
         return Group("port", (Finding(True, "port", f"{port} is free"),))
-    if _is_host(port):
-        return Group("port", (Finding(None, "port", f"{port}: a server answers there already"),))
-    fix = f"end it, or serve with --port {port + 1}"
+    if server := _server(port):
+        return Group("port", (Finding(None, "port", f"{port}: {server} answers there already"),))
+    other = port + 1 if port < LAST_PORT else port - 1
+    fix = f"end it, or serve with --port {other}"
     return Group("port", (Finding(False, "port", f"{port} is in use by another program", fix),))
 
 
@@ -308,27 +328,37 @@ def _free(port: int) -> bool:
     return True
 
 
-def _is_host(port: int) -> bool:
+def _server(port: int) -> str:
+    """What of ours listens there; empty for another program."""
     connection = HTTPConnection(ADDRESS, port, timeout=PATIENCE)
     try:
         connection.request("GET", "/health")
         answer = json.loads(connection.getresponse().read())
     except (OSError, HTTPException, ValueError):
-        return False
+        return ""
     finally:
         connection.close()
-    return isinstance(answer, dict) and "model_loaded" in answer
+    if not isinstance(answer, dict):
+        return ""
+    if answer.get("server") == GATEWAY:
+        return "a gateway"
+    return "a server" if "model_loaded" in answer else ""
 
 
 def _cache(directory: Path) -> Group:
     """The prefix cache on disk: what is in it, or why there can be none."""
-    from vllm_mlx_harmony.engine.disk.cache import DIRECTORY
-    from vllm_mlx_harmony.engine.disk.index import looked_at
+    from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES
+    from vllm_mlx_harmony.engine.disk.index import NAME, looked_at
     from vllm_mlx_harmony.host.units import size
 
-    place = next(path for path in (directory, *directory.parents) if path.exists())
-    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        message, fix = f"{place} cannot be written", "name another directory, or change its mode"
+    try:
+        home = directory / DIRECTORY
+        _writable(directory, home, home / PIECES)
+        if (home / NAME).exists():
+            os.close(os.open(home / NAME, os.O_RDWR))
+    except OSError as error:
+        message = f"{error.filename or directory} cannot be used: {error.strerror or error}"
+        fix = "name another directory, or change its mode"
         return Group("disk cache", (Finding(False, "disk cache", message, fix),))
     try:
         found = looked_at(directory / DIRECTORY)
@@ -342,6 +372,18 @@ def _cache(directory: Path) -> Group:
             f"conversations, {found.turns:,} turns, in {directory}"
         )
     return Group("disk cache", (Finding(True, "disk cache", message),))
+
+
+def _writable(directory: Path, *below: Path) -> None:
+    """Raises ``OSError`` where a server could not make files in ``directory``, or in what is below.
+
+    Tried with a file that has no name: modes say nothing to root, nor of a disk that is read-only.
+    """
+    place = next(path for path in (directory, *directory.parents) if path.exists())
+    for path in (place, *below):
+        if path.exists():
+            with tempfile.TemporaryFile(dir=path):
+                pass
 
 
 def _model(name: str) -> Group:
