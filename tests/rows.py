@@ -52,6 +52,13 @@ WELL_FORMED = [
         (ANSWER, "Hi."),
     ),
     row(
+        "a verdict of gpt-oss-safeguard",
+        "<|channel|>analysis<|message|>SP1 applies.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>1<|return|>",
+        (REASONING, "SP1 applies."),
+        (ANSWER, "1"),
+    ),
+    row(
         "reasoning, preamble, call",
         "<|channel|>analysis<|message|>Need it.<|end|><|start|>assistant<|channel|>commentary"
         "<|message|>Let me check.<|end|><|start|>assistant<|channel|>commentary to=functions.x "

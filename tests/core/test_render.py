@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_harmony import (
     Author,
+    Conversation,
     DeveloperContent,
+    ReasoningEffort,
     RenderOptions,
     Role,
     SystemContent,
@@ -584,6 +586,23 @@ def test_system_and_developer_are_rendered_as_openai_harmony_does() -> None:
         )
     ]
     assert list(render(given_turn).ids) == theirs + ids_of(HI + GO)
+
+
+def test_a_policy_of_gpt_oss_safeguard_is_rendered_as_openai_harmony_does() -> None:
+    """The policy is the instructions, the content the user's message: its guide has no more."""
+    policy, content = "# Spam\n\n1: spam. 0: no spam.\nAnswer with 0 or 1.", f"Buy! {CONTROL}"
+    asked = turn(Instructions(policy), User(content), date="2025-10-29", effort=Effort.HIGH)
+    system = SystemContent.new().with_conversation_start_date("2025-10-29")
+    system = system.with_reasoning_effort(ReasoningEffort.HIGH)
+    conversation = Conversation.from_messages(
+        [
+            HarmonyMessage.from_role_and_content(Role.SYSTEM, system),
+            harmony_developer(policy),
+            harmony(Role.USER, content),
+        ]
+    )
+    theirs = vocab.encoding().render_conversation_for_completion(conversation, Role.ASSISTANT)
+    assert list(render(asked).ids) == theirs
 
 
 def test_a_response_format_is_encoded_with_what_stands_before_it() -> None:
