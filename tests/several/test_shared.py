@@ -24,7 +24,7 @@ from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import encryption, shared
 from vllm_mlx_harmony.server.replay import SharedTurns
 from vllm_mlx_harmony.server.responses import store
-from vllm_mlx_harmony.server.responses.elsewhere import Elsewhere, Wish
+from vllm_mlx_harmony.server.responses.shared_background import Command, SharedBackground
 from vllm_mlx_harmony.server.responses.store import SharedStore, StoredResponse, StoreError
 from vllm_mlx_harmony.server.shared import Shared, SharedError
 
@@ -73,8 +73,8 @@ def test_keys_say_nothing_and_expire(own: RedisServer, monkeypatch: pytest.Monke
     connection = Shared(own.url)
     SharedStore(connection).put(KEPT)
     Replay(2**20, SharedTurns(connection)).view("model\0alice").remember(OUTPUT)
-    Elsewhere(connection).beat([("resp_1", "alice")], [[DONE]])
-    Elsewhere(connection).want("resp_1", "alice", Wish.CANCEL)
+    SharedBackground(connection).beat([("resp_1", "alice")], [[DONE]])
+    SharedBackground(connection).send("resp_1", "alice", Command.CANCEL)
     names = [name.decode() for name in own.client.scan_iter()]
     kinds = {name.split(":")[1] for name in names}
     assert kinds == {"encryption-key", "response", "turn", "run", "events", "wish"}
@@ -159,15 +159,15 @@ def test_the_environments_key_comes_first(
 
 
 def test_wishes_and_events_reach_the_other_server(server: RedisServer) -> None:
-    here, there = Elsewhere(Shared(server.url)), Elsewhere(Shared(server.url))
+    here, there = SharedBackground(Shared(server.url)), SharedBackground(Shared(server.url))
     run, second = ("resp_1", "alice"), ("resp_2", "alice")
     first = [Event('{"n":0}', "response.created"), Event('{"n":1}', "response.queued")]
     assert not there.runs(*run)
     assert here.beat([run, second], [first, []]) == [None, None]
     assert there.runs(*run) and not there.runs("resp_1", "bob")
     assert there.events(*run, 0) == first
-    there.want(*second, Wish.DELETE)
-    assert here.beat([run, second], [[DONE], []]) == [None, Wish.DELETE]
+    there.send(*second, Command.DELETE)
+    assert here.beat([run, second], [[DONE], []]) == [None, Command.DELETE]
     assert there.events(*run, 1) == [first[1], DONE]
     here.ended(*run)
     here.forget(*second)

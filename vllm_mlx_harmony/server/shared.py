@@ -1,7 +1,7 @@
 """What servers that serve the same clients share, in Redis: the connection, and what its keys are.
 
-Knows time limits and what is done while Redis is away. Refuses to know what is stored (responses
-in ``responses.store``, background runs in ``responses.elsewhere``, generated turns in ``replay``).
+What is stored is up to its users: responses (``responses.store``), background responses
+(``responses.shared_background``), generated turns (``replay``).
 
 A request must not suffer from a Redis that has gone. Every call is for a thread, not for the event
 loop, and takes no longer than ``CONNECT`` and ``ANSWER`` say. After one that failed nobody waits

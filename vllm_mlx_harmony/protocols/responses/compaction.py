@@ -12,7 +12,7 @@ The summary stands encrypted in the item. Given back, it is read as a message of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,6 @@ from vllm_mlx_harmony.core.turn import (
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses.emitter import Emitter
-from vllm_mlx_harmony.protocols.responses.output_items import Writing
 from vllm_mlx_harmony.protocols.responses.schema import Item
 from vllm_mlx_harmony.protocols.server_calls import without_gaps
 
@@ -82,21 +81,12 @@ def compacted(before: Iterable[Message], answer: Iterable[Message]) -> tuple[Mes
 
 class CompactionEmitter(Emitter):
     """Takes what the model answers as the summary; the response has one item, which is there at the
-    end of the turn. A turn without any text fails with ``compaction_failed``.
+    end of the turn. A turn without any text fails with ``compaction_failed``. ``cipher`` encrypts
+    the item; everything else is an ``Emitter``'s.
     """
 
-    def __init__(
-        self,
-        info: ResponseInfo,
-        writing: Writing,
-        repeated: Mapping[str, Any],
-        now: Callable[[], float] | None = None,
-        *,
-        stream: bool,
-        queues: bool = False,
-        cipher: Cipher,
-    ) -> None:
-        super().__init__(info, writing, repeated, now, stream=stream, queues=queues)
+    def __init__(self, cipher: Cipher, info: ResponseInfo, *args: Any, **options: Any) -> None:
+        super().__init__(info, *args, **options)
         self._cipher = cipher
         self._id = f"cmp_{info.id_seed[:20]}0000"
         self._texts: list[str] = []

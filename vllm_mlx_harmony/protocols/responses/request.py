@@ -101,7 +101,7 @@ class ResponsesRequest:
 
         ``now`` is the unix time, asked once, for ``completed_at``; without it that is null.
         """
-        made = partial(CompactionEmitter, cipher=self._cipher) if self.compacts else Emitter
+        made = partial(CompactionEmitter, self._cipher) if self.compacts else Emitter
         return made(
             info,
             self._writing,

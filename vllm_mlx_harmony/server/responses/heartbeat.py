@@ -1,7 +1,7 @@
-"""What runs in this server's background, announced to the servers that share its clients.
+"""The heartbeat of this server's background responses, for the servers that share a Redis with it.
 
-Knows when that is, and what is done for them. Refuses to know how they are reached (elsewhere)
-and how an answer is generated (background).
+Each beat renews what runs here, passes new events on and carries out the commands of other servers
+(``shared_background``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from dataclasses import replace
 
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.responses.background import Background, Running
-from vllm_mlx_harmony.server.responses.elsewhere import BEAT, Elsewhere, Wish, server_elsewhere
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
+from vllm_mlx_harmony.server.responses.shared_background import (
+    BEAT,
+    Command,
+    SharedBackground,
+    shared_background,
+)
 from vllm_mlx_harmony.server.responses.store import StoreError, server_store
 from vllm_mlx_harmony.server.shared import SharedError
 
@@ -22,73 +27,73 @@ logger = logging.getLogger("vllm_mlx_harmony")
 
 
 async def announce(answer: StoringEmitter) -> None:
-    """Stores an answer that is about to be generated, where another server may be asked for it."""
-    elsewhere = server_elsewhere()
-    if elsewhere is None:
+    """Stores a response before it is generated: another server may be asked for it."""
+    shared = shared_background()
+    if shared is None:
         return
     stored = await in_thread(answer.stored)
     running = replace(stored, document={**stored.document, "status": "in_progress"})
-    with suppress(StoreError, SharedError):  # then it is known here alone until it has ended
+    with suppress(StoreError, SharedError):  # only this server knows it then, until it ends
         await in_thread(server_store().put, running)
-        await asyncio.to_thread(elsewhere.beat, [(stored.id, stored.tenant)], [[]])
+        await asyncio.to_thread(shared.beat, [(stored.id, stored.tenant)], [[]])
 
 
 async def withdraw(answer: StoringEmitter) -> None:
-    """An answer that was announced is not generated after all."""
-    elsewhere = server_elsewhere()
-    if elsewhere is not None:
+    """Removes a response that was announced, but is not generated after all."""
+    shared = shared_background()
+    if shared is not None:
         with suppress(StoreError, SharedError):
             await asyncio.to_thread(server_store().delete, answer.id, answer.tenant)
-            await asyncio.to_thread(elsewhere.forget, answer.id, answer.tenant)
+            await asyncio.to_thread(shared.forget, answer.id, answer.tenant)
 
 
 class Heartbeat:
-    """Tells of the answers in ``background``, as long as there are any to tell of."""
+    """Beats for the responses in ``background`` for as long as there are any."""
 
     def __init__(self, background: Background) -> None:
         self._background = background
-        self._sent: dict[Running, int] = {}  # how many of its events
-        self._granted: dict[Running, asyncio.Future[None]] = {}
+        self._sent: dict[Running, int] = {}  # the number of events passed on of each
+        self._commands: dict[Running, asyncio.Future[None]] = {}
         self._beating: asyncio.Future[None] | None = None
 
     def watch(self, running: Running) -> None:
-        """From now on until it has ended."""
-        elsewhere = server_elsewhere()
-        if elsewhere is None:
+        """Beats for ``running`` until it has ended."""
+        shared = shared_background()
+        if shared is None:
             return
         self._sent[running] = 0
         if self._beating is None or self._beating.done():
-            self._beating = asyncio.ensure_future(self._beat(elsewhere))
+            self._beating = asyncio.ensure_future(self._beat(shared))
 
-    async def _beat(self, elsewhere: Elsewhere) -> None:
+    async def _beat(self, shared: SharedBackground) -> None:
         while self._sent:
             try:
-                await self._tell(elsewhere)
-            except SharedError:  # nobody can ask for those that ended meanwhile but here
+                await self._report(shared)
+            except SharedError:  # responses that have ended can only be read here now
                 for running in [each for each in self._sent if each.done]:
                     self._drop(running)
             except Exception:
-                logger.exception("other servers could not be told of the background")
+                logger.exception("the heartbeat of background responses failed")
             await asyncio.sleep(BEAT)
 
-    async def _tell(self, elsewhere: Elsewhere) -> None:
+    async def _report(self, shared: SharedBackground) -> None:
         sent = {each: each.events[start:] for each, start in self._sent.items()}
         names = [(each.id, each.tenant) for each in sent]
-        wishes = await asyncio.to_thread(elsewhere.beat, names, list(sent.values()))
-        for (running, events), wish in zip(sent.items(), wishes, strict=True):
+        commands = await asyncio.to_thread(shared.beat, names, list(sent.values()))
+        for (running, events), command in zip(sent.items(), commands, strict=True):
             self._sent[running] += len(events)
             if self._background.get(running.id, running.tenant) is not running:  # deleted here
-                await asyncio.to_thread(elsewhere.forget, running.id, running.tenant)
+                await asyncio.to_thread(shared.forget, running.id, running.tenant)
                 self._drop(running)
             elif running.done and self._sent[running] == len(running.events):
-                await asyncio.to_thread(elsewhere.ended, running.id, running.tenant)
+                await asyncio.to_thread(shared.ended, running.id, running.tenant)
                 self._drop(running)
-            elif wish is not None and running not in self._granted:
-                self._granted[running] = asyncio.ensure_future(self._grant(running, wish))
+            elif command is not None and running not in self._commands:
+                self._commands[running] = asyncio.ensure_future(self._execute(running, command))
 
-    async def _grant(self, running: Running, wish: Wish) -> None:
-        """Does what is wanted. That it has ended, or is gone, is told with the next beat."""
-        if wish is Wish.CANCEL:
+    async def _execute(self, running: Running, command: Command) -> None:
+        """Carries out ``command``; the next beat reports the result."""
+        if command is Command.CANCEL:
             await running.cancel()
         else:
             await forget(running.id, running.tenant)
@@ -96,4 +101,4 @@ class Heartbeat:
 
     def _drop(self, running: Running) -> None:
         del self._sent[running]
-        self._granted.pop(running, None)
+        self._commands.pop(running, None)

@@ -1,8 +1,4 @@
-"""Answers that are not this server's to generate: stored ones, and those that another generates.
-
-Knows how they are looked up, followed, cancelled and deleted. Refuses to know paths and queries
-(routes), and what servers tell each other (elsewhere).
-"""
+"""Stored responses, and background responses of other servers: read, follow, cancel, delete."""
 
 from __future__ import annotations
 
@@ -14,28 +10,28 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.protocols.responses import resource
 from vllm_mlx_harmony.server.body import in_thread
-from vllm_mlx_harmony.server.responses.elsewhere import (
+from vllm_mlx_harmony.server.responses.shared_background import (
     ALIVE,
     BEAT,
-    Wish,
-    runs_elsewhere,
-    server_elsewhere,
+    Command,
+    another_server_runs,
+    shared_background,
 )
 from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
 
-_GRANTED = 0.1
-"""Seconds between two looks whether another server has done what it was asked for."""
+_POLL = 0.1
+"""Seconds between two checks whether another server has carried out a command."""
 
 
 async def find(key: str, tenant: str) -> StoredResponse:
-    """The answer. Raises ``RequestError`` 404, and ``StoreError``.
+    """The response. Raises ``RequestError`` 404, and ``StoreError``.
 
-    One of which nothing more will come, since the server that generated it has gone, has failed.
+    A response whose server has gone while it generated it comes back as failed.
     """
     stored = await _read(key, tenant)
     if not resource.is_running(stored.document) or await _runs(key, tenant):
         return stored
-    await asyncio.sleep(2 * BEAT)  # it may have ended just now, or be told of again
+    await asyncio.sleep(2 * BEAT)  # it may have ended just now, or its next beat may come
     stored = await _read(key, tenant)
     if not resource.is_running(stored.document) or await _runs(key, tenant):
         return stored
@@ -50,27 +46,25 @@ async def _read(key: str, tenant: str) -> StoredResponse:
 
 
 async def _runs(key: str, tenant: str) -> bool:
-    return await asyncio.to_thread(runs_elsewhere, key, tenant)
+    return await asyncio.to_thread(another_server_runs, key, tenant)
 
 
 async def has_events(key: str, tenant: str) -> bool:
-    """Whether events of it come from another server, or are still there from it."""
-    elsewhere = server_elsewhere()
-    if elsewhere is None:
+    """Whether another server passes its events on, or events that it passed on are stored."""
+    shared = shared_background()
+    if shared is None:
         return False
-    return await _runs(key, tenant) or bool(
-        await asyncio.to_thread(elsewhere.events, key, tenant, -1)
-    )
+    return await _runs(key, tenant) or bool(await asyncio.to_thread(shared.events, key, tenant, -1))
 
 
 async def follow(key: str, tenant: str, start: int) -> AsyncGenerator[Event, None]:
-    """The events from number ``start`` on, as another server tells them, to the last one."""
-    elsewhere = server_elsewhere()
-    assert elsewhere is not None
+    """The events from number ``start`` to the last, as another server passes them on."""
+    shared = shared_background()
+    assert shared is not None
     try:
         ending = False
         while True:
-            events = await asyncio.to_thread(elsewhere.events, key, tenant, start)
+            events = await asyncio.to_thread(shared.events, key, tenant, start)
             for event in events:
                 yield event
             start += len(events)
@@ -82,7 +76,7 @@ async def follow(key: str, tenant: str, start: int) -> AsyncGenerator[Event, Non
                     yield resource.failed_event(stored.document, start)
                     break
                 if ending and not resource.is_running(stored.document):
-                    break  # it has ended, and of its end nothing was told
+                    break  # it has ended, and its last events were never passed on
                 ending = not resource.is_running(stored.document)
             await asyncio.sleep(BEAT)
     except HarmonyFailure as failure:
@@ -91,28 +85,28 @@ async def follow(key: str, tenant: str, start: int) -> AsyncGenerator[Event, Non
 
 
 async def cancel(stored: StoredResponse) -> StoredResponse:
-    """``stored``, which another server generates, when that has ended it, or has not for long."""
-    elsewhere = server_elsewhere()
-    assert elsewhere is not None
-    await asyncio.to_thread(elsewhere.want, stored.id, stored.tenant, Wish.CANCEL)
-    for _ in range(int(ALIVE / _GRANTED)):
+    """Has another server cancel ``stored``: the response afterwards, or after ``ALIVE`` seconds."""
+    shared = shared_background()
+    assert shared is not None
+    await asyncio.to_thread(shared.send, stored.id, stored.tenant, Command.CANCEL)
+    for _ in range(int(ALIVE / _POLL)):
         stored = await _read(stored.id, stored.tenant)
         if not resource.is_running(stored.document):
             return stored
-        await asyncio.sleep(_GRANTED)
+        await asyncio.sleep(_POLL)
     return await find(stored.id, stored.tenant)
 
 
 async def delete(key: str, tenant: str) -> bool:
-    """Whether there was an answer; from now on there is none, on no server."""
-    elsewhere = server_elsewhere()
-    if elsewhere is not None and await _runs(key, tenant):
-        await asyncio.to_thread(elsewhere.want, key, tenant, Wish.DELETE)
-        for _ in range(int(ALIVE / _GRANTED)):
+    """Deletes the response on every server; whether there was one."""
+    shared = shared_background()
+    if shared is not None and await _runs(key, tenant):
+        await asyncio.to_thread(shared.send, key, tenant, Command.DELETE)
+        for _ in range(int(ALIVE / _POLL)):
             if not await _runs(key, tenant):
                 break
-            await asyncio.sleep(_GRANTED)
+            await asyncio.sleep(_POLL)
     deleted = await asyncio.to_thread(server_store().delete, key, tenant)
-    if elsewhere is not None:
-        await asyncio.to_thread(elsewhere.forget, key, tenant)
+    if shared is not None:
+        await asyncio.to_thread(shared.forget, key, tenant)
     return deleted

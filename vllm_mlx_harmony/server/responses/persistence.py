@@ -29,7 +29,7 @@ from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.errors import logged_failure
 from vllm_mlx_harmony.server.generation import Deltas
 from vllm_mlx_harmony.server.host import Context
-from vllm_mlx_harmony.server.responses.elsewhere import runs_elsewhere
+from vllm_mlx_harmony.server.responses.shared_background import another_server_runs
 from vllm_mlx_harmony.server.responses.store import StoredResponse, StoreError, server_store
 from vllm_mlx_harmony.server.streams import Events, ends
 
@@ -78,7 +78,7 @@ class References:
         stored = self.stored(key)
         if stored is None:
             raise resource.not_found(key, param="previous_response_id")
-        if resource.is_running(stored.document) and runs_elsewhere(key, self.tenant):
+        if resource.is_running(stored.document) and another_server_runs(key, self.tenant):
             raise resource.not_ready(key)
         return stored.messages
 

@@ -27,7 +27,6 @@ from vllm_mlx_harmony.server.host import Context, tenant_of
 from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, read, written_input
 from vllm_mlx_harmony.server.responses.compact import COMPACT
-from vllm_mlx_harmony.server.responses.elsewhere import server_elsewhere
 from vllm_mlx_harmony.server.responses.heartbeat import Heartbeat, announce, withdraw
 from vllm_mlx_harmony.server.responses.persistence import (
     StoringEmitter,
@@ -35,6 +34,7 @@ from vllm_mlx_harmony.server.responses.persistence import (
     new_id_seed,
     storing,
 )
+from vllm_mlx_harmony.server.responses.shared_background import shared_background
 from vllm_mlx_harmony.server.responses.store import StoreError, server_store
 from vllm_mlx_harmony.server.responses.websocket import converse
 from vllm_mlx_harmony.server.serving import (
@@ -178,7 +178,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 async def _running(key: str, tenant: str) -> Running | None:
     """The answer, if it is in this server's background and no other server has deleted it."""
     running = BACKGROUND.get(key, tenant)
-    if running is None or not running.done or server_elsewhere() is None:
+    if running is None or not running.done or shared_background() is None:
         return running
     try:
         known = await in_thread(server_store().get, key, tenant)
