@@ -294,11 +294,6 @@ def test_keys(server: Server, model: str, headers: dict[str, Any], status: int, 
             anthropic.BadRequestError,
             "tool_choice.name",
         ),
-        (
-            {"messages": [user([{"type": "image", "source": {"type": "url", "url": "x"}}])]},
-            anthropic.BadRequestError,
-            "messages[0].content[0]",
-        ),
         ({"model": "another"}, anthropic.NotFoundError, "another"),
     ],
 )
