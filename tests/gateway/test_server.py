@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.gateway import app
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines import detection, http
-from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, start_line
+from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, same_model, start_line
 from vllm_mlx_harmony.gateway.limits import RateLimit
 from vllm_mlx_harmony.gateway.settings import PREFIX, GatewaySettings, load
 from vllm_mlx_harmony.server.app import application
@@ -118,6 +120,99 @@ def test_an_engine_that_a_grammar_breaks_is_one_without_grammars() -> None:
     engine = FakeEngine("vllm", SCRIPTS, trial_faults=[Fault(status=500)])
     with served(engine.app) as url:
         assert detected(url).capabilities.missing == ("grammar",)
+
+
+@pytest.mark.parametrize("kind", ["", "vllm-mlx"])
+def test_a_plugin_without_its_endpoint_is_refused(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a Harmony server, and every request would fail."""
+    monkeypatch.delenv("VLLM_MLX_HARMONY_ID_ENDPOINT", raising=False)
+    other = Watched("", (FakeEngine("vllm", SCRIPTS), "http://127.0.0.1:9"))
+    with served(application(other)) as url:
+        expected = "--id-endpoint" if kind else "is none of"
+        with pytest.raises(HostError, match=expected):
+            detected(url, kind)
+        settings = GatewaySettings(engines=(Spec(url, kind),), model=MODEL)
+        with served(gateway(settings)) as base:
+            ready = httpx.get(f"{base}/ready")
+            assert ready.status_code == 503
+            assert expected in ready.json()["engines"][0]["problem"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("openai/gpt-oss-120b", "openai/gpt-oss-120b", True),
+        ("openai/gpt-oss-120b", "gpt-oss-120b", True),
+        ("/models/gpt-oss-20b/", "openai/gpt-oss-20b", True),
+        ("gpt-oss-20b", "mlx-community/gpt-oss-20b-MXFP4-Q8", True),
+        ("gpt-oss-20b", "/srv/gpt-oss-20b-mxfp4.gguf", True),
+        ("openai/gpt-oss-120b", "openai/gpt-oss-20b", False),
+        ("gpt-oss-20b", "meta-llama/Llama-3.3-70B", False),
+    ],
+)
+def test_names_of_one_model(one: str, other: str, same: bool) -> None:
+    assert same_model(one, other) is same is same_model(other, one)
+
+
+@pytest.mark.parametrize("serves", ["m", MODEL])
+def test_an_engine_with_another_model_is_said(
+    serves: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``m`` is what a fake engine serves."""
+    with served(FakeEngine("sglang", SCRIPTS).app) as url:
+        settings = GatewaySettings(engines=(Spec(url),), model=serves)
+        with caplog.at_level("WARNING"), served(gateway(settings)):
+            pass
+    assert ("is asked for whatever is sent to" in caplog.text) is (serves != "m")
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "is_open"),
+    [
+        ("127.0.0.1", (), False),
+        ("::1", (), False),
+        ("localhost", (), False),
+        ("0.0.0.0", (), True),
+        ("::", (), True),
+        ("10.0.0.7", (), True),
+        ("gateway.example", (), True),
+        ("0.0.0.0", (("a", "key-of-a"),), False),
+    ],
+)
+def test_a_gateway_that_is_open_to_everybody(
+    host: str, keys: tuple[tuple[str, str], ...], is_open: bool
+) -> None:
+    settings = GatewaySettings(engines=(), model=MODEL, host=host, keys=keys)
+    assert settings.open is is_open
+
+
+def test_keys_and_limits_are_read_again() -> None:
+    """And what runs meanwhile is answered to its end."""
+    engine = FakeEngine("sglang", LONG, pause=0.03)
+    with ExitStack() as stack:
+        url = stack.enter_context(served(engine.app))
+        old = GatewaySettings(engines=(Spec(url),), model=MODEL, keys=(("a", "key-of-a"),))
+        host = app.Gateway(old)
+        base = stack.enter_context(served(app._Outer(host, application(host))))
+
+        def ask(key: str, stream: bool = False) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {**USER, "stream": stream}
+            return httpx.post(base + CHAT, json=body, headers=headers, timeout=60)
+
+        running = ThreadPoolExecutor(1).submit(ask, "key-of-a", True)
+        until(lambda: engine.running == 1, "a request to run")
+        new = replace(old, keys=(("b", "key-of-b"),), rate_limit=1, port=old.port + 1)
+        host.reload(new)
+        assert [ask("key-of-a").status_code, ask("key-of-b").status_code] == [401, 200]
+        assert ask("key-of-b").status_code == 429
+        assert running.result().text.rstrip().endswith("[DONE]")
+        assert host.settings.port == old.port
+        with pytest.raises(HostError, match="no key is left"):
+            host.reload(replace(new, keys=()))
+        assert ask("key-of-c").status_code == 401
 
 
 def test_what_is_no_engine_is_said() -> None:

@@ -33,7 +33,13 @@ from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.gateway.engines import http as engine_http
-from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, first_id, start_line
+from vllm_mlx_harmony.gateway.engines.detection import (
+    Spec,
+    detect,
+    first_id,
+    same_model,
+    start_line,
+)
 from vllm_mlx_harmony.gateway.engines.http import EngineSilent, EngineUnavailable, HttpEngine
 from vllm_mlx_harmony.gateway.limits import Keys, RateLimit
 from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
@@ -63,6 +69,9 @@ TICK = 0.1
 PROBE_SECONDS = 5.0
 """In which an engine has to say that it is well."""
 
+AT_THE_START = ("model", "host", "port", "mcp_config", "drain", "log_level")
+"""Settings that a reload leaves as they are."""
+
 _TRANSPORT = "vllm_mlx_harmony.transport"
 
 
@@ -81,6 +90,25 @@ class Gateway:
         self._limit = RateLimit(settings.rate_limit)
         self._created = int(time.time())
         self.toolbox = _toolbox(settings)
+
+    def reload(self, settings: GatewaySettings) -> None:
+        """What is configured from now on; requests under way end as they began.
+
+        Raises ``HostError`` where that would open a gateway with keys to everybody: nothing has
+        changed then.
+        """
+        if self._keys and not settings.keys:
+            raise HostError("no key is left; a gateway without keys is started as one")
+        kept = {name: getattr(self.settings, name) for name in AT_THE_START}
+        changed = [name for name in AT_THE_START if getattr(settings, name) != kept[name]]
+        if changed:
+            logger.warning("%s: as at the start; restart for another", ", ".join(changed))
+        self.settings = replace(settings, **kept)
+        self._keys = Keys(settings.keys)
+        self._limit.limit = settings.rate_limit
+        self.fleet.update(settings.engines)
+        urls = ", ".join(each.url for each in settings.engines)
+        logger.warning("settings read again: %d keys, engines: %s", len(settings.keys), urls)
 
     @property
     def model_name(self) -> str | None:
@@ -292,14 +320,11 @@ class _Outer:
             await toolbox.stop()
 
     def _reloaded(self, reload: Reload) -> None:
-        """SIGHUP: the engines are those that the settings name now; all else stays as it is."""
+        """SIGHUP: engines, keys, limits and defaults are what the settings have now."""
         try:
-            settings = reload()
+            self.host.reload(reload())
         except HostError as error:
             logger.error("the settings are as they were: %s", error.message)
-            return
-        logger.warning("engines from now on: %s", ", ".join(each.url for each in settings.engines))
-        self.host.fleet.update(settings.engines)
 
 
 async def _asked(fleet: Fleet) -> None:
@@ -334,7 +359,7 @@ async def probe(http: ClientSession, backend: Backend, model: str) -> None:
         if backend.routing.health(backend) not in (Health.UP, Health.DRAINING):
             engine = await detect(http, backend.spec, model)
             backend.found(engine)
-            logger.info("engine %s", start_line(engine))
+            _log_found(engine, model)
         elif backend.routing.doubted(backend):
             backend.probed("")
         else:
@@ -349,6 +374,13 @@ async def probe(http: ClientSession, backend: Backend, model: str) -> None:
     except Exception as error:  # whatever it is, the engine is asked again
         logger.exception("engine %s could not be probed", backend.spec.url)
         backend.probed(str(error) or type(error).__name__)
+
+
+def _log_found(engine: HttpEngine, model: str) -> None:
+    logger.info("engine %s", start_line(engine))
+    if not same_model(engine.served_name, model):
+        problem = "engine %s serves %r, and is asked for whatever is sent to %r"
+        logger.warning(problem, engine.url, engine.served_name, model)
 
 
 async def _generates(backend: Backend, engine: HttpEngine) -> None:
@@ -412,7 +444,7 @@ _OWN: dict[str, Callable[[Gateway], Response]] = {
 def run(settings: GatewaySettings, reload: Reload | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the process's exit code.
 
-    SIGHUP has ``reload`` read the settings again, of which the engines count.
+    SIGHUP has ``reload`` read the settings again (``Gateway.reload``).
     """
     config = uvicorn.Config(
         gateway(settings, reload=reload),
@@ -424,6 +456,12 @@ def run(settings: GatewaySettings, reload: Reload | None = None) -> int:
         backlog=4096,
     )
     logging.getLogger("vllm_mlx_harmony").setLevel(settings.log_level.upper())
+    if settings.open:
+        logger.warning(
+            "no keys are set: whoever reaches %s:%d may use the engines (--key, or the file)",
+            settings.host,
+            settings.port,
+        )
     server = _server(settings.drain)(config)
     server.run()
     return 0 if server.started else 1

@@ -31,24 +31,24 @@ class RateLimit:
     """No more than ``limit`` requests of one tenant in any minute; 0: any number."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._times: dict[str, deque[float]] = {}
 
     def count(self, tenant: str, now: float) -> int:
         """Counts a request that comes ``now``; seconds to wait when it is one too many, else 0."""
-        if not self._limit:
+        if not self.limit:
             return 0
         times = self._times.setdefault(tenant, deque())
         while times and times[0] <= now - MINUTE:
             times.popleft()
-        if len(times) >= self._limit:
+        if len(times) >= self.limit:
             return max(1, math.ceil(times[0] + MINUTE - now))
         times.append(now)
         return 0
 
     def take_back(self, tenant: str) -> None:
         """The last request that was counted does not count: another limit has refused it."""
-        if self._limit and self._times[tenant]:
+        if self.limit and self._times[tenant]:
             self._times[tenant].pop()
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -101,6 +102,15 @@ class GatewaySettings:
     temperature: float | None = field(default=None, metadata={"help": "where a request is silent"})
     top_p: float | None = field(default=None, metadata={"help": "where a request is silent"})
     log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
+
+    @property
+    def open(self) -> bool:
+        """Whether other machines may reach it, and nobody needs a key."""
+        try:
+            local = ip_address(self.host).is_loopback
+        except ValueError:
+            local = self.host == "localhost"
+        return not (self.keys or local)
 
     @property
     def template_options(self) -> dict[str, Any]:

@@ -52,6 +52,8 @@ ASK_SECONDS = 5.0
 TRIAL = (vocab.START, *vocab.encode("assistant"))
 """The prompt of a trial."""
 
+NO_ENDPOINT = "it has no id endpoint: start it with `vllm-mlx-harmony serve --id-endpoint`"
+
 TRY_SECONDS = 60.0
 """For the first grammar, which an engine prepares its tokenizer for."""
 
@@ -99,7 +101,12 @@ async def _tried(engine: HttpEngine, spec: Spec) -> Dialect:
     """
     found = engine.dialect
     if not isinstance(found, (Vllm, VllmTokens)):
-        await first_id(engine, TRY_SECONDS)
+        try:
+            await first_id(engine, TRY_SECONDS)
+        except EngineUnavailable as error:
+            if isinstance(found, Plugin) and error.answered == HTTPStatus.NOT_FOUND:
+                raise HostError(NO_ENDPOINT) from error
+            raise
         return found
     if spec.kind not in _ENDPOINTS:
         engine.dialect = VllmTokens()
@@ -170,6 +177,15 @@ async def _first_id(engine: HttpEngine, grammar: str | None, *, refused: bool = 
     if first is None and finish is None and not refused:
         raise EngineUnavailable("it generates nothing: the answer to a trial is empty")
     return first
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two names may well be of one model: the last parts of paths and repositories are the
+    same, but for what one of them says of its format."""
+    first, second = (
+        name.rstrip("/").rpartition("/")[2].lower().removesuffix(".gguf") for name in (one, other)
+    )
+    return first.startswith(second) or second.startswith(first)
 
 
 def start_line(engine: HttpEngine) -> str:
