@@ -31,6 +31,7 @@ from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.grammar import (
     Compiled,
     Grammar,
+    NotCompiled,
     Policy,
     compiled,
     grammar_of,
@@ -197,10 +198,26 @@ def _grammar(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> C
         problem = known
         if _is_strict(turn, policy):
             where = "tools" if turn.callable_tools else "response_format"
-            raise RequestError(f"tools and formats cannot be enforced: {problem}", param=where)
+            refusal = f"tools and formats cannot be enforced: {problem}"
+            raise RequestError(refusal, param=where)
     _note(f"the schemas of {len(turn.callable_tools)} tools cannot be enforced: {problem}")
+    return _without_schemas(turn, names, problem)
+
+
+def _without_schemas(turn: Turn, names: Names, problem: str) -> Compiled | None:
+    """The grammar of ``turn`` with any arguments for its tools, if that is not too large either.
+
+    Raises ``RequestError`` when a call is required that way, because of ``problem``.
+    """
     loose = grammar_of(_loosened(turn), names)
-    return None if loose is None or len(loose.text) > LONGEST else compiled(loose, turn.tenant)
+    if loose is None:
+        return None
+    if len(loose.text) <= LONGEST:
+        with suppress(NotCompiled):
+            return compiled(loose, turn.tenant)
+    if turn.tool_choice.required:
+        raise RequestError(f"a call cannot be required: {problem}", param="tool_choice")
+    return None
 
 
 LONGEST = 2**20
@@ -235,7 +252,10 @@ def _checked(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | st
     if verdict.problem:
         return verdict.problem
     with check.compiling(verdict):
-        return compiled(grammar, turn.tenant, verdict.size)
+        try:
+            return compiled(grammar, turn.tenant, verdict.size)
+        except NotCompiled as error:
+            return error.message
 
 
 def _loosened(turn: Turn) -> Turn:

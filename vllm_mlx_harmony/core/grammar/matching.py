@@ -70,6 +70,10 @@ def _prepared() -> LLTokenizer:
 _compiled: lru.ByteLRU[tuple[str, Grammar], Compiled] = lru.ByteLRU(REMEMBERED)
 
 
+class NotCompiled(RequestError):
+    """A grammar that llguidance does not take."""
+
+
 def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
     """``grammar`` ready to be followed, remembered. Takes milliseconds for a new one, without the
     interpreter's lock: any thread, but not an event loop's.
@@ -81,8 +85,8 @@ def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
     It is remembered for ``tenant`` alone: how long it takes must not tell one what tools another
     has.
 
-    Raises ``RequestError`` when it is too large for llguidance, or when what the prompt has begun
-    does not fit it.
+    Raises ``NotCompiled`` when it is too large for llguidance, and ``RequestError`` when what the
+    prompt has begun does not fit it.
     """
     key = tenant, grammar
     known = _compiled.get(key)
@@ -107,7 +111,7 @@ def _fresh(grammar: Grammar) -> LLMatcher:
         problem = matcher.get_error().partition("\n")[0]
         if "panic" in problem:
             problem = "they are too large"
-        raise RequestError(f"tools and formats cannot be enforced: {problem}", param="tools")
+        raise NotCompiled(problem, param="tools")
     if grammar.begun and not matcher.consume_tokens(list(grammar.begun)):
         problem = "the answer as it was begun does not fit the response format"
         raise RequestError(problem, param="messages")

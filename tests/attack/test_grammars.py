@@ -1,0 +1,275 @@
+"""Schemas, regular expressions and grammars that are made to be deep, large or slow.
+
+Several clients send them, each over all APIs, and some are gone before the answer. Meanwhile
+another client has ordinary tools, new ones each time. The server lives; no request takes longer
+than `LONGEST`, the server's memory grows by no more than `GROWTH_MIB`, and the other client waits
+no more than `WAIT` seconds longer than it did before.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import figures
+import httpx
+import psutil
+import pytest
+from apis import PATHS
+from grammar_texts import LARK, SCHEMAS, chain, multiple_of, pattern, rules, terminals
+from size import SEED, size
+
+if TYPE_CHECKING:
+    from target import Target
+
+pytestmark = pytest.mark.served
+
+SECONDS = size(100.0, 8.0)
+ATTACKERS = size(8, 3)
+LONGEST, WAIT = size(3.0, 20.0), size(0.5, 10.0)
+"""Seconds. Thinned, the machine may have anything else to do."""
+
+GROWTH_MIB = 300.0
+PROBLEMS = 400
+"""Characters of a body that is quoted."""
+
+Body = dict[str, Any]
+
+
+def random_pattern(chance: random.Random, depth: int = 4) -> str:
+    """A regular expression of nested quantifiers and unions."""
+    if depth == 0:
+        return chance.choice(["a", ".", r"\d", r"\s*", r"\S+", "[a-z]", "[^x]", r"\p{L}", "x?"])
+    parts = [random_pattern(chance, depth - 1) for _ in range(chance.randint(1, 3))]
+    inner = chance.choice(["", "|"]).join(parts)
+    most = chance.choice([1, 3, 30, 300, 3_000, 10**6])
+    counted = f"{{{chance.randint(0, most)},{most}}}"
+    return f"({inner}){chance.choice(['*', '+', '?', '', counted, counted])}"
+
+
+def random_schema(chance: random.Random) -> Body:  # noqa: C901 - one kind after the other
+    """A schema of one of the kinds that are known to be hard, of any size.
+
+    None is shown in a long prompt, for whose sake others would wait for the engine.
+    """
+    number = int(10 ** chance.uniform(0.5, 3))
+    kind = chance.randrange(10)
+    if kind == 0:
+        divisors = (chance.randint(2, 2**31 - 1), 2 ** chance.randint(1, 30), 10 ** (number % 10))
+        return multiple_of(chance.choice(divisors))
+    if kind == 1:
+        keyword = chance.choice(["oneOf", "anyOf", "allOf"])
+        also = chance.choice([[], [{"type": "null"}], [{"type": "object"}]])
+        return chain(6 * number, lambda ref: {keyword: [ref, *also]})
+    if kind == 2:
+        return chain(6 * number, lambda ref: {"type": "array", "items": ref})
+    if kind == 3:
+        return pattern(f"^{random_pattern(chance)}$")
+    if kind == 4:
+        values = [f"{chance.random()}" for _ in range(number)]
+        return {"type": "object", "properties": {"x": {"enum": values}}}
+    if kind == 5:
+        patterns = {f"^{random_pattern(chance, 2)}": {"type": "string"} for _ in range(8)}
+        return {"type": "object", "patternProperties": patterns, "additionalProperties": False}
+    if kind == 6:
+        branches = [pattern(random_pattern(chance, 2)) for _ in range(min(number, 200))]
+        return {"type": "object", "properties": {"x": {"anyOf": branches}}}
+    if kind == 7:
+        both = [{"pattern": random_pattern(chance, 2)} for _ in range(chance.randint(2, 12))]
+        return {"type": "object", "properties": {"x": {"type": "string", "allOf": both}}}
+    if kind == 8:
+        many = {"minItems": number, "maxItems": 10 * number, "items": {"type": "integer"}}
+        counts = {"minLength": number, "maxLength": 10**6}
+        properties = {"x": {"type": "array", **many}, "y": {"type": "string", **counts}}
+        return {"type": "object", "properties": properties, "minProperties": chance.randint(0, 9)}
+    nested: Body = chance.choice([{}, multiple_of(7), pattern(random_pattern(chance, 1))])
+    for level in range(min(number, 300)):
+        nested = {"type": "object", "properties": {f"p{level}": nested}, "required": [f"p{level}"]}
+    return nested
+
+
+def random_lark(chance: random.Random) -> str:
+    """A grammar of one of the kinds that are known to be hard, of any size."""
+    kind = chance.randrange(4)
+    if kind == 0:
+        return rules(chance.randint(1, 6_000), chance.choice(["", '"a" ', '"a"? ']))
+    if kind == 1:
+        return terminals(chance.randint(1, 12), chance.randint(1, 9))
+    if kind == 2:
+        written = random_pattern(chance).replace("/", r"\/")
+        return f"start: A+\nA: /{written}/"
+    count = chance.choice([3, 300, 100_000])
+    written = random_pattern(chance, 2)
+    return f"start: (a | b)*\na: (A b?){{1,{count}}}\nb: a A | A a? b\nA: /{written}/"
+
+
+def random_request(seed: int, index: int, model: str) -> tuple[str, Body]:
+    """The path and the body of request ``index``: the known ones are among them."""
+    chance = random.Random(f"{seed} {index}")
+    api = chance.choice([*PATHS])
+    is_lark = api != "messages" and chance.random() < 0.3
+    tools: list[Body] = []
+    for at in range(chance.choice([1, 1, 1, 8])):
+        known = chance.random() < 0.2
+        name = f"f{at}"
+        if is_lark:
+            definition = chance.choice([*LARK.values()]) if known else random_lark(chance)
+            grammar = {"syntax": "lark", "definition": definition}
+            if api == "chat":
+                custom = {"name": name, "format": {"type": "grammar", "grammar": grammar}}
+                tools.append({"type": "custom", "custom": custom})
+            else:
+                format_ = {"type": "grammar", **grammar}
+                tools.append({"type": "custom", "name": name, "format": format_})
+            continue
+        schema = chance.choice([*SCHEMAS.values()]) if known else random_schema(chance)
+        strict = chance.random() < 0.2
+        if api == "chat":
+            function = {"name": name, "parameters": schema, "strict": strict}
+            tools.append({"type": "function", "function": function})
+        elif api == "responses":
+            given = {"type": "function", "name": name, "parameters": schema, "strict": strict}
+            tools.append(given)
+        else:
+            tools.append({"name": name, "input_schema": schema, "strict": strict})
+    return PATHS[api], _asking(api, model, tools)
+
+
+def _asking(api: str, model: str, tools: list[Body]) -> Body:
+    message = [{"role": "user", "content": "Twelve words."}]
+    if api == "responses":
+        fields: Body = {"input": message, "max_output_tokens": 64, "store": False}
+    else:
+        fields = {"messages": message, "max_tokens": 64}
+    return {"model": model, **fields, "tools": tools}
+
+
+class Client:
+    """Sends requests, and has what came of them."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.statuses: Counter[int] = Counter()
+        self.longest, self.slowest = 0.0, ""
+        self.problems: list[str] = []
+
+    def send(self, http: httpx.Client, path: str, body: Body, label: str) -> None:
+        """Sends one, and is gone when ``http`` has no more patience."""
+        began = time.monotonic()
+        try:
+            answer = http.post(path, json=body)
+        except httpx.ReadTimeout:
+            self.statuses[0] += 1
+            return
+        seconds = time.monotonic() - began
+        if seconds > self.longest:
+            self.longest, self.slowest = seconds, label
+        self.statuses[answer.status_code] += 1
+        busy = answer.status_code == 503 and "retry-after" in answer.headers
+        if answer.status_code not in (200, 400, 413) and not busy:
+            self.problems.append(f"{label}: {answer.status_code} {answer.text[:PROBLEMS]}")
+        if "panic" in answer.text:
+            self.problems.append(f"{label}: {answer.text[:PROBLEMS]}")
+
+
+def ordinary(client: Client, http: httpx.Client, number: int) -> float:
+    """Seconds that a request with ten ordinary tools takes, which nobody has sent before."""
+    tools = [
+        {
+            "name": f"tool_{number}_{at}",
+            "description": "Does something.",
+            "input_schema": {
+                "type": "object",
+                "properties": {
+                    "path": {"type": "string"},
+                    "limit": {"type": "integer", "minimum": 0},
+                    "mode": {"enum": ["fast", "slow"]},
+                    "lines": {"type": "array", "items": {"type": "integer"}},
+                },
+                "required": ["path"],
+                "additionalProperties": False,
+            },
+        }
+        for at in range(10)
+    ]
+    began = time.monotonic()
+    body = _asking("messages", client.target.model, tools)
+    client.send(http, PATHS["messages"], body, f"ordinary request {number}")
+    return time.monotonic() - began
+
+
+def computing(pid: int) -> float:
+    """Seconds of a processor that the helper processes of ``pid`` have used, dead ones not."""
+    total = 0.0
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            total += sum(process.cpu_times()[:2])
+    return total
+
+
+def test_no_small_request_ends_the_server(target: Target) -> None:
+    process = psutil.Process(target.server.pid)
+    url = target.server.base_url
+    user = Client(target)
+    attackers = [Client(target) for _ in range(ATTACKERS)]
+    with httpx.Client(base_url=url, timeout=120) as http:
+        before = [ordinary(user, http, number) for number in range(10)]
+        memory = most = process.memory_info().rss
+        ends = time.monotonic() + SECONDS
+
+        def attack(number: int) -> None:
+            index = number
+            while time.monotonic() < ends and target.server.process.poll() is None:
+                path, body = random_request(SEED, index, target.model)
+                leaves = index % 5 == 4
+                patience = 0.2 if leaves else 120
+                with httpx.Client(base_url=url, timeout=patience) as own:
+                    label = f"seed {SEED}, request {index}"
+                    try:
+                        attackers[number].send(own, path, body, label)
+                    except httpx.HTTPError as error:
+                        attackers[number].problems.append(f"{label}: {error!r}")
+                index += ATTACKERS
+
+        threads = [threading.Thread(target=attack, args=(number,)) for number in range(ATTACKERS)]
+        for thread in threads:
+            thread.start()
+        waits, number = [], len(before)
+        while any(thread.is_alive() for thread in threads):
+            waits.append(ordinary(user, http, number))
+            number += 1
+            most = max(most, process.memory_info().rss)
+            time.sleep(0.1)
+        for thread in threads:
+            thread.join()
+        after = ordinary(user, http, number)
+    until = time.monotonic() + 15  # nobody is there any more: what was tried ends soon
+    used = -1.0
+    while used != (used := computing(target.server.pid)) and time.monotonic() < until:
+        time.sleep(0.5)
+    statuses = sum((one.statuses for one in attackers), Counter())
+    worst = max(attackers, key=lambda one: one.longest)
+    grown = (most - memory) / 2**20
+    figures.report(
+        "grammar",
+        target.engine,
+        f"{sum(statuses.values())} hard requests of {ATTACKERS} clients (seed {SEED}), the last "
+        f"answer after {worst.longest:.1f} s ({worst.slowest}); {len(waits)} requests with new "
+        f"tools meanwhile, after {max(waits):.2f} s at most ({max(before):.2f} s before, "
+        f"{after:.2f} s after); memory +{grown:.0f} MiB; by status (0: gone): "
+        + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())),
+    )
+    problems = [problem for one in (user, *attackers) for problem in one.problems]
+    assert not problems, "\n".join(problems[:20])
+    assert target.server.process.poll() is None
+    assert user.statuses == Counter({200: sum(user.statuses.values())})
+    assert worst.longest <= LONGEST, worst.slowest
+    assert max(waits) <= max(before) + WAIT
+    assert grown <= GROWTH_MIB
+    assert time.monotonic() < until, "helper processes go on when all clients have gone"
+    left = target.inspection.quiet()
+    assert not left.objects["Job"], left.objects
