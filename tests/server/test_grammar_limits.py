@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ pytest.importorskip("starlette")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 from fakes import KEY, MODEL, Alone, ScriptedEngine
-from grammar_texts import LARK, SCHEMAS, multiple_of, pattern
+from grammar_texts import LARK, SCHEMAS, grammar, multiple_of, pattern
 from starlette.testclient import TestClient
 
-from vllm_mlx_harmony.core.turn import Tool, Turn
 from vllm_mlx_harmony.server import enforcement, grammar_checks
 from vllm_mlx_harmony.server.app import application
 
@@ -84,8 +82,8 @@ def test_a_schema_that_would_end_the_server(client: TestClient, api: Any, name: 
 @pytest.mark.parametrize("name", LARK)
 def test_a_syntax_that_would_end_the_server(client: TestClient, name: str) -> None:
     syntax = {"type": "grammar", "syntax": "lark", "definition": LARK[name]}
-    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": LARK[name]}}
-    by_chat = {"type": "custom", "custom": {"name": "f", "format": grammar}}
+    nested = {"type": "grammar", "grammar": {"syntax": "lark", "definition": LARK[name]}}
+    by_chat = {"type": "custom", "custom": {"name": "f", "format": nested}}
     by_responses = {"type": "custom", "name": "f", "format": syntax}
     requests: list[tuple[str, dict[str, Any]]] = [
         ("/v1/chat/completions", {"messages": HELLO, "tools": [by_chat]}),
@@ -147,22 +145,18 @@ def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.Monk
 
 def test_a_client_that_goes_ends_its_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "SLOW", 30.0)
-    names = enforcement.Names.of(turn := Turn((), (Tool("f", parameters=multiple_of(97_999_999)),)))
+    slow = grammar_checks.checks().slow
+
+    async def gone(coming: Any) -> None:
+        task = asyncio.ensure_future(coming)
+        while not slow._running:
+            await asyncio.sleep(0.01)
+        task.cancel()
 
     async def goes() -> None:
-        async def gone(coming: Any) -> None:
-            task = asyncio.ensure_future(coming)
-            while not grammar_checks.checks().slow._running:
-                await asyncio.sleep(0.01)
-            task.cancel()
-
         with pytest.raises(enforcement.ClientDisconnect):
-            await enforcement.constraint_for(turn, names, unless_gone=gone)
-        for _ in range(500):
-            if not grammar_checks.checks().slow._running:
-                break
+            await enforcement.checked(grammar(multiple_of(97_999_999)), "t", gone)
+        while slow._running:
             await asyncio.sleep(0.01)
-        assert not grammar_checks.checks().slow._running
 
-    asyncio.run(asyncio.wait_for(goes(), 60))
-    assert threading.active_count() < 100
+    asyncio.run(asyncio.wait_for(goes(), 20))
