@@ -149,6 +149,13 @@ def test_what_was_loaded_may_be_called_and_be_chosen() -> None:
         turn([ASK], AFTER, tool_choice=chosen)
 
 
+@pytest.mark.parametrize("tools", [[later("f"), tool("f")], [later("f"), SEARCH, later("f")]])
+def test_two_tools_of_one_name_are_refused_before_they_are_loaded(tools: list[Block]) -> None:
+    with pytest.raises(RequestError, match="two tools are named 'f'") as caught:
+        turn([ASK], tools)
+    assert caught.value.param in ("tools[0]", "tools[2]")
+
+
 def test_without_tools_none_is_loaded() -> None:
     asked = turn(FOUND, AFTER, tool_choice={"type": "none"})
     assert (asked.tools, asked.callable_tools) == ((), ())

@@ -250,8 +250,7 @@ def _conversation(
         last = runs.pop()[1]
         finished = _is_finished(last, body)
         prefill = None if finished else _prefill(last)
-    later = {} if _no_tools(body) else {tool.name: tool for tool in _declared(body, deferred=True)}
-    known = _Known(cipher, defaults.namespaces, defaults.attachments, later)
+    known = _Known(cipher, defaults.namespaces, defaults.attachments, _deferred(body))
     read = [message for role, run in runs for message in _ROLES[role](run, known)]
     if roles[-1] == "assistant":
         read += (_assistant if finished else _unanswered)(last, known)
@@ -655,6 +654,19 @@ def _declared(body: MessagesBody, *, deferred: bool) -> tuple[Tool, ...]:
         if (bool(tool.defer_loading) and not searched) is deferred
         for read in _tool(tool, f"tools[{index}]")
     )
+
+
+def _deferred(body: MessagesBody) -> dict[str, Tool]:
+    """Tools that a message declares, by name. Raises ``RequestError`` for two of one name (A10)."""
+    if _no_tools(body):
+        return {}
+    names = {tool.name for tool in _declared(body, deferred=False)}
+    tools: dict[str, Tool] = {}
+    for tool in _declared(body, deferred=True):
+        if tool.name in names or tool.name in tools:
+            raise RequestError(f"two tools are named {quoted(tool.name)}", param=tool.where)
+        tools[tool.name] = tool
+    return tools
 
 
 def _tool(tool: AnthropicTool, where: str) -> Iterator[Tool]:
