@@ -214,13 +214,13 @@ async def _generated(job: Job) -> Deltas:
         if history:
             continue
         prompt_tokens = len(context.render_for_completion())
-        going_on = await tools.going_on(
+        next_output = await tools.continued(
             settings, constraint, prompt_tokens, length, progress.generated
         )
-        if going_on is None:
+        if next_output is None:
             ended = "length"
             break
-        settings, constraint = going_on
+        settings, constraint = next_output
         slot = _engine_slot(job.lease, job.lease.deadline.total)
         async with slot, aclosing(_output(job, settings, constraint, progress)) as output:
             async for deltas in output:

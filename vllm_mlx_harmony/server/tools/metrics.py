@@ -1,7 +1,4 @@
-"""Calls of tools as Prometheus sees them: how many, how many failed, and their seconds.
-
-Knows the registry's protocol for what is counted elsewhere. Refuses to know where it is served.
-"""
+"""Prometheus counters of tool calls: how many, how many failed, and how long they took."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ PREFIX = "vllm_mlx_harmony_tool"
 
 
 class ToolMetrics:
-    """What ``toolbox`` has counted, for a registry to collect."""
+    """Collects the counts of ``toolbox`` for a Prometheus registry."""
 
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox

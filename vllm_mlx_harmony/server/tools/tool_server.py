@@ -1,7 +1,7 @@
-"""What a tool server is to the front end: tools now, and an answer to a call.
+"""The interface of a tool server: the tools it has now, and the answer to a call.
 
-Whoever brings tools of another kind than MCP implements ``ToolServer`` and names a function that
-makes one as an entry point of the group ``GROUP``; nothing else of it is seen from here.
+Tools of another kind than MCP implement ``ToolServer``. A function that makes one is an entry point
+of the group ``GROUP``.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ GROUP = "vllm_mlx_harmony.tools"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a tool answered. ``failed``: it says so itself; the model reads ``text`` anyway."""
+    """What a tool answered. ``failed``: the tool reports an error, in ``text``."""
 
     text: str
     failed: bool = False
 
 
 class ToolServer(Protocol):
-    """Some tools under one label. All of it is called on the event loop."""
+    """Tools under one label. Every method is called on the event loop."""
 
     label: str
-    """What clients and the operator call it, and the model too as far as a name can be."""
+    """The name that clients and the operator use; the model's namespace is made from it."""
     description: str
-    """For the model; may be empty."""
+    """A description for the model; may be empty."""
     timeout: float
-    """Seconds that one call may take."""
+    """Time limit of one call, in seconds."""
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """Its tools now, under their own names: the same object as long as nothing changed."""
+        """The current tools, under their own names: the same object until they change."""
 
     @property
     def problem(self) -> str:
-        """Why there are none now; empty when nothing is wrong."""
+        """Why there are no tools now; empty when nothing is wrong."""
 
     async def start(self) -> None:
-        """Gets ready, as far as it can in a bounded time; what goes wrong is a ``problem``."""
+        """Starts or connects, within a bounded time. A failure sets ``problem``."""
 
     async def stop(self) -> None:
-        """Ends everything that it began: no task and no process is left behind."""
+        """Ends every task and process that it has started."""
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Answer:
-        """Runs the tool. Cancelled when nobody waits any more.
+        """Runs the tool. The call is cancelled when its client has gone.
 
-        Raises ``ToolError`` that says, to the model, why there is no answer.
+        Raises ``ToolError`` with a message for the model when there is no answer.
         """
 
 
 class ToolError(Exception):
-    """A call has no answer: its server cannot be reached, refuses it, or has died."""
+    """A call has no answer: the server is unreachable, rejects it, or has died."""

@@ -1,4 +1,4 @@
-"""The tools of one turn while its loop runs: what is left of its calls, its time and its tokens."""
+"""The tool loop of one turn: how many calls, how much time and how many tokens are left."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.toolbox import Answered, Toolbox
 
 LEFT_FOR_THE_ANSWER = 512
-"""Tokens of the model's context that no answer of a tool takes."""
+"""Tokens of the model's context that are reserved for the answer."""
 
 MOST_REFUSED = 3
-"""Calls beyond the limit that are refused before the turn is ended."""
+"""Calls beyond the limit that are rejected before the turn is ended."""
 
 
 @dataclass(slots=True)
 class TurnTools:
-    """What a turn may still have run. ``patience``: seconds in which an answer may say nothing.
+    """What a turn may still run.
 
-    ``given`` are servers that its request has named.
+    ``patience``: seconds that a call may take before the silent stream would be ended. ``given``:
+    the tool servers that the request names by their URLs.
     """
 
     toolbox: Toolbox
@@ -51,10 +52,10 @@ class TurnTools:
         deadline: Deadline,
         given: Sequence[ToolServer] = (),
     ) -> TurnTools | None:
-        """The tools that ``host`` runs in ``turn``, if there are any."""
+        """The tools that ``host`` runs in ``turn``; ``None`` when there are none."""
         if host.toolbox is None or not turn.namespaces:
             return None
-        # An answer that is silent for as long as a request may take is ended: a tool is before.
+        # A stream that is silent for the whole time limit is ended: a tool has to end before that.
         patience = max(deadline.total - 1.0, deadline.total / 2)
         return cls(host.toolbox, turn, names, patience, host.reasoning_tokens, tuple(given))
 
@@ -66,28 +67,28 @@ class TurnTools:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no more calls are run: there were as many as may be, or the time is over."""
+        """Whether no more calls are run: the limit of calls or of time is reached."""
         late = self._until is not None and time.monotonic() >= self._until
         return self._calls >= self._allowed or late
 
     def needs_approval(self, call: ServerCall) -> bool:
-        """Whether the caller wants to be asked before ``call`` is run."""
+        """Whether ``call`` needs the caller's approval before it is run."""
         return any(each.needs_approval(call.name) for each in self.turn.namespaces)
 
     @property
     def over(self) -> bool:
-        """Whether the model has called on and on, though it was told that no call is run."""
+        """Whether the model keeps calling although it was told that no more calls are run."""
         return self._refused >= MOST_REFUSED
 
     @property
     def pauses(self) -> bool:
-        """Whether the next call is not run now: when its caller gives the turn back it is."""
+        """Whether the turn pauses before the next call, until its caller sends the turn back."""
         return self.turn.pauses and self.exhausted
 
     async def run(
         self, call: ServerCall, prompt_tokens: int, context_length: int | None
     ) -> Answered:
-        """The answer to ``call``, of a conversation that has ``prompt_tokens`` by now."""
+        """The answer to ``call``, in a conversation that has ``prompt_tokens`` so far."""
         now = time.monotonic()
         if self._until is None:
             self._until = now + self.toolbox.config.max_seconds
@@ -101,7 +102,7 @@ class TurnTools:
         seconds = min(self._until - now, self.patience)
         return await self.toolbox.run(call, self.turn.namespaces, seconds, room, self.given)
 
-    async def going_on(
+    async def continued(
         self,
         settings: Settings,
         constraint: Constraint | None,
@@ -109,10 +110,10 @@ class TurnTools:
         context_length: int | None,
         generated: int,
     ) -> tuple[Settings, Constraint | None] | None:
-        """How the model goes on after ``generated`` ids, behind what was answered.
+        """The settings and the constraint of the output behind a tool's answer.
 
-        ``settings`` and ``constraint`` are those of the output before. ``None`` when there is no
-        token left, of the request's or of the model's context.
+        ``settings`` and ``constraint`` are those of the output before, which has ``generated`` ids.
+        ``None`` when no token is left, of the request's limit or of the model's context.
         """
         if settings.max_tokens <= generated:
             return None
@@ -123,8 +124,8 @@ class TurnTools:
             return None
         if constraint is None:
             return left, None
-        # A call was required, and was made: of what follows nothing is. What cannot be run is not
-        # in the language any more.
+        # A required call has been made: none is required now. The grammar leaves out the calls
+        # that would not be run.
         choice = replace(self.turn.tool_choice, required=False)
         turn = replace(self.turn, tool_choice=choice, prefill=None)
         if self.exhausted and not turn.pauses:
@@ -149,9 +150,9 @@ class TurnTools:
 def with_tools(
     defaults: Defaults, toolbox: Toolbox | None, given: Sequence[ToolServer] = ()
 ) -> Defaults:
-    """``defaults`` with the tools that the server can run, as they are now.
+    """``defaults`` with the tools that the server can run now.
 
-    ``given`` are servers that the request at hand has named.
+    ``given``: the tool servers that the request names by their URLs.
     """
     if toolbox is None:
         return defaults
@@ -164,7 +165,7 @@ _NO_MORE = "no more tools can be called in this turn: answer with what you have"
 
 
 def _without_calls(turn: Turn) -> Turn:
-    """``turn`` with no call of the server's tools in its language; the client's stay."""
+    """``turn`` whose grammar has no calls of the server's tools, only of the client's."""
     served = {name for namespace in turn.namespaces for name in namespace.recipients}
     names = turn.tool_choice.names
     if names is None:
