@@ -139,21 +139,17 @@ class ResponsesRequest:
         that were declared, though it may have wanted none (``tool_choice: none``). A call that was
         not run has no result in it: it may still be approved.
         """
+        before = {m.call_id for m in self.turn.messages if isinstance(m, ServerResult)}
+        ran = self._to_run - before  # calls of the history that were run for this request
         results: list[Message] = []
         others: list[Message] = []
         for message in messages:
-            ran = isinstance(message, ServerResult) and message.call_id in self._ran
-            (results if ran else others).append(message)
+            is_theirs = isinstance(message, ServerResult) and message.call_id in ran
+            (results if is_theirs else others).append(message)
         answer = others[len(self.turn.messages) :]
         if self.compacts:
             return compacted(self._said, answer) if ended else self._said
         return (*with_results((*self._said, *results)), *map(self.echoed, answer))
-
-    @property
-    def _ran(self) -> frozenset[str]:
-        """The ids of the calls of the history that are run for this request."""
-        answered = {m.call_id for m in self.turn.messages if isinstance(m, ServerResult)}
-        return self._to_run - answered
 
 
 def read(
