@@ -79,6 +79,31 @@ class ScriptedEngine:
         return 0
 
 
+class ObedientEngine(ScriptedEngine):
+    """Stops thinking where it has to, and says ``ANSWER`` then. It knows of no grammars."""
+
+    ANSWER = "<|channel|>final<|message|>Well.<|return|>"
+
+    async def generate(
+        self,
+        prompt: tuple[int, ...],
+        settings: Settings,
+        tenant: str,
+        constraint: Constraint | None,
+    ) -> Steps:
+        """The ids of the script, one by one, as far as they may come."""
+        matcher = None if constraint is None else constraint.start(grammar=False)
+        watch = None if matcher is None else matcher.reasoning
+        async for step in super().generate(prompt, settings, tenant, constraint):
+            for token in step.ids:
+                if watch is not None and watch.forced:
+                    yield Step((*watch.forced, *ids(self.ANSWER)), "stop")
+                    return
+                if matcher is not None:
+                    matcher.consume(token)
+            yield step
+
+
 @dataclass
 class Tracker:
     """The accounting of one request."""

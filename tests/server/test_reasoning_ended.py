@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,50 +17,21 @@ pytest.importorskip("anthropic")
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
-from fakes import MODEL, Alone, ScriptedEngine, Tracker, ids
+from fakes import MODEL, Alone, ObedientEngine, Tracker
 from official_clients import clients
 
-from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.engine import Step, Steps
-from vllm_mlx_harmony.server.sampling import Settings
 
 ANALYSIS = "<|channel|>analysis<|message|>"
-ANSWER = "<|channel|>final<|message|>Well.<|return|>"
 GRID = ("0 " * 10 + "\n") * 10
-
-
-class Thinking(ScriptedEngine):
-    """Thinks what it is given to think, writes what it has to, and answers."""
-
-    def __init__(self, thoughts: str) -> None:
-        super().__init__({}, 1, False)
-        self.thoughts = thoughts
-
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None = None,
-    ) -> Steps:
-        matcher = None if constraint is None else constraint.start(grammar=False)
-        said = ids(f"{ANALYSIS}{self.thoughts}<|end|><|start|>assistant{ANSWER}")
-        for at, token in enumerate(said):
-            if matcher is not None and matcher.reasoning is not None and matcher.reasoning.forced:
-                said = [*matcher.reasoning.forced, *ids(ANSWER)]
-                yield Step(said, "stop")
-                return
-            if matcher is not None:
-                matcher.consume(token)
-            yield Step([token], "stop" if at + 1 == len(said) else None)
 
 
 class Counting(Alone):
     """A host that counts whose reasoning was ended, and by what."""
 
     def __init__(self, thoughts: str) -> None:
-        super().__init__(Thinking(thoughts))
+        said = f"{ANALYSIS}{thoughts}<|end|><|start|>assistant{ObedientEngine.ANSWER}"
+        super().__init__(ObedientEngine({"Hm?": said}))
         self.ended: list[str] = []
 
     def max_tokens(self, asked: int | None) -> int:

@@ -15,7 +15,7 @@ pytest.importorskip("anthropic")
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "server")]
 
-from fakes import MODEL, Alone, ScriptedEngine, ids
+from fakes import MODEL, Alone, ObedientEngine, ScriptedEngine, Tracker, ids
 from local import browser, interpreter, weather
 from official_clients import clients
 from test_responses_loop import (
@@ -94,6 +94,27 @@ def test_chat(stream: bool) -> None:
     first, *_, last = host.engine.prompts  # type: ignore[attr-defined]
     loop = left_of_the_loop()
     assert last[len(first) : len(first) + len(loop)] == loop
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_reasoning_that_is_ended_behind_a_result_is_counted(stream: bool) -> None:
+    ended: list[str] = []
+
+    class Counting(Alone):
+        def tracker(self, api: str, *, stream: bool) -> Tracker:
+            tracker = super().tracker(api, stream=stream)
+            tracker.reasoning_ended = ended.append  # type: ignore[method-assign]
+            return tracker
+
+    thoughts = "<|channel|>analysis<|message|>One, two, three, four, five, six, seven.<|end|>"
+    scripts = {**SCRIPTS, "Rome: 20 °C": f"{thoughts}{OPENING}{ObedientEngine.ANSWER}"}
+    host = Counting(ObedientEngine(scripts, 1, context_length=100_000))
+    host.toolbox = Toolbox((weather(), interpreter(), browser()), ToolsConfig(), Use.ALL)
+    budget = {"thinking_token_budget": 6}
+    choice, ran = finally_(chat(host, stream, extra_body=budget))
+    assert [each["name"] for each in ran] == ["weather.now"]
+    assert (choice.message.content, ended) == ("Well.", ["budget"])
+    assert choice.message.reasoning_ended_by == "budget"
 
 
 def test_chat_with_a_call_of_the_clients() -> None:
