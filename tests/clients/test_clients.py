@@ -227,7 +227,7 @@ def workplace(tmp_path: Path) -> Iterator[tuple[Workplace, Answering]]:
         shutil.rmtree(tmp_path / large, ignore_errors=True)
 
 
-CASES = {name: SECTIONS[name] for name in SECTIONS if name != "lm-eval"}
+CASES = {name: blocks for name, blocks in SECTIONS.items() if blocks and name != "lm-eval"}
 CASES["AI SDK 6"] = [
     replace(block, code=f"npm install {AI_SDK_6} zod") if block.language == "sh" else block
     for block in SECTIONS["AI SDK"]
