@@ -30,7 +30,7 @@ from starlette.requests import HTTPConnection
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.gateway import app
+from vllm_mlx_harmony.gateway import access_log, app
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines import detection, http
 from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, same_model, start_line
@@ -702,3 +702,78 @@ def test_kill_9_frees_the_engine_and_another_takes_the_port() -> None:
         engine.pause = 0.0
         with process(url, port):
             assert httpx.post(base + CHAT, json=USER, timeout=30).status_code == 200
+
+
+# --- The access log
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("form", ["json", "text", "off"])
+def test_a_line_for_each_request(form: Any, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    thinks = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    engine = FakeEngine("sglang", {"Hello": thinks + SCRIPTS["Hello"]})
+    keys = (("alice", "key-of-alice"),)
+    with ExitStack() as stack:
+        url = stack.enter_context(served(engine.app))
+        settings = GatewaySettings(
+            engines=(Spec(url),), model=MODEL, keys=keys, access_log=form, rate_limit=1
+        )
+        base = stack.enter_context(served(gateway(settings)))
+        caplog.set_level("INFO", access_log.logger.name)
+
+        def ask(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {**USER, "stream": stream}
+            return httpx.post(base + CHAT, json=body, headers=headers, timeout=30).status_code
+
+        assert [ask(key) for key in ("key-of-alice", "wrong-key", "key-of-alice")] == [
+            200,
+            401,
+            429,
+        ]
+
+        def lines() -> list[str]:
+            name = access_log.logger.name
+            return [each.getMessage() for each in caplog.records if each.name == name]
+
+        until(lambda: form == "off" or len(lines()) == 3, "the lines")
+        written = lines()
+    assert "key-of-alice" not in "".join(written)
+    if form == "off":
+        assert written == []
+        return
+    if form == "text":
+        assert (
+            " key=alice method=POST path=/v1/chat/completions status=200 result=success "
+            in (written[0])
+        )
+        assert " key=- " in written[1] and " status=401 result=- " in written[1]
+        return
+    answered, refused, limited = map(json.loads, written)
+    assert (answered["key"], answered["status"], answered["result"]) == ("alice", 200, "success")
+    assert answered["input"] > answered["cached"] == 16
+    assert answered["output"] > answered["reasoning"] > 0
+    assert 0 < answered["first"] <= answered["seconds"]
+    assert (refused["key"], refused["status"], refused["output"]) == (None, 401, 0)
+    assert (limited["key"], limited["status"], limited["first"]) == ("alice", 429, None)
+
+
+def test_no_client_can_forge_a_line() -> None:
+    line = access_log.Line(
+        time="t",
+        key=None,
+        method="POST",
+        path='/v1/x y\nkey=root "',
+        status=404,
+        result=None,
+        model="m",
+        input=0,
+        cached=0,
+        output=0,
+        reasoning=0,
+        first=None,
+        seconds=0.5,
+    )
+    assert line.written("text").splitlines() == [line.written("text")]
+    assert ' path="/v1/x y\\nkey=root \\"" status=404 ' in line.written("text")
+    assert json.loads(line.written("json"))["path"] == line.path

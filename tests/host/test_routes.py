@@ -336,7 +336,7 @@ def test_whatever_goes_wrong_in_us_is_an_answer(monkeypatch: pytest.MonkeyPatch)
 ERRORS = [
     pytest.param(HTTPException(404, "no model"), 404, "model_not_found", "model", None, id="404"),
     pytest.param(HTTPException(504, "late"), 504, "timeout", None, None, id="504"),
-    pytest.param(HTTPException(503, "not yet"), 503, "server_unavailable", None, None, id="503"),
+    pytest.param(HTTPException(503, "not yet"), 503, "server_unavailable", None, "5", id="503"),
     pytest.param(
         HTTPException(429, "slow down", {"Retry-After": "7"}), 429, None, None, "7", id="429"
     ),
@@ -345,7 +345,7 @@ ERRORS = [
         503,
         "server_unavailable",
         None,
-        None,
+        "5",
         id="a detail with parts",
     ),
     pytest.param(RequestError("x", param="y"), 400, None, "y", None, id="ours"),
@@ -395,7 +395,9 @@ class Tracked:
     def reasoning_ended(self, reason: str) -> None:
         raise AssertionError("nothing is held to anything")
 
-    def finish(self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+    def finish(
+        self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0, **_: int
+    ) -> None:
         if not self.results:
             self.tokens = (prompt_tokens, completion_tokens)
         self.results.append(result)

@@ -117,7 +117,7 @@ class Tracker:
     def reasoning_ended(self, reason: str) -> None:
         """Nothing to see."""
 
-    def finish(self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+    def finish(self, *, result: str, **tokens: int) -> None:
         """The first one counts."""
         self.results.append(result)
 

@@ -32,6 +32,8 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
+from vllm_mlx_harmony.gateway import access_log
+from vllm_mlx_harmony.gateway.access_log import Access, logged
 from vllm_mlx_harmony.gateway.engines import http as engine_http
 from vllm_mlx_harmony.gateway.engines.detection import (
     Spec,
@@ -176,7 +178,10 @@ class Gateway:
         if not self._keys:
             return
         scheme, _, key = connection.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or self._keys.name_of(key.strip(" \t")) is None:
+        name = self._keys.name_of(key.strip(" \t")) if scheme.lower() == "bearer" else None
+        if access := access_log.current.get():
+            access.key = name
+        if name is None:
             self.metrics.refused.labels("key").inc()
             raise HTTPException(401, "Invalid API key")
 
@@ -199,7 +204,7 @@ class Gateway:
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
         """See ``Host``."""
-        return RequestTracker(self.metrics, api, stream=stream)
+        return RequestTracker(self.metrics, api, stream=stream, access=access_log.current.get())
 
     async def unless_gone(
         self, coming: Awaitable[T], request: Request, seconds: float, total: float
@@ -285,6 +290,12 @@ class _Outer:
                 return
         if scope["type"] in ("http", "websocket"):
             scope[_TRANSPORT] = getattr(getattr(receive, "__self__", None), "transport", None)
+        settings = self.host.settings
+        if scope["type"] == "http" and settings.access_log != "off":
+            method, path = scope["method"], scope["path"]
+            access = Access(settings.access_log, method, path, settings.model, time.monotonic())
+            await logged(access, self._app, scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
     @contextlib.asynccontextmanager
@@ -456,6 +467,7 @@ def run(settings: GatewaySettings, reload: Reload | None = None) -> int:
         backlog=4096,
     )
     logging.getLogger("vllm_mlx_harmony").setLevel(settings.log_level.upper())
+    access_log.to_standard_output()
     if settings.open:
         logger.warning(
             "no keys are set: whoever reaches %s:%d may use the engines (--key, or the file)",

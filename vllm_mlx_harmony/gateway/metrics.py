@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from vllm_mlx_harmony.gateway.access_log import Access
 from vllm_mlx_harmony.gateway.router import Backend, Fleet
 from vllm_mlx_harmony.gateway.routing import Why
 
@@ -107,7 +108,12 @@ class _Engines(Collector):
 class RequestTracker:
     """The accounting of one request; a ``server.host.Tracker``."""
 
-    def __init__(self, metrics: Metrics, api: str, *, stream: bool) -> None:
+    def __init__(
+        self, metrics: Metrics, api: str, *, stream: bool, access: Access | None = None
+    ) -> None:
+        self._access = access
+        if access is not None:
+            access.generating = True
         self._metrics = metrics
         self._api = api
         self._stream = "true" if stream else "false"
@@ -119,13 +125,24 @@ class RequestTracker:
         """See ``Tracker``."""
         if not self._has_first:
             self._has_first = True
-            self._metrics.first.labels(self._api).observe(time.monotonic() - self._begun)
+            seconds = time.monotonic() - self._begun
+            self._metrics.first.labels(self._api).observe(seconds)
+            if self._access is not None:
+                self._access.first = time.monotonic() - self._access.begun
 
     def reasoning_ended(self, reason: str) -> None:
         """See ``Tracker``."""
         self._metrics.reasoning_ended.labels(reason).inc()
 
-    def finish(self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+    def finish(
+        self,
+        *,
+        result: str,
+        prompt_tokens: int = 0,
+        completion_tokens: int = 0,
+        cached_tokens: int = 0,
+        reasoning_tokens: int = 0,
+    ) -> None:
         """See ``Tracker``."""
         if self._finished:
             return
@@ -136,3 +153,8 @@ class RequestTracker:
         metrics.seconds.labels(self._api).observe(time.monotonic() - self._begun)
         metrics.tokens.labels("prompt").inc(prompt_tokens)
         metrics.tokens.labels("answer").inc(completion_tokens)
+        if (access := self._access) is not None:
+            access.result, access.generating = result, False
+            access.input, access.cached = prompt_tokens, cached_tokens
+            access.output, access.reasoning = completion_tokens, reasoning_tokens
+            access.ended()

@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import BUILTIN_TOOLS, EFFORTS
+from vllm_mlx_harmony.gateway.access_log import FORMATS, Format
 from vllm_mlx_harmony.gateway.engines.detection import KINDS, Spec
 
 if sys.version_info >= (3, 11):
@@ -101,6 +102,10 @@ class GatewaySettings:
     )
     temperature: float | None = field(default=None, metadata={"help": "where a request is silent"})
     top_p: float | None = field(default=None, metadata={"help": "where a request is silent"})
+    access_log: Format = field(
+        default="off",
+        metadata={"help": f"a line for each request: {', '.join(FORMATS)}"},
+    )
     log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
 
     @property
@@ -334,6 +339,7 @@ _READ: dict[str, _Read] = {
     "drain": _number(float, 1e6),
     "temperature": _number(float, 100.0),
     "top_p": _number(float, 1.0),
+    "access_log": _one_of(FORMATS),
     "log_level": _one_of(_LEVELS),
     "reasoning_effort": _one_of(EFFORTS),
 }

@@ -236,7 +236,21 @@ class _Tracker:
 
     def __init__(self, tracker: Any) -> None:
         self.observe_ttft: Callable[[], None] = tracker.observe_ttft
-        self.finish: Callable[..., None] = tracker.finish
+        self._finish: Callable[..., None] = tracker.finish
+
+    def finish(
+        self,
+        *,
+        result: str,
+        prompt_tokens: int = 0,
+        completion_tokens: int = 0,
+        cached_tokens: int = 0,
+        reasoning_tokens: int = 0,
+    ) -> None:
+        """Its own, which knows no more than these."""
+        self._finish(
+            result=result, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
+        )
 
     def reasoning_ended(self, reason: str) -> None:
         """Counts it among vllm-mlx's metrics, if they are on."""

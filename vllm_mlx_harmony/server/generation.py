@@ -247,6 +247,8 @@ async def _finished(job: Job, ended: EndReason, progress: _Progress) -> list[Del
                 result="success",
                 prompt_tokens=delta.usage.prompt_tokens,
                 completion_tokens=delta.usage.completion_tokens,
+                cached_tokens=delta.usage.cached_tokens,
+                reasoning_tokens=delta.usage.reasoning_tokens,
             )
     return last
 

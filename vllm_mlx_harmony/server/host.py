@@ -140,7 +140,15 @@ class Tracker(Protocol):
     def reasoning_ended(self, reason: str) -> None:
         """The model was made to answer: its ``budget`` of reasoning is used up, for instance."""
 
-    def finish(self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+    def finish(
+        self,
+        *,
+        result: str,
+        prompt_tokens: int = 0,
+        completion_tokens: int = 0,
+        cached_tokens: int = 0,
+        reasoning_tokens: int = 0,
+    ) -> None:
         """The request has ended; only the first call counts."""
 
 
