@@ -356,6 +356,45 @@ def test_what_a_conversation_declares_later_is_enforced() -> None:
     assert grammar_of(plain, Names.of(plain)) == grammar_of(AUTO, Names.of(AUTO))
 
 
+SIMILAR = [
+    "x", "functions.x", "functions.functions.x", "functions", "X", "x_", "_x", "x-", "python",
+    "browser", "user", "assistant", "all", "final", "json", "x.y", "functions.x.y", "y",
+]  # fmt: skip
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("first", SIMILAR)
+@pytest.mark.parametrize("builtin", [(), ("python", "browser")], ids=["", "built-in"])
+def test_a_call_is_held_to_the_schema_of_the_tool_that_the_parser_reads(
+    first: str, builtin: tuple[str, ...]
+) -> None:
+    chance = random.Random(first)
+    for second in (*SIMILAR[:3], *chance.sample(SIMILAR, 3)):
+        names = (first,) if first == second else (first, second)
+        tools = tuple(
+            Tool(name, parameters={**WEATHER, "properties": {f"p{at}": {}}, "required": [f"p{at}"]})
+            for at, name in enumerate(names)
+        )
+        asked = turn(tools=tools, builtin_tools=builtin)
+        grammar = held_to(asked)
+        recipients = {*SIMILAR, *(f"functions.{name}" for name in SIMILAR)}
+        recipients |= {Names.of(asked).recipient(name) for name in names}
+        recipients = {each for each in recipients if each.partition(".")[0] not in builtin}
+        reached = set()
+        for recipient in sorted(recipients):
+            head = chance.choice((" to=", "<|channel|>analysis to="))
+            for at in range(len(names)):
+                ids = ids_of(f'{head}{recipient}<|message|>{{"p{at}":1}}<|call|>')
+                matcher = grammar.matcher()
+                if all(map(matcher.consume, ids)):
+                    output = Output(ids)
+                    read(asked, output, cut=False)
+                    called = output.messages[-1]
+                    assert (called.kind, called.name) == (Kind.CALL, names[at]), recipient
+                    reached.add(called.name)
+        assert reached == {*names}, second
+
+
 def test_off_is_no_grammar() -> None:
     assert grammar_of(AUTO, Names.of(AUTO), Policy.OFF) is None
 

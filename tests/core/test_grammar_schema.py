@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import permutations
 from pathlib import Path
@@ -21,7 +21,14 @@ from tool_shapes import DIALECTS, SHAPES, Dialect, changed, fitting, schema_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.grammar import Policy, compiled, grammar_of, property_names, spellings
+from vllm_mlx_harmony.core.grammar import (
+    Policy,
+    compile_error,
+    compiled,
+    grammar_of,
+    property_names,
+    spellings,
+)
 from vllm_mlx_harmony.core.grammar.expressible import express
 from vllm_mlx_harmony.core.grammar.unordered import rules_of
 from vllm_mlx_harmony.core.names import Names
@@ -39,8 +46,19 @@ def taken(schema: Any, text: str, *, strict: bool = False) -> bool:
     asked = answering(schema, strict=strict)
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
+    assert not any("its schema" in note for note in grammar.notes)
     matcher = compiled(grammar).matcher()
-    return all(map(matcher.consume, [*HEADER, *vocab.encode(text), vocab.RETURN]))
+    ids = [token for part in cut(text) for token in vocab.encode(part)]
+    return all(map(matcher.consume, [*HEADER, *ids, vocab.RETURN]))
+
+
+def cut(text: str) -> list[str]:
+    """As a tokenizer does it, or anywhere: a model need not write the ids that one would."""
+    chance = random.Random(text)
+    if chance.random() < 0.5:
+        return [text]
+    places = sorted(chance.sample(range(len(text) + 1), min(len(text), 9)))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
 def is_valid(schema: Any, value: object) -> bool:
@@ -307,16 +325,19 @@ def test_tool(name: str, dialect: Dialect) -> None:
     schema = schema_of(shape, dialect)
     jsonschema.Draft202012Validator.check_schema(schema)
     assert express(schema, of_object=True).dropped == ()
-    has_formats = '"format"' in json.dumps(schema)  # those are annotations for jsonschema
+    assert rules_of(schema, of_object=True).dropped == ()
+    has_formats = '"format"' in json.dumps(schema)  # those are annotations, but under strict
     chance = random.Random(f"{name} {dialect.name}")
     for _ in range(3):
         value = fitting(shape, dialect, chance)
         assert is_valid(schema, value)
-        assert taken(schema, json.dumps(value, ensure_ascii=False)), value
+        assert taken(schema, json.dumps(value, ensure_ascii=False), strict=True), value
+        assert taken(schema, respelled(value, chance)), value
         others = [*changed(value)]
         for other in chance.sample(others, min(len(others), 10)):
-            took = taken(schema, json.dumps(other, ensure_ascii=False))
+            took = taken(schema, json.dumps(other, ensure_ascii=False), strict=True)
             assert took == is_valid(schema, other) or (has_formats and not took), other
+            assert taken(schema, respelled(other, chance)) == is_valid(schema, other), other
 
 
 def test_there_are_some_hundreds_of_them() -> None:
@@ -419,6 +440,93 @@ def test_whatever_parsers_take(text: str) -> None:
     assert taken({"type": "string"}, text)
     assert taken({}, text)
     assert taken({"type": "object"}, f"{{{text}: {text}}}")
+
+
+# --- schemas drawn at random ---
+
+
+def drawn_schema(chance: random.Random, depth: int = 0) -> tuple[Any, Callable[[], Any]]:
+    """A schema, and what makes a value that is probably valid."""
+
+    def scalar() -> tuple[Any, Callable[[], Any]]:
+        low, high = sorted((chance.randrange(-50, 2000), chance.randrange(-50, 2000)))
+        return chance.choice(
+            [
+                ({"type": "string"}, lambda: chance.choice(["", "a", 'é"\n', "x" * 9, "😀"])),
+                ({"type": "integer"}, lambda: chance.choice([0, -7, 3000, 10**12])),
+                (
+                    {"type": "integer", "minimum": low, "maximum": high},
+                    lambda: chance.choice([low, high, high + 1, (low + high) // 2]),
+                ),
+                (
+                    {"type": "number", "exclusiveMinimum": low / 8, "maximum": high},
+                    lambda: chance.choice([low / 8, (low + high) / 4, high, high + 0.5]),
+                ),
+                ({"type": ["boolean", "null"]}, lambda: chance.choice([True, False, None])),
+                ({"enum": ["a", "b/c", 1, 2.5, None]}, lambda: chance.choice(["b/c", 1, 2.5, "c"])),
+                (
+                    {"type": "string", "minLength": 1, "maxLength": 3},
+                    lambda: chance.choice(["", "ab", "😀é", "abcd"]),
+                ),
+                (
+                    {"type": "string", "pattern": "^[a-z]+(-[0-9]{2})?$"},
+                    lambda: chance.choice(["ab", "ab-12", "ab-1", "A"]),
+                ),
+                ({"type": "number", "multipleOf": 0.5}, lambda: chance.choice([2, 2.5, 2.25])),
+            ]
+        )
+
+    kind = chance.choice(["scalar", "array", "tuple", "object", "object", "union", "merged"])
+    if depth > 2 or kind == "scalar":
+        return scalar()
+    if kind == "array":
+        schema, make = drawn_schema(chance, depth + 1)
+        most = chance.choice([1, 3])
+        array = {"type": "array", "items": schema, "minItems": 1, "maxItems": most}
+        return array, lambda: [make() for _ in range(chance.randint(1, most))]
+    if kind == "tuple":
+        parts = [drawn_schema(chance, depth + 1) for _ in range(2)]
+        array = {"prefixItems": [one for one, _ in parts], "items": False, "type": "array"}
+        return array, lambda: [make() for _, make in parts][: chance.randint(1, 2)]
+    if kind == "union":
+        parts = [drawn_schema(chance, depth + 1) for _ in range(2)]
+        return {"anyOf": [one for one, _ in parts]}, lambda: chance.choice(parts)[1]()  # noqa: PLW0108 - another one each time
+    if kind == "merged":
+        schema, make = drawn_schema(chance, depth + 1)
+        return {"allOf": [schema], "description": "as it is"}, make
+    names = chance.sample(["a", "b", "é", 'q"', "long name", "/"], chance.randint(1, 5))
+    parts = {name: drawn_schema(chance, depth + 1) for name in names}
+    required = [name for name in names if chance.random() < 0.5]
+    schema = {"type": "object", "properties": {name: one for name, (one, _) in parts.items()}}
+    schema["required"] = required
+    rest = chance.choice([None, False, {"type": "integer"}])
+    if rest is not None:
+        schema["additionalProperties"] = rest
+
+    def members() -> Any:
+        value = {
+            n: make() for n, (_, make) in parts.items() if n in required or chance.random() < 0.5
+        }
+        if rest is not False and chance.random() < 0.5:
+            value |= {"other": 5, "": chance.choice([1, "x"])}
+        return value
+
+    return schema, members
+
+
+@pytest.mark.once
+@settings(max_examples=examples(300), deadline=None)
+@given(st.integers(0, 2**32))
+def test_what_is_valid_is_taken_and_nothing_else(seed: int) -> None:
+    chance = random.Random(seed)
+    schema, make = drawn_schema(chance)
+    assert rules_of(schema).dropped == ()
+    for _ in range(4):
+        value = make()
+        others = [*changed(value)]
+        for one in (value, *chance.sample(others, min(len(others), 2))):
+            text = respelled(one, chance)
+            assert taken(schema, text) == is_valid(schema, one), (schema, text)
 
 
 # --- what cannot be enforced ---
@@ -602,6 +710,110 @@ def test_depth_and_size_are_bounded() -> None:
     wide = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(10_500)}}
     for schema in (deep, wide):
         assert express(schema).dropped
+
+
+def chain(length: int, link: Callable[[Any], Any]) -> dict[str, Any]:
+    """A tool's parameters in which every definition refers to the next."""
+    definitions = {f"d{n}": link({"$ref": f"#/$defs/d{n + 1}"}) for n in range(length)}
+    definitions[f"d{length}"] = {"type": "integer"}
+    return {**of(v={"$ref": "#/$defs/d0"}), "$defs": definitions}
+
+
+DEEP = {
+    "unions": chain(700, lambda next_: {"oneOf": [next_, {"type": "null"}]}),
+    "objects": chain(3500, lambda next_: {"type": "object", "properties": {"n": next_}}),
+    "objects, all of them members": {
+        **(deep := chain(2000, lambda next_: {"type": "object", "properties": {"n": next_}})),
+        "properties": {f"a{n}": {"$ref": f"#/$defs/d{n}"} for n in range(2000)},
+        "required": [],
+    },
+    "references": chain(9000, lambda next_: next_),
+    "allOf": chain(4500, lambda next_: {"allOf": [next_]}),
+    "anyOf": chain(4500, lambda next_: {"anyOf": [next_]}),
+    "anyOf that branches": chain(4500, lambda next_: {"anyOf": [next_, next_, {"const": 1}]}),
+    "a circle": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [
+        {"$ref": "#/$defs/a"}, {"type": "object"}]}}},
+    "a long pattern": of(v={"type": "string", "pattern": r"^(\s*\S+){1,300}$"}),
+    "nested counts": of(v={"type": "string", "pattern": "^((((a{1,9}){1,9}){1,9}){1,9}){1,9}$"}),
+    "many patterns": of(v={"allOf": [{"pattern": f"x[a-z]{{1,{n + 1}}}y"} for n in range(12)]}),
+    "a long enumeration": of(v={"enum": [f"value number {n}" for n in range(5000)]}),
+    **{
+        f"multiples of {step}": of(v={"type": "integer", "multipleOf": step})
+        for step in (999999937, 99999989, 31536000, 16777216, 2**30)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("case", DEEP)
+def test_what_is_deep_or_large_becomes_a_note(case: str) -> None:
+    tool = Tool("lookup", parameters=DEEP[case])
+    asked = Turn((User("Hi."),), tools=(tool,))
+    checked: list[str] = []
+
+    def check(text: str) -> str:
+        checked.append(text)
+        return compile_error(text)
+
+    grammar = grammar_of(asked, Names.of(asked), check=check)
+    assert grammar is not None
+    assert len(grammar.notes) == 1 and "'lookup'" in grammar.notes[0]
+    assert checked in ([], [grammar.text]) and len(grammar.text) < 300_000
+    matcher = compiled(grammar).matcher()
+    call = "<|channel|>commentary to=functions.lookup<|message|>{"
+    assert all(map(matcher.consume, vocab.encoding().encode(call, allowed_special="all")))
+
+
+def small(number: int) -> Tool:
+    return Tool(f"t{number}", parameters=of(path={"type": "string"}, **{f"x{number}": {}}))
+
+
+def many(number: int) -> Tool:
+    kinds = ("string", "integer", "boolean")
+    return Tool(
+        f"t{number}",
+        parameters=of(**{f"p_{number}_{n}": {"type": kinds[n % 3]} for n in range(30)}),
+    )
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("make", "count"), [(small, 1500), (many, 500)])
+def test_many_tools_are_not_refused(make: Callable[[int], Tool], count: int) -> None:
+    asked = Turn((User("Hi."),), tools=tuple(map(make, range(count))))
+    grammar = grammar_of(asked, Names.of(asked))
+    assert grammar is not None
+    assert all("any JSON object" in note for note in grammar.notes)
+    loose = count - len(grammar.notes)
+    assert loose > 100
+    taken_calls = 0
+    for number in range(0, count, 100):
+        call = f"<|channel|>commentary to=functions.t{number}<|message|>{{}}<|call|>"
+        matcher = compiled(grammar).matcher()
+        took = all(map(matcher.consume, vocab.encoding().encode(call, allowed_special="all")))
+        noted = any(f"'t{number}'" in note for note in grammar.notes)
+        assert took == noted
+        taken_calls += took
+    assert (taken_calls > 0) == bool(grammar.notes)
+
+
+def test_schemas_are_given_up_one_by_one() -> None:
+    """What cannot be compiled: a schema by itself, all of them together, or any."""
+    tools = tuple(Tool(f"t{n}", parameters=of(**{f"p{n}": {"type": "integer"}})) for n in range(6))
+    asked = Turn((User("Hi."),), tools=tools)
+
+    def notes(check: Callable[[str], str], tenant: str) -> list[str]:
+        grammar = grammar_of(replace(asked, tenant=tenant), Names.of(asked), check=check)
+        assert grammar is not None
+        compiled(grammar)
+        return [note.split(":")[0].split("'")[1] for note in grammar.notes]
+
+    assert notes(lambda text: "", "a") == []
+    assert notes(lambda text: "no" if '/"(?:p|\\\\u0070)(?:3|' in text else "", "b") == ["t3"]
+    assert (
+        len(notes(lambda text: "no" if text.count("walk") + text.count("_m::_:") > 2 else "", "c"))
+        == 5
+    )
+    assert len(notes(lambda text: "no", "d")) == 6
 
 
 # --- the JSON Schema test suite ---

@@ -19,6 +19,8 @@ from typing import Any
 import jsonschema
 import pytest
 from openai_harmony import Role
+from spellings_of_json import respelled
+from tool_shapes import DIALECTS, SHAPES, fitting, schema_of
 
 pytest.importorskip("vllm_mlx")
 pytest.importorskip("mlx_lm")
@@ -226,6 +228,37 @@ WANTS = {
     "a loop": "<|channel|>analysis<|message|>" + " Wait, what did they ask me?" * 60,
 }
 SCRIPTS = [Script(f">{name}<", said) for name, said in WANTS.items()]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A valid call of a tool without ``strict``, in an order and a spelling of its own."""
+
+    name: str
+    schema: Mapping[str, Any]
+    arguments: str
+
+
+def written() -> Iterator[Written]:
+    """Of 100 schemas as libraries write them; of three if few outputs are drawn."""
+    chance = random.Random(22)
+    of_libraries = [(shape, dialect) for shape in SHAPES for dialect in DIALECTS]
+    count = min(max(SEEDS, 3), 100)
+    for number, (name, dialect) in enumerate(chance.sample(of_libraries, count)):
+        value = fitting(SHAPES[name], dialect, chance)
+        schema = schema_of(SHAPES[name], dialect)
+        yield Written(f"{name}_{number}", schema, respelled(value, chance))
+
+
+CALLS = list(written())
+SCRIPTS += [
+    Script(
+        f">{one.name}<",
+        f"<|channel|>commentary to=functions.{one.name} <|constrain|>json<|message|>"
+        f"{one.arguments}<|call|>",
+    )
+    for one in CALLS
+]
 
 
 @pytest.fixture(scope="module")
@@ -510,6 +543,20 @@ def test_a_model_that_wants_something_else(scripted: Any, run: Run, want: str, k
 def test_what_a_model_says_of_its_own_accord_is_left_alone(scripted: Any, run: Run) -> None:
     found = run(said(scripted, *wanting("a call", "auto", 0), FREE))
     assert vocab.encoding().decode(found.ids) == WANTS["a call"]
+
+
+def test_valid_calls_arrive_as_they_were_written(scripted: Any, run: Run) -> None:
+    for number, one in enumerate(CALLS):
+        api = (CHAT, MESSAGES)[number % 2]
+        asked = [{"role": "user", "content": f">{one.name}<"}]
+        tools: list[Body] = [{"name": one.name, "input_schema": one.schema}]
+        if api is CHAT:
+            function = {"name": one.name, "parameters": one.schema}
+            tools = [{"type": "function", "function": function}]
+        document = {"model": "m", "max_tokens": 4000, "messages": asked, "tools": tools}
+        found = run(said(scripted, api, document, replace(FREE, max_tokens=4000)))
+        assert found.last[1:] == (one.name, one.arguments, True)
+        assert found.constraint is not None and not found.constraint.failure
 
 
 @pytest.mark.parametrize("policy", ["auto", "off"])

@@ -32,13 +32,31 @@ the middle or forbids talking about Harmony. Here control tokens are ids and tex
 neither can become the other. The parser, the renderer and the grammar thus agree on where a message
 ends, whatever it says.
 
-**What is enforced** of JSON Schema is what llguidance can express (`expressible`), and no keyword
-more is promised: with strictness asked for, another keyword is an error that names it; otherwise
-the arguments hold for the schema without it, and a note says so. Properties come in the order of
-the schema, as the model is shown them. White space between JSON's tokens is free but bounded, so
-that a model cannot loop in it. What the input of a freeform tool must match is enforced within
-the JSON string that carries it (`escaped`): the prompt shows the model one string parameter, its
-earlier calls stand in the history that way, and so it goes on.
+**What is enforced of a schema** depends on what was asked for.
+
+*Without strictness* the caller asked for nothing, and a default must not change what a model
+validly says. So arguments and answers are only kept from being invalid: every text with unique
+names that a JSON parser and JSON Schema accept is in the language, with properties in any order at
+every level, any white space, any escape, ``1.0`` and ``1e3`` where they are integers. What is not
+in it: names that are not declared where they are closed, values of a wrong type or out of bounds,
+an end before what is required has come, a name twice. The schema becomes rules of our own
+(`unordered`), since ``%json`` of llguidance has one order and one spelling. Four things are bounded
+where JSON is not: 256 characters of white space in one place; 64 names of an object of which is
+remembered that they have come; exponents that move the point across more than some twenty digits,
+beside a bound; and the text of all schemas together. Where more is asked, more is let through,
+but for white space and such exponents, which no one writes.
+
+*With strictness* a schema is enforced in the order of its properties, as OpenAI promises, by
+``%json`` (`expressible`), and wholly: a keyword that llguidance cannot express is an error that
+names it.
+
+A schema that is not strict is never a reason to refuse a request. A keyword that has no rule is
+left out, and a note says so. A grammar that is too large, or that llguidance refuses, is weakened
+tool by tool: a tool has its schema, or any JSON object, or any text.
+
+What the input of a freeform tool must match is enforced within the JSON string that carries it
+(`escaped`): the prompt shows the model one string parameter, its earlier calls stand in the history
+that way, and so it goes on.
 
 **When there is none.** ``grammar_of`` is ``None`` under the policy ``off`` and only then. Without
 tools the language is small, but it is not everything: a call to a tool that was never declared can

@@ -405,19 +405,23 @@ def _digits(bound: Decimal) -> tuple[str, str]:
 def multiple_of(step: Decimal) -> str | None:
     """Multiples of ``step``, which is positive, where the last digits tell them; ``None`` where
     they do not: ``step`` has another factor than two and five."""
-    forms: list[str] = []
-    for exponent in sorted(range(-_SHIFTED, _SHIFTED + 1), key=abs):
-        multiples = _multiples(step.scaleb(-exponent))
-        if multiples is None and not exponent:
-            return None
-        if multiples is not None and sum(map(len, forms)) < _LONG:
-            forms.append(multiples + _power(exponent))
+    plain = _multiples(step)
+    if plain is None:
+        return None
+    forms = [plain + _power(0)]
+    zeros = next(many for many in range(-_DIGITS, _DIGITS) if not Decimal(10) ** many % step)
+    for exponent in range(-_SHIFTED, _DIGITS + 1):
+        places = exponent - zeros
+        if exponent and places >= 0:  # all of so few digits behind the point
+            more = rf"(?:\.[0-9]{{1,{places}}}0*)?" if places else r"(?:\.0+)?"
+            forms.append(f"(?:0|[1-9][0-9]*){more}{_power(exponent)}")
+        elif exponent < 0 and (scaled := _multiples(step.scaleb(-exponent))):
+            forms.append(scaled + _power(exponent))
     return f"-?(?:{'|'.join(forms)})"
 
 
-_SHIFTED = 6
-_MOST_ENDINGS = 200
-_LONG = 6000
+_SHIFTED = 3
+_MOST_ENDINGS = 100
 
 
 def _multiples(step: Decimal) -> str | None:

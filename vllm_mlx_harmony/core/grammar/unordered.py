@@ -378,7 +378,9 @@ class _Translating:
                 written.append(f"/{spellings.matching(pattern)}/")
                 continue
             self._drop("pattern")
-        return written
+        if len(written) > MAX_PATTERNS:
+            self._drop("pattern")
+        return written[:MAX_PATTERNS]
 
     def _counted(
         self, many: tuple[int, int | None], least: str, most: str, limit: int
@@ -451,7 +453,7 @@ class _Translating:
         name = next(reversed(self._lines)).partition(":")[0]
         return f"{name} (JSON_ZEROS | JSON_BLANK)?"
 
-    def _array(self, one: _Alternative, depth: int) -> str | None:  # noqa: C901, PLR0912 - one keyword after the other
+    def _array(self, one: _Alternative, depth: int) -> str | None:  # noqa: C901 - one keyword after the other
         least, most = self._counted(one.many_items, "minItems", "maxItems", MAX_COUNT)
         if most is not None and least > most:
             return None
@@ -478,19 +480,13 @@ class _Translating:
         if rest is not None and (most is None or most > len(heads)):
             low = max(least - len(heads), 0)
             high = None if most is None else most - len(heads)
-            if heads:
-                within = f"(JSON_COMMA {rest}){{{low},{'' if high is None else high}}}"
-            else:
-                more = f"{max(low - 1, 0)},{'' if high is None else high - 1}"
-                within = f"{rest} (JSON_COMMA {rest}){{{more}}}"
-                within = within if low else f"({within})?"
+            within = _times(f"JSON_COMMA {rest}", low, high) if heads else _list(rest, low, high)
         for at in range(len(heads) - 1, -1, -1):
             within = f"{heads[at]} {within}"
             if at:
                 within = f"JSON_COMMA {within}"
             if at >= least:
                 within = f"({within})?"
-        within = within.replace("{0,}", "*")
         if within == "(json_value (JSON_COMMA json_value)*)?":
             return "json_array"
         return f"JSON_FIRST {within} JSON_LAST"
@@ -912,9 +908,22 @@ def _repeated(members: Sequence[str], least: int, most: int | None) -> str:
     if members == ["JSON_NAME JSON_COLON json_value"] and not least and most is None:
         return "json_object"
     member = members[0] if len(members) == 1 else f"({' | '.join(members)})"
-    low, high = max(least - 1, 0), "" if most is None else most - 1
-    within = f"{member} (JSON_COMMA {member}){{{low},{high}}}".replace("{0,}", "*")
-    return f"JSON_OPEN {within if least else f'({within})?'} JSON_CLOSE"
+    return f"JSON_OPEN {_list(member, least, most)} JSON_CLOSE"
+
+
+def _list(member: str, least: int, most: int | None) -> str:
+    """From ``least`` to ``most`` (at least one) of ``member``, with commas between them."""
+    more = _times(f"JSON_COMMA {member}", max(least - 1, 0), None if most is None else most - 1)
+    listed = f"{member} {more}".rstrip()
+    return listed if least else f"({listed})?"
+
+
+def _times(part: str, least: int, most: int | None) -> str:
+    if most == 0:
+        return ""
+    if most is None and not least:
+        return f"({part})*"
+    return f"({part}){{{least},{'' if most is None else most}}}"
 
 
 def _unique(alternatives: Iterable[_Alternative]) -> tuple[_Alternative, ...]:
