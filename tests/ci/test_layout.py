@@ -20,7 +20,6 @@ EMPTY_NAMES = {"utils", "helpers", "common", "manager", "handler", "wrapper", "m
 THROUGH_THE_HOST = {
     "huggingface_hub",
     "mlx",
-    "mlx_lm",
     "numpy",
     "tokenizers",
     "transformers",
@@ -34,6 +33,7 @@ DISTRIBUTIONS = {
     "openai_harmony": "openai-harmony",
     "prometheus_client": "prometheus-client",
     "pydantic_core": "pydantic",
+    "mlx_lm": "mlx-lm",
     "vllm_mlx": "vllm-mlx",
 }
 """By import name, where it is not the distribution's."""

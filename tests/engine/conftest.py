@@ -15,10 +15,10 @@ import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.gpt_oss import GptOssMoeModel
-from mlx_lm.utils import load_model
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
+from vllm_mlx_harmony.engine.mlx_lm_compat import load_module
 from vllm_mlx_harmony.engine.pieces import Piece, cut, windows
 
 PLENTY = 1 << 30
@@ -42,7 +42,7 @@ def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
 
 @pytest.fixture(scope="session")
 def model(tiny: Path) -> Any:
-    return load_model(tiny)[0]
+    return load_module(tiny)
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,7 @@ class Windows(GptOssMoeModel):  # type: ignore[misc, unused-ignore]
 @pytest.fixture(scope="module", params=["gpt-oss", "several windows"])
 def random_model(request: pytest.FixtureRequest, tiny: Path) -> Any:
     """A real architecture of random weights."""
-    model = load_model(tiny)[0]
+    model = load_module(tiny)
     if request.param == "several windows":
         model.model.__class__ = Windows
         model.make_cache = model.model.make_cache

@@ -18,6 +18,7 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine.mlx_lm_compat import load_module
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.scheduler import Limits
@@ -32,9 +33,7 @@ COUNT = "<|channel|>final<|message|>" + "".join(f" {n}" for n in range(45)) + "<
 
 
 def load(directory: Path) -> tuple[Any, Any]:
-    from mlx_lm.utils import load_model
-
-    return load_model(directory)[0], None
+    return load_module(directory, trust_remote_code=standin.is_standin(directory)), None
 
 
 def opened(directory: Path, **options: Any) -> MlxEngine:

@@ -17,15 +17,15 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import (
+
+from vllm_mlx_harmony.engine.disk.safetensors import WIDTHS, Tensor, Tensors
+from vllm_mlx_harmony.engine.mlx_lm_compat import (
     BatchKVCache,
     BatchRotatingKVCache,
     KVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
-
-from vllm_mlx_harmony.engine.disk.safetensors import WIDTHS, Tensor, Tensors
 
 Windows: TypeAlias = tuple[int, ...]
 """Of each layer, how many tokens it keeps; ``WHOLE`` where it keeps every token."""

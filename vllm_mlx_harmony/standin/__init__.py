@@ -4,7 +4,7 @@ Knows what a host needs to find in a model directory. Refuses to know hosts: it 
 imports `core` and the standard library.
 """
 
-from vllm_mlx_harmony.standin.directory import rescript, write, write_tiny
+from vllm_mlx_harmony.standin.directory import is_standin, rescript, write, write_tiny
 from vllm_mlx_harmony.standin.scripts import FALLBACK, Script
 
-__all__ = ["FALLBACK", "Script", "rescript", "write", "write_tiny"]
+__all__ = ["FALLBACK", "Script", "is_standin", "rescript", "write", "write_tiny"]

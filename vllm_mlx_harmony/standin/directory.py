@@ -28,6 +28,9 @@ from vllm_mlx_harmony.standin.tokenizer import (
 
 _STOPS = [vocab.RETURN, vocab.ENDOFTEXT, vocab.CALL]
 
+_CODE = ("cursor", "model")
+"""Files of this package that a stand-in directory has a copy of."""
+
 _CONFIG: dict[str, object] = {
     "model_type": "gpt_oss",
     "architectures": ["HarmonyStandIn"],
@@ -78,9 +81,20 @@ def write(directory: Path, scripts: Iterable[Script] = (), *, ranks: Ranks | Non
     _write_shared(directory, {**_CONFIG, **_IDS}, _STANDIN_CARD, ranks)
     write_atomically(directory / cursor.TABLE, table)
     write_atomically(directory / "model.safetensors", _one_weight(90.0))
-    for name in ("cursor", "model"):
+    for name in _CODE:
         write_atomically(directory / f"standin_{name}.py", _source(f"{name}.py"))
     return rescript(directory, scripts)
+
+
+def is_standin(directory: Path) -> bool:
+    """Whether the code of a model directory is that of this package, byte for byte."""
+    try:
+        return all(
+            (directory / f"standin_{name}.py").read_bytes() == _source(f"{name}.py")
+            for name in _CODE
+        )
+    except OSError:
+        return False
 
 
 def write_tiny(

@@ -1,0 +1,55 @@
+"""What differs between versions of mlx-lm."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mlx_lm")
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.engine.mlx_lm_compat import evaluate, load, load_module
+from vllm_mlx_harmony.standin import Script
+
+ASKS = metadata.version("mlx-lm").split(".")[:2] >= ["0", "32"]
+"""Whether mlx-lm runs code of a model's directory only on demand."""
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return standin.write(tmp_path_factory.mktemp("scripted"), [Script("", "Hello.")])
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_of_the_directory_runs_as_mlx_lm_permits(scripted: Path, trusted: bool) -> None:
+    if ASKS and not trusted:
+        for refused in (load_module, lambda path: load(str(path))):
+            with pytest.raises(ValueError, match="trust_remote_code"):
+                refused(scripted)
+        return
+    assert len(load_module(scripted, trust_remote_code=trusted).make_cache()) == 4
+    module, tokenizer = load(str(scripted), trust_remote_code=trusted)
+    assert len(module.make_cache()) == 4
+    assert tokenizer.encode("Hello.", add_special_tokens=False)
+
+
+def test_weights_alone_need_no_trust(tiny: Path) -> None:
+    import mlx.core as mx
+
+    module, tokenizer = load(str(tiny))
+    layers = module.make_cache()
+    module(mx.array([tokenizer.encode("Hello.", add_special_tokens=False)]), cache=layers)
+    evaluate(layers)
+    assert {layer.offset for layer in layers} == {2}
+
+
+@pytest.mark.parametrize("name", ["standin_model.py", "standin_cursor.py"])
+def test_a_stand_in_is_known_by_its_code(scripted: Path, tiny: Path, name: str) -> None:
+    assert standin.is_standin(scripted) and not standin.is_standin(tiny)
+    code = (scripted / name).read_bytes()
+    (scripted / name).write_bytes(code + b"# other\n")
+    assert not standin.is_standin(scripted)
+    (scripted / name).write_bytes(code)
+    assert standin.is_standin(scripted)
