@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
 
 from bench_table import Row, printed
@@ -40,7 +40,9 @@ from vllm_mlx_harmony.core.grammar import (
     compiled,
     expressible,
     grammar_of,
+    language,
     matching,
+    unordered,
 )
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, ToolChoice, Turn, User
@@ -53,7 +55,7 @@ from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.sampling import Settings
 
 TOOLS = (1, 20, 100)
-P50_US, P99_US = 10.0, 500.0
+P50_US, P99_US, MEAN_US = 10.0, 500.0, 30.0
 REMEMBERED_MS = 5.0
 SHARE = 0.1
 PLAIN = "plain text"
@@ -88,6 +90,13 @@ def measured(runs: int) -> Iterator[Row]:
         if what == PLAIN:
             share = (median(masks) + median(consumed)) / (STEP_MS * 1e3) * 100
             yield row("a plain request, of a step of 10 ms", "%", share, SHARE)
+    for what, schema, value in hard():
+        turn = Turn((User("Hi."),), response_format=ResponseFormat(schema))
+        output = written("<|channel|>final<|message|>", json.dumps(value), "<|return|>")
+        followed(turn, output)
+        masks, consumed, _ = followed(turn, output)
+        taken = mean(map(sum, zip(masks, consumed, strict=True)))
+        yield row(f"mask and id, {what}: mean of {len(masks)} ids", "µs", taken, MEAN_US)
     yield off()
     yield from decoding(max(3, runs // 2))
 
@@ -115,8 +124,13 @@ def made(turn: Turn) -> Grammar:
 
 def cold(turn: Turn) -> float:
     """With everything that is remembered forgotten."""
-    expressible._remembered.cache_clear()
-    matching._compiled.cache_clear()
+    for remembered in (
+        expressible._remembered,
+        language._expressed,
+        matching._compiled,
+        unordered._remembered,
+    ):
+        remembered.cache_clear()
     return timed(partial(made, turn))
 
 
@@ -221,6 +235,27 @@ def outputs() -> Iterator[tuple[str, Turn, list[int]]]:
     typed = Turn((User("Hi."),), response_format=ResponseFormat(REPORT))
     answer = json.dumps(report, ensure_ascii=False, indent=2)
     yield "a typed answer", typed, written(final, answer, "<|return|>")
+
+
+def hard() -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """Schemas without ``strict`` that are much work to follow, and what is valid for them."""
+    text: dict[str, Any] = {"type": "string"}
+    names = [f"name_of_{number}" for number in range(48)]
+    chance = random.Random(1)
+    for extra in ({}, {"additionalProperties": False}):
+        wide = {"type": "object", "properties": dict.fromkeys(names, text), "required": names[:8]}
+        value = dict.fromkeys(chance.sample([*names[:8], *names[20:24]], 12), TEXT[:60])
+        what = "closed" if extra else "open"
+        yield f"8 required and 40 optional names, {what}", {**wide, **extra}, value
+    yield "100 KB of text", {"properties": {"a": text}}, {"a": (TEXT * 9)[:100_000]}
+    numbers = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+    yield "an array of 5,000 numbers", numbers, [*range(5000)]
+    yield "an object of 3,000 members", {"minProperties": 2}, {f"k{n}": n for n in range(3000)}
+    tree = {"type": "object", "properties": {"of": {"$ref": "#"}, "name": text}}
+    nested: dict[str, Any] = {"name": "leaf"}
+    for number in range(100):
+        nested = {"of": nested, "name": f"level {number}"}
+    yield "100 levels", {**tree, "required": ["name"]}, nested
 
 
 def written(before: str, text: str, after: str) -> list[int]:
