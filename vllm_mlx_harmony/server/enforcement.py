@@ -16,7 +16,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -200,23 +200,36 @@ def _grammar(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> C
             where = "tools" if turn.callable_tools else "response_format"
             refusal = f"tools and formats cannot be enforced: {problem}"
             raise RequestError(refusal, param=where)
-    _note(f"the schemas of {len(turn.callable_tools)} tools cannot be enforced: {problem}")
-    return _without_schemas(turn, names, problem)
+    return _loosened_grammar(turn, names, policy, check, problem)
 
 
-def _without_schemas(turn: Turn, names: Names, problem: str) -> Compiled | None:
-    """The grammar of ``turn`` with any arguments for its tools, if that is not too large either.
+def _loosened_grammar(
+    turn: Turn, names: Names, policy: Policy, check: GrammarCheck, problem: str
+) -> Compiled | None:
+    """The grammar of ``turn`` with any JSON object as the arguments of the larger half of its
+    tools, or of all; ``None`` where that is too large as well.
 
-    Raises ``RequestError`` when a call is required that way, because of ``problem``.
+    Raises ``RequestError`` when a call is required that cannot be had, because of ``problem``.
     """
-    loose = grammar_of(_loosened(turn), names)
-    if loose is None:
-        return None
-    if len(loose.text) <= LONGEST:
-        with suppress(NotCompiled):
-            return compiled(loose, turn.tenant)
+    tools = sorted(turn.callable_tools, key=lambda tool: -len(str(tool.parameters)))
+    for count in sorted({(len(tools) + 1) // 2, len(tools)}):
+        loose = _loosened(turn, {tool.name for tool in tools[:count]})
+        try:
+            if count < len(tools):
+                grammar = _written(loose, names, policy, check)
+                found = grammar and _checked(grammar, turn, check)
+            else:  # there is nothing of a client's in it but names
+                grammar = grammar_of(loose, names)
+                small = grammar is not None and len(grammar.text) <= LONGEST
+                found = compiled(grammar, turn.tenant) if grammar and small else None
+        except (NotCompiled, Unchecked):
+            continue
+        if isinstance(found, Compiled):
+            _note(f"the arguments of {count} of {len(tools)} tools are any object: {problem}")
+            return found
     if turn.tool_choice.required:
         raise RequestError(f"a call cannot be required: {problem}", param="tool_choice")
+    _note(f"{len(tools)} tools are too large for any grammar: {problem}")
     return None
 
 
@@ -258,8 +271,9 @@ def _checked(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | st
             return error.message
 
 
-def _loosened(turn: Turn) -> Turn:
-    """``turn`` with the same tools, each of them with any arguments, and any JSON as its answer."""
+def _loosened(turn: Turn, names: Collection[str]) -> Turn:
+    """``turn``, with any arguments for those of its tools that have ``names`` and for all that the
+    server runs, and any JSON as its answer."""
 
     def loose(tool: Tool) -> Tool:
         parameters = tool.parameters if tool.syntax is not None else {"type": "object"}
@@ -269,7 +283,7 @@ def _loosened(turn: Turn) -> Turn:
     return replace(
         turn,
         messages=(),
-        tools=tuple(map(loose, turn.callable_tools)),
+        tools=tuple(loose(tool) if tool.name in names else tool for tool in turn.callable_tools),
         response_format=None
         if asked is None or asked.syntax is not None
         else ResponseFormat(where=asked.where),
