@@ -110,6 +110,21 @@ def test_joined_is_what_was_fed(model: Any, ends: tuple[int, ...], chunk: int) -
     assert same(join(model, pieces), at)  # nothing of it is in the pieces
 
 
+@pytest.mark.parametrize("ends", [(300, 7_000, 9_000, 9_050), (9_000, 20_000), (8_192, 8_193)])
+def test_a_long_window_is_put_together_from_several_pieces(ends: tuple[int, ...]) -> None:
+    """No piece holds more of a window than its own tokens, and none more than the window."""
+    model = Layers(WINDOW, KVCache, 8_192, KVCache)
+    cache, pieces, at = model.make_cache(), [], 0
+    for end in ends:
+        pieces.append(cut(fed(cache, at, end, 2048), at, end))
+        lengths = {window: part.shape[2] for window, part in pieces[-1].parts.items()}
+        own = end - at
+        assert lengths == {0: own, WINDOW: min(own, WINDOW), 8_192: min(own, 8_192)}
+        at = end
+        assert same(join(model, pieces), end)
+    assert same(fed(join(model, pieces), at, at + 100), at + 100)
+
+
 def test_pieces_do_not_follow_the_cache_they_are_cut_from(model: Any) -> None:
     cache = fed(model.make_cache(), 0, 200, 50)
     piece = cut(cache, 0, 200)

@@ -31,9 +31,9 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -467,15 +467,10 @@ class DiskCache:
         ``known``, on the reader's thread.
         """
         loop = asyncio.get_running_loop()
-        async with self._room():
-            return await loop.run_in_executor(self._reader, self._load, rows, known, fits)
-
-    @asynccontextmanager
-    async def _room(self) -> AsyncIterator[None]:
         async with self._line:
             while self.read_ahead > self._patience:
                 await asyncio.sleep(RETRY)
-            yield
+            return await loop.run_in_executor(self._reader, self._load, rows, known, fits)
 
     @property
     def read_ahead(self) -> int:
