@@ -129,11 +129,18 @@ def _is_absent(answered: int) -> bool:
     return answered not in (0, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 
+_PARAMETRIC = f"""\
+start: <[{vocab.RETURN}]> | <[{vocab.RETURN}]> never::0x1
+never::_: "x" %if bit_clear(0)
+"""
+"""Nothing but the end, in the notation of schemas that are not strict (llguidance 0.7.30)."""
+
+
 async def _grammars(engine: HttpEngine) -> Capabilities:
     """Whether the engine writes what a grammar says. Raises ``EngineUnavailable``."""
     can = replace(engine.capabilities, grammar=False)
     try:
-        if await _first_id(engine, f"start: <[{vocab.RETURN}]>") != vocab.RETURN:
+        if await _first_id(engine, _PARAMETRIC) != vocab.RETURN:
             return can
     except EngineUnavailable as error:
         if error.answered != HTTPStatus.INTERNAL_SERVER_ERROR:
