@@ -784,7 +784,7 @@ def test_many_tools_are_not_refused(make: Callable[[int], Tool], count: int) -> 
     assert grammar is not None
     assert all("any JSON object" in note for note in grammar.notes)
     loose = count - len(grammar.notes)
-    assert loose > 100
+    assert loose > 20
     taken_calls = 0
     for number in range(0, count, 100):
         call = f"<|channel|>commentary to=functions.t{number}<|message|>{{}}<|call|>"

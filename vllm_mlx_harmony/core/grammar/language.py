@@ -34,7 +34,7 @@ class Policy(str, Enum):
     OFF = "off"
 
 
-MAX_TEXT = 2_000_000
+MAX_TEXT = 500_000
 """Characters of a grammar of which llguidance is asked whether it takes it."""
 
 MAX_CHECKED = 20
@@ -184,7 +184,9 @@ class _Writer:
         self._notes += known[1]
         return known[0]
 
-    def _weakened(self, text: str) -> tuple[str, tuple[str, ...]]:
+    def _weakened(  # noqa: C901 - one attempt after the other
+        self, text: str
+    ) -> tuple[str, tuple[str, ...]]:
         weakened: dict[int, Rules] = {}
 
         def written() -> str:
@@ -206,6 +208,11 @@ class _Writer:
             for at in typed:
                 if self._check(_alone(self._values[at].rules)):
                     weakened[at] = ANY_OBJECT
+        excess = len(text) - MAX_TEXT
+        for at in typed:
+            if excess > 0:
+                weakened[at] = ANY_OBJECT
+                excess -= sum(map(len, self._values[at].rules.lines))
         while typed and not (weakened and fits(written())):
             left = [at for at in typed if at not in weakened]
             if not left:
