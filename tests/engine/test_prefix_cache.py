@@ -110,12 +110,42 @@ def test_layers_that_were_restored_are_a_copy(model: Any) -> None:
     assert cached == 600 and one[0].offset == 603
 
 
-@pytest.mark.parametrize("room", [0, 1, 700])
-def test_room_is_left_for_what_comes(model: Any, room: int) -> None:
+@pytest.mark.parametrize(("capacity", "expected"), [(0, 600), (600, 600), (601, 601), (1300, 1300)])
+def test_room_is_left_for_what_comes(model: Any, capacity: int, expected: int) -> None:
     cache = new(model)
     compute(model, cache, IDS)
-    layers, _ = cache.restore(cache.lookup([*IDS, 1], ""), room)
-    assert {layer.keys.shape[2] for layer in layers} == {128, 600 + room}
+    layers, cached = cache.restore(cache.lookup([*IDS, 1], ""), capacity)
+    assert {layer.keys.shape[2] for layer in layers} == {128, expected} and cached == 600
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_a_prompt_that_waits_will_use_is_evicted_last(
+    model: Any, open_disk: Callable[..., DiskCache], on_disk: bool
+) -> None:
+    cache = new(model, open_disk() if on_disk else None)
+    compute(model, cache, IDS)
+    held = cache.status().nbytes
+    compute(model, cache, [7, *IDS])
+    match = asyncio.run(cache.load(cache.lookup([*IDS, 1], "")))
+    assert cache.evict(1) > 0 and cache.evict(cache.status().nbytes - held) > 0
+    assert cache.restore(match)[1] == 600
+
+
+def test_what_was_evicted_before_its_turn_is_computed(
+    model: Any, disk: DiskCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor can what was read from the disk be used that continues it."""
+    compute(model, new(model, disk), IDS)
+    assert disk.flush(10)
+    cache, layers = new(model, disk), model.make_cache()
+    model(mx.array([IDS[:200]]), cache=layers)
+    cache.store(IDS[:200], layers, "")
+    match = asyncio.run(cache.load(cache.lookup([*IDS, 1], "")))
+    assert (match.in_memory, match.cached) == (200, 600)
+    cache.clear()
+    with caplog.at_level(logging.WARNING):
+        assert cache.restore(match)[1] == 0
+    assert caplog.records == []
 
 
 def test_the_id_that_ended_an_answer_is_left_out(model: Any) -> None:
@@ -191,7 +221,8 @@ def test_what_is_in_memory_by_now_is_not_read(model: Any, disk: DiskCache) -> No
     cache = new(model, disk)
     match = cache.lookup([*IDS, 1], "")
     compute(model, cache, IDS)
-    assert asyncio.run(cache.load(match)).loaded == ()
+    loaded = asyncio.run(cache.load(match))
+    assert loaded.loaded == () and loaded.cached == 600
     assert disk.counters().bytes_read == 0
 
 

@@ -136,22 +136,27 @@ class PrefixCache:
     async def load(self, match: Match) -> Match:
         """Reads what the disk has more of the prompt than memory; the match holds it.
 
-        Waits while what was read for other prompts, whose turn has not come, is too much.
+        Waits while what was read for other prompts, whose turn has not come, is too much. What
+        memory has of the prompt counts as used: room for others is made elsewhere first.
         """
-        if self._disk is None or self._windows is None or not match.on_disk:
+        if self._windows is None:
             return match
+        loaded: tuple[Loaded, ...] = ()
+        in_memory = match.in_memory
         try:
-            known, fits = partial(self._reach, match), partial(pieces.fits, self._windows)
-            loaded = await self._disk.load(match.on_disk, known, fits)
+            if self._disk is not None and match.on_disk:
+                known, fits = partial(self._reach, match), partial(pieces.fits, self._windows)
+                loaded = await self._disk.load(match.on_disk, known, fits)
+            whose, shared = (self._id, match.tenant), (self._id, EVERYBODY)
+            in_memory, _ = self._tree.find(whose, match.sequence, shared)
         except Exception:
             logger.exception("a prompt could not be read from the disk")
-            loaded = ()
-        return replace(match, on_disk=(), loaded=loaded)
+        return replace(match, in_memory=in_memory, on_disk=(), loaded=loaded)
 
-    def restore(self, match: Match, room: int = 0) -> tuple[list[Any], int]:
+    def restore(self, match: Match, capacity: int = 0) -> tuple[list[Any], int]:
         """Layers that hold the longest known beginning of the prompt, and its length in ids.
 
-        The layers are a copy, with space for ``room`` ids more. New ones if nothing is known.
+        The layers are a copy, with space for ``capacity`` ids in all; new ones if nothing is known.
         """
         layers: list[Any] | None = None
         cached = 0
@@ -162,7 +167,8 @@ class PrefixCache:
                 if match.loaded and match.loaded[-1].end > cached:
                     self._take_in(whose, match)
                     cached, found = self._tree.find(whose, match.sequence, shared)
-                layers = pieces.join(self._model, found, room) if cached else None
+                headroom = max(0, capacity - cached)
+                layers = pieces.join(self._model, found, headroom) if cached else None
             except Exception:
                 logger.exception("a prefix could not be reused")
             cached = 0 if layers is None else cached
@@ -174,6 +180,9 @@ class PrefixCache:
     def _take_in(self, whose: tuple[object, str], match: Match) -> None:
         """Adds what was loaded to the tree, as far as it continues what is there."""
         for piece in match.loaded:
+            sequence = match.sequence[: piece.end * WIDTH]
+            if self._tree.reach(whose, sequence) < piece.start:  # evicted meanwhile
+                return
             before = self._tree.pieces(whose, match.sequence[: piece.start * WIDTH])
 
             def cut(start: int, end: int, piece: Loaded = piece, before: Any = before) -> Piece:
@@ -185,7 +194,7 @@ class PrefixCache:
                 return whole.last(end - start)
 
             try:
-                if not self._tree.add(whose, match.sequence[: piece.end * WIDTH], cut):
+                if not self._tree.add(whose, sequence, cut):
                     return
             except Misaligned as error:
                 logger.warning("what was read from the disk cannot be used: %s", error)
