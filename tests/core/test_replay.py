@@ -470,30 +470,6 @@ def test_boundaries_are_where_messages_begin() -> None:
     assert messages == [HI, THOUGHT[1], TOLD[1], CALLED[1], RESULT_TEXT, GO]
 
 
-STABLE: dict[str, tuple[tuple[Message, ...], str]] = {
-    "no reasoning": ((User("Hi"),), HI),
-    "an unfinished loop": ((User("Hi"), *LOOP_AS_SENT, RESULT), HI),
-    "reasoning of the client": ((User("Hi"), SAID[0], User("Hi"), Reasoning("t")), ""),
-    "a finished loop": ((User("Hi"), *LOOP_AS_SENT, RESULT, SAID[0], User("More")), "all"),
-}
-
-
-@pytest.mark.parametrize(("messages", "expected"), STABLE.values(), ids=STABLE.keys())
-def test_stable_is_what_no_later_prompt_changes(
-    messages: tuple[Message, ...], expected: str
-) -> None:
-    view = remembering(LOOP)
-    rendered = render(Turn(messages, (Tool("x"),)), view)
-    before = text_of(rendered.ids[rendered.boundaries[0] : rendered.stable])
-    if expected == "all":
-        assert rendered.stable == rendered.boundaries[-1]
-    elif expected:
-        assert before == expected
-    later = render(Turn((*messages, Answer("Late."), User("And?")), (Tool("x"),)), view)
-    assert later.ids[: rendered.stable] == rendered.ids[: rendered.stable]
-    assert rendered.stable in rendered.boundaries
-
-
 def test_a_story_is_the_same_in_every_process() -> None:
     """Turns that outlive a process are found by it: Python's own hash is another in each."""
     program = (

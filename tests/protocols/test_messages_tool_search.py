@@ -14,7 +14,15 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import grammar_of
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import render
-from vllm_mlx_harmony.core.turn import AdditionalTools, Defaults, Result, ToolChoice, Turn
+from vllm_mlx_harmony.core.turn import (
+    AdditionalTools,
+    Defaults,
+    Namespace,
+    Result,
+    Tool,
+    ToolChoice,
+    Turn,
+)
 from vllm_mlx_harmony.protocols.messages import read
 
 Block = dict[str, Any]
@@ -105,6 +113,24 @@ def test_a_prompt_begins_as_the_one_before_it_when_a_tool_is_loaded(loaded: list
     prompts = [render(turn(messages, tools)).ids for messages, tools in steps]
     for before, now in pairwise(prompts):
         assert now[: len(before)] == before
+
+
+@pytest.mark.parametrize(("name", "served"), [("weather.now", "weather"), ("python", "python")])
+def test_loading_a_tool_changes_no_tool_of_the_server(name: str, served: str) -> None:
+    """A client that brings its own ``weather.now`` is shown no server ``weather``, whether the tool
+    is loaded yet or not: its tools would stand in front of the prompt, and go when it is."""
+    others = Namespace("files", (Tool("list"),), label="files")
+    own = Namespace(served, (Tool("now"),), label=served)
+    defaults = Defaults(namespaces=(own, others), tools_for_all=True)
+    found = [*SEARCHED, user(result("c1", reference(name)))]
+    body = {"model": "m", "max_tokens": 9, "tools": [SEARCH, later(name)]}
+    before, loaded = (
+        read({**body, "messages": messages}, defaults, Reverse()).turn
+        for messages in ([ASK], found)
+    )
+    assert before.namespaces == loaded.namespaces == (others,)
+    ids = render(before).ids
+    assert render(loaded).ids[: len(ids)] == ids
 
 
 def test_each_tool_is_declared_once_and_in_the_order_of_the_references() -> None:

@@ -34,6 +34,7 @@ from vllm_mlx_harmony.core.turn import (
     Sampling,
     ServerCall,
     ServerResult,
+    Summary,
     Syntax,
     Tool,
     Turn,
@@ -308,7 +309,7 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
     "reasoning, none": ([ASKED, thought(encrypted_content=None)], [User("Hello")]),
     "compaction": (
         [{"type": "compaction", "encrypted_content": SEAL.encrypt("It was long.")}],
-        [User("It was long.")],
+        [Summary("It was long.")],
     ),
     "call, text byte for byte": (
         [ASKED, call(' {"b": 1,\n "a":"\\u00e9é"} ')],

@@ -28,6 +28,7 @@ from vllm_mlx_harmony.core.turn import (
     Preamble,
     Reasoning,
     ResponseInfo,
+    Summary,
     ToolChoice,
     User,
 )
@@ -155,7 +156,35 @@ def test_a_compacted_conversation_goes_on() -> None:
         },
     }
     again = read({"model": "m", "input": output}, Defaults(), Reverse())
-    assert again.turn.messages == (User("Hi"), User("More"), User("They greeted."))
+    assert again.turn.messages == (User("Hi"), User("More"), Summary("They greeted."))
+
+
+def test_a_compaction_keeps_what_the_user_said_in_earlier_responses() -> None:
+    """But not the summary of an earlier compaction: it is part of the new one."""
+    history = (
+        Instructions("Be brief."),
+        Summary("They met."),
+        User("Hi"),
+        Reasoning("Hm."),
+        Answer("Hello"),
+        User("More"),
+        Answer("No."),
+    )
+    for new in ([], [{"role": "user", "content": "Please"}]):
+        body = {"model": "m", "previous_response_id": "resp_1", "input": new}
+        asked = read(body, Defaults(), Reverse(), history).compaction()
+        emitter = asked.emitter(INFO)
+        for delta in [*SUMMARY, Finished("stop", None, Usage(9, 2))]:
+            emitter.feed(delta)
+        *users, item = asked.compacted(emitter.result(), INFO)["output"]
+        assert [each["content"] for each in users] == [
+            [{"type": "input_text", "text": text}]
+            for text in ("Hi", "More", *(each["content"] for each in new))
+        ]
+        assert len({each["id"] for each in users}) == len(users)
+        assert item["type"] == "compaction"
+        for each in users:
+            assert each.keys() == {"type", "id", "role", "status", "content"}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -174,7 +203,7 @@ def test_a_compaction_that_is_triggered_is_the_only_item(
     assert (item["type"], response["status"]) == ("compaction", status)
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 1}
     again = read({"model": "m", "input": [item]}, Defaults(), Reverse())
-    assert again.turn.messages == (User("They greeted."),)
+    assert again.turn.messages == (Summary("They greeted."),)
     assert [each.get("type") for each in asked.input_items(INFO)] == ["message"]
 
 
@@ -217,7 +246,7 @@ def test_what_a_compaction_leaves_of_a_stored_conversation() -> None:
     assert asked.turn.tool_choice == ToolChoice(names=())
     answer = (Reasoning("Hm."), Preamble("They"), Answer("greeted."))
     brief, later, summary = asked.conversation((*asked.turn.messages, *answer))
-    assert (brief, summary) == (Instructions("Be brief."), User("They\ngreeted."))
+    assert (brief, summary) == (Instructions("Be brief."), Summary("They\ngreeted."))
     assert isinstance(later, AdditionalTools)
 
 

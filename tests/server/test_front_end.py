@@ -258,6 +258,30 @@ def test_a_conversation_is_compacted_and_goes_on(how: str) -> None:
     assert "Good day." not in last
 
 
+def test_a_stored_conversation_is_compacted_with_all_that_the_user_said() -> None:
+    host = Alone(ScriptedEngine(COMPACTION, 3))
+
+    async def test() -> None:
+        client, _ = clients(host)
+        first = await client.responses.create(model=MODEL, input="Hello!")
+        second = await client.responses.create(
+            model=MODEL, input="More.", previous_response_id=first.id
+        )
+        document = await client.responses.compact(model=MODEL, previous_response_id=second.id)
+        *users, item = document.output
+        assert [(each.type, each.content[0].text) for each in users] == [
+            ("message", "Hello!"),
+            ("message", "More."),
+        ]
+        assert item.type == "compaction"
+        window = [each.model_dump(exclude_none=True) for each in document.output]
+        answer = await client.responses.create(model=MODEL, input=window)
+        assert answer.output_text == "I remember."
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+    assert host.lent == 0
+
+
 def test_a_conversation_is_compacted_over_a_websocket() -> None:
     host = Alone(ScriptedEngine(COMPACTION, 3))
     bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}

@@ -1,4 +1,7 @@
-"""429 and 503 say when to come back, in the header that the SDKs of OpenAI and Anthropic read."""
+"""429 and 503 say when to come back, in the header that the SDKs of OpenAI and Anthropic read.
+
+An error event on a WebSocket has no headers of its own; Codex reads them from a field ``headers``.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,14 @@ pytest.importorskip("anthropic")
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
-from fakes import MODEL, Alone, ScriptedEngine
+from fakes import KEY, MODEL, Alone, ScriptedEngine
 from official_clients import clients
 from starlette.exceptions import HTTPException
+from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server import generation
+from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.queue import queue_before
 
 USER = [{"role": "user", "content": "Hello!"}]
@@ -46,7 +51,7 @@ async def refusing(refusal: Exception) -> AsyncIterator[Alone]:
 
 @asynccontextmanager
 async def full() -> AsyncIterator[Alone]:
-    """Every place in the queue is taken."""
+    """Every place in the queue is taken, and so is the engine."""
     host = Alone(ScriptedEngine({}, one_at_a_time=True))
     queue = queue_before(host.engine)
     queue._places = 0
@@ -104,3 +109,30 @@ def test_a_refusal_says_when_to_come_back(
                     assert read == float(expected)
 
     asyncio.run(refused())
+
+
+ONCE_OPEN = {name: cause for name, cause in CAUSES.items() if name != "the server ends"}
+"""The server that ends opens no WebSocket: it answers the handshake as any other request."""
+
+
+@pytest.mark.parametrize(("cause", "status", "expected"), ONCE_OPEN.values(), ids=ONCE_OPEN)
+def test_an_error_event_of_a_websocket_has_the_same_header(
+    cause: Callable[[], Any], status: int, expected: str | None
+) -> None:
+    async def refused() -> None:
+        async with cause() as host:
+            event = await asyncio.to_thread(_first_event, host)
+            assert (event["type"], event["status"]) == ("error", status)
+            headers = None if expected is None else {"Retry-After": expected}
+            assert event.get("headers") == headers
+            assert host.lent == 0
+
+    asyncio.run(refused())
+
+
+def _first_event(host: Alone) -> Any:
+    bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
+    create = {"type": "response.create", "model": MODEL, "input": "Hello!"}
+    with TestClient(application(host)).websocket_connect("/v1/responses", headers=bearer) as socket:
+        socket.send_json(create)
+        return socket.receive_json()

@@ -37,6 +37,7 @@ from vllm_mlx_harmony.core.turn import (
     Result,
     ServerCall,
     ServerResult,
+    Summary,
     Tool,
     Turn,
     User,
@@ -54,15 +55,12 @@ class Rendered:
     """A prompt: its token ``ids``, and the ``names`` that read the answer's recipients back.
 
     ``boundaries`` are the positions where a message begins, the first of them behind the system
-    and the leading developer message, the last that of the message to be generated. Everything
-    before ``stable``, one of them, begins every later prompt of this conversation too; from there
-    on stands analysis that is dropped once there is an answer (A6).
+    and the leading developer message, the last that of the message to be generated.
     """
 
     ids: tuple[int, ...]
     names: Names
     boundaries: tuple[int, ...] = ()
-    stable: int = 0
 
 
 def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
@@ -91,7 +89,7 @@ def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     for message in written:
         ids += message
     ids += opening(turn.prefill)
-    return Rendered(tuple(ids), names, boundaries, boundaries[_first_reasoning(shown)])
+    return Rendered(tuple(ids), names, boundaries)
 
 
 def render_messages(
@@ -201,6 +199,7 @@ _FORMS: dict[type, _Form] = {
     _System: _Form("system"),
     Instructions: _Form("developer", heading="# Instructions\n\n"),
     User: _Form("user"),
+    Summary: _Form("user"),
     Reasoning: _Form("assistant", "analysis"),
     Preamble: _Form("assistant", "commentary"),
     Answer: _Form("assistant", "final"),
@@ -302,16 +301,6 @@ def _without_reasoning(stretch: _Stretch, until: int | None = None) -> _Stretch:
     if all(map(stands_alone, left)):
         return list(compress(kinds, stays)), sent, left
     return _as_sent([message for message in sent if not isinstance(message, Reasoning)])
-
-
-def _first_reasoning(stretches: Iterable[_Stretch]) -> int:
-    """Which message that is; -1, where the next one will stand, when there is none."""
-    before = 0
-    for kinds, sent, generated in stretches:
-        if Reasoning in kinds:
-            return before + kinds.index(Reasoning)
-        before += len(sent if generated is None else generated)
-    return -1
 
 
 def _written(

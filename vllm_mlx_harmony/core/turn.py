@@ -69,6 +69,11 @@ class User:
 
 
 @dataclass(frozen=True, slots=True)
+class Summary(User):
+    """What is left of a conversation that was compacted. The model reads it as the user's."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reasoning:
     """What the assistant thought: the analysis channel. Dropped or kept by A6."""
 
@@ -273,6 +278,7 @@ class FormatUpdate:
 Message: TypeAlias = (
     Instructions
     | User
+    | Summary
     | Reasoning
     | Preamble
     | Answer

@@ -51,12 +51,17 @@ def _wrong_key() -> HTTPException:
     return HTTPException(401, "Invalid API key")
 
 
-def error_response(body: ErrorBody, failure: HarmonyFailure) -> Response:
-    """``failure`` as an answer. One that tells its client to come back later says when."""
+def retry_headers(failure: HarmonyFailure) -> dict[str, str]:
+    """``Retry-After``, where the client should repeat the request that ``failure`` answers."""
     seconds = failure.retry_after
     if seconds is None and failure.status in LATER:
         seconds = RETRY_SECONDS
-    headers = {} if seconds is None else {"Retry-After": str(seconds)}
+    return {} if seconds is None else {"Retry-After": str(seconds)}
+
+
+def error_response(body: ErrorBody, failure: HarmonyFailure) -> Response:
+    """``failure`` as an answer, with `retry_headers`."""
+    headers = retry_headers(failure)
     if failure.status == TOO_LARGE:
         headers["Connection"] = "close"  # what is left of the request is not read
     return JSONResponse(body(failure), status_code=failure.status, headers=headers)

@@ -135,7 +135,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     added = [*tools, *_added(messages)]
     asked = () if _no_tools(body) else asked_for(body, defaults.namespaces)
     taken = {each.name for each in asked}
-    others = () if _no_tools(body) else defaults.unasked(added)
+    others = () if _no_tools(body) else defaults.unasked([*added, *_declared(body, deferred=True)])
     builtin_tools = () if _no_tools(body) else defaults.builtin_tools
     namespaces = (*asked, *(each for each in others if each.name not in taken))
     open_call = last_call(messages)

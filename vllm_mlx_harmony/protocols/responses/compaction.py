@@ -27,6 +27,7 @@ from vllm_mlx_harmony.core.turn import (
     Message,
     Preamble,
     ResponseInfo,
+    Summary,
     ToolChoice,
     Turn,
     User,
@@ -76,7 +77,7 @@ def compacted(before: Iterable[Message], answer: Iterable[Message]) -> tuple[Mes
     declarations, which a summary does not replace, and the summary, which is in ``answer``."""
     stays = (Instructions, AdditionalTools, EffortUpdate, FormatUpdate)
     texts = [each.text for each in answer if isinstance(each, (Preamble, Answer))]
-    return (*(each for each in before if isinstance(each, stays)), User(_joined(texts)))
+    return (*(each for each in before if isinstance(each, stays)), Summary(_joined(texts)))
 
 
 class CompactionEmitter(Emitter):

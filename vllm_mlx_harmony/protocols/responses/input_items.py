@@ -27,6 +27,7 @@ from vllm_mlx_harmony.core.turn import (
     Result,
     ServerCall,
     ServerResult,
+    Summary,
     User,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
@@ -148,7 +149,7 @@ class ItemReader:
     def _compaction(self, item: Item, where: str, after: _After) -> Iterator[Message]:
         """A conversation that was compacted here goes on as what the user tells of it."""
         if text := self._decrypted(item, where):
-            yield User(text)
+            yield Summary(text)
 
     def _decrypted(self, item: Item, where: str) -> str:
         if not item.encrypted_content:

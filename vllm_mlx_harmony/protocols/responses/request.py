@@ -27,6 +27,7 @@ from vllm_mlx_harmony.core.turn import (
     ServerResult,
     Tool,
     Turn,
+    User,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.openai_request import TemplateOptions, sampling
@@ -43,7 +44,7 @@ from vllm_mlx_harmony.protocols.responses.input_items import (
     nothing_stored,
 )
 from vllm_mlx_harmony.protocols.responses.output_items import Writing
-from vllm_mlx_harmony.protocols.responses.resource import compaction, input_items
+from vllm_mlx_harmony.protocols.responses.resource import compaction, input_items, user_item
 from vllm_mlx_harmony.protocols.responses.schema import (
     Item,
     NamespacedTool,
@@ -89,6 +90,7 @@ class ResponsesRequest:
     compacts: bool
     previous_response_id: str | None
     notes: tuple[str, ...]
+    _history: tuple[Message, ...]
     _items: tuple[Item, ...]
     _said: tuple[Message, ...]
     _to_run: frozenset[str]
@@ -122,7 +124,8 @@ class ResponsesRequest:
 
     def compacted(self, response: Mapping[str, Any], info: ResponseInfo) -> Any:
         """The answer to ``POST /v1/responses/compact``, made of the ``response`` to this."""
-        return compaction(self._items, response, info)
+        earlier = [user_item(each.text) for each in self._history if type(each) is User]
+        return compaction([*earlier, *self._items], response, info)
 
     def echoed(self, message: Message) -> Message:
         """A message the model said, as it is read when a client gives it back."""
@@ -204,6 +207,7 @@ def read(
         compacts=compacts,
         previous_response_id=request.previous_response_id,
         notes=tuple(reader.notes),
+        _history=history,
         _items=tuple(items),
         _said=tuple(said),
         _to_run=to_run,

@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
-from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item
+from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item, read_item
 
 
 def not_found(key: str, *, param: str | None = None) -> RequestError:
@@ -74,8 +74,8 @@ def input_tokens(count: int) -> dict[str, Any]:
 
 
 def compaction(items: Sequence[Item], response: Mapping[str, Any], info: ResponseInfo) -> Any:
-    """The answer to ``POST /v1/responses/compact``: the user's messages among ``items``, and what
-    ``response`` has in its output, the ``compaction`` item.
+    """The answer to ``POST /v1/responses/compact``: the user's messages among ``items``, which are
+    those of the whole conversation, and the output of ``response``, the ``compaction`` item.
     """
     users = [item for item in input_items(items, info) if item.get("role") == "user"]
     return {
@@ -85,6 +85,11 @@ def compaction(items: Sequence[Item], response: Mapping[str, Any], info: Respons
         "output": [*users, *response["output"]],
         "usage": response["usage"],
     }
+
+
+def user_item(text: str) -> Item:
+    """A user's message of an earlier response, as an item."""
+    return read_item({"type": "message", "role": "user", "content": text})
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

@@ -20,12 +20,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
+from vllm_mlx_harmony.core.deltas import Delta, Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
 from vllm_mlx_harmony.server.body import Document, limit, parse_body
-from vllm_mlx_harmony.server.errors import admit, error_response, failure_of, logged_failure
+from vllm_mlx_harmony.server.errors import (
+    admit,
+    error_response,
+    failure_of,
+    logged_failure,
+    retry_headers,
+)
 from vllm_mlx_harmony.server.generation import Deltas, rejection, run, stopped
 from vllm_mlx_harmony.server.host import host_of
 from vllm_mlx_harmony.server.responses.background import read
@@ -186,8 +192,10 @@ class Conversation:
             prepared = await prepare(self._api, host_of(request), body, lease, new_id_seed())
             generates = document.get("generate") is not False
             deltas = run(prepared.job) if generates else _nothing(prepared)
-            stored = storing(deltas, prepared.emitter, known=True)
-            async with aclosing(EventBuffer(stored_events(stored, prepared.emitter))) as events:
+            stored = storing(deltas, prepared.emitter, known=False)
+            # What fails before the turn begins is an error with a status, as it is over HTTP.
+            begun = _continued(await anext(stored), stored)
+            async with aclosing(EventBuffer(stored_events(begun, prepared.emitter))) as events:
                 async for event in events:
                     if event is not DONE:
                         await self._say(event.data)
@@ -208,7 +216,10 @@ class Conversation:
         return read(body, defaults, tenant, local)
 
     async def _send_error(self, failure: HarmonyFailure) -> None:
+        """Sends ``failure``, with the headers that it would have over HTTP, as Codex reads them."""
         event = {"type": "error", "status": failure.status, **responses.error_body(failure)}
+        if headers := retry_headers(failure):
+            event["headers"] = headers
         await self._say(dumps(event))
 
 
@@ -222,6 +233,14 @@ _OVER = RequestError(
 async def _nothing_more() -> Message:
     """What is left of a request whose document was read from a message."""
     return {"type": "http.request", "body": b"", "more_body": False}
+
+
+async def _continued(first: list[Delta], others: Deltas) -> Deltas:
+    """``first``, which ``others`` has given already, and the rest of ``others``."""
+    async with aclosing(others):
+        yield first
+        async for group in others:
+            yield group
 
 
 async def _nothing(prepared: PreparedRequest) -> Deltas:
