@@ -62,9 +62,9 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What was reused by this model, and what is held for all models that share the memory.
+    """What this model reused, and what is held for all models that share the memory.
 
-    ``refused`` pieces did not fit even alone. ``disk`` is ``None`` without one.
+    ``refused`` pieces did not fit together with those before them; ``disk`` may be ``None``.
     """
 
     hits: int

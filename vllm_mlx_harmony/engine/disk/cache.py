@@ -100,7 +100,7 @@ class Loaded:
 
 @dataclass(slots=True)
 class Counters:
-    """What the disk did for this process; bytes, pieces and turns are what it holds, of all.
+    """What the disk did for this process, and what it holds now, whichever process wrote it.
 
     ``hits`` and ``misses`` are prompts of which the disk had more, or no more, than memory;
     ``dropped`` pieces were not written in time; ``damaged`` ones were not what was written. Seconds
@@ -222,7 +222,7 @@ class DiskCache:
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:
-        """A block that a failing disk ends early."""
+        """Ends the block early when the disk fails: logs that once, and pauses writing."""
         try:
             yield
         except Failed as error:
@@ -274,7 +274,7 @@ class DiskCache:
                 self._computed = time.monotonic()
 
     def offer(self, root: Root, sequence: bytes, pieces: Sequence[Offered]) -> None:
-        """Has the pieces written that are not yet; the others are used. Never waits.
+        """Queues the pieces that are not on the disk; the others count as used. Never waits.
 
         ``pieces`` are all those of ``sequence`` (packed), first to last. A piece is written only
         after those before it, and only if all of them fit together.
@@ -340,7 +340,7 @@ class DiskCache:
                     self._sweep()
 
     def _carry_out(self, job: _Piece | _Turn | None, used: _Used, cleared: int) -> bool:
-        """Whether the disk did not fail."""
+        """Writes one job, or notes what was used. Returns whether the disk worked."""
         done = False
         if not self._paused:
             with self._trying("writing"):
@@ -548,7 +548,7 @@ class DiskCache:
     # --- Turns
 
     def put_turn(self, key: bytes, content: bytes) -> None:
-        """Has a turn written; never waits."""
+        """Queues a turn; never waits."""
         if not (self._paused or self._closing) and self._put(_Turn(key, content)):
             self._turns.add(key)
 
@@ -570,7 +570,7 @@ class DiskCache:
             self._use("turn", key)
 
     def drop_turn(self, key: bytes) -> None:
-        """Has a damaged turn removed; never waits."""
+        """Queues the removal of a damaged turn; never waits."""
         self._turns.discard(key)
         self._counters.damaged += 1
         self._put(_Turn(key, None))

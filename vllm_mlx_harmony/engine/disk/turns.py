@@ -18,7 +18,7 @@ class Turns:
         self._disk = disk
 
     def put(self, key: bytes, turn: GeneratedTurn) -> None:
-        """Has ``turn`` written."""
+        """Queues ``turn`` to be written."""
         self._disk.put_turn(key, written(turn))
 
     def get(self, key: bytes) -> GeneratedTurn | None:
