@@ -22,6 +22,8 @@ from local import Local, browser, interpreter, weather
 from official_clients import in_process
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.render import Rendered, render
+from vllm_mlx_harmony.core.turn import Turn
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.responses import store
@@ -474,6 +476,41 @@ def test_approvals_anywhere(
     assert len(server.called) == len(cities)
     _, by_id, by_echo = host.engine.prompts  # type: ignore[attr-defined]
     assert by_id[: len(prompt)] == by_echo[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("ends", [[], [{"role": "user", "content": "In Celsius."}]])
+def test_approvals_beyond_the_limit_are_answered_together(ends: list[Any], stream: bool) -> None:
+    """Thousands of them took minutes: the prompt was rendered again for each."""
+    server, rendered = weather(), 0
+    host = serving(server, scripts={"In Celsius.": LAST}, max_tool_calls=2)
+
+    def renderer(turn: Turn, *args: Any) -> Rendered:
+        nonlocal rendered
+        rendered += 1
+        return render(turn, *args)
+
+    host.renderer = renderer
+    kinds = ("mcp_approval_request", "mcp_approval_response")
+    call = {"server_label": "weather", "name": "now", "arguments": '{"city": "Rome"}'}
+    asked, approved = (
+        [{"type": kind, **fields, key: f"mcpr_{n:03}"} for n in range(50)]
+        for kind, key, fields in zip(
+            kinds, ("id", "approval_request_id"), (call, {"approve": True}), strict=True
+        )
+    )
+    tools = [{"type": "mcp", "server_label": "weather"}]
+    items = [{"role": "user", "content": "Weather?"}, *asked, *approved, *ends]
+    answer, _ = finally_(create(host, stream, tools=tools, input=items))
+    calls = [each for each in answer.output if each.type == "mcp_call"]
+    assert [each.approval_request_id for each in calls] == [each["id"] for each in asked]
+    assert [each.status for each in calls] == ["completed"] * 2 + ["failed"] * 48
+    assert len(server.called) == 2
+    assert told(answer)[-1] == ("message", "It is warm.")
+    (prompt,) = host.engine.prompts  # type: ignore[attr-defined]
+    assert text_of(prompt).count("no more tools can be called") == 48
+    assert text_of(prompt).count("<|start|>weather.now to=assistant") == 50
+    assert rendered <= 4
 
 
 UNAPPROVED: dict[str, Any] = {

@@ -138,16 +138,19 @@ class StreamingHarmonyContext:
     def append_tool_output(self, messages: Iterable[Result | ServerResult]) -> list[Delta]:
         """What tools answered to calls of this conversation: the model goes on behind it.
 
-        What the server ran stays within the model's output, which is kept as a whole. The result of
-        a call within the history goes there, before anything is generated: the prompt is rendered
-        again. Returns the deltas of what closes by that. Raises ``RequestError`` when a result
-        answers no call of the conversation; nothing has changed then.
+        What the server ran stays within the model's output, which is kept as a whole. Results of
+        calls within the history go there, before anything is generated: the prompt is rendered
+        again, once for all of them. Returns the deltas of what closes by that. Raises
+        ``RequestError`` when a result answers no call of the conversation; nothing has changed
+        then.
         """
         results = list(messages)
         within = {call.id for call in self.unanswered if call is not self._messages[-1]}
-        if within and all(each.call_id in within for each in results):
-            self._insert(results)
-            return []
+        if earlier := [each for each in results if each.call_id in within]:
+            self._insert(earlier)
+            results = [each for each in results if each.call_id not in within]
+            if not results:
+                return []
         calls = {call.id: call.name for call in self.messages if isinstance(call, Call)}
         rendered = [render_messages([each], self._names, calls, self._tenant) for each in results]
         goes_on = all(isinstance(each, ServerResult) for each in results)

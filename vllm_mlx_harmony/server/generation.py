@@ -20,7 +20,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.reasoning import Reason
 from vllm_mlx_harmony.core.replay import ReplayScope
-from vllm_mlx_harmony.core.turn import Message, ServerResult
+from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.host import TIMED_OUT, Context, Lease, Tracker
@@ -188,7 +188,8 @@ async def _generated(job: Job) -> Deltas:
     length = job.lease.harmony.context_length
     ended: EndReason = "stop"
     # Calls of the history that have been approved since, or one that the turn was paused before.
-    history = [] if tools is None else list(context.unanswered)
+    approved = () if tools is None else context.unanswered
+    history = list(approved)
     async with _engine_slot(job.lease, job.lease.deadline.left):
         if history:
             progress.started = True
@@ -197,20 +198,14 @@ async def _generated(job: Job) -> Deltas:
             async with aclosing(_output(job, settings, constraint, progress)) as output:
                 async for deltas in output:
                     yield deltas
-    while tools is not None:
-        earlier = history.pop(0) if history else None
-        call = earlier or context.server_call
-        if call is None or (earlier is None and (tools.over or tools.needs_approval(call))):
-            break
+    while tools is not None and (calls := _due(context, tools, history)):
         if tools.pauses:
             ended = "pause"
             break
-        yield [ToolStarted(earlier)]
-        answered = await tools.run(call, len(context.render_for_completion()), length)
-        results = [ServerResult(call.id, call.name, answered.text)]
-        # In a thread: a result within the history renders the whole prompt again.
-        closed = await asyncio.to_thread(context.append_tool_output, results)
-        yield [*closed, ToolFinished(answered.text, answered.failure)]
+        earlier = calls[0] in approved
+        async with aclosing(_answered(context, tools, calls, length, earlier=earlier)) as answers:
+            async for deltas in answers:
+                yield deltas
         if history:
             continue
         prompt_tokens = len(context.render_for_completion())
@@ -228,6 +223,44 @@ async def _generated(job: Job) -> Deltas:
     if ended == "stop" and progress.finish is not None:
         ended = progress.finish
     yield await _finished(job, ended, progress)
+
+
+def _due(context: Context, tools: TurnTools, history: list[ServerCall]) -> list[ServerCall]:
+    """The calls to answer next, from ``history`` or the model's; as a rule one.
+
+    Calls of the history that are not run any more are answered together: each result within it
+    renders the whole prompt again, and a request may have thousands.
+    """
+    if history:
+        due = history[:] if tools.exhausted else history[:1]
+        del history[: len(due)]
+        return due
+    call = context.server_call
+    return [] if call is None or tools.over or tools.needs_approval(call) else [call]
+
+
+async def _answered(
+    context: Context,
+    tools: TurnTools,
+    calls: list[ServerCall],
+    context_length: int | None,
+    *,
+    earlier: bool,
+) -> Deltas:
+    """Runs ``calls`` and puts their results into the conversation. ``earlier``: they stand in the
+    history."""
+    results: list[ServerResult] = []
+    prompt_tokens = len(context.render_for_completion())
+    for call in calls:
+        yield [ToolStarted(call if earlier else None)]
+        answered = await tools.run(call, prompt_tokens, context_length)
+        results.append(ServerResult(call.id, call.name, answered.text))
+        finished = ToolFinished(answered.text, answered.failure)
+        # In a thread: a result within the history renders the whole prompt again.
+        is_last = len(results) == len(calls)
+        append = context.append_tool_output
+        closed = await asyncio.to_thread(append, results) if is_last else []
+        yield [*closed, finished]
 
 
 async def _finished(job: Job, ended: EndReason, progress: _Progress) -> list[Delta]:
