@@ -32,7 +32,7 @@ from vllm_mlx_harmony.core.grammar import (
 from vllm_mlx_harmony.core.grammar.expressible import express
 from vllm_mlx_harmony.core.grammar.unordered import rules_of
 from vllm_mlx_harmony.core.names import Names
-from vllm_mlx_harmony.core.schema import parameters
+from vllm_mlx_harmony.core.schema import Object, parameters
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
 
 HEADER = vocab.encoding().encode("<|channel|>final<|message|>", allowed_special="all")
@@ -656,8 +656,8 @@ def test_properties_come_as_the_prompt_shows_them() -> None:
         "required": ["own", "base", "variant"],
     }
     shown = parameters(Tool("f", parameters=schema))
-    assert shown is not None
-    order = [*shown["properties"]]
+    assert isinstance(shown, Object)
+    order = [name for name, _ in shown.properties]
     assert taken(schema, json.dumps(dict.fromkeys(order, 1)), strict=True)
     backwards = json.dumps(dict.fromkeys(reversed(order), 1))
     assert not taken(schema, backwards, strict=True)

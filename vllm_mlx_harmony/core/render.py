@@ -16,7 +16,7 @@ from itertools import accumulate, compress, takewhile
 from sys import getsizeof
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from vllm_mlx_harmony.core import lru, schema, typescript, vocab
+from vllm_mlx_harmony.core import lru, schema, vocab
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError, quoted
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.replay import ReplayScope, Span, shared, stands_alone
@@ -440,16 +440,15 @@ def _tools(
         # The last tool is as good as any: together they are too large.
         budget.take_for(tools[-1], section.characters, section.schemas)
         return section.text
-    characters, schemas = budget.left
+    characters, schemas = budget.characters, budget.schemas
     declared = []
     for tool in tools:
         name, parameters = names.alias(tool.name), schema.parameters(tool, budget)
-        printed = typescript.tool(name, vocab.clean(tool.description), parameters)
-        declared.append(budget.declare(tool, printed))
-    text = typescript.section(namespace, declared, vocab.clean(description))
+        declared.append(schema.declaration(name, vocab.clean(tool.description), parameters))
+        budget.take_for(tool, len(declared[-1]))
+    text = schema.section(namespace, declared, vocab.clean(description))
     if key is not None:
-        left = budget.left
-        section = _Section(text, characters - left[0], schemas - left[1])
+        section = _Section(text, characters - budget.characters, schemas - budget.schemas)
         _sections.put((tenant, key), section, len(key) + getsizeof(text) + _ENTRY)
     return text
 

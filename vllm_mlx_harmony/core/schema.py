@@ -1,32 +1,34 @@
-"""JSON Schema in, the part of it that openai-harmony prints as TypeScript out (semantics A9).
+"""JSON Schema in, the TypeScript that the model was trained to read out (semantics A9).
 
-Knows JSON Schema, and what openai-harmony's template prints, drops and prints wrong.
-Refuses to know messages, names and tokens. Pure, and bounded in depth and in size.
-
-**Why.** The model was trained on tools declared as TypeScript types
+**Why.** gpt-oss was trained on tools that are declared as TypeScript types
 (https://cookbook.openai.com/articles/openai-harmony#function-calling). openai-harmony prints them
-from JSON Schema, but from a small part of it: no ``$ref``, no ``allOf``, ``anyOf`` or ``const``, no
-list of types but as it is written. What it does not know it drops without a word, and a model
-guesses at parameters. Clients send all of it: pydantic writes ``$defs`` and ``anyOf``, zod
-``allOf`` and ``const``, MCP servers whatever they like.
+from JSON Schema, but it understands a small part of it: no ``$ref``, ``allOf``, ``anyOf`` or
+``const``. It silently drops the rest, and a model then guesses at parameters. Clients send all of
+it: pydantic writes ``$defs`` and ``anyOf``, zod ``allOf`` and ``const``, MCP servers anything.
+openai-harmony also encodes a declaration in one go and holds the interpreter's lock meanwhile (see
+`pretokens`). So its template stands here once more, behind a reader that knows the whole language:
 
-**How.** A schema is rewritten into one that the template prints whole and right, in four steps:
+    JSON Schema ──`_Reader`──▶ `Type`, a small tree ──`Type.text`──▶ text
 
-1. *Reading* (``_Reading``): of any JSON value the known keywords of the right type, and no more. A
-   ``$ref`` (a JSON pointer, RFC 6901) is replaced by what it points to; one that leads back to
-   itself is ``any``, because a printed type cannot be recursive.
-2. *Merging*: every ``allOf`` is laid over what stands beside it, the outermost keyword wins. It is
-   not what it means in general (https://json-schema.org/draft/2020-12/json-schema-core#section-10.2)
-   but what it is used for: a base with additions.
-3. *Expressing*: ``anyOf`` becomes ``oneOf``, null becomes ``nullable`` or a variant, ``const`` an
-   ``enum``, tuples and unions a type that the template prints.
-4. *Noting*: what no type says (formats, examples, that items are mixed) is put into descriptions.
+**Reading.** A schema is a list of *layers*: what its ``$ref`` points to (a JSON pointer, RFC 6901),
+each schema of its ``allOf``, and its own keywords. They are laid over one another, and the last one
+that has a keyword wins. In general ``allOf`` means something else
+(https://json-schema.org/draft/2020-12/json-schema-core#section-10.2), but this is what it is used
+for: a base with additions. Layers are read one level at a time, when a type needs them. A reference
+that leads back to itself is ``any``, because a type that is printed in place cannot be recursive.
 
-What is shown is advice. What is enforced comes from the schema itself (`core.grammar`).
+**Printing.** The text is that of ``json_schema_to_typescript`` and ``template_tools_section`` in
+https://github.com/openai/harmony/blob/main/src/encoding.rs, oddities included, because the model
+has seen them: a described object repeats its description, each variant of a union stands on a line
+of its own, lists of types share one. Where that template prints a type wrong (``| null`` behind a
+text that has "null" in it, ``[]`` behind a union) the tree has another shape, which comes out
+right. What no type expresses (formats, examples, mixed items) goes into comments.
 
-**Invariants.** What it is given is never changed. Depth, number of schemas and characters are
-bounded before anything is built: four references to four references, twelve times, is a small
-request and sixteen million types.
+The model only reads this text; what it may write is constrained by the schema itself
+(`core.grammar`).
+
+**Bounds.** Depth, schemas and characters are counted before anything is built. Four references to
+four references, twelve times over, are a small request and sixteen million types.
 """
 
 from __future__ import annotations
@@ -34,68 +36,42 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.core.vocab import clean
 
-Schema: TypeAlias = "dict[str, Any]"
-
-# openai-harmony parses a message with serde_json, which refuses JSON deeper than 128: a level of a
-# schema takes two (`properties` and the key), the message around it and a value in it eight each.
+# In one schema, with every `$ref` in its place. What exceeds these is `any`, or null in a value.
 MAX_DEPTH = 32
-# A few nested `$ref`s can stand for more schemas than there is memory. What is over is `any`.
 MAX_SCHEMAS = 4_000
 MAX_VALUE_DEPTH = 8
-# The same for texts and for all tools of a request together, which is refused then: no model has
-# room for as much.
+# In all tools of a request. What exceeds these is rejected: no model has room for it.
 MAX_CHARACTERS = 2 * 2**20
 MAX_SCHEMAS_IN_ALL = 40_000
 
-# openai-harmony joins a list of types with ` | ` and prints each as it is, so such a list can say
-# what its template has no form for: a number, null, a union in brackets.
-_NULL: Schema = {"type": ["null"]}
-_NEVER: Schema = {"type": ["never"]}
-_OBJECT: Schema = {"type": ["object"]}
-_REST_KEY = "[key: string]"
-_MIXED = "Items of these types may be mixed."
 
-_SCALARS = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean"}
-_NOT_PARAMETERS = frozenset({*_SCALARS, "array", "null"})
-_BARE_KEY = re.compile(r"[\w$.@/-]+")
-_LINE_ENDS = re.compile(r"\r\n|[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]")
-_PRINTED_BARE = re.compile(r'[^"\\\x00-\x1f\x7f-\x9f\u2028\u2029]*')
-
-
+@dataclass(slots=True)
 class SizeBudget:
-    """What the tools of one request may still take, with every ``$ref`` in its place."""
+    """The size that the tools of one request may still have, with every ``$ref`` in its place."""
 
-    def __init__(self) -> None:
-        self._characters = MAX_CHARACTERS
-        self._schemas = MAX_SCHEMAS_IN_ALL
+    characters: int = MAX_CHARACTERS
+    schemas: int = MAX_SCHEMAS_IN_ALL
 
     def take(self, characters: int, schemas: int = 0) -> None:
-        """Raises ``OverflowError`` when there is not as much left."""
-        self._characters -= characters
-        self._schemas -= schemas
-        if self._characters < 0 or self._schemas < 0:
+        """Raises ``OverflowError`` when less than that is left."""
+        self.characters -= characters
+        self.schemas -= schemas
+        if self.characters < 0 or self.schemas < 0:
             raise OverflowError
 
-    @property
-    def left(self) -> tuple[int, int]:
-        """Characters and schemas that may still be taken."""
-        return self._characters, self._schemas
-
-    def declare(self, tool: Tool, text: str) -> str:
-        """``text``, the declaration of ``tool``. Raises ``RequestError`` as ``parameters``."""
-        self.take_for(tool, len(text))
-        return text
-
     def take_for(self, tool: Tool, characters: int, schemas: int = 0) -> None:
-        """Raises ``RequestError`` as ``parameters`` when there is not as much left."""
+        """Raises ``RequestError`` naming ``tool`` when less than that is left."""
         try:
             self.take(characters, schemas)
         except OverflowError as error:
@@ -103,7 +79,7 @@ class SizeBudget:
 
 
 def too_large(tool: Tool) -> RequestError:
-    """The error for tools that there is no room for."""
+    """The error for tools that exceed the budget, the last of them ``tool``."""
     problem = (
         f"with tool {quoted(tool.name)} the tools are too large: more than {MAX_CHARACTERS} "
         f"characters or {MAX_SCHEMAS_IN_ALL} schemas, with every $ref in its place"
@@ -111,11 +87,30 @@ def too_large(tool: Tool) -> RequestError:
     return RequestError(problem, param=tool.where)
 
 
-def parameters(tool: Tool, budget: SizeBudget | None = None) -> Schema | None:
-    """What is to be printed as the argument of ``tool``; ``None`` when it takes none.
+def section(namespace: str, declarations: Iterable[str], description: str = "") -> str:
+    """One namespace of the ``# Tools`` section, with its description above it."""
+    opening = f"## {namespace}\n", f"{_comment(description)}namespace {namespace} {{\n"
+    return "\n".join([*opening, *declarations, f"}} // namespace {namespace}"])
+
+
+def declaration(name: str, description: str, parameters: Type | None) -> str:
+    """The declaration of one tool, with its description above it."""
+    argument = "" if parameters is None else f"_: {parameters.text()}"
+    return f"{_comment(description)}type {name} = ({argument}) => any;\n"
+
+
+def _comment(text: str) -> str:
+    """The lines of ``text`` as comments, cut as Rust's ``str::lines`` does: at line feeds only."""
+    *ended, last = text.split("\n")
+    lines = [*(line.removesuffix("\r") for line in ended), *filter(None, [last])]
+    return "".join(f"// {line}\n" for line in lines)
+
+
+def parameters(tool: Tool, budget: SizeBudget | None = None) -> Type | None:
+    """The type of the argument of ``tool``, or ``None`` when it takes none.
 
     Raises ``RequestError`` naming the tool when its parameters are not the schema of an object, or
-    when there is no ``budget`` for them.
+    when they exceed the ``budget``.
     """
     schema: object = tool.parameters
     if schema is None:
@@ -126,96 +121,410 @@ def parameters(tool: Tool, budget: SizeBudget | None = None) -> Schema | None:
     if isinstance(schema.get("type"), str) and schema["type"] in _NOT_PARAMETERS:
         raise _invalid(tool, f"must have the type 'object', not {quoted(schema['type'])}")
     try:
-        expressed = express(schema, budget)
+        argument = replace(type_of(schema, budget), nullable=False)
     except OverflowError as error:
         raise too_large(tool) from error
-    expressed.pop("nullable", None)
-    # `any` and `object` have nothing to say of an argument.
-    shaped = "oneOf" in expressed or expressed.get("type") not in (None, _OBJECT["type"])
-    return expressed if shaped and expressed.get("properties") != {} else None
+    if isinstance(argument, Object):
+        return argument if argument.properties else None
+    says_nothing = isinstance(argument, Inline) and argument.members in (("any",), ("object",))
+    return None if says_nothing else argument
 
 
 def _invalid(tool: Tool, problem: str) -> RequestError:
     return RequestError(f"the parameters of tool {quoted(tool.name)} {problem}", param=tool.where)
 
 
-def express(schema: object, budget: SizeBudget | None = None) -> Schema:
-    """``schema`` (any JSON value) as a new schema that openai-harmony prints whole and right.
+def type_of(schema: object, budget: SizeBudget | None = None) -> Type:
+    """The type that ``schema`` (any JSON value) describes; ``any`` where it is no valid schema.
 
-    ``$ref`` is inlined, ``anyOf`` is ``oneOf``, null is ``nullable`` or a variant, ``const`` is an
-    ``enum``, ``allOf`` is merged (A9). What cannot be understood is ``{}``: printed as ``any``.
-    Never changes what it is given. Raises ``OverflowError`` when there is no ``budget`` for it, and
-    nothing else.
+    Raises ``OverflowError`` when it exceeds the ``budget``.
     """
-    return _noted(_expressed(_Reading(schema, budget or SizeBudget()).schema(schema)))
+    return _Reader(schema, budget or SizeBudget()).type()
 
 
-# --- reading: any JSON value -> a bounded tree of known, well-typed keywords without `$ref` ---
+# --- the tree of types, and its text ---
 
 
-_ROOT = frozenset({"#"})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Type(ABC):
+    """A TypeScript type, with the texts of its comments; ``default`` is JSON, not escaped."""
+
+    title: str = ""
+    description: str = ""
+    examples: tuple[str, ...] = ()
+    default: str = ""
+    nullable: bool = False
+
+    @abstractmethod
+    def text(self, indent: str = "") -> str:
+        """The type without its ``| null``; all lines but the first begin with ``indent``."""
+
+    def line(self) -> str | None:
+        """The same on one line, ``None`` when it needs more."""
+        return None
+
+    def alternatives(self) -> list[Type]:
+        """The types that this one is a union of, null the last of them."""
+        return [replace(self, nullable=False), NULL] if self.nullable else [self]
+
+    def member(self, name: str, indent: str = "") -> str:
+        """The lines of a property ``name`` of this type."""
+        above = self._above(indent, self.description)
+        return f"{above}{indent}{name}: {self._value(indent + '    ', ',', self._default())}\n"
+
+    def _value(self, indent: str, end: str, *comments: str) -> str:
+        null = " | null" if self.nullable else ""
+        beside = " ".join(filter(None, comments))
+        return f"{self.text(indent)}{null}{end}" + (f" // {beside}" if beside else "")
+
+    def _default(self) -> str:
+        return f"default: {self.default}" if self.default else ""
+
+    def _above(self, indent: str, description: str, *more: str) -> str:
+        texts = [f"{_below(self.title)}\n{indent}//"] if self.title else []
+        texts += [_below(description)] if description else []
+        texts += ["Examples:", *(f'- "{one}"' for one in self.examples)] if self.examples else []
+        return "".join(f"{indent}// {text}\n" for text in (*texts, *filter(None, more)))
 
 
-class _Reading:
-    """One walk through a schema: where references point, and how much may still be read."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inline(Type):
+    """Types that share a line: keywords, literals, tuples (``string``, ``"a" | "b"``, ``[A, B]``).
+
+    ``strings``: the values of an enum of strings. Their default is printed without quotes.
+    """
+
+    members: tuple[str, ...]
+    strings: bool = False
+
+    def text(self, indent: str = "") -> str:
+        return " | ".join(self.members)
+
+    def line(self) -> str:
+        return self.text()
+
+    def _default(self) -> str:
+        bare = self.default.removeprefix('"').removesuffix('"') if self.strings else self.default
+        return f"default: {bare}" if self.default else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Array(Type):
+    """``item[]``, of an item that is no union."""
+
+    item: Type | None = None
+
+    def text(self, indent: str = "") -> str:
+        return f"{self.item.text(indent)}[]" if self.item else "Array<any>"
+
+    def line(self) -> str | None:
+        item = self.item.line() if self.item else "any"
+        return item and f"{item}[]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Object(Type):
+    """The properties of an object by name, which has a ``?`` behind it where one is optional."""
+
+    properties: tuple[tuple[str, Type], ...]
+
+    def text(self, indent: str = "") -> str:
+        comment = f"{indent}// {_below(self.description)}\n" if self.description else ""
+        members = "".join(one.member(name, indent) for name, one in self.properties)
+        return f"{comment}{{\n{members}{indent}}}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Union(Type):
+    """Types that stand below one another, each with its comments behind it; null is one of them."""
+
+    variants: tuple[Type, ...]
+
+    def text(self, indent: str = "") -> str:
+        inner = indent + "   "
+        # Unlike a property's, such a union has the default of every variant in quotes.
+        return "".join(
+            f"\n{indent} | {one._value(inner, '', one.description, Type._default(one))}"
+            for one in self.variants
+        )
+
+    def line(self) -> str | None:
+        return _line(self.variants)
+
+    def alternatives(self) -> list[Type]:
+        return list(self.variants)
+
+    def member(self, name: str, indent: str = "") -> str:
+        """As of any type. The template has room for one description above the name, that of the
+        whole or of the first variant: both go there. An object prints its own in any case."""
+        first = self.variants[0]
+        own = isinstance(first, Object) or not self.description
+        above = _below(self.description if own else _lines(self.description, first.description))
+        beside = [one.description if one.description != above else "" for one in self.variants]
+        if above:
+            beside[0] = ""
+        shown = "" if own and above == first.description else above
+        lines = [self._above(indent, "", shown, self._default()), f"{indent}{name}:\n"]
+        for one, text in zip(self.variants, beside, strict=True):
+            lines.append(f"{indent} | {one._value(indent + '   ', '', text, one._default())}\n")
+        return "".join([*lines, f"{indent},\n"])
+
+
+ANY, NULL, NEVER, OBJECT = (Inline(members=(name,)) for name in ("any", "null", "never", "object"))
+_SCALARS = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean"}
+_NOT_PARAMETERS = frozenset({*_SCALARS, "array", "null"})
+
+
+def _line(types: Iterable[Type]) -> str | None:
+    """A union of ``types`` on one line."""
+    lines = [each.line() for one in types for each in one.alternatives()]
+    return None if None in lines else " | ".join(map(str, lines))
+
+
+def _union(types: Iterable[Type], note: str = "") -> Type:
+    """A union of ``types``, which will be described with ``note``."""
+    distinct = list(dict.fromkeys(types))
+    real = [one for one in distinct if one not in (NULL, NEVER)]
+    null = [NULL] if NULL in distinct else []
+    if not real:
+        return NULL if null else NEVER
+    if any(isinstance(one, Inline) and one.members == ANY.members for one in real):
+        return ANY  # it includes the others
+    if len(real) == 1:
+        return _nullable(real[0], note) if null else real[0]
+    return Union(variants=(*map(_on_one_line, real), *null))
+
+
+def _nullable(one: Type, note: str) -> Type:
+    """``one`` or null. The template prints no ``| null`` behind a text that has "null" in it."""
+    if isinstance(one, Union):
+        return replace(one, variants=(*one.variants, NULL))
+    if one.line() is None and "null" in note + one.member(""):
+        return Union(variants=(_on_one_line(one), NULL))
+    return replace(one, nullable=True)
+
+
+def _array_of(item: Type) -> Type:
+    """An array of ``item``. The template puts ``[]`` behind the last type of a union only."""
+    if not _is_union(item):
+        # Only an object prints its description where it stands.
+        return Array(item=item, description="" if isinstance(item, Object) else item.description)
+    line = _line([item])
+    if line is not None:
+        return Inline(members=(f"({line})[]",), description=item.description)
+    note = _lines(
+        item.description if isinstance(item, Union) else "", "Items of these types may be mixed."
+    )
+    arrays = (_on_one_line(_array_of(one)) for one in item.alternatives())
+    return Union(variants=tuple(arrays), description=note)
+
+
+def _is_union(one: Type) -> bool:
+    several = isinstance(one, Inline) and len(one.members) > 1
+    return several or one.nullable or isinstance(one, Union)
+
+
+# --- reading: any JSON value -> a type ---
+
+
+class _Node(NamedTuple):
+    """A schema that has not been read, how deep it stands, and the references that lead to it."""
+
+    value: object
+    depth: int = 0
+    refs: frozenset[str] = frozenset({"#"})
+
+
+_Layers: TypeAlias = "tuple[_Node, ...]"
+"""One schema: nodes that are laid over one another."""
+
+_Keywords: TypeAlias = "dict[str, Any]"
+"""The known keywords of one schema. Where a keyword takes schemas, its value has `_Layers`."""
+
+_NOTHING: _Keywords = {"enum": []}
+"""The schema ``false``."""
+
+
+class _Reader:
+    """Makes the type of one schema, and counts what it takes."""
 
     def __init__(self, root: object, budget: SizeBudget) -> None:
         self._root = root
         self._budget = budget
         self._left = MAX_SCHEMAS
 
-    def schema(self, value: object, depth: int = 0, refs: frozenset[str] = _ROOT) -> Schema:
-        """``value`` as a schema; ``refs`` are the references that lead here: again is recursion."""
-        self._left -= 1
+    def type(self) -> Type:
+        """The type of the whole schema."""
         self._budget.take(0, schemas=1)
+        return self._type(self._read((_Node(self._root),)))
+
+    # a schema -> its keywords
+
+    def _read(self, layers: _Layers) -> _Keywords:
+        """The keywords of ``layers``. The last one wins; properties and what is required add up."""
+        merged: _Keywords = {}
+        for own in chain.from_iterable(map(self._unfolded, layers)):
+            for key, content in own.items():
+                before = merged.get(key, ())
+                merged[key] = content
+                if before and key == "required":
+                    merged[key] = [*before, *content]
+                elif before and key == "properties":
+                    added = {name: before.get(name, ()) + one for name, one in content.items()}
+                    merged[key] = {**before, **added}
+        return merged
+
+    def _unfolded(self, node: _Node) -> Iterator[_Keywords]:
+        """The layers of a schema: its reference, its ``allOf``, its own keywords."""
+        value, depth, refs = node
+        self._left -= 1
         if value is False:
-            return {"enum": []}
+            yield _NOTHING
         if not isinstance(value, Mapping) or depth >= MAX_DEPTH or self._left < 0:
+            return
+        ref, parts = value.get("$ref"), value.get("allOf")
+        if isinstance(ref, str) and ref.startswith("#/") and ref not in refs:
+            self._budget.take(len(ref), schemas=1)
+            yield from self._unfolded(_Node(pointed(self._root, ref), depth + 1, refs | {ref}))
+        for part in parts if isinstance(parts, list) else ():
+            self._budget.take(0, schemas=1)
+            yield from self._unfolded(_Node(part, depth + 1, refs))
+        yield self._own(value, depth + 1, refs)
+
+    def _own(self, schema: Mapping[Any, Any], depth: int, refs: frozenset[str]) -> _Keywords:
+        """The known keywords of the right type; ``const`` as an enum, lists of types always."""
+
+        def layers(one: object) -> _Layers:
+            return (_Node(one, depth, refs),)
+
+        own: _Keywords = {}
+        for key, content in schema.items():
+            if key in _VALUES:
+                value = _VALUES[key](content)
+                if value is not None:
+                    self._budget.take(len(str(value)))
+                    own["enum" if key == "const" else key] = value
+            elif key in ("properties", "patternProperties") and isinstance(content, Mapping):
+                self._budget.take(sum(len(str(name)) for name in content), schemas=len(content))
+                own[key] = {clean(str(name)): layers(one) for name, one in content.items()}
+            elif key in ("items", "prefixItems", "anyOf", "oneOf") and isinstance(content, list):
+                self._budget.take(0, schemas=len(content))
+                # Draft 4 has a list in `items`.
+                own["prefixItems" if key == "items" else key] = [layers(one) for one in content]
+            elif key in ("items", "additionalProperties", "propertyNames"):
+                self._budget.take(0, schemas=1)
+                own[key] = layers(content)
+        return own
+
+    # its keywords -> its type
+
+    def _type(self, schema: _Keywords) -> Type:
+        stated = f"format: {schema['format']}" if "format" in schema else ""
+        description = _lines(schema.get("description", ""), stated)
+        one = _union(self._alternatives(schema), description)
+        notes: dict[str, Any] = {
+            key: schema[key] for key in ("title", "examples", "default") if key in schema
+        }
+        if description:
+            notes["description"] = _lines(description, one.description)
+        return replace(one, **notes) if notes else one
+
+    def _alternatives(self, schema: _Keywords) -> list[Type]:
+        """The types that ``schema`` is a union of."""
+        null = [NULL] if schema.get("nullable") else []
+        variants = schema.get("anyOf") or schema.get("oneOf")
+        if variants and not any(key in schema for key in _SHAPES):
+            base = {"type": schema["type"]} if "type" in schema else {}
+            types = (self._type({**base, **self._read(one)}) for one in variants)
+            return [*_flat(types), *null]
+        if "enum" in schema:
+            return [*_literals(schema["enum"]), *null]
+        kinds = list(dict.fromkeys(schema.get("type") or _implied(schema)))
+        shown = [kind for kind in kinds if kind != "null"]
+        if len(shown) > 1 and all(kind in _SCALARS for kind in shown):
+            scalars = Inline(members=tuple(dict.fromkeys(_SCALARS[kind] for kind in shown)))
+            return [scalars, *([NULL] if len(shown) < len(kinds) else null)]
+        return [*(self._of_kind(kind, schema) for kind in kinds), *null]
+
+    def _of_kind(self, kind: str, schema: _Keywords) -> Type:
+        if kind in _SCALARS:
+            return Inline(members=(_SCALARS[kind],))
+        if kind == "null":
+            return NULL
+        if kind == "array":
+            return self._array(schema)
+        # Some clients write `dict` or nothing at all for an object.
+        return self._object(schema) if kind == "object" or "properties" in schema else ANY
+
+    def _array(self, schema: _Keywords) -> Type:
+        """``[A, B, ...C[]]`` for a tuple that fits on a line, else an array of A, B and C."""
+        rest = self._read(schema["items"]) if "items" in schema else None
+        if "prefixItems" not in schema:
+            return Array() if rest is None else _array_of(self._type(rest))
+        items = [self._type(self._read(one)) for one in schema["prefixItems"]]
+        last = [] if rest in (None, _NOTHING) else [self._type(rest or {})]
+        lines = [_line([one]) for one in items]
+        lines += [line and f"...{line}" for line in (_line([_array_of(one)]) for one in last)]
+        if None not in lines:
+            return Inline(members=(f"[{', '.join(map(str, lines))}]",))
+        return _array_of(_union(each for one in [*items, *last] for each in one.alternatives()))
+
+    def _object(self, schema: _Keywords) -> Type:
+        required = {_key(name) for name in schema.get("required", ())}
+        properties = {
+            _key(name): one for name, one in self._properties(schema).items() if one != NEVER
+        }
+        extra = schema.get("additionalProperties")
+        additional = _NOTHING if extra is None else self._read(extra)
+        patterns = schema.get("patternProperties", {}).values()
+        if patterns or additional or not properties:  # else anything may follow, as always
+            several = [*map(self._read, patterns), additional]
+            rest = _union(_flat(map(self._type, several)))
+            key, is_required = self._rest_key(schema)
+            if key and rest != NEVER:
+                properties[key] = rest
+                required |= {key} if is_required else set()
+        if not properties and (extra is None or additional != _NOTHING):
+            return OBJECT
+        marked = ((key if key in required else f"{key}?", properties[key]) for key in properties)
+        return Object(properties=tuple(marked))
+
+    def _properties(self, schema: _Keywords) -> dict[str, Type]:
+        """The named properties: those of variants as well, as far as they do not clash.
+
+        Each variant as a whole object would repeat the object's own properties, at every level.
+        """
+        if "properties" not in schema:
             return {}
-        own = dict(self._keywords(value, depth, refs))
-        ref = value.get("$ref")
-        if not isinstance(ref, str):
-            return own
-        target = self._target(ref, depth, refs)
-        return {"allOf": [target, own]} if own else target
+        several: dict[str, list[_Layers]] = {}
+        for variant in schema.get("anyOf") or schema.get("oneOf") or ():
+            for name, layers in self._read(variant).get("properties", {}).items():
+                several.setdefault(name, []).append(layers)
+        several.update((name, [layers]) for name, layers in schema["properties"].items())
+        return {name: self._any_of(layers) for name, layers in several.items()}
 
-    def _keywords(
-        self, value: Mapping[Any, Any], depth: int, refs: frozenset[str]
-    ) -> Iterator[tuple[str, Any]]:
-        for key, content in value.items():
-            if key in _PLAIN_KEYWORDS:
-                name, read = _PLAIN_KEYWORDS[key]
-                plain = read(content)
-                if plain is not None:
-                    self._budget.take(_characters(plain[0]))
-                    yield name, plain[0]
-            elif key in _SCHEMA_KEYWORDS:
-                yield from self._nested(key, content, depth + 1, refs)
+    def _any_of(self, schemas: Iterable[_Layers]) -> Type:
+        first, *others = (self._type(self._read(one)) for one in schemas)
+        return _union(_flat([first, *others])) if any(one != first for one in others) else first
 
-    def _nested(
-        self, key: str, content: object, depth: int, refs: frozenset[str]
-    ) -> Iterator[tuple[str, Any]]:
-        if key == "items" and isinstance(content, list):
-            key = "prefixItems"  # as draft 4 spelled it
-        kind = _SCHEMA_KEYWORDS[key]
-        if kind is object:
-            yield key, self.schema(content, depth, refs)
-        elif kind is list and isinstance(content, list):
-            yield key, [self.schema(one, depth, refs) for one in content]
-        elif kind is Mapping and isinstance(content, Mapping):
-            named = content.items()
-            self._budget.take(sum(len(str(name)) for name in content))
-            yield key, {clean(str(name)): self.schema(one, depth, refs) for name, one in named}
+    def _rest_key(self, schema: _Keywords) -> tuple[str, bool]:
+        """The key of properties without a name of their own, empty when there can be none; and
+        whether it is printed without a question mark.
 
-    def _target(self, ref: str, depth: int, refs: frozenset[str]) -> Schema:
-        if ref in refs or not ref.startswith("#/"):
-            return {}
-        self._budget.take(len(ref))
-        return self.schema(pointed(self._root, ref), depth + 1, refs | {ref})
+        Names that ``propertyNames`` lists are a mapped type's: ``[key in "a" | "b"]``.
+        """
+        names = self._read(schema.get("propertyNames", ())).get("enum")
+        if names is None or "patternProperties" in schema:
+            return "[key: string]", True
+        texts = [name for name in names if isinstance(name, str)]
+        others = [name for name in texts if name not in schema.get("properties", {})]
+        listed = " | ".join(_dumps(name) for name in others)
+        key = f"[key in {listed}]" if others else ""
+        return key, set(others) <= set(schema.get("required", ()))
 
 
 def pointed(root: object, ref: str) -> object:
-    """What the JSON pointer ``#/a/b`` points to in ``root``; ``None`` when to nothing."""
+    """The value that the JSON pointer ``#/a/b`` points to in ``root``, ``None`` without one."""
     found = root
     for part in ref[2:].split("/"):
         step = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -228,26 +537,56 @@ def pointed(root: object, ref: str) -> object:
     return found
 
 
-def _text(value: object) -> tuple[str] | None:
-    return (clean(value),) if isinstance(value, str) and value.strip() else None
+def _flat(types: Iterable[Type]) -> Iterator[Type]:
+    """``types``, unions among them as their alternatives, the first of which is described."""
+    for one in types:
+        first, *others = one.alternatives()
+        yield replace(first, description=first.description or one.description)
+        yield from others
 
 
-def _texts(value: object) -> tuple[list[str]] | None:
+def _implied(schema: _Keywords) -> list[str]:
+    if any(key in schema for key in _OBJECT_KEYWORDS):
+        return ["object"]
+    return ["array"] if "items" in schema or "prefixItems" in schema else ["any"]
+
+
+def _literals(values: Sequence[Any]) -> Sequence[Type]:
+    """The values of an enum. The template prints only strings, and does not escape them."""
+    shown = [value for value in values if value is not None]
+    null = [NULL] if len(shown) < len(values) else []
+    if not shown:
+        return null or [NEVER]
+    members = tuple(_dumps(value) for value in shown)
+    strings = all(isinstance(value, str) and _UNESCAPED.fullmatch(value) for value in shown)
+    return [Inline(members=members, strings=strings), *null]
+
+
+def _key(name: str) -> str:
+    """A property's name as TypeScript, in quotes when it could be taken for something else."""
+    return name if _BARE_KEY.fullmatch(name) else _dumps(name)
+
+
+# --- values of keywords: None when they have the wrong type ---
+
+
+def _text(value: object) -> str | None:
+    return clean(value) if isinstance(value, str) and value.strip() else None
+
+
+def _texts(value: object) -> list[str] | None:
     if not isinstance(value, list):
         return None
-    return ([clean(one) for one in value if isinstance(one, str)],)
+    return [clean(one) for one in value if isinstance(one, str)]
 
 
-def _types(value: object) -> tuple[list[str]] | None:
-    return ([value],) if isinstance(value, str) else _texts(value)
-
-
-def _values(value: object) -> tuple[list[Any]] | None:
-    return ([_plain(one) for one in value],) if isinstance(value, list) else None
+def _examples(value: object) -> tuple[str, ...] | None:
+    texts = _texts(value)
+    return None if texts is None else tuple(_LINE_ENDS.sub(_ESCAPED, one) for one in texts)
 
 
 def _plain(value: object, depth: int = 0) -> Any:
-    """A JSON value that openai-harmony's JSON parser accepts: shallow, its numbers of 64 bits."""
+    """A JSON value with numbers of 64 bits and ``MAX_VALUE_DEPTH`` levels."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, (int, float)):
@@ -262,371 +601,69 @@ def _plain(value: object, depth: int = 0) -> Any:
     return None
 
 
-def _characters(value: object) -> int:
-    """Of a JSON value, about."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(len(key) + _characters(one) for key, one in value.items())
-    return sum(1 + _characters(one) for one in value) if isinstance(value, list) else 1
+def _default(value: object) -> str:
+    plain = _plain(value)
+    return f'"{_LINE_ENDS.sub(_ESCAPED, plain)}"' if isinstance(plain, str) else _json(plain)
 
 
-_Reader: TypeAlias = "Callable[[object], tuple[Any] | None]"
-
-_PLAIN_KEYWORDS: dict[str, tuple[str, _Reader]] = {
-    "type": ("type", _types),
-    "enum": ("enum", _values),
-    "const": ("enum", lambda value: ([_plain(value)],)),
-    "required": ("required", _texts),
-    "title": ("title", _text),
-    "description": ("description", _text),
-    "format": ("format", _text),
-    "examples": ("examples", _texts),
-    "default": ("default", lambda value: (_plain(value),)),
-    "nullable": ("nullable", lambda value: (value is True,)),
-}
-"""Keyword -> the keyword it is kept as, and its reader: a 1-tuple, or None to leave it out."""
-
-_SCHEMA_KEYWORDS: dict[str, type] = {
-    "properties": Mapping,
-    "patternProperties": Mapping,
-    "additionalProperties": object,
-    "propertyNames": object,
-    "items": object,
-    "prefixItems": list,
-    "anyOf": list,
-    "oneOf": list,
-    "allOf": list,
+_VALUES: dict[str, Callable[[object], Any]] = {
+    "type": lambda value: [value] if isinstance(value, str) else _texts(value),
+    "enum": lambda value: [*map(_plain, value)] if isinstance(value, list) else None,
+    "const": lambda value: [_plain(value)],
+    "required": _texts,
+    "title": _text,
+    "description": _text,
+    "format": _text,
+    "examples": _examples,
+    "default": _default,
+    "nullable": lambda value: value is True,
 }
 
-_NOTES = ("title", "description", "examples", "default")
-_SHAPES = (
-    "enum",
-    "properties",
-    "patternProperties",
-    "items",
-    "prefixItems",
-    "additionalProperties",
-)
+_OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties")
+_SHAPES = ("enum", "items", "prefixItems", *_OBJECT_KEYWORDS)
 
 
-# --- merging: `allOf` and what stands beside it ---
+# --- texts ---
 
+_BARE_KEY = re.compile(r"[\w$.@/-]+")
+_LINE_ENDS = re.compile(r"\r\n|[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]")
+_UNESCAPED = re.compile(r'[^"\\\x00-\x1f\x7f-\x9f\u2028\u2029]*')
+_ESCAPED = r"\\n"
+_dumps = json.JSONEncoder(ensure_ascii=False).encode
 
-def _merged(schema: Schema) -> Schema:
-    """``schema`` with every ``allOf`` in it laid over one another; the outermost keyword wins."""
-    if "allOf" not in schema:
-        return schema
-    own = {key: value for key, value in schema.items() if key != "allOf"}
-    merged: Schema = {}
-    for part in [*map(_merged, schema["allOf"]), own]:
-        merged = _laid_over(merged, part)
-    return merged
 
-
-def _laid_over(base: Schema, top: Schema) -> Schema:
-    both = {**base, **top}
-    if "properties" in base and "properties" in top:
-        both["properties"] = _all_properties(base["properties"], top["properties"])
-    if "required" in base and "required" in top:
-        both["required"] = [*base["required"], *top["required"]]
-    return both
-
-
-def _all_properties(
-    base: Mapping[str, Schema], top: Mapping[str, Schema], combine: str = "allOf"
-) -> dict[str, Schema]:
-    both = dict(base)
-    for name, schema in top.items():
-        both[name] = _combined(combine, both[name], schema) if name in both else schema
-    return both
-
-
-def _combined(keyword: str, first: Schema, second: Schema) -> Schema:
-    """Two schemas of one property; flat, however many there are, so that depth stays bounded."""
-    if first == second:
-        return first
-    known = first[keyword] if set(first) == {keyword} else [first]
-    return {keyword: [*known, second]}
-
-
-# --- expressing: one merged schema -> what openai-harmony prints ---
-
-
-def _expressed(schema: Schema) -> Schema:
-    schema = _merged(schema)
-    notes = {key: schema[key] for key in _NOTES if key in schema}
-    if "format" in schema:
-        notes["description"] = _lines(notes.get("description"), f"format: {schema['format']}")
-    form = _union(_forms(schema), notes.get("description", ""))
-    if "description" in form and "description" in notes:
-        notes["description"] = _lines(notes["description"], form["description"])
-    return {**form, **notes}
-
-
-def _forms(schema: Schema) -> list[Schema]:
-    """The alternatives that ``schema`` stands for; each is expressed, and null is its own."""
-    null = [_NULL] if schema.get("nullable") else []
-    variants = schema.get("anyOf") or schema.get("oneOf")
-    if variants and "properties" in schema:
-        return [*_typed(_widened(schema, variants)), *null]
-    if variants and not any(key in schema for key in _SHAPES):
-        kind = {"type": schema["type"]} if "type" in schema else {}
-        return [*(form for one in variants for form in _variant({**kind, **_merged(one)})), *null]
-    return [*_typed(schema), *null]
-
-
-def _widened(schema: Schema, variants: Iterable[Schema]) -> Schema:
-    """An object with the properties of its variants beside its own, as far as those do not clash.
-
-    Each variant as a whole object would repeat the object's own properties, at every level again.
-    """
-    added: dict[str, Schema] = {}
-    for variant in map(_merged, variants):
-        added = _all_properties(added, variant.get("properties", {}), "anyOf")
-    return {**schema, "properties": {**added, **schema["properties"]}}
-
-
-def _variant(schema: Schema) -> list[Schema]:
-    """The alternatives of one variant: a union in a union is one union."""
-    whole = _expressed(schema)
-    flat = _alternatives(whole)
-    if len(flat) > 1 and "description" in whole:
-        flat[0] = {"description": whole["description"], **flat[0]}
-    return flat
-
-
-def _alternatives(form: Schema) -> list[Schema]:
-    if "oneOf" in form:
-        return list(form["oneOf"])
-    if "nullable" in form:
-        return [{key: value for key, value in form.items() if key != "nullable"}, _NULL]
-    return [form]
-
-
-def _typed(schema: Schema) -> list[Schema]:
-    """The alternatives of a schema that has no variants: by its values, or else by its types."""
-    if "enum" in schema:
-        return _literals(schema["enum"])
-    types = list(dict.fromkeys(schema.get("type") or _implied(schema)))
-    shown = [kind for kind in types if kind != "null"]
-    if len(shown) > 1 and all(kind in _SCALARS for kind in shown):
-        null = [_NULL] if len(shown) < len(types) else []
-        return [{"type": list(dict.fromkeys(_SCALARS[kind] for kind in shown))}, *null]
-    return [_of_type(kind, schema) for kind in types]
-
-
-def _implied(schema: Schema) -> list[str]:
-    if any(key in schema for key in ("properties", "patternProperties", "additionalProperties")):
-        return ["object"]
-    return ["array"] if "items" in schema or "prefixItems" in schema else ["any"]
-
-
-def _of_type(kind: str, schema: Schema) -> Schema:
-    if kind in _SCALARS:
-        return {"type": kind}
-    if kind == "null":
-        return _NULL
-    if kind == "array":
-        return _array(schema)
-    # Some clients write `dict` or nothing at all for an object.
-    return _object(schema) if kind == "object" or "properties" in schema else {}
-
-
-def _literals(values: Sequence[Any]) -> list[Schema]:
-    """An enum: strings as openai-harmony prints them; it drops anything else, so that is a type."""
-    shown = [value for value in values if value is not None]
-    null = [_NULL] if len(shown) < len(values) else []
-    if not shown:
-        return null or [_NEVER]
-    if all(isinstance(value, str) and _PRINTED_BARE.fullmatch(value) for value in shown):
-        return [{"type": "string", "enum": shown}, *null]
-    return [{"type": [json.dumps(value, ensure_ascii=False) for value in shown]}, *null]
-
-
-def _union(forms: Iterable[Schema], note: str = "") -> Schema:
-    """Alternatives as one schema. Null is ``nullable`` where that is printed, else a variant.
-
-    ``note`` is what the whole will be described with.
-    """
-    distinct = list({json.dumps(form): form for form in forms}.values())
-    null = _NULL in distinct
-    real = [form for form in distinct if form not in (_NULL, _NEVER)]
-    if not real:
-        return dict(_NULL if null else _NEVER)
-    if any("type" not in form and "oneOf" not in form for form in real):
-        return {}  # `any` takes in everything beside it
-    if len(real) == 1:
-        return _nullable(real[0], note) if null else real[0]
-    return {"oneOf": [*map(_trailing, real), *([_NULL] if null else [])]}
-
-
-def _nullable(form: Schema, note: str) -> Schema:
-    """``form`` or null. openai-harmony leaves ``| null`` out where it already reads "null"."""
-    if "oneOf" in form:
-        return {**form, "oneOf": [*form["oneOf"], _NULL]}
-    if "null" not in json.dumps(form) + note:
-        return {**form, "nullable": True}
-    line = _line(form)
-    if line is not None:
-        return {**form, "type": [line, "null"]}
-    return {"oneOf": [_trailing(form), _NULL]}
-
-
-# --- arrays and objects ---
-
-
-def _array(schema: Schema) -> Schema:
-    if "prefixItems" in schema:
-        return _tuple([_expressed(one) for one in schema["prefixItems"]], schema.get("items"))
-    return _array_of(_expressed(schema["items"])) if "items" in schema else {"type": "array"}
-
-
-def _tuple(items: list[Schema], rest: Schema | None) -> Schema:
-    """``[A, B, ...C[]]`` when that fits a line, else an array of A, B and C."""
-    last = [] if rest in (None, {"enum": []}) else [_expressed(rest or {})]
-    lines = [_line(one) for one in items]
-    spread = [_line(_array_of(one)) for one in last]
-    printed = [*lines, *(line and f"...{line}" for line in spread)]
-    if all(printed):
-        return {"type": [f"[{', '.join(map(str, printed))}]"]}
-    return _array_of(_union(form for one in [*items, *last] for form in _alternatives(one)))
-
-
-def _array_of(item: Schema) -> Schema:
-    """An array of ``item``. The template puts ``[]`` behind the last type of a union only."""
-    if not _is_union(item):
-        return {"type": "array", "items": _noted(item), **_hoisted(item)}
-    line = _line(item)
-    if line is not None:
-        return {"type": [f"({line})[]"], **_hoisted(item)}
-    arrays = [_array_of(one) for one in _alternatives(item)]
-    note = _lines(item.get("description") if "oneOf" in item else None, _MIXED)
-    return {"oneOf": [_trailing(one) for one in arrays], "description": note}
-
-
-def _is_union(form: Schema) -> bool:
-    kind = form.get("type")
-    several = (kind if isinstance(kind, list) else form.get("enum", ()))[1:]
-    return "oneOf" in form or "nullable" in form or bool(several)
-
-
-def _hoisted(item: Schema) -> Schema:
-    """The description of an item, for its array: only an object prints its own."""
-    if "description" not in item or item.get("type") == "object":
-        return {}
-    return {"description": item["description"]}
-
-
-def _object(schema: Schema) -> Schema:
-    properties = {
-        _key(name): one
-        for name, value in schema.get("properties", {}).items()
-        if (one := _expressed(value)) != _NEVER
-    }
-    required = [_key(name) for name in schema.get("required", ())]
-    rest_key, is_required = _rest_key(schema)
-    rest = _rest(schema, bool(properties))
-    if rest is not None and rest_key:
-        properties[rest_key] = rest
-        required += [rest_key] if is_required else []
-    if not properties and schema.get("additionalProperties") != {"enum": []}:
-        return dict(_OBJECT)
-    printed = {name: _noted(value) for name, value in properties.items()}
-    return {"type": "object", "properties": printed, "required": required}
-
-
-def _rest_key(schema: Schema) -> tuple[str, bool]:
-    """The key of properties without a name of their own, empty when there can be none; and whether
-    it is printed without a question mark.
-
-    Names that ``propertyNames`` lists are a mapped type's: ``[key in "a" | "b"]``.
-    """
-    names = _merged(schema.get("propertyNames", {})).get("enum")
-    if names is None or "patternProperties" in schema:
-        return _REST_KEY, True
-    texts = [name for name in names if isinstance(name, str)]
-    others = [name for name in texts if name not in schema.get("properties", {})]
-    listed = " | ".join(json.dumps(name, ensure_ascii=False) for name in others)
-    key = f"[key in {listed}]" if others else ""
-    return key, set(others) <= set(schema.get("required", ()))
-
-
-def _rest(schema: Schema, has_properties: bool) -> Schema | None:
-    """What properties without a name of their own may be; ``None`` when there is nothing to say."""
-    additional = schema.get("additionalProperties", {"enum": []})
-    named = list(schema.get("patternProperties", {}).values())
-    if additional == {} and not named and has_properties:
-        return None
-    rest = _expressed({"anyOf": [*named, additional]})
-    return None if rest == _NEVER else rest
-
-
-def _key(name: str) -> str:
-    """A property's name as TypeScript: in quotes when it could be taken for something else."""
-    return name if _BARE_KEY.fullmatch(name) else json.dumps(name, ensure_ascii=False)
-
-
-def _line(form: Schema) -> str | None:
-    """``form`` as TypeScript on one line, when it fits there without losing a comment."""
-    parts = [_member(one) for one in _alternatives(form)]
-    return None if None in parts else " | ".join(map(str, parts))
-
-
-def _member(form: Schema) -> str | None:
-    if "oneOf" in form or form.get("type") == "object":
-        return None
-    if form.get("type") == "array":
-        item = _line(form["items"]) if "items" in form else "any"
-        return item and f"{item}[]"
-    if "enum" in form and form["type"] == "string":
-        return " | ".join(f'"{value}"' for value in form["enum"])
-    kind = form.get("type", "any")
-    return " | ".join(kind) if isinstance(kind, list) else _SCALARS.get(kind, "any")
-
-
-# --- comments: openai-harmony prints texts as they are, behind one `//` ---
-
-
-def _lines(*texts: str | None) -> str:
+def _lines(*texts: str) -> str:
     """Texts below one another, each once."""
-    return "\n".join(dict.fromkeys(text for text in texts if text))
+    return "\n".join(dict.fromkeys(filter(None, texts)))
 
 
-def _noted(form: Schema) -> Schema:
-    """``form`` where its description stands above it: each line of it a comment."""
-    if "oneOf" in form:
-        form = _with_first_note(form)
-    return _commented(form, "\n// ")
+def _below(text: str) -> str:
+    """A text behind ``// ``, each of its further lines a comment of its own below it."""
+    return _LINE_ENDS.sub("\n// ", text)
 
 
-def _trailing(form: Schema) -> Schema:
-    """``form`` as a variant: its description stands behind it, so it has to be one line."""
-    return _commented(form, " ")
+def _on_one_line(one: Type) -> Type:
+    """A variant of a union: its description follows it."""
+    return replace(one, description=_LINE_ENDS.sub(" ", one.description))
 
 
-def _commented(form: Schema, joint: str) -> Schema:
-    shown = [key for key in ("title", "description") if key in form]
-    texts: Schema = {key: _joined(form[key], joint) for key in shown}
-    if isinstance(form.get("default"), str):
-        texts["default"] = _joined(form["default"], "\\n")
-    if "examples" in form:
-        texts["examples"] = [_joined(one, "\\n") for one in form["examples"]]
-    return {**form, **texts}
+def _json(value: Any) -> str:
+    """Compact, with numbers as Rust's serde_json writes them."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_json(key)}:{_json(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_json, value)) + "]"
+    if isinstance(value, float):
+        return _float(value)
+    return _dumps(value)
 
 
-def _joined(text: str, joint: str) -> str:
-    return joint.join(_LINE_ENDS.split(text))
-
-
-def _with_first_note(form: Schema) -> Schema:
-    """The template leaves out the first variant's description below one of the whole: put it there.
-
-    Of two equal ones it prints neither. An object prints its own in any case.
-    """
-    first, *others = form["oneOf"]
-    if "description" not in form or "description" not in first or first.get("type") == "object":
-        return form
-    bare = {key: value for key, value in first.items() if key != "description"}
-    description = _lines(form["description"], first["description"])
-    return {**form, "oneOf": [bare, *others], "description": description}
+def _float(value: float) -> str:
+    """``1e-05`` is ``0.00001`` and ``1e+16`` is ``1e16``."""
+    digits, exponential, power = repr(value).partition("e")
+    if not exponential:
+        return digits
+    if power == "-05":
+        sign, digits = ("-", digits[1:]) if digits.startswith("-") else ("", digits)
+        return f"{sign}0.0000{digits.replace('.', '')}"
+    return f"{digits}e{int(power)}"
