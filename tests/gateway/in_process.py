@@ -74,7 +74,8 @@ class Watched(Gateway):
     ) -> None:
         specs = tuple(Spec(url) for _, url in engines)
         keys = (("test", key),) if key else ()
-        values: dict[str, Any] = {"most_tokens": 1000, "max_tokens": 1000, **settings}
+        limits = {"max_output_tokens": 1000, "default_max_output_tokens": 1000}
+        values: dict[str, Any] = {**limits, **settings}
         super().__init__(GatewaySettings(engines=specs, model=MODEL, keys=keys, **values), rule)
         for backend, (fake, url) in zip(self.fleet.backends, engines, strict=True):
             backend.found(engine_at(url, fake.kind))

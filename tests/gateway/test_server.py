@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -490,26 +490,70 @@ GIVEN = {"engines": ["http://a"], "model": "m"}
         ({"engines": ["http://a"]}, "--model is missing"),
         ({**GIVEN, "engines": ["a:8000"]}, "is not a URL"),
         ({**GIVEN, "engines": ["tgi=http://a"]}, "is not one of vllm"),
-        ({**GIVEN, "engines": ["http://a", "vllm=http://a/"]}, "http://a is there twice"),
+        ({**GIVEN, "engines": ["http://a", "vllm=http://a/"]}, "http://a is given twice"),
         ({**GIVEN, "port": "many"}, "--port: 'many' is not a whole number"),
         ({**GIVEN, "port": "70000"}, "from 0 to 65535"),
-        ({**GIVEN, "drain": "-1"}, "--drain"),
+        ({**GIVEN, "shutdown_grace": "-1"}, "--shutdown-grace"),
         ({**GIVEN, "reasoning_effort": "much"}, "--reasoning-effort: 'much' is not one of"),
         ({**GIVEN, "builtin_tools": ["shell"]}, "--builtin-tool"),
         ({**GIVEN, "keys": ["a=12345678", "b= 12345678"]}, "two names have the same key"),
-        ({**GIVEN, "keys": ["ké345678"]}, "key 1 is no ASCII text"),
-        ({**GIVEN, "keys": {"a": 12345678}}, "the key of 'a' is no ASCII text"),
+        ({**GIVEN, "keys": ["ké345678"]}, "key 1 is not printable ASCII"),
+        ({**GIVEN, "keys": {"a": 12345678}}, "the key of 'a' is not printable ASCII"),
         ({**GIVEN, "keys": ["12345678", "1234567"]}, "key 2 is shorter than 8 characters"),
         ({**GIVEN, "keys": ["a========"]}, "key 1 is shorter than 8 characters"),
         ({**GIVEN, "keys": ["production="]}, "key 1 is a name without a key"),
-        ({**GIVEN, "keys": []}, "no key is given"),
-        ({**GIVEN, "keys": {}}, "no key is given"),
-        ({**GIVEN, "keys": ""}, "--key: this str is not a list"),
+        ({**GIVEN, "keys": []}, "the list is empty"),
+        ({**GIVEN, "keys": {}}, "the list is empty"),
+        ({**GIVEN, "keys": ""}, "--key: a value of type str is not a list"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(flags: dict[str, Any], said: str) -> None:
     with pytest.raises(HostError, match=said):
         load(flags, {})
+
+
+FORMER = {"drain": "5", "max_tokens": "100", "most_tokens": "200"}
+PRESENT = {"shutdown_grace": 5.0, "default_max_output_tokens": 100, "max_output_tokens": 200}
+
+
+@pytest.mark.parametrize(
+    ("source", "spelled"),
+    [
+        ("flags", lambda name: f"--{name.replace('_', '-')}"),
+        ("environment", lambda name: f"{PREFIX}{name.upper()}"),
+        ("file", str),
+    ],
+)
+def test_a_former_name_still_works_and_a_warning_names_the_present_one(
+    source: str,
+    spelled: Callable[[str], str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = tmp_path / "gateway.toml"
+    lines = FORMER.items() if source == "file" else ()
+    file.write_text("".join(f"{name} = {value}\n" for name, value in lines))
+    flags = {**GIVEN, **(FORMER if source == "flags" else {})}
+    environment = {
+        PREFIX + name.upper(): value
+        for name, value in (FORMER.items() if source == "environment" else ())
+    }
+    read = load(flags, environment, str(file))
+    assert {name: getattr(read, name) for name in PRESENT} == PRESENT
+    for old, new in zip(FORMER, PRESENT, strict=True):
+        assert f"{spelled(old)} is now called {spelled(new)}; the old name" in caplog.text
+    if source != "flags":  # flags override, whichever name a source uses
+        assert load({**flags, "shutdown_grace": "7"}, environment, str(file)).shutdown_grace == 7
+
+
+def test_a_setting_under_both_names_is_refused() -> None:
+    with pytest.raises(HostError, match="--drain is the former name of --shutdown-grace"):
+        load({**GIVEN, "drain": "5", "shutdown_grace": "6"}, {})
+
+
+def test_present_names_are_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    load({**GIVEN, "shutdown_grace": "6", "max_output_tokens": "9"}, {})
+    assert not caplog.records
 
 
 BASE64 = "MDEyMzQ1Njc4OWFiY2RlZg=="
@@ -535,18 +579,24 @@ SECRET = "s3cret-9f2e"
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"keys": SECRET}, "--key: this str is not a list"),
+        ({"keys": SECRET}, "--key: a value of type str is not a list"),
         ({"keys": [f"a-{SECRET}="]}, "key 1 is a name without a key"),
         ({"keys": {"a": [SECRET]}}, "the key of 'a'"),
-        ({"engine_key": [SECRET]}, "--engine-key: this list is not a string"),
-        ({"engines": {"url": "http://a", "key": SECRET}}, "--engine: this dict is not a list"),
+        ({"engine_key": [SECRET]}, "--engine-key: a value of type list is not a string"),
+        (
+            {"engines": {"url": "http://a", "key": SECRET}},
+            "--engine: a value of type dict is not a list",
+        ),
         (
             {"engines": [{"url": "http://a", "key": SECRET, "knd": "vllm"}]},
             "--engine: 'knd' is not one of url, kind, key",
         ),
-        ({"engines": [{"url": "http://a", "key": [SECRET]}]}, "the key of an engine is a string"),
-        ({"engines": [f"http://me:{SECRET}@a:8000"]}, "no user, query or fragment"),
-        ({"engines": [f"http://a:8000/?key={SECRET}"]}, "no user, query or fragment"),
+        (
+            {"engines": [{"url": "http://a", "key": [SECRET]}]},
+            "the key of an engine must be a string",
+        ),
+        ({"engines": [f"http://me:{SECRET}@a:8000"]}, "must have no user, query or fragment"),
+        ({"engines": [f"http://a:8000/?key={SECRET}"]}, "must have no user, query or fragment"),
         ({"engines": [f"me:{SECRET}@a:8000"]}, "'a:8000' is not a URL"),
         ({"engines": [f"http://me:{SECRET}@a:many"]}, "'a:many' is not a URL"),
     ],
@@ -561,14 +611,14 @@ def test_no_message_says_a_key(flags: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("KEY", SECRET, f"^{PREFIX}KEY is no setting; {PREFIX}KEYS is meant$"),
-        ("ENGINE", "http://a", f"{PREFIX}ENGINES is meant"),
-        ("BUILTIN_TOOL", "python", f"{PREFIX}BUILTIN_TOOLS is meant"),
-        ("RATELIMIT", "5", f"{PREFIX}RATE_LIMIT is meant"),
-        ("CONFG", "gateway.toml", f"{PREFIX}CONFIG is meant"),
-        ("COLOUR", "red", f"^{PREFIX}COLOUR is no setting$"),
-        ("KEYS", "", "--key: no key is given"),
-        ("KEYS", " ,", "--key: no key is given"),
+        ("KEY", SECRET, rf"^{PREFIX}KEY is not a setting; did you mean {PREFIX}KEYS\?$"),
+        ("ENGINE", "http://a", f"did you mean {PREFIX}ENGINES"),
+        ("BUILTIN_TOOL", "python", f"did you mean {PREFIX}BUILTIN_TOOLS"),
+        ("RATELIMIT", "5", f"did you mean {PREFIX}RATE_LIMIT"),
+        ("CONFG", "gateway.toml", f"did you mean {PREFIX}CONFIG"),
+        ("COLOUR", "red", f"^{PREFIX}COLOUR is not a setting$"),
+        ("KEYS", "", "--key: the list is empty"),
+        ("KEYS", " ,", "--key: the list is empty"),
     ],
 )
 def test_a_variable_that_would_do_nothing_is_refused(name: str, value: str, said: str) -> None:
@@ -594,7 +644,10 @@ def test_variables_that_kubernetes_sets_for_a_service_are_none_of_ours() -> None
 
 def test_a_file_that_cannot_be_is_named(tmp_path: Path) -> None:
     file = tmp_path / "gateway.toml"
-    for content, said in (("model = ", "is not TOML"), ('modle = "m"', "modle is no setting")):
+    for content, said in (
+        ("model = ", "is not TOML"),
+        ('modle = "m"', "modle is not a setting; did you mean model"),
+    ):
         file.write_text(content)
         with pytest.raises(HostError, match=said):
             load({}, {}, str(file))

@@ -1,6 +1,6 @@
-"""gateway: the front end without vllm-mlx, over vLLM, SGLang, llama.cpp or another vllm-mlx.
+"""gateway: the front end over vLLM, SGLang, llama.cpp or another vllm-mlx.
 
-Knows its flags, which are the fields of the settings. Refuses to know what they do (`gateway`).
+Its flags are generated from the fields of ``GatewaySettings``.
 """
 
 from __future__ import annotations
@@ -15,42 +15,68 @@ from typing import Any
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core.errors import HostError
 
+EXAMPLES = """\
+examples:
+  vllm-mlx-harmony gateway --engine http://gpu:8000 --model openai/gpt-oss-120b --port 8080
+  vllm-mlx-harmony gateway --engine http://gpu-1:8000 --engine http://gpu-2:8000 \\
+      --model openai/gpt-oss-120b --host 0.0.0.0 --key alice=$ALICE_KEY --key ci=$CI_KEY
+  vllm-mlx-harmony gateway --config gateway.toml
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each setting; none has a default, so that the environment and a file count."""
-    from vllm_mlx_harmony.gateway.settings import PREFIX, REPEATABLE, GatewaySettings, flag
+Every setting is also an environment variable (--rate-limit: VLLM_MLX_HARMONY_GATEWAY_RATE_LIMIT)
+and a line of the TOML file (rate_limit = 600). Flags override variables, and variables override
+the file. SIGHUP reloads the file.
+"""
 
-    parser.add_argument("--config", metavar="FILE.toml", help=f"settings; or {PREFIX}CONFIG")
+
+def parser() -> argparse.ArgumentParser:
+    """One flag for each setting, without defaults: variables and the file come before those."""
+    from vllm_mlx_harmony.gateway.settings import (
+        PREFIX,
+        RENAMED,
+        REPEATABLE,
+        GatewaySettings,
+        flag,
+    )
+
+    made = argparse.ArgumentParser(
+        prog="vllm-mlx-harmony gateway",
+        description="Serves Chat Completions, Responses and Messages for gpt-oss, using engines\n"
+        "that accept and return token ids.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--config", metavar="FILE", help=f"TOML file of settings; or {PREFIX}CONFIG")
+    groups: dict[str, Any] = {}
     for each in fields(GatewaySettings):
-        about = each.metadata["help"]
+        title, about = each.metadata["group"], each.metadata["help"]
+        if title not in groups:
+            groups[title] = made.add_argument_group(title)
         if each.default not in (MISSING, None, "", ()):
             about += f" (default: {each.default})"
         repeatable: dict[str, Any] = {"action": "append"} if each.name in REPEATABLE else {}
-        name = flag(each.name)
-        metavar = name.removeprefix("--").replace("-", "_").upper()
-        parser.add_argument(name, dest=each.name, metavar=metavar, help=about, **repeatable)
+        metavar = each.metadata["metavar"]
+        groups[title].add_argument(
+            flag(each.name), dest=each.name, metavar=metavar, help=about, **repeatable
+        )
+    for old in RENAMED:
+        made.add_argument(flag(old), dest=old, help=argparse.SUPPRESS)
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until it is told to end. Raises ``UsageError`` for settings that cannot be."""
-    parser = argparse.ArgumentParser(
-        prog="vllm-mlx-harmony gateway",
-        description="Chat Completions, Responses and Messages for gpt-oss, in front of engines "
-        "that take and give token ids. Every flag is also a variable and a line of the file.",
-    )
-    add_flags(parser)
-    parsed = parser.parse_args(arguments)
+    """Serves until SIGTERM or SIGINT. Raises ``UsageError`` for invalid settings."""
+    parsed = parser().parse_args(arguments)
     from vllm_mlx_harmony.gateway import app
     from vllm_mlx_harmony.gateway.settings import load
     from vllm_mlx_harmony.server import defaults
     from vllm_mlx_harmony.server.responses.store import server_store
 
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     flags = {name: value for name, value in vars(parsed).items() if name != "config"}
     try:
         settings = load(flags, file=parsed.config)
-        defaults.read(settings.template_options)  # every request reads them again
-        server_store()  # which is to be there before anybody asks for something
+        defaults.read(settings.template_options)  # so that a wrong variable fails now
+        server_store()  # opened here, so that it fails here
     except HostError as error:
         raise UsageError(error.message) from error
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     return app.run(settings, partial(load, flags, file=parsed.config))

@@ -71,7 +71,7 @@ TICK = 0.1
 PROBE_SECONDS = 5.0
 """In which an engine has to say that it is well."""
 
-AT_THE_START = ("model", "host", "port", "mcp_config", "drain", "log_level")
+AT_THE_START = ("model", "host", "port", "mcp_config", "shutdown_grace", "log_level")
 """Settings that a reload leaves as they are."""
 
 _TRANSPORT = "vllm_mlx_harmony.transport"
@@ -156,11 +156,10 @@ class Gateway:
     def max_tokens(self, asked: int | None) -> int:
         """See ``Host``."""
         if asked is None:
-            return self.settings.max_tokens
-        if asked > self.settings.most_tokens:
-            raise HTTPException(
-                400, f"max_tokens exceeds server limit ({self.settings.most_tokens})"
-            )
+            return self.settings.default_max_output_tokens
+        limit = self.settings.max_output_tokens
+        if asked > limit:
+            raise HTTPException(400, f"max_tokens exceeds server limit ({limit})")
         return asked
 
     @property
@@ -474,16 +473,16 @@ def run(settings: GatewaySettings, reload: Reload | None = None) -> int:
             settings.host,
             settings.port,
         )
-    server = _server(settings.drain)(config)
+    server = _server(settings.shutdown_grace)(config)
     server.run()
     return 0 if server.started else 1
 
 
-def _server(drain: float) -> type[uvicorn.Server]:
-    """uvicorn's server, which lets answers end: ``drain`` seconds at most."""
+def _server(grace: float) -> type[uvicorn.Server]:
+    """uvicorn's server, which gives running requests ``grace`` seconds to finish."""
 
     class Draining(uvicorn.Server):  # type: ignore[misc]  # no stubs are read for uvicorn
-        shutdown = gracefully(uvicorn.Server.shutdown, lambda: drain)
+        shutdown = gracefully(uvicorn.Server.shutdown, lambda: grace)
         handle_exit = at_once(uvicorn.Server.handle_exit)
 
     return Draining

@@ -1,24 +1,29 @@
-"""What a gateway is started with: flags, over the environment, over one TOML file, over defaults.
+"""The settings of a gateway, from flags, environment variables and one TOML file.
 
-Every setting has one name: ``rate_limit`` is ``--rate-limit``, ``rate_limit = …`` in the file, and
-``VLLM_MLX_HARMONY_GATEWAY_RATE_LIMIT``. Lists are comma-separated in the environment. Those of the
-front end itself (grammars, reasoning budgets, replay, storage) are its own variables, as on
-vllm-mlx: docs/api.md.
+Flags override variables, and variables override the file. A setting has one name: ``rate_limit`` is
+``--rate-limit``, ``rate_limit = …`` in the file, and ``VLLM_MLX_HARMONY_GATEWAY_RATE_LIMIT``. Lists
+are comma-separated in variables. What the front end shares with vllm-mlx (grammars, reasoning
+budgets, replay, storage) is configured by the variables in docs/api.md.
 
 ```toml
 model = "openai/gpt-oss-120b"
-keys = { alice = "…", ci = "…" }      # names are for this file alone; each key is a tenant
-rate_limit = 600                      # requests per minute and key
+keys = { alice = "…", ci = "…" }      # each key is a tenant; clients never see the names
+rate_limit = 600                      # requests per minute for each key
 
 [[engines]]
 url = "http://gpu-1:8000"
-kind = "vllm"                         # asked for where it is not given
-key = "…"                             # the engine's own
+kind = "vllm"                         # detected if omitted
+key = "…"                             # the API key that this engine requires
 ```
+
+Why this is not pydantic-settings: a value that is rejected may be a key, so no message may quote
+it; a misspelt variable must end the start, except those that Kubernetes sets under our prefix; and
+messages name the flag. All three would have to be written around it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -41,76 +46,126 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+logger = logging.getLogger("vllm_mlx_harmony")
+
 _Read: TypeAlias = Callable[[str, Any], Any]
-"""Reads a value of the setting with this name. Raises ``HostError``."""
+"""Validates and converts the value of the named setting. Raises ``HostError``."""
 
 PREFIX = "VLLM_MLX_HARMONY_GATEWAY_"
-"""Of environment variables; ``…CONFIG`` names the file."""
+"""The prefix of environment variables; ``…CONFIG`` is the path of the file."""
 
 _KUBERNETES = re.compile(r"SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?")
-"""What Kubernetes sets in every container for a service called ``vllm-mlx-harmony-gateway``
-(https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables); of these
-``PORT`` is ours as well, unless it is a URL."""
+"""The variables that Kubernetes sets in every container for a service that is called
+``vllm-mlx-harmony-gateway``. ``PORT`` among them is also our setting, unless its value is a URL.
+https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables"""
 
 SHORTEST_KEY = 8
-"""Characters: a shorter API key is soon guessed."""
+"""Characters: a shorter API key is easily guessed."""
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+ENGINES, SERVER, ACCESS = "engines", "server", "access"
+GENERATION, TOOLS, LOGS = "generation", "tools", "logs"
+"""The groups of ``--help``."""
+
+
+def _about(group: str, metavar: str, text: str) -> dict[str, str]:
+    """The metadata that ``--help`` is generated from."""
+    return {"group": group, "metavar": metavar, "help": text}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """Everything that a gateway is started with. Times are in seconds."""
+    """The configuration of a gateway. Times are in seconds."""
 
-    engines: tuple[Spec, ...] = field(metadata={"help": "an engine: URL, or KIND=URL; repeatable"})
-    model: str = field(metadata={"help": "what clients call the model"})
-    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
-    port: int = field(default=8000, metadata={"help": "port to listen on"})
-    keys: tuple[tuple[str, str], ...] = field(
-        default=(), metadata={"help": "an API key, or NAME=KEY; each is a tenant; repeatable"}
+    engines: tuple[Spec, ...] = field(
+        metadata=_about(
+            ENGINES,
+            "[KIND=]URL",
+            f"URL of an engine, detected unless KIND is given: {', '.join(KINDS)}; repeatable",
+        )
     )
-    engine_key: str = field(default="", metadata={"help": "the API key of the engines"})
-    rate_limit: int = field(
-        default=0, metadata={"help": "requests per minute and key (0: no limit)"}
+    model: str = field(
+        metadata=_about(ENGINES, "NAME", "the model's name, as clients send it and engines know it")
     )
+    engine_key: str = field(
+        default="", metadata=_about(ENGINES, "KEY", "API key that the engines require")
+    )
+    host: str = field(default="127.0.0.1", metadata=_about(SERVER, "HOST", "address to listen on"))
+    port: int = field(default=8000, metadata=_about(SERVER, "PORT", "port to listen on"))
     timeout: float = field(
         default=600.0,
-        metadata={"help": "seconds that a whole answer may take, or a pause in a streamed one"},
+        metadata=_about(
+            SERVER,
+            "SECONDS",
+            "time limit of a request; of a streaming one, the longest time without a token",
+        ),
     )
-    max_tokens: int = field(
-        default=32_768, metadata={"help": "tokens of an answer that names none"}
+    shutdown_grace: float = field(
+        default=30.0,
+        metadata=_about(SERVER, "SECONDS", "grace period for running requests after SIGTERM"),
     )
-    most_tokens: int = field(
-        default=131_072, metadata={"help": "tokens that a request may ask for at most"}
+    keys: tuple[tuple[str, str], ...] = field(
+        default=(),
+        metadata=_about(
+            ACCESS, "[NAME=]KEY", "API key of a client; each key is a separate tenant; repeatable"
+        ),
     )
-    drain: float = field(
-        default=30.0, metadata={"help": "seconds that answers may take to their ends at SIGTERM"}
+    rate_limit: int = field(
+        default=0,
+        metadata=_about(ACCESS, "REQUESTS", "requests per minute for each key; 0: unlimited"),
+    )
+    default_max_output_tokens: int = field(
+        default=32_768,
+        metadata=_about(GENERATION, "TOKENS", "limit of the output if the request sets none"),
+    )
+    max_output_tokens: int = field(
+        default=131_072,
+        metadata=_about(GENERATION, "TOKENS", "highest limit that a request may set"),
     )
     reasoning_tokens: int | None = field(
-        default=None, metadata={"help": "budget of reasoning where a request names none"}
+        default=None,
+        metadata=_about(GENERATION, "TOKENS", "reasoning budget if the request sets none"),
     )
     reasoning_effort: str = field(
-        default="medium", metadata={"help": "low, medium, high or none, where a request is silent"}
+        default="medium",
+        metadata=_about(GENERATION, "EFFORT", f"default effort: {', '.join(EFFORTS)}"),
+    )
+    temperature: float | None = field(
+        default=None, metadata=_about(GENERATION, "NUMBER", "default sampling temperature")
+    )
+    top_p: float | None = field(
+        default=None, metadata=_about(GENERATION, "NUMBER", "default nucleus sampling probability")
     )
     model_identity: str | None = field(
-        default=None, metadata={"help": "the first sentence of the system message"}
+        default=None, metadata=_about(GENERATION, "TEXT", "first sentence of the system message")
     )
     builtin_tools: tuple[str, ...] = field(
-        default=(), metadata={"help": f"of {', '.join(BUILTIN_TOOLS)}; repeatable"}
+        default=(),
+        metadata=_about(
+            TOOLS, "TOOL", f"built-in tool of the model: {', '.join(BUILTIN_TOOLS)}; repeatable"
+        ),
     )
     mcp_config: str | None = field(
         default=None,
-        metadata={"help": "tool servers, JSON or YAML; VLLM_MLX_HARMONY_TOOLS=on or all runs them"},
+        metadata=_about(
+            TOOLS, "FILE", "MCP servers, JSON or YAML; requires VLLM_MLX_HARMONY_TOOLS=on (or all)"
+        ),
     )
-    temperature: float | None = field(default=None, metadata={"help": "where a request is silent"})
-    top_p: float | None = field(default=None, metadata={"help": "where a request is silent"})
     access_log: Format = field(
         default="off",
-        metadata={"help": f"a line for each request: {', '.join(FORMATS)}"},
+        metadata=_about(
+            LOGS, "FORMAT", f"one line per request on standard output: {', '.join(FORMATS)}"
+        ),
     )
-    log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
+    log_level: str = field(
+        default="info", metadata=_about(LOGS, "LEVEL", f"one of {', '.join(LEVELS)}")
+    )
 
     @property
     def open(self) -> bool:
-        """Whether other machines may reach it, and nobody needs a key."""
+        """Whether other machines can use the gateway without a key."""
         try:
             local = ip_address(self.host).is_loopback
         except ValueError:
@@ -119,7 +174,7 @@ class GatewaySettings:
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """As ``server.defaults.read`` has them."""
+        """The options that ``server.defaults.read`` takes."""
         return {
             "reasoning_effort": self.reasoning_effort,
             "model_identity": self.model_identity,
@@ -130,7 +185,14 @@ class GatewaySettings:
 REPEATABLE = ("engines", "keys", "builtin_tools")
 
 FLAGS = {"engines": "engine", "keys": "key", "builtin_tools": "builtin-tool"}
-"""Flags that are called otherwise than the setting: one is given at a time."""
+"""Flags that differ from the name of their setting: each occurrence adds one value."""
+
+RENAMED = {
+    "max_tokens": "default_max_output_tokens",
+    "most_tokens": "max_output_tokens",
+    "drain": "shutdown_grace",
+}
+"""Former names, which flags, variables and files may still use."""
 
 
 def flag(name: str) -> str:
@@ -141,14 +203,15 @@ def flag(name: str) -> str:
 def load(
     flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ, file: str | None = None
 ) -> GatewaySettings:
-    """The settings. What is ``None`` in ``flags`` was not given.
+    """Reads the settings: flags override environment variables, which override the file.
 
-    Raises ``HostError`` that names the setting which is not what it has to be.
+    A flag that is ``None`` was not given. Raises ``HostError`` that names the invalid setting.
     """
     path = file or environment.get(f"{PREFIX}CONFIG")
     found: dict[str, Any] = {} if not path else _from_file(Path(path))
     found |= _from_environment(environment)
-    found |= {name: value for name, value in flags.items() if value is not None}
+    given = {name: value for name, value in flags.items() if value is not None}
+    found |= _renamed(given, flag)
     values = {name: _value(name, value) for name, value in found.items()}
     for name in ("engines", "model"):
         if not values.get(name):
@@ -161,11 +224,30 @@ def load(
     return GatewaySettings(**values)
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What its variables say. Raises ``HostError`` for one of ours that is no setting: what it was
-    to protect would be open.
+def _renamed(
+    found: dict[str, Any], spelled: Callable[[str], str], where: str = ""
+) -> dict[str, Any]:
+    """The settings of one source under their present names; a warning names each former one.
+
+    Raises ``HostError`` where a source has a setting under both names.
     """
-    names = {each.name.upper(): each.name for each in fields(GatewaySettings)}
+    for old in RENAMED.keys() & found.keys():
+        new = RENAMED[old]
+        names = spelled(old), spelled(new)
+        if new in found:
+            raise HostError(f"{where}{names[0]} is the former name of {names[1]}: set only one")
+        logger.warning("%s%s is now called %s; the old name still works", where, *names)
+        found[new] = found.pop(old)
+    return found
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The settings in environment variables.
+
+    Raises ``HostError`` for an unknown variable with our prefix: a gateway that ignored a misspelt
+    ``…KEYS`` would be open to everyone.
+    """
+    names = {name.upper(): name for name in _names()}
     flags = {flag.upper().replace("-", "_"): name.upper() for name, flag in FLAGS.items()}
     found: dict[str, Any] = {}
     for variable, word in environment.items():
@@ -179,9 +261,9 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             found[name] = _split(word) if name in REPEATABLE else word
         elif given != "CONFIG":
             close = flags.get(given) or next(iter(get_close_matches(given, [*names, "CONFIG"])), "")
-            meant = f"; {PREFIX}{close} is meant" if close else ""
-            raise HostError(f"{variable} is no setting{meant}")
-    return found
+            meant = f"; did you mean {PREFIX}{close}?" if close else ""
+            raise HostError(f"{variable} is not a setting{meant}")
+    return _renamed(found, lambda name: f"{PREFIX}{name.upper()}")
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -191,21 +273,24 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise HostError(f"{path} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise HostError(f"{path} is not TOML: {error}") from error
-    unknown = content.keys() - {each.name for each in fields(GatewaySettings)}
-    if unknown:
-        raise HostError(f"{path}: {', '.join(sorted(unknown))} is no setting")
-    return dict(content)
+    for unknown in sorted(content.keys() - _names()):
+        close = get_close_matches(unknown, sorted(_names()), 1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise HostError(f"{path}: {unknown} is not a setting{meant}")
+    return _renamed(content, str, f"{path}: ")
+
+
+def _names() -> set[str]:
+    """What a source may call a setting."""
+    return {each.name for each in fields(GatewaySettings)} | RENAMED.keys()
 
 
 def _split(word: str) -> list[str]:
     return [part.strip() for part in word.split(",") if part.strip()]
 
 
-_LEVELS = ("debug", "info", "warning", "error")
-
-
 def _value(name: str, value: Any) -> Any:
-    """``value`` as the setting ``name`` has it. Raises ``HostError``."""
+    """``value``, validated and converted for the setting ``name``. Raises ``HostError``."""
     read = _READ.get(name)
     if read is not None:
         return read(name, value)
@@ -238,7 +323,7 @@ def _engines(name: str, value: Any) -> tuple[Spec, ...]:
     urls = [spec.url.rstrip("/") for spec in specs]
     twice = next((url for url in urls if urls.count(url) > 1), None)
     if twice is not None:
-        raise HostError(f"{flag(name)}: {twice} is there twice")
+        raise HostError(f"{flag(name)}: {twice} is given twice")
     return specs
 
 
@@ -246,13 +331,13 @@ _ENGINE = ("url", "kind", "key")
 
 
 def _engine(value: Any) -> Spec:
-    """``URL``, ``KIND=URL``, or a table of a file."""
+    """An engine from ``URL``, ``KIND=URL``, or a table of the file."""
     if isinstance(value, Mapping):
         for name, content in value.items():
             if name not in _ENGINE:
                 raise _wrong("engines", name, f"one of {', '.join(_ENGINE)}")
             if not isinstance(content, str):
-                raise HostError(f"{flag('engines')}: the {name} of an engine is a string")
+                raise HostError(f"{flag('engines')}: the {name} of an engine must be a string")
         spec = Spec(value.get("url", ""), value.get("kind", ""), value.get("key", ""))
     else:
         kind, equals, url = str(value).partition("=")
@@ -265,10 +350,10 @@ def _engine(value: Any) -> Spec:
     if not is_url:
         raise _wrong("engines", spec.url.rpartition("@")[2], "a URL: http://host:port")
     if "@" in parts.netloc or parts.query or parts.fragment:
-        # The URL is said in logs, in /ready and in /metrics.
+        # The URL appears in logs, in /ready and in /metrics.
         raise HostError(
-            f"{flag('engines')}: the URL of an engine has no user, query or fragment; "
-            f"a key goes into {flag('engine_key')}, or the engine's key in the file"
+            f"{flag('engines')}: the URL of an engine must have no user, query or fragment; "
+            f"set its key with {flag('engine_key')}, or as `key` in the file"
         )
     if spec.kind and spec.kind not in KINDS:
         raise _wrong("engines", spec.kind, f"one of {', '.join(KINDS)}")
@@ -280,12 +365,12 @@ _NO_KEY = re.compile(r"[A-Za-z0-9_.-]+=")
 
 
 def _keys(name: str, value: Any) -> tuple[tuple[str, str], ...]:
-    """Names and keys: a table of a file, or a list of ``KEY`` and ``NAME=KEY``.
+    """Names and keys, from a table of the file or a list of ``KEY`` and ``NAME=KEY``.
 
-    A key in base64 may end in ``=``, and then its length is a multiple of four.
+    A key in base64 may end in ``=``; its length is then a multiple of four.
     """
     rows: list[tuple[str, str, Any]] = []
-    """Names, what a message says for the key, and keys."""
+    """Name, description in messages (never the key itself) and key."""
     if isinstance(value, Mapping):
         rows += [(str(label), f"the key of {label!r}", key) for label, key in value.items()]
     else:
@@ -297,12 +382,14 @@ def _keys(name: str, value: Any) -> tuple[tuple[str, str], ...]:
             label, key = (f"key-{number}", text) if named is None else named.groups()
             rows.append((label, called, key))
     if not rows:
-        raise HostError(f"{flag(name)}: no key is given; without the setting everybody may ask")
+        raise HostError(
+            f"{flag(name)}: the list is empty; leave the setting out to run without keys"
+        )
     names: dict[str, str] = {}
     for label, called, given in rows:
-        key = given.strip() if isinstance(given, str) else ""  # as a header has it
+        key = given.strip() if isinstance(given, str) else ""  # as in an HTTP header
         if not key or not key.isascii() or not key.isprintable():
-            raise HostError(f"{flag(name)}: {called} is no ASCII text")
+            raise HostError(f"{flag(name)}: {called} is not printable ASCII")
         if len(key.rstrip("=")) < SHORTEST_KEY:
             raise HostError(f"{flag(name)}: {called} is shorter than {SHORTEST_KEY} characters")
         if key in names:
@@ -332,21 +419,21 @@ _READ: dict[str, _Read] = {
     "builtin_tools": _tools,
     "port": _number(int, 65_535),
     "rate_limit": _number(int, 1e9),
-    "max_tokens": _number(int, 1e9),
-    "most_tokens": _number(int, 1e9),
+    "default_max_output_tokens": _number(int, 1e9),
+    "max_output_tokens": _number(int, 1e9),
     "reasoning_tokens": _number(int, 1e9),
     "timeout": _number(float, 1e9),
-    "drain": _number(float, 1e6),
+    "shutdown_grace": _number(float, 1e6),
     "temperature": _number(float, 100.0),
     "top_p": _number(float, 1.0),
     "access_log": _one_of(FORMATS),
-    "log_level": _one_of(_LEVELS),
+    "log_level": _one_of(LEVELS),
     "reasoning_effort": _one_of(EFFORTS),
 }
 
 
 def _wrong(name: str, value: object, wanted: str) -> HostError:
-    """``value`` is quoted where it cannot be a key, nor hold one."""
+    """Quotes ``value`` only where it can neither be nor contain a key."""
     secret = name in ("keys", "engine_key") or not isinstance(value, (str, int, float))
-    said = f"this {type(value).__name__}" if secret else repr(value)
-    return HostError(f"{flag(name)}: {said} is not {wanted}")
+    quoted = f"a value of type {type(value).__name__}" if secret else repr(value)
+    return HostError(f"{flag(name)}: {quoted} is not {wanted}")
