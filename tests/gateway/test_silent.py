@@ -109,6 +109,26 @@ def test_a_deadline_without_an_id_counts_and_frees_the_conversation(stream: bool
         assert len(engines[1].prompts) >= 1
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_clients_own_time_limit_takes_no_engine_down(stream: bool) -> None:
+    """It may be shorter than any engine needs. The next engine is tried, and the first is probed:
+    it generates. Another tenant's requests go on."""
+    rule = Rule(slack=0.1, slowest=0.0, failures=2)  # so that only the time limit counts
+    with ExitStack() as stack:
+        slow, other = FakeEngine("vllm", SCRIPTS, waits=1.5), FakeEngine("vllm", SCRIPTS)
+        setting = Setting(stack, slow, other, rule=rule)
+        numbers = setting.home(4)
+        backend = setting.host.fleet.backends[0]
+        for number, timeout in zip(numbers, (1.2, 0.6, 0.6, 0.6), strict=True):
+            slow.faults[:] = [Fault(then="wait", after=0)]
+            messages = [{"role": "user", "content": f"Question {number}"}]
+            body = {"model": MODEL, "messages": messages, "timeout": timeout, "stream": stream}
+            httpx.post(setting.url + CHAT, json=body, timeout=30)
+            assert backend.health == "up"
+        assert setting.host.fleet.retried
+        assert setting.ask(numbers[1:]) == [200] * 3
+
+
 def test_a_prompt_that_takes_long_is_waited_for() -> None:
     """An engine that sends ids to others is not silent, however long one request waits."""
     with ExitStack() as stack:

@@ -86,7 +86,7 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings, rule: Rule | None = None) -> None:
         self.settings = settings
-        self.fleet = Fleet(settings.model, settings.engines, rule)
+        self.fleet = Fleet(settings.model, settings.engines, rule, limit=settings.timeout)
         self.metrics = Metrics(self.fleet)
         self._keys = Keys(settings.keys)
         self._limit = RateLimit(settings.rate_limit)
@@ -108,6 +108,7 @@ class Gateway:
         self.settings = replace(settings, **kept)
         self._keys = Keys(settings.keys)
         self._limit.limit = settings.rate_limit
+        self.fleet.limit = self.settings.timeout
         self.fleet.update(settings.engines)
         urls = ", ".join(each.url for each in settings.engines)
         logger.warning("settings read again: %d keys, engines: %s", len(settings.keys), urls)

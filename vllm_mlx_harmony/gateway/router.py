@@ -51,7 +51,8 @@ LATE = 0.1
 
 SHARE = 3
 """An engine may be silent for one part in so many of a request's time, unless its prompt takes
-longer: then there is time left for another engine."""
+longer: then there is time left for another engine. A client's own time limit may be short: what is
+tried elsewhere because of it only makes the engine doubted."""
 
 
 @dataclass(eq=False)
@@ -175,8 +176,17 @@ class Fleet:
     one_at_a_time = False
     remote = True
 
-    def __init__(self, model: str, specs: Sequence[Spec], rule: Rule | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        specs: Sequence[Spec],
+        rule: Rule | None = None,
+        *,
+        limit: float = math.inf,
+    ) -> None:
+        """``limit``: seconds that a request has which sets no time limit of its own."""
         self.model = model
+        self.limit = limit
         self.routing: Routing[Backend] = Routing((), rule, name=lambda backend: backend.name)
         self.backends: tuple[Backend, ...] = ()
         self._draining: set[Backend] = set()
@@ -223,6 +233,11 @@ class Fleet:
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
         """See ``server.engine.Engine``. No engine says it before it has computed."""
         return 0
+
+    @property
+    def patience(self) -> float:
+        """Seconds of silence that an engine may be taken down for."""
+        return min(self.routing.rule.patience, self.limit / SHARE)
 
     def within(self, deadline: Deadline) -> Bounded:
         """The fleet for a request that has until ``deadline``."""
@@ -320,7 +335,10 @@ class Fleet:
         """Notes a failure. Whether the request is its cause: then no other engine gets it."""
         backend = running.backend
         if isinstance(error, EngineSilent):
-            backend.silent(error.message)
+            if running.silence(time.monotonic()) >= self.patience:
+                backend.silent(error.message)
+            else:
+                backend.doubt()
             self.routing.left(key, backend)
         elif isinstance(error, EngineUnavailable) and error.is_full:
             backend.busy(error.retry_after or BUSY_SECONDS)
@@ -342,9 +360,13 @@ class Fleet:
         over = deadline is not None and (
             silence >= deadline.total - LATE if running.first_at else now >= deadline.at - LATE
         )
-        if (over or silence >= self.routing.rule.patience) and waited >= backend.expected(running):
-            backend.failed(f"it generated nothing for {waited:.0f} seconds")
+        full = deadline is not None and deadline.total >= self.limit
+        counts = silence >= self.patience or (over and full)
+        late = waited >= backend.expected(running)
+        if late and (counts or over):
             self.routing.left(key, backend)
+        if late and counts:
+            backend.failed(f"it generated nothing for {waited:.0f} seconds")
         elif silence >= SHORT_SECONDS:
             backend.doubt()
 
