@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 import httpx
 from fake_engines import KINDS, FakeEngine, Fault, ids, served, until
 from in_process import MODEL, Watched
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
@@ -124,13 +125,13 @@ def test_an_engine_that_a_grammar_breaks_is_one_without_grammars() -> None:
 
 @pytest.mark.parametrize("kind", ["", "vllm-mlx"])
 def test_a_plugin_without_its_endpoint_is_refused(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is a Harmony server, and every request would fail."""
     monkeypatch.delenv("VLLM_MLX_HARMONY_ID_ENDPOINT", raising=False)
     other = Watched("", (FakeEngine("vllm", SCRIPTS), "http://127.0.0.1:9"))
     with served(application(other)) as url:
-        expected = "--id-endpoint" if kind else "is none of"
+        expected = "no id endpoint: start it with `vllm-mlx-harmony serve --id-endpoint`"
         with pytest.raises(HostError, match=expected):
             detected(url, kind)
         settings = GatewaySettings(engines=(Spec(url, kind),), model=MODEL)
@@ -138,6 +139,31 @@ def test_a_plugin_without_its_endpoint_is_refused(
             ready = httpx.get(f"{base}/ready")
             assert ready.status_code == 503
             assert expected in ready.json()["engines"][0]["problem"]
+            refused = httpx.post(base + CHAT, json=USER, timeout=60)
+            assert refused.status_code == 503
+            assert "/ready" in refused.json()["error"]["message"]
+    (error,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert error.startswith("no engine can be used; until one can, requests get 503:")
+    assert f"{url}: this vllm-mlx has {expected}" in error
+
+
+def test_a_server_that_is_not_recognized_is_refused_with_what_to_do() -> None:
+    """One that rejects the key, and one that is something else."""
+    other = Watched("the-right-key", (FakeEngine("vllm", SCRIPTS), "http://127.0.0.1:9"))
+    with served(application(other)) as url, pytest.raises(HostError, match="set --engine-key"):
+        detected(url)
+    with served(Starlette()) as url, pytest.raises(HostError, match="--engine KIND=URL"):
+        detected(url)
+
+
+def test_an_engine_that_can_be_used_is_no_error_at_the_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with served(FakeEngine("vllm", SCRIPTS).app) as url:
+        specs = (Spec(url), Spec("http://127.0.0.1:9"))  # nobody answers at the second
+        with served(gateway(GatewaySettings(engines=specs, model=MODEL))):
+            pass
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +244,7 @@ def test_keys_and_limits_are_read_again() -> None:
 def test_what_is_no_engine_is_said() -> None:
     other = FakeEngine("vllm", SCRIPTS)
     with served(application(Watched("", (other, "http://127.0.0.1:9")))) as url:
-        with pytest.raises(HostError, match=r"is none of vllm, .*: KIND=URL"):
+        with pytest.raises(HostError, match=r"not recognized as any of vllm, .* --engine KIND=URL"):
             detected(url)
         with pytest.raises(HostError, match="no kind of engine"):
             detected(url, kind="nonsense")

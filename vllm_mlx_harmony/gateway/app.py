@@ -307,9 +307,10 @@ class _Outer:
         async with engine_http.client() as http, self._running_tools():
             watching = asyncio.ensure_future(watch(http, self.host.fleet))
             try:
-                # Who is ready when it listens needs no retries of its clients.
+                # Engines are detected before it listens, so that first requests need no retry.
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(_asked(self.host.fleet), timeout=10.0)
+                _log_unusable(self.host.fleet)
                 set_aside()
                 yield
             finally:
@@ -342,6 +343,13 @@ async def _asked(fleet: Fleet) -> None:
     """Ends when it is known of every engine whether it is there."""
     while any(each.engine is None and each.problem == NOT_FOUND for each in fleet.backends):
         await asyncio.sleep(0.02)
+
+
+def _log_unusable(fleet: Fleet) -> None:
+    """Logs at the start that no request can be answered, and what each engine lacks."""
+    if all(each.engine is None and each.problem != NOT_FOUND for each in fleet.backends):
+        problems = "".join(f"\n  {each.spec.url}: {each.problem}" for each in fleet.backends)
+        logger.error("no engine can be used; until one can, requests get 503:%s", problems)
 
 
 async def watch(http: ClientSession, fleet: Fleet) -> None:

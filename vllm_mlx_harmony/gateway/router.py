@@ -379,7 +379,11 @@ class Fleet:
         if choice is None:
             up = [each for each in self.backends if self.routing.health(each) is Health.UP]
             waits = [max(0.0, each.busy_until - now) for each in up]
-            problem = "every engine is busy" if any(waits) else "no engine is there to answer"
+            problem = (
+                "every engine is busy"
+                if any(waits)
+                else "no engine is available: the gateway's log and /ready say why"
+            )
             if (probe := self.routing.retry_after(now)) is not None:
                 waits.append(probe)
             seconds = max(BUSY_SECONDS, math.ceil(min(waits, default=0.0)))

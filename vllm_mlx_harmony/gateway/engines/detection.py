@@ -52,7 +52,14 @@ ASK_SECONDS = 5.0
 TRIAL = (vocab.START, *vocab.encode("assistant"))
 """The prompt of a trial."""
 
-NO_ENDPOINT = "it has no id endpoint: start it with `vllm-mlx-harmony serve --id-endpoint`"
+NO_ENDPOINT = (
+    "this vllm-mlx has no id endpoint: start it with `vllm-mlx-harmony serve --id-endpoint`, "
+    "or set VLLM_MLX_HARMONY_ID_ENDPOINT=1 for it"
+)
+
+KEY_REQUIRED = (
+    "the engine requires an API key: set --engine-key, or `key` of the engine in the file"
+)
 
 TRY_SECONDS = 60.0
 """For the first grammar, which an engine prepares its tokenizer for."""
@@ -213,6 +220,8 @@ class _Asking:
         self._http = http
         self._url = spec.url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {spec.key}"} if spec.key else {}
+        self.unauthorized = False
+        """Whether the engine rejected the key, or the lack of one."""
 
     async def __call__(self, path: str) -> _Json | None:
         """The object at ``path``; ``None`` where there is none. Raises ``EngineUnavailable``."""
@@ -228,6 +237,7 @@ class _Asking:
         if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise EngineUnavailable(f"{self._url}{path} answered {response.status}")
         if response.status != HTTPStatus.OK:
+            self.unauthorized |= response.status == HTTPStatus.UNAUTHORIZED
             return None
         try:
             found = json.loads(content)
@@ -257,12 +267,25 @@ async def _kind(ask: _Asking, spec: Spec) -> tuple[Dialect, _Json]:
         about = await ask(path)
         if about is not None and field in about:
             return KINDS[kind], about
-    raise HostError(f"{spec.url} is none of {', '.join(KINDS)}; name its kind: KIND=URL")
+    models = await ask("/v1/models")
+    if any(str(each.get("owned_by")).startswith("vllm-mlx") for each in _entries(models or {})):
+        raise HostError(NO_ENDPOINT)
+    if ask.unauthorized:
+        raise HostError(f"{KEY_REQUIRED}, or name its kind: --engine KIND=URL")
+    raise HostError(
+        f"this server is not recognized as any of {', '.join(KINDS)}: check the URL, "
+        "or name its kind: --engine KIND=URL"
+    )
+
+
+def _entries(listed: _Json) -> list[_Json]:
+    """The models in an answer of ``/v1/models``."""
+    return [each for each in listed.get("data") or () if isinstance(each, dict)]
 
 
 def _served(listed: _Json, about: _Json, model: str) -> tuple[str, int | None]:
     """The engine's name for the model, and its context length if it says one."""
-    entries = [each for each in listed.get("data") or () if isinstance(each, dict)]
+    entries = _entries(listed)
     names = [str(each.get("id")) for each in entries]
     if entries and model not in names and len(entries) > 1:
         raise HostError(f"the engine serves {', '.join(names)}, and none of them is {model}")
