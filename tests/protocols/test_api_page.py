@@ -20,8 +20,10 @@ import pytest
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import chat, messages, responses
+from vllm_mlx_harmony.protocols.chat.schema import UNSUPPORTED_FIELDS as CHAT_UNSUPPORTED
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody
 from vllm_mlx_harmony.protocols.messages.schema import MessagesBody
+from vllm_mlx_harmony.protocols.responses.schema import UNSUPPORTED_FIELDS as RESPONSES_UNSUPPORTED
 from vllm_mlx_harmony.protocols.responses.schema import ResponsesBody
 from vllm_mlx_harmony.protocols.validation import Wire
 
@@ -395,6 +397,10 @@ def test_every_parameter_of_the_official_clients_has_a_row(name: str) -> None:
 def test_every_field_that_is_read_has_a_row(name: str) -> None:
     listed = {re.split(r"[.\[]", each)[0] for each in PARAMETERS[name]}
     assert set(APIS[name].model.model_fields) - listed == set()
+    assert {field for field, *_ in UNSUPPORTED_FIELDS.get(name, ())} - listed == set()
+
+
+UNSUPPORTED_FIELDS = {"Chat Completions": CHAT_UNSUPPORTED, "Responses": RESPONSES_UNSUPPORTED}
 
 
 @pytest.mark.parametrize("name", APIS)

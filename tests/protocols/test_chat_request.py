@@ -35,7 +35,7 @@ from vllm_mlx_harmony.core.turn import (
     User,
 )
 from vllm_mlx_harmony.protocols.chat import ChatRequest, read
-from vllm_mlx_harmony.protocols.chat.schema import ChatBody
+from vllm_mlx_harmony.protocols.chat.schema import UNSUPPORTED_FIELDS, ChatBody
 
 DATA = Path(__file__).parent / "data"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -214,7 +214,10 @@ WEATHER = {"name": "weather", "description": "The weather.", "parameters": SCHEM
 TURNS = {
     "nothing else": ({}, Turn((User("Hello"),))),
     "every field null": (
-        dict.fromkeys(set(ChatBody.model_fields) - {"model", "messages"}),
+        dict.fromkeys(
+            {*ChatBody.model_fields, *(name for name, *_ in UNSUPPORTED_FIELDS)}
+            - {"model", "messages"}
+        ),
         Turn((User("Hello"),)),
     ),
     "what changes nothing": (

@@ -46,10 +46,10 @@ from vllm_mlx_harmony.protocols.responses import (
     read,
 )
 from vllm_mlx_harmony.protocols.responses.resource import page
-from vllm_mlx_harmony.protocols.responses.schema import ITEMS as ITEMS_READ
+from vllm_mlx_harmony.protocols.responses.schema import ITEMS as ITEM_MODELS
 from vllm_mlx_harmony.protocols.responses.schema import (
     TOOLS,
-    Item,
+    UNSUPPORTED_FIELDS,
     ResponsesBody,
     ResponsesTool,
     ToolChoice,
@@ -501,7 +501,7 @@ def test_the_log_is_told_what_could_not_be_used() -> None:
     items = [ASKED, thought(encrypted_content="gAAAA"), {"type": "item_reference", "id": "m"}]
     assert request(input=items).notes == (
         "input[2] refers to 'm', which is not stored: left out",
-        "input[1].encrypted_content was not encrypted here: ignored",
+        "input[1].encrypted_content was not encrypted by this server: ignored",
     )
     assert request(input=[ASKED, thought(encrypted_content=SEAL.encrypt("x"))]).notes == ()
 
@@ -672,7 +672,8 @@ def test_the_only_tool_is_the_one_that_was_called() -> None:
 
 
 def test_nulls_are_as_absent() -> None:
-    nulls = dict.fromkeys(ResponsesBody.model_fields.keys() - {"model", "input"})
+    refused = {name for name, *_ in UNSUPPORTED_FIELDS}
+    nulls = dict.fromkeys(refused | ResponsesBody.model_fields.keys() - {"model", "input"})
     assert request(**nulls) == request()
 
 
@@ -908,7 +909,7 @@ def test_codex_with_a_freeform_tool() -> None:
         "(108 characters of text)\n\n"
         "The input must match this lark grammar:\n(578 characters of text)"
     )
-    assert asked.notes == ("input[4].encrypted_content was not encrypted here: ignored",)
+    assert asked.notes == ("input[4].encrypted_content was not encrypted by this server: ignored",)
 
 
 def test_opencode() -> None:
@@ -1010,17 +1011,23 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 KEYS = st.sampled_from(
-    [*Item.model_fields, *ResponsesTool.model_fields, *ToolChoice.model_fields, "text", "refusal"]
+    sorted(
+        {"text", "refusal"}.union(
+            *(m.model_fields for m in (*ITEM_MODELS.values(), ResponsesTool, ToolChoice))
+        )
+    )
 )
 WORDS = st.sampled_from(
-    [*ITEMS_READ, *TOOLS, "user", "assistant", "input_text", "refusal", "allowed_tools", "auto"]
+    [*ITEM_MODELS, *TOOLS, "user", "assistant", "input_text", "refusal", "allowed_tools", "auto"]
 )
 SHAPED = st.recursive(
     VALUES | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5),
     max_leaves=12,
 )
-FIELD_NAMES = st.sampled_from([*ResponsesBody.model_fields, "unknown"])
+FIELD_NAMES = st.sampled_from(
+    [*ResponsesBody.model_fields, *(name for name, *_ in UNSUPPORTED_FIELDS), "unknown"]
+)
 
 
 @given(VALUES)

@@ -43,10 +43,13 @@ def given(_: object) -> bool:
     return True
 
 
-def reject_unsupported(body: Wire, fields: UnsupportedFields) -> None:
-    """Raises ``RequestError`` naming the first of ``fields`` that ``body`` gives."""
+def reject_unsupported(body: object, fields: UnsupportedFields) -> None:
+    """Raises ``RequestError`` naming the first of ``fields`` that ``body``, an object, gives.
+
+    ``body`` is the parsed JSON: fields that are read for nothing else are not in any model.
+    """
     for field, unsupported, why in fields:
-        value = getattr(body, field)
+        value = body.get(field) if isinstance(body, dict) else None
         if value is not None and unsupported(value):
             raise RequestError(f"{field}: {why}", param=field, code=UNSUPPORTED)
 

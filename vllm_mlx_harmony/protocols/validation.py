@@ -7,11 +7,20 @@ Refuses to know what the fields of any API are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import isfinite
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.pretokens import encodable
@@ -35,6 +44,33 @@ class Wire(BaseModel):
 
 
 Model = TypeVar("Model", bound=Wire)
+
+_VARIANT = "\0"
+"""Prefix of the names that pydantic puts into the path of an error for the model it has chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """Annotates a field whose model depends on the ``type`` of its value.
+
+    ``other`` is the model for every type that is not in ``models``.
+    """
+
+    models: Mapping[str, type[Wire]]
+    other: type[Wire]
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        models = {self.other, *self.models.values()}
+        choices = {_VARIANT + each.__name__: handler.generate_schema(each) for each in models}
+        return core_schema.tagged_union_schema(choices, self._chosen)
+
+    def _chosen(self, value: object) -> str:
+        kind = value.get("type") if isinstance(value, dict) else None
+        model = self.models.get(kind, self.other) if isinstance(kind, str) else self.other
+        return _VARIANT + model.__name__
+
 
 StopStrings: TypeAlias = Annotated[
     list[Annotated[str, Field(max_length=512)]], Field(max_length=64)
@@ -176,7 +212,11 @@ def required(where: str) -> RequestError:
 
 def path(parts: Iterable[int | str]) -> str:
     """``("messages", 1, "content")`` as ``messages[1].content``."""
-    steps = (f"[{part}]" if isinstance(part, int) else f".{part[:_KEY]}" for part in parts)
+    steps = (
+        f"[{part}]" if isinstance(part, int) else f".{part[:_KEY]}"
+        for part in parts
+        if isinstance(part, int) or not part.startswith(_VARIANT)
+    )
     text = "".join(steps).removeprefix(".")
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

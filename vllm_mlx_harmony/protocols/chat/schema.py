@@ -223,25 +223,15 @@ class ChatBody(Wire):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     modalities: list[str] | None = None
-    audio: Any = None
-    functions: Any = None
-    function_call: Any = None
-    web_search_options: Any = None
-    moderation: Any = None
 
     echo: bool | None = None
     use_beam_search: bool | None = None
     prompt_logprobs: int | None = None
-    logprob_token_ids: Any = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     truncate_prompt_tokens: int | None = None
-    allowed_token_ids: Any = None
     bad_words: list[str] | None = None
-    repetition_detection: Any = None
-    chat_template: Any = None
-    documents: Any = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_prompt_text: bool | None = None
@@ -254,7 +244,7 @@ _TEXT_ONLY = "the model writes text only"
 _TOKENS = "not available: answers are text"
 
 
-_UNSUPPORTED: UnsupportedFields = (
+UNSUPPORTED_FIELDS: UnsupportedFields = (
     ("n", lambda n: n > 1, "one answer per request: send the request again instead of n > 1"),
     ("logprobs", bool, _LOGPROBS),
     ("top_logprobs", bool, _LOGPROBS),
@@ -290,5 +280,5 @@ def read_body(body: object) -> ChatBody:
     available, and nothing else, whatever JSON value ``body`` is. Unknown fields are ignored.
     """
     chat = checked(ChatBody, body)
-    reject_unsupported(chat, _UNSUPPORTED)
+    reject_unsupported(body, UNSUPPORTED_FIELDS)
     return chat

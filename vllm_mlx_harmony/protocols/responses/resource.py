@@ -157,9 +157,13 @@ def _content(item: Item) -> list[dict[str, Any]]:
 def _listed_part(item: Item, part: dict[str, Any]) -> dict[str, Any]:
     if part["type"] not in _PLAIN:
         return part
-    if item.role == "assistant":
+    if item.document.get("role") == "assistant":
         return {**part, "type": "output_text", "annotations": part.get("annotations") or []}
     return {**part, "type": "input_text"}
+
+
+def _arguments(item: Item) -> str:
+    return call_arguments(item.document.get("arguments"), "arguments")
 
 
 _PLAIN = frozenset({"text", "input_text", "output_text"})
@@ -167,14 +171,14 @@ _PLAIN = frozenset({"text", "input_text", "output_text"})
 _FILLED: dict[str, tuple[str, Callable[[Item], Any]]] = {
     "message": ("content", _content),
     "reasoning": ("summary", lambda item: item.document.get("summary") or []),
-    "function_call": ("arguments", lambda item: call_arguments(item.arguments, "arguments")),
+    "function_call": ("arguments", _arguments),
     **dict.fromkeys(
         ("function_call_output", "custom_tool_call_output"),
         ("output", lambda item: item.document.get("output") or ""),
     ),
     **dict.fromkeys(
         ("tool_search_call", "tool_search_output"),
-        ("execution", lambda item: item.execution or "client"),
+        ("execution", lambda item: item.document.get("execution") or "client"),
     ),
 }
 """Per item the field that a client may leave out, or send in another shape than it is listed in."""

@@ -21,30 +21,14 @@ from vllm_mlx_harmony.protocols.openai_request import (
     given,
     reject_unsupported,
 )
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Seed, Wire, checked, required
-
-ITEMS = frozenset(
-    {
-        "message",
-        "reasoning",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "tool_search_call",
-        "tool_search_output",
-        "additional_tools",
-        "configuration_update",
-        "item_reference",
-        "compaction",
-        "compaction_trigger",
-        "mcp_call",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "code_interpreter_call",
-    }
+from vllm_mlx_harmony.protocols.validation import (
+    UNSUPPORTED,
+    Seed,
+    Variants,
+    Wire,
+    checked,
+    required,
 )
-"""The items that mean something to the model. Any other is only named."""
 
 TOOLS = frozenset({"function", "custom", "namespace", "tool_search"})
 """The tools that a client can run itself. Any other would be the server's, and it has none."""
@@ -62,32 +46,14 @@ def _as_items(value: object) -> object:
 
 
 def _as_item(value: object) -> object:
-    """With its type, which a message need not have, and without the fields of a foreign item."""
+    """Adds the type, which messages and references may omit, and the item as it was sent."""
     if not isinstance(value, dict):
         return value
     kind = value.get("type")
     if kind is None:
         kind = "message" if "role" in value else "item_reference" if "id" in value else None
-    if isinstance(kind, str) and kind not in ITEMS:
-        return {"type": kind, "document": value}
-    foreign = _ONLY_OF.keys() - {field for field, kinds in _ONLY_OF.items() if kind in kinds}
-    fields = {name: field for name, field in value.items() if name not in foreign}
+    fields = {name: field for name, field in value.items() if field is not None}
     return {**fields, "type": kind, "document": value}
-
-
-_ONLY_OF: dict[str, tuple[str, ...]] = {
-    "tools": ("tool_search_output", "additional_tools"),
-    "reasoning": ("configuration_update",),
-    "text": ("configuration_update",),
-    "server_label": ("mcp_call", "mcp_approval_request"),
-    "error": ("mcp_call",),
-    "approval_request_id": ("mcp_approval_response", "mcp_call"),
-    "approve": ("mcp_approval_response",),
-    "reason": ("mcp_approval_response",),
-    "code": ("code_interpreter_call",),
-    "outputs": ("code_interpreter_call",),
-}
-"""Fields that say something in these items only."""
 
 
 def _as_tool(value: object) -> object:
@@ -164,7 +130,7 @@ class ResponsesTool(NamespacedTool):
     require_approval: str | ApprovalFilters | None = None
 
 
-ToolList: TypeAlias = list[Annotated[ResponsesTool, BeforeValidator(_as_tool)]] | None
+ToolList: TypeAlias = list[Annotated[ResponsesTool, BeforeValidator(_as_tool)]]
 
 
 class AllowedTool(Wire):
@@ -219,6 +185,9 @@ def _bounded(metadata: dict[str, str]) -> dict[str, str]:
 MOST_PAIRS, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512
 
 
+# --- The items of the input, one model for each kind.
+
+
 class Item(Wire):
     """One item of the input. ``document`` is all of it, as it was sent."""
 
@@ -226,41 +195,134 @@ class Item(Wire):
     document: dict[str, Any]
     id: str | None = None
 
-    role: Literal["user", "assistant", "system", "developer"] | None = None
+
+class OtherItem(Item):
+    """An item that means nothing to the model: only its type is read."""
+
+    id: Any = None
+
+
+class MessageItem(Item):
+    role: Literal["user", "assistant", "system", "developer"]
     content: Parts = None
     phase: str | None = None
 
+
+class ReasoningItem(Item):
+    content: Parts = None
     summary: list[Part] | None = None
     encrypted_content: str | None = None
 
-    call_id: str | None = Field(default=None, min_length=1)
+
+class CompactionItem(Item):
+    encrypted_content: str | None = None
+
+
+class CallItem(Item):
+    """A call of a tool that the client runs."""
+
+    name: str = Field(min_length=1)
+    call_id: str = Field(min_length=1)
+    namespace: str | None = None
+
+
+class FunctionCallItem(CallItem):
+    arguments: Any = None
+
+
+class CustomCallItem(CallItem):
+    input: str
+
+
+class CallOutputItem(Item):
+    """The result of a function or of a freeform tool."""
+
+    call_id: str = Field(min_length=1)
     name: str | None = Field(default=None, min_length=1)
     namespace: str | None = None
-    arguments: Any = None
-    input: str | None = None
     output: Parts = None
 
-    server_label: str | None = Field(default=None, min_length=1)
+
+class SearchItem(Item):
+    """A search for tools. Without ``call_id``, or run by a server, the client did not run it."""
+
+    call_id: str | None = Field(default=None, min_length=1)
+    execution: str | None = None
+
+
+class SearchCallItem(SearchItem):
+    arguments: Any = None
+
+
+class SearchOutputItem(SearchItem):
+    tools: ToolList
+
+
+class AdditionalToolsItem(Item):
+    tools: ToolList
+
+
+class ConfigurationItem(Item):
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+
+
+class ItemReference(Item):
+    id: str
+
+
+class ServerCallItem(Item):
+    """A call of a tool that a server runs, or the request to approve it."""
+
+    server_label: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    arguments: Any = None
+    output: Parts = None
     error: Any = None
     approval_request_id: str | None = None
-    approve: bool | None = None
+
+
+class ApprovalItem(Item):
+    approval_request_id: str
+    approve: bool
     reason: str | None = None
+
+
+class CodeCallItem(Item):
     code: str | None = None
     outputs: list[Any] | None = None
 
-    execution: str | None = None
-    tools: ToolList = None
-    reasoning: ReasoningOptions | None = None
-    text: TextOptions | None = None
+
+ITEMS: dict[str, type[Item]] = {
+    "message": MessageItem,
+    "reasoning": ReasoningItem,
+    "compaction": CompactionItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": CallOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CallOutputItem,
+    "tool_search_call": SearchCallItem,
+    "tool_search_output": SearchOutputItem,
+    "additional_tools": AdditionalToolsItem,
+    "configuration_update": ConfigurationItem,
+    "item_reference": ItemReference,
+    "mcp_call": ServerCallItem,
+    "mcp_approval_request": ServerCallItem,
+    "mcp_approval_response": ApprovalItem,
+    "code_interpreter_call": CodeCallItem,
+}
+AnyItem: TypeAlias = Annotated[Item, Variants(ITEMS, OtherItem), BeforeValidator(_as_item)]
+
+
+class _StoredItem(Wire):
+    item: AnyItem
 
 
 class ResponsesBody(Wire):
     """The body of ``POST /v1/responses``, as far as this server looks at it."""
 
     model: str = Field(min_length=1)
-    input: Annotated[
-        list[Annotated[Item, BeforeValidator(_as_item)]] | None, BeforeValidator(_as_items)
-    ] = None
+    input: Annotated[list[AnyItem] | None, BeforeValidator(_as_items)] = None
     instructions: str | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
@@ -283,7 +345,7 @@ class ResponsesBody(Wire):
     repetition_penalty: float | None = Field(default=None, gt=0)
     seed: Seed | None = None
 
-    tools: ToolList = None
+    tools: ToolList | None = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_choice)] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -299,29 +361,6 @@ class ResponsesBody(Wire):
     user: str | None = None
 
     top_logprobs: int | None = Field(default=None, ge=0)
-    conversation: Any = None
-    prompt: Any = None
-    moderation: Any = None
-    prompt_cache_options: Any = None
-    structured_outputs: Any = None
-
-    guided_json: Any = None
-    guided_json_object: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    response_format: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    messages: Any = None
-    n: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
-    ignore_eos: Any = None
-    logit_bias: Any = None
-    logprobs: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
 
 
 # --- What would silently change the answer if it were ignored: field, when, why.
@@ -339,7 +378,7 @@ NO_CONVERSATIONS = (
 )
 """What to use in place of OpenAI's conversations."""
 
-_UNSUPPORTED: UnsupportedFields = (
+UNSUPPORTED_FIELDS: UnsupportedFields = (
     ("top_logprobs", bool, _NO_LOGPROBS),
     ("include", lambda requested: _LOGPROBS in requested, _NO_LOGPROBS),
     ("logprobs", bool, _NO_LOGPROBS),
@@ -382,7 +421,7 @@ def read_body(body: object) -> ResponsesBody:
     available, and nothing else, whatever JSON value ``body`` is. Unknown fields are ignored.
     """
     requested = checked(ResponsesBody, body)
-    reject_unsupported(requested, _UNSUPPORTED)
+    reject_unsupported(body, UNSUPPORTED_FIELDS)
     if requested.background and requested.store is False:
         problem = "background: a response that is not stored cannot be asked for later"
         raise RequestError(problem, param="background", code=UNSUPPORTED)
@@ -391,7 +430,7 @@ def read_body(body: object) -> ResponsesBody:
 
 def read_item(document: object) -> Item:
     """A stored item as if it had been sent. Raises ``RequestError`` like ``read_body``."""
-    return checked(Item, _as_item(document))
+    return checked(_StoredItem, {"item": document}).item
 
 
 def response_format(requested: TextFormat, where: str) -> ResponseFormat | None:
