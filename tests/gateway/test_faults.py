@@ -295,7 +295,7 @@ def test_a_slow_reader_slows_its_engine_and_gets_everything(
     with ExitStack() as stack:
         engine = FakeEngine("vllm-mlx", {"Hello": script})
         url = stack.enter_context(served(engine.app, buffer=65_536))
-        host = Watched("", (engine, url), max_tokens=10**6)
+        host = Watched("", (engine, url), default_max_output_tokens=10**6)
         remote = host.fleet.backends[0].engine = engine_at(url, "vllm-mlx", 65_536)
         remote.context_length = None
         gateway = stack.enter_context(served(application(host), buffer=65_536))

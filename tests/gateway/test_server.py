@@ -147,12 +147,9 @@ def test_a_plugin_without_its_endpoint_is_refused(
     assert f"{url}: this vllm-mlx has {expected}" in error
 
 
-def test_a_server_that_is_not_recognized_is_refused_with_what_to_do() -> None:
-    """One that rejects the key, and one that is something else."""
+def test_a_server_that_rejects_the_key_is_refused_with_what_to_do() -> None:
     other = Watched("the-right-key", (FakeEngine("vllm", SCRIPTS), "http://127.0.0.1:9"))
     with served(application(other)) as url, pytest.raises(HostError, match="set --engine-key"):
-        detected(url)
-    with served(Starlette()) as url, pytest.raises(HostError, match="--engine KIND=URL"):
         detected(url)
 
 
@@ -241,12 +238,12 @@ def test_keys_and_limits_are_read_again() -> None:
         assert ask("key-of-c").status_code == 401
 
 
-def test_what_is_no_engine_is_said() -> None:
-    other = FakeEngine("vllm", SCRIPTS)
-    with served(application(Watched("", (other, "http://127.0.0.1:9")))) as url:
-        with pytest.raises(HostError, match=r"not recognized as any of vllm, .* --engine KIND=URL"):
+def test_a_server_that_is_no_engine_is_refused() -> None:
+    with served(Starlette()) as url:
+        pattern = r"not recognized as any of vllm, .* --engine KIND=URL"
+        with pytest.raises(HostError, match=pattern):
             detected(url)
-        with pytest.raises(HostError, match="no kind of engine"):
+        with pytest.raises(HostError, match="not a kind of engine"):
             detected(url, kind="nonsense")
     with pytest.raises(http.EngineUnavailable, match="cannot be reached"):
         detected("http://127.0.0.1:9")

@@ -258,7 +258,9 @@ _SIGNS: tuple[tuple[str, str, str], ...] = (
 async def _kind(ask: _Asking, spec: Spec) -> tuple[Dialect, _Json]:
     if spec.kind:
         if spec.kind not in KINDS:
-            raise HostError(f"{spec.kind!r} is no kind of engine: {', '.join(KINDS)}", status=500)
+            raise HostError(
+                f"{spec.kind!r} is not a kind of engine: {', '.join(KINDS)}", status=500
+            )
         # The longest: `vllm-mlx` begins with `vllm`.
         signs = [sign for sign in _SIGNS if spec.kind.startswith(sign[0])]
         path = max(signs, key=lambda sign: len(sign[0]))[1] if signs else ""
