@@ -1,9 +1,7 @@
 """The prefix cache on disk: a restart, decode while it is written, the start, sizes.
 
-``python ci/bench_reuse.py --disk``. The server of an engine is a process that is killed with -9 and
+The server of an engine is a child process, this file with arguments, that is killed with -9 and
 started again. Real architecture, tiny, random weights; a prompt of 20,000 tokens.
-
-Knows what a child process is asked, and what of its answers is a measurement.
 """
 
 from __future__ import annotations
@@ -33,8 +31,9 @@ from bench_reuse import (
     plugged,
     result,
     said,
+    tiny_model,
 )
-from bench_table import Row
+from bench_table import Row, printed
 
 from vllm_mlx_harmony.engine.disk import index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Offered
@@ -281,12 +280,16 @@ def sizes() -> Iterator[Row]:
             )
 
 
-def main(arguments: Sequence[str]) -> None:
-    """A child process: what it says, and when it is killed for it."""
-    what, model, kind, directory, more = arguments
+def main(arguments: Sequence[str]) -> int:
+    """Prints the table; 1 when a goal is not met. With arguments: what a child process does."""
+    if not arguments:
+        with tiny_model() as model:
+            return printed(rows(model))
+    what, path, kind, directory, more = arguments
     measure: Any = {"before": _before, "after": _after}[what]
-    asyncio.run(measure(Path(model), kind, directory, *json.loads(more)))
+    asyncio.run(measure(Path(path), kind, directory, *json.loads(more)))
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

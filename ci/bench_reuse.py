@@ -2,8 +2,8 @@
 
 Knows a tool loop of 20 turns, as ids: ours with what was generated, the host's with calls as its
 chat template writes them. Needs vllm-mlx and the plugin in one environment. With ``--mechanisms``
-it compares the ways to remember that were looked at; with ``--same`` the host gets our ids; with
-``--disk`` it measures what outlives a server (`bench_disk`).
+it compares the alternatives that were considered; with ``--same`` the host gets our ids. The cache
+on disk is measured by `bench_disk`.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mechanisms", action="store_true", help="compare ways to remember")
     parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--disk", action="store_true", help="a restart, from the disk")
     parser.add_argument("--same", action="store_true", help="give the host our prompts as well")
     parsed = parser.parse_args()
-    logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ["HOME"] = directory  # the host keeps a prefix cache there
-        tiny = standin.write_tiny(Path(directory, "tiny"))
-        print("the model is a tiny gpt-oss with random weights: compare ratios, not numbers")
+    with tiny_model() as tiny:
         if parsed.mechanisms:
             mechanisms(tiny, parsed.turns)
             return 0
-        if parsed.disk:
-            import bench_disk
-
-            return printed(bench_disk.rows(tiny))
         return printed(measured(tiny, parsed.turns, parsed.same))
+
+
+@contextmanager
+def tiny_model() -> Iterator[Path]:
+    """The model's directory, in a home directory that is removed afterwards."""
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["HOME"] = directory  # the host keeps a prefix cache there
+        print("the model is a tiny gpt-oss with random weights: compare ratios, not numbers")
+        yield standin.write_tiny(Path(directory, "tiny"))
 
 
 # --- Conversations, as ids

@@ -136,7 +136,7 @@ def test_a_plugin_without_its_endpoint_is_refused(
             detected(url, kind)
         settings = GatewaySettings(engines=(Spec(url, kind),), model=MODEL)
         with served(gateway(settings)) as base:
-            ready = httpx.get(f"{base}/ready")
+            ready = httpx.get(f"{base}/ready", timeout=60)
             assert ready.status_code == 503
             assert expected in ready.json()["engines"][0]["problem"]
             refused = httpx.post(base + CHAT, json=USER, timeout=60)
