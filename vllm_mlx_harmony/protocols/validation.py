@@ -49,11 +49,12 @@ _VARIANT = "\0"
 """Prefix of the names that pydantic puts into the path of an error for the model it has chosen."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # hashed, as typing requires of annotations
 class Variants:
-    """Annotates a field whose model depends on the ``type`` of its value.
+    """Annotates a field whose model depends on the ``type`` of its value; null fields are absent.
 
-    ``other`` is the model for every type that is not in ``models``.
+    A key ``*_end`` of ``models`` stands for every type with that end that has no key of its own,
+    ``other`` for all types without a key.
     """
 
     models: Mapping[str, type[Wire]]
@@ -64,12 +65,27 @@ class Variants:
     ) -> CoreSchema:
         models = {self.other, *self.models.values()}
         choices = {_VARIANT + each.__name__: handler.generate_schema(each) for each in models}
-        return core_schema.tagged_union_schema(choices, self._chosen)
+        union = core_schema.tagged_union_schema(choices, self._chosen)
+        return core_schema.no_info_before_validator_function(_without_nulls, union)
 
     def _chosen(self, value: object) -> str:
         kind = value.get("type") if isinstance(value, dict) else None
-        model = self.models.get(kind, self.other) if isinstance(kind, str) else self.other
+        model = self.models.get(kind) if isinstance(kind, str) else self.other
+        if model is None:
+            ends = (each for key, each in self.models.items() if _ends(kind, key))
+            model = next(ends, self.other)
         return _VARIANT + model.__name__
+
+
+def _ends(kind: object, key: str) -> bool:
+    return isinstance(kind, str) and key.startswith("*") and kind.endswith(key[1:])
+
+
+def _without_nulls(value: object) -> object:
+    """Without the type, which is required of every variant: its absence is reported as such."""
+    if not isinstance(value, dict):
+        return value
+    return {name: field for name, field in value.items() if field is not None or name == "type"}
 
 
 StopStrings: TypeAlias = Annotated[

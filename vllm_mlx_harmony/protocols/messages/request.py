@@ -45,20 +45,28 @@ from vllm_mlx_harmony.protocols.messages.emitter import UPDATE, Display, Emitter
 from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
 from vllm_mlx_harmony.protocols.messages.schema import (
     CUSTOM,
-    RESULT,
     TOOL_SEARCH,
     TOOLSET,
     AnthropicMessage,
     AnthropicTool,
     Block,
+    CallBlock,
+    ContentSource,
+    DocumentBlock,
+    McpCallBlock,
     MessagesBody,
-    Part,
-    Readable,
+    RedactedThinkingBlock,
     ResultBlock,
+    SearchResultBlock,
+    ServerResultBlock,
+    TextBlock,
+    TextSource,
+    ThinkingBlock,
+    ToolAdditionBlock,
+    ToolReferenceBlock,
     read_body,
 )
 from vllm_mlx_harmony.protocols.messages.server_tools import (
-    MCP_RESULT,
     asked_for,
     call_of,
     found_tools,
@@ -236,7 +244,7 @@ def _conversation(
         cleared = message.clear_at == "next_user_message" and at < last_user
         blocks = _placed(message, at)
         if cleared:
-            blocks = [each for each in blocks if each.block.type == _ADDITION]
+            blocks = [each for each in blocks if isinstance(each.block, ToolAdditionBlock)]
         return _ReadMessage(message.role, blocks, _effort_update(message, at, body, defaults))
 
     shown = [
@@ -272,12 +280,14 @@ def _effort_update(
 
 
 def _placed(message: AnthropicMessage, at: int) -> list[_Placed]:
-    """The blocks of message ``at``. An empty text says nothing and is as absent."""
+    """The blocks of message ``at`` without empty texts."""
     placed = [
         _Placed(block, f"messages[{at}].content[{index}]")
         for index, block in enumerate(message.content)
     ]
-    return [each for each in placed if each.block.type != "text" or _text(each)]
+    return [
+        each for each in placed if not (isinstance(each.block, TextBlock) and not each.block.text)
+    ]
 
 
 def _is_finished(run: _Run, body: MessagesBody) -> bool:
@@ -293,11 +303,12 @@ def _is_finished(run: _Run, body: MessagesBody) -> bool:
             raise RequestError(
                 f"{each.where} is a tool_use without a tool_result after it", param=each.where
             )
-    if not placed or placed[-1].block.type != "text":
+    last = placed[-1].block if placed else None
+    if not isinstance(last, TextBlock):
         return False
     if body.tool_choice is not None and body.tool_choice.type in ("any", "tool"):
         return True
-    begins_json = _text(placed[-1]).lstrip().startswith(("{", "[", '"'))
+    begins_json = last.text.lstrip().startswith(("{", "[", '"'))
     return _response_format(body) is not None and not begins_json
 
 
@@ -308,28 +319,27 @@ def _prefill(run: _Run) -> str | None:
     own.
     """
     placed = [each for message in run for each in message.blocks]
-    if not placed or placed[-1].block.type != "text":
+    last = placed[-1] if placed else None
+    if last is None or not isinstance(last.block, TextBlock):
         return None
-    text, where = _text(placed[-1]), placed[-1].where
-    if text != text.rstrip():
-        problem = f"{where}: final assistant content cannot end with trailing whitespace"
-        raise RequestError(problem, param=where)
+    if last.block.text != last.block.text.rstrip():
+        problem = f"{last.where}: final assistant content cannot end with trailing whitespace"
+        raise RequestError(problem, param=last.where)
     next(message.blocks for message in reversed(run) if message.blocks).pop()
-    return text
+    return last.block.text
 
 
 def _instructions(run: _Run, known: _Known) -> Iterator[Message]:
     for message in run:
-        for adds, blocks in groupby(message.blocks, lambda each: each.block.type == _ADDITION):
+        for adds, blocks in groupby(
+            message.blocks, lambda each: isinstance(each.block, ToolAdditionBlock)
+        ):
             if adds:
                 yield from _declaring(tool for each in blocks for tool in _addition(each, known))
             elif text := _lines(_message_text(each, known.attachments) for each in blocks):
                 yield Instructions(text)
         if message.effort:
             yield message.effort
-
-
-_ADDITION = "tool_addition"
 
 
 def _declaring(tools: Iterable[Tool]) -> Iterator[AdditionalTools]:
@@ -339,9 +349,9 @@ def _declaring(tools: Iterable[Tool]) -> Iterator[AdditionalTools]:
 
 def _addition(placed: _Placed, known: _Known) -> Iterator[Tool]:
     """The tool that is defined there, or was deferred until it is referred to (A12)."""
+    if not isinstance(placed.block, ToolAdditionBlock):
+        return
     change = placed.block.tool
-    if change is None:
-        raise required(f"{placed.where}.tool")
     if change.type == "tool_definition":
         where = f"{placed.where}.tool.definition"
         if change.definition is None:
@@ -352,20 +362,25 @@ def _addition(placed: _Placed, known: _Known) -> Iterator[Tool]:
 
 
 def _user(run: _Run, known: _Known) -> Iterator[Message]:
-    """What tools answered, then what the user says: the order that the API demands anyway.
+    """The results of tools, then the user's texts: the order that the API requires anyway.
 
-    A tool that a result refers to is declared behind it.
+    A tool that a result refers to is declared after the result.
     """
     for message in run:
-        blocks = message.blocks
-        results = [each for each in blocks if each.block.type == "tool_result"]
-        texts = [each for each in blocks if each.block.type != "tool_result"]
-        for each in results:
-            yield _result(each, known.attachments)
-            names = [part.tool_name for part in each.block.content or ()]
-            yield from _declaring(known.load(names))
-        if texts or not results:
-            yield User(_lines(_message_text(each, known.attachments) for each in texts))
+        others: list[_Placed] = []
+        for each in message.blocks:
+            block = each.block
+            if not (isinstance(block, ResultBlock) and block.type == "tool_result"):
+                others.append(each)
+                continue
+            text = _result_text(block, each.where, known.attachments)
+            text = _failed(text) if block.is_error else text
+            yield Result(block.tool_use_id, text, each.where)
+            parts = block.content or ()
+            references = (part for part in parts if isinstance(part, ToolReferenceBlock))
+            yield from _declaring(known.load(part.tool_name for part in references))
+        if others or not message.blocks:
+            yield User(_lines(_message_text(each, known.attachments) for each in others))
 
 
 def _assistant(run: _Run, known: _Known) -> Iterator[Message]:
@@ -381,8 +396,8 @@ def _assistant(run: _Run, known: _Known) -> Iterator[Message]:
         ends = ("text", *_SERVER_CALLS)
         answer = next((each for each in reversed(blocks) if each.block.type in ends), None)
         for each in blocks:
-            if each is answer and each.block.type == "text":
-                yield Answer(_text(each))
+            if each is answer and isinstance(each.block, TextBlock):
+                yield Answer(each.block.text)
             else:
                 yield from _assistant_block(each, known)
 
@@ -400,25 +415,36 @@ def _unanswered(run: _Run, known: _Known) -> Iterator[Message]:
         yield from _assistant_block(each, known)
 
 
-def _assistant_block(placed: _Placed, known: _Known) -> Iterator[Message]:
+def _assistant_block(  # noqa: C901 - a case for each kind of block
+    placed: _Placed, known: _Known
+) -> Iterator[Message]:
     block = placed.block
-    if block.type == "text":
-        yield Preamble(_text(placed))
-    elif block.type == "tool_use":
-        yield _call(placed)
-    elif block.type in ("thinking", "redacted_thinking"):
-        if thought := _thought(placed, known.cipher):
-            shown = thought.startswith(UPDATE)
-            yield Preamble(thought.removeprefix(UPDATE)) if shown else Reasoning(thought)
-    elif block.type in _SERVER_CALLS:
-        yield from _server_call(placed, known)
-    elif block.type.endswith(RESULT) and block.type != "tool_result":
-        yield from _declaring(known.load(found_tools(block.found)))
-        yield from _server_result(placed, known.attachments)
-    elif block.type in _FILES:
-        yield Preamble(_message_text(placed, known.attachments))
-    elif block.type not in _SILENT:
-        raise _unreadable(block.type, placed.where)
+    match block:
+        case TextBlock():
+            yield Preamble(block.text)
+        case ThinkingBlock() | RedactedThinkingBlock():
+            if thought := _thought(block, placed.where, known.cipher):
+                shown = thought.startswith(UPDATE)
+                yield Preamble(thought.removeprefix(UPDATE)) if shown else Reasoning(thought)
+        case CallBlock(type="tool_use"):
+            yield Call(block.id, block.name, _arguments(block.input))
+        case CallBlock():
+            label = block.server_name if isinstance(block, McpCallBlock) else None
+            arguments = _arguments(block.input)
+            called = call_of(known.namespaces, label, block.name, block.input, arguments)
+            if called is not None:
+                yield ServerCall(block.id, *called)
+        case ResultBlock(type="mcp_tool_result"):
+            text = _result_text(block, placed.where, known.attachments)
+            yield ServerResult(block.tool_use_id, "", text)
+        case ServerResultBlock():
+            yield from _declaring(known.load(found_tools(block.content)))
+            text = result_text(block.content, f"{placed.where}.content", known.attachments)
+            yield ServerResult(block.tool_use_id, "", text)
+        case _ if block.type in _FILES:
+            yield Preamble(_message_text(placed, known.attachments))
+        case _ if block.type not in _SILENT:
+            raise _unreadable(block.type, placed.where)
 
 
 _ROLES: dict[str, Callable[[_Run, _Known], Iterator[Message]]] = {
@@ -449,51 +475,14 @@ def _without_billing(text: str) -> str:
 # --- Blocks.
 
 
-def _thought(placed: _Placed, cipher: Cipher) -> str:
-    """What was thought: what was encrypted, whatever the client made of the text; or the text."""
-    block = placed.block
-    if block.type == "redacted_thinking":
-        if block.data is None:
-            raise required(f"{placed.where}.data")
+def _thought(block: ThinkingBlock | RedactedThinkingBlock, where: str, cipher: Cipher) -> str:
+    """The encrypted reasoning, whatever the client made of the text; without it, the text."""
+    if isinstance(block, RedactedThinkingBlock):
         return cipher.decrypt(block.data) or ""
     encrypted = cipher.decrypt(block.signature or "")
     if encrypted is None and block.thinking is None:
-        raise required(f"{placed.where}.thinking")
+        raise required(f"{where}.thinking")
     return encrypted or block.thinking or ""
-
-
-def _call(placed: _Placed) -> Call:
-    block = placed.block
-    for name in ("id", "name", "input"):
-        if getattr(block, name) is None:
-            raise required(f"{placed.where}.{name}")
-    return Call(block.id or "", block.name or "", _arguments(block.input or {}))
-
-
-def _server_call(placed: _Placed, known: _Known) -> Iterator[ServerCall]:
-    """A call that the server ran, or Anthropic's did: then as that of the tool it is most like."""
-    block = placed.block
-    for name in ("id", "name", "input"):
-        if getattr(block, name) is None:
-            raise required(f"{placed.where}.{name}")
-    label, name, given = block.server_name, block.name or "", block.input or {}
-    if label is None and block.type == "mcp_tool_use":
-        raise required(f"{placed.where}.server_name")
-    called = call_of(known.namespaces, label, name, given, _arguments(given))
-    if called is not None:
-        yield ServerCall(block.id or "", *called)
-
-
-def _server_result(placed: _Placed, attachments: Attachments) -> Iterator[ServerResult]:
-    """What the tool answered. A failure says so itself: it was told to the model like that."""
-    block = placed.block
-    if block.tool_use_id is None:
-        raise required(f"{placed.where}.tool_use_id")
-    if block.type == MCP_RESULT:
-        text = _result_text(placed, attachments)
-    else:
-        text = result_text(block.found, f"{placed.where}.content", attachments)
-    yield ServerResult(block.tool_use_id, "", text)
 
 
 def _arguments(given: dict[str, object]) -> str:
@@ -504,21 +493,12 @@ def _arguments(given: dict[str, object]) -> str:
     return dumps(given, ensure_ascii=False, separators=(",", ":"))
 
 
-def _result(placed: _Placed, attachments: Attachments) -> Result:
-    block = placed.block
-    if block.tool_use_id is None:
-        raise required(f"{placed.where}.tool_use_id")
-    text = _result_text(placed, attachments)
-    return Result(block.tool_use_id, _failed(text) if block.is_error else text, placed.where)
-
-
-def _result_text(placed: _Placed, attachments: Attachments) -> str:
+def _result_text(block: ResultBlock, where: str, attachments: Attachments) -> str:
     def otherwise(kind: str, where: str) -> str:
         file = _FILES.get(kind)
         return attachments.line(file, kind, where) if file else left_out(kind)
 
-    parts = enumerate(placed.block.content or ())
-    return _lines(_block_text(part, f"{placed.where}.content[{i}]", otherwise) for i, part in parts)
+    return _texts(block.content or (), f"{where}.content", otherwise)
 
 
 _ERROR = "Error"
@@ -546,52 +526,35 @@ def _message_text(placed: _Placed, attachments: Attachments) -> str:
     return _block_text(placed.block, placed.where, otherwise)
 
 
-def _block_text(block: ResultBlock | Block, where: str, otherwise: _Otherwise) -> str:
-    """A text; a document or what a search found: its title, its source, and its text, in lines."""
-    if block.type == "search_result":
-        if block.content is None:
-            raise required(f"{where}.content")
-        text = _part_texts(block.content, f"{where}.content", otherwise)
-        address = block.source.url if block.source else None
-        return _headed(text, Title=block.title, Source=address)
-    if block.type == "document":
-        text = _document_text(block, where, otherwise)
-        return _headed(text, Title=block.title, Context=block.context)
-    if isinstance(block, ResultBlock) and block.type == "tool_reference":
-        if block.tool_name is None:
-            raise required(f"{where}.tool_name")
-        return block.tool_name
-    return _part_text(block, where, otherwise)
+def _block_text(block: Block, where: str, otherwise: _Otherwise) -> str:
+    """A text, or the title, the source and the text of a document or search result, in lines."""
+    match block:
+        case TextBlock():
+            return block.text
+        case SearchResultBlock():
+            text = _texts(block.content, f"{where}.content", otherwise)
+            return _headed(text, Title=block.title, Source=block.source)
+        case DocumentBlock(source=TextSource(data=text)):
+            return _headed(text, Title=block.title, Context=block.context)
+        case DocumentBlock(source=source):
+            if isinstance(source, ContentSource):
+                text = _texts(source.content, f"{where}.source.content", otherwise)
+            else:
+                text = otherwise(block.type, where)
+            return _headed(text, Title=block.title, Context=block.context)
+        case ToolReferenceBlock():
+            return block.tool_name
+        case _:
+            return otherwise(block.type, where)
+
+
+def _texts(blocks: Iterable[Block], where: str, otherwise: _Otherwise) -> str:
+    numbered = enumerate(blocks)
+    return _lines(_block_text(block, f"{where}[{index}]", otherwise) for index, block in numbered)
 
 
 def _headed(text: str, **heading: str | None) -> str:
     return _lines([*(f"{name}: {read}" for name, read in heading.items() if read), text])
-
-
-def _document_text(block: Readable, where: str, otherwise: _Otherwise) -> str:
-    source = block.source
-    if source is None or source.type not in ("text", "content"):
-        return otherwise(block.type, where)
-    if source.type == "text":
-        if source.data is None:
-            raise required(f"{where}.source.data")
-        return source.data
-    if source.content is None:
-        raise required(f"{where}.source.content")
-    return _part_texts(source.content, f"{where}.source.content", otherwise)
-
-
-def _part_texts(parts: Iterable[Part | Readable], where: str, otherwise: _Otherwise) -> str:
-    numbered = enumerate(parts)
-    return _lines(_part_text(part, f"{where}[{index}]", otherwise) for index, part in numbered)
-
-
-def _part_text(part: Part | Readable, where: str, otherwise: _Otherwise) -> str:
-    if part.type != "text":
-        return otherwise(part.type, where)
-    if part.text is None:
-        raise required(f"{where}.text")
-    return part.text
 
 
 _FILES: dict[str, str] = {
@@ -610,12 +573,6 @@ def _lines(texts: Iterable[str]) -> str:
     for text in texts:
         joined += f"\n{text}" if joined and not joined.endswith("\n") else text
     return joined
-
-
-def _text(placed: _Placed) -> str:
-    if placed.block.text is None:
-        raise required(f"{placed.where}.text")
-    return placed.block.text
 
 
 _MISPLACED = ("thinking", "redacted_thinking", "tool_use", "tool_result")

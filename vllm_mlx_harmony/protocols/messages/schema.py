@@ -6,15 +6,21 @@ Refuses to know what they mean for a Turn (messages/request.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.client_servers import MOST_SERVERS
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, StopStrings, Wire, checked, required
+from vllm_mlx_harmony.protocols.validation import (
+    UNSUPPORTED,
+    StopStrings,
+    Variants,
+    Wire,
+    checked,
+    required,
+)
 
 # --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
 
@@ -28,92 +34,68 @@ def _as_blocks(value: object) -> object:
     raise PydanticCustomError("content_type", "must be a string or a list of blocks")
 
 
-_READ: dict[object, tuple[str, ...]] = {
-    "text": ("text",),
-    "thinking": ("thinking", "signature"),
-    "redacted_thinking": ("data",),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id", "content", "is_error"),
-    "search_result": ("title", "source", "content"),
-    "document": ("title", "context", "source"),
-    "tool_addition": ("tool",),
-    "server_tool_use": ("id", "name", "input"),
-    "mcp_tool_use": ("id", "name", "input", "server_name"),
-    "mcp_tool_result": ("tool_use_id", "content", "is_error"),
-    "tool_reference": ("tool_name",),
-}
-"""The fields of a block that are looked at. Fields of the same name mean other things elsewhere."""
-
-RESULT = "_tool_result"
-"""What the type of a result ends with, of a tool that Anthropic's servers ran."""
-
-
-def _only_read(value: object) -> object:
-    """A block of another type is only named."""
-    if not isinstance(value, dict):
-        return value
-    kind = value.get("type")
-    if isinstance(kind, str) and kind.endswith(RESULT) and kind not in _READ:
-        return {
-            "type": kind,
-            "tool_use_id": value.get("tool_use_id"),
-            "found": value.get("content"),
-        }
-    known = ("type", *(_READ.get(kind, ()) if isinstance(kind, str) else ()))
-    return {field: value[field] for field in known if field in value}
-
-
-class Part(Wire):
-    """Text, or something that is only named."""
+class Block(Wire):
+    """One block of a content."""
 
     type: str
-    text: str | None = None
 
-    _only_read = model_validator(mode="before")(_only_read)
+
+class OtherBlock(Block):
+    """A block that is not read: only its type matters."""
+
+
+class TextBlock(Block):
+    text: str
+
+
+Part: TypeAlias = Annotated[Block, Variants({"text": TextBlock}, OtherBlock)]
+"""Text, or a block that is not read."""
 
 
 class Source(Wire):
-    """Where a document comes from. Of type ``text`` it is in ``data``, of ``content`` in parts."""
+    """Where a document comes from. Files and links are not read."""
 
     type: str | None = None
-    data: str | None = None
-    content: Annotated[list[Part] | None, BeforeValidator(_as_blocks)] = None
-    url: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_its_own(cls, value: object) -> object:
-        """A file or a link to one is only named."""
-        if not isinstance(value, dict):
-            return value
-        kind = value.get("type")
-        read = {"text": "data", "content": "content", None: "url"}
-        field = read.get(kind) if kind is None or isinstance(kind, str) else None
-        return {name: value[name] for name in ("type", field) if name in value}
 
 
-def _as_source(value: object) -> object:
-    """The source of a search result is an address."""
-    return {"url": value} if isinstance(value, str) else value
+class TextSource(Source):
+    data: str
 
 
-class Readable(Wire):
-    """A block that a user or a tool may send: a text, a document, what a search found."""
+class ContentSource(Source):
+    content: Annotated[list[Part], BeforeValidator(_as_blocks)]
 
-    type: str
-    text: str | None = None
+
+class DocumentBlock(Block):
     title: str | None = None
     context: str | None = None
-    source: Annotated[Source | None, BeforeValidator(_as_source)] = None
+    source: (
+        Annotated[Source, Variants({"text": TextSource, "content": ContentSource}, Source)] | None
+    ) = None
 
-    _only_read = model_validator(mode="before")(_only_read)
+
+class SearchResultBlock(Block):
+    """One result of a search. ``source`` is its address."""
+
+    title: str | None = None
+    source: str | None = None
+    content: list[Part]
 
 
-class ResultBlock(Readable):
-    """One block of a tool's result: ``content`` of what a search found, or the name of a tool."""
+class ToolReferenceBlock(Block):
+    tool_name: str = Field(min_length=1)
 
-    content: list[Part] | None = None
-    tool_name: str | None = Field(default=None, min_length=1)
+
+_READABLE: dict[str, type[Wire]] = {
+    "text": TextBlock,
+    "document": DocumentBlock,
+    "search_result": SearchResultBlock,
+}
+"""The blocks that both a user and a tool may send."""
+
+ResultPart: TypeAlias = Annotated[
+    Block, Variants({**_READABLE, "tool_reference": ToolReferenceBlock}, OtherBlock)
+]
 
 
 class ToolSwitch(Wire):
@@ -166,27 +148,61 @@ class ToolChange(Wire):
     definition: AnthropicTool | None = None
 
 
-class Block(Readable):
-    """One block of a message's content.
-
-    ``found`` is what a tool of Anthropic's servers answered: each has a shape of its own.
-    """
-
+class ThinkingBlock(Block):
     thinking: str | None = None
     signature: str | None = None
-    data: str | None = None
-    id: str | None = Field(default=None, min_length=1)
-    name: str | None = Field(default=None, min_length=1)
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = Field(default=None, min_length=1)
-    content: Annotated[list[ResultBlock] | None, BeforeValidator(_as_blocks)] = None
+
+
+class RedactedThinkingBlock(Block):
+    data: str
+
+
+class CallBlock(Block):
+    """A call: the client's (``tool_use``) or one of Anthropic's servers (``server_tool_use``)."""
+
+    id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: dict[str, object]
+
+
+class McpCallBlock(CallBlock):
+    server_name: str = Field(min_length=1)
+
+
+class ResultBlock(Block):
+    """The result of a client's tool, or of an MCP server's."""
+
+    tool_use_id: str = Field(min_length=1)
+    content: Annotated[list[ResultPart] | None, BeforeValidator(_as_blocks)] = None
     is_error: bool | None = None
-    tool: ToolChange | None = None
-    server_name: str | None = Field(default=None, min_length=1)
-    found: Any = None
 
 
-Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
+class ServerResultBlock(Block):
+    """The result of a tool that Anthropic's servers ran. Each tool has a content of its own."""
+
+    tool_use_id: str = Field(min_length=1)
+    content: object = None
+
+
+class ToolAdditionBlock(Block):
+    tool: ToolChange
+
+
+_BLOCKS: dict[str, type[Wire]] = {
+    **_READABLE,
+    "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedThinkingBlock,
+    "tool_use": CallBlock,
+    "server_tool_use": CallBlock,
+    "mcp_tool_use": McpCallBlock,
+    "tool_result": ResultBlock,
+    "mcp_tool_result": ResultBlock,
+    "*_tool_result": ServerResultBlock,
+    "tool_addition": ToolAdditionBlock,
+}
+Blocks: TypeAlias = Annotated[
+    list[Annotated[Block, Variants(_BLOCKS, OtherBlock)]], BeforeValidator(_as_blocks)
+]
 
 
 class ToolConfiguration(ToolSwitch):
@@ -253,7 +269,7 @@ class MessagesBody(Wire):
 
     model: str = Field(min_length=1)
     messages: list[AnthropicMessage] = Field(min_length=1)
-    system: Annotated[list[Block] | None, BeforeValidator(_as_blocks)] = None
+    system: Blocks | None = None
     max_tokens: int | None = Field(default=None, ge=0)
     stream: bool | None = None
 
@@ -268,8 +284,6 @@ class MessagesBody(Wire):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
-    thread: Any = None
-    compaction: Any = None
     mcp_servers: list[McpServer] | None = Field(default=None, max_length=MOST_SERVERS)
 
 
@@ -287,22 +301,11 @@ def read_body(body: object, *, counting: bool = False) -> MessagesBody:
     request = checked(MessagesBody, body)
     if request.max_tokens is None and not counting:
         raise required("max_tokens")
-    for refusal in _unsupported_fields(request, counting=counting):
-        raise refusal
+    fields = body if isinstance(body, dict) else {}
+    if fields.get("thread") is not None:
+        problem = "thread: this server does not store conversations: send all messages"
+        raise RequestError(problem, param="thread", code=THREAD_UNSUPPORTED)
+    if fields.get("compaction") is not None and not counting:  # Anthropic's own count ignores it
+        problem = "compaction: this server does not summarize conversations"
+        raise RequestError(problem, param="compaction", code=UNSUPPORTED)
     return request
-
-
-def _unsupported_fields(request: MessagesBody, *, counting: bool) -> Iterator[RequestError]:
-    """What cannot be done, and would be another request if it were ignored.
-
-    Anthropic's own count ignores ``compaction``, too.
-    """
-    if request.thread is not None:
-        why = "no conversation is kept here: send all of its messages"
-        yield _unsupported("thread", why, THREAD_UNSUPPORTED)
-    if request.compaction is not None and not counting:
-        yield _unsupported("compaction", "this server does not summarize conversations")
-
-
-def _unsupported(field: str, why: str, code: str = UNSUPPORTED) -> RequestError:
-    return RequestError(f"{field}: {why}", param=field, code=code)

@@ -28,8 +28,6 @@ from vllm_mlx_harmony.protocols.messages.schema import (
 from vllm_mlx_harmony.protocols.server_calls import code_in, recipient_of
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
-MCP_RESULT = "mcp_tool_result"
-
 # --- What a request asks for.
 
 

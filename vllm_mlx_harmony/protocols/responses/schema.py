@@ -52,8 +52,7 @@ def _as_item(value: object) -> object:
     kind = value.get("type")
     if kind is None:
         kind = "message" if "role" in value else "item_reference" if "id" in value else None
-    fields = {name: field for name, field in value.items() if field is not None}
-    return {**fields, "type": kind, "document": value}
+    return {**value, "type": kind, "document": value}
 
 
 def _as_tool(value: object) -> object:
