@@ -99,7 +99,7 @@ def test_a_deadline_without_an_id_counts_and_frees_the_conversation(stream: bool
     rule = Rule(patience=60.0, pause=0.2, longest_pause=1.0, failures=2)
     with ExitStack() as stack:
         engines = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)
-        setting = Setting(stack, *engines, rule=rule, timeout=1.5)
+        setting = Setting(stack, *engines, rule=rule, timeout=5.0)
         router.SHARE, share = 1, router.SHARE
         stack.callback(setattr, router, "SHARE", share)
         (number,) = setting.home(1)

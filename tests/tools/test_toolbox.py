@@ -21,11 +21,13 @@ pytest.importorskip("mcp")
 sys.path.append(str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 from local import Local
+from mcp_types import methods
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, Use, read
+from vllm_mlx_harmony.server.tools.mcp_messages import malformed_tools
 from vllm_mlx_harmony.server.tools.tool_server import Answer
 from vllm_mlx_harmony.server.tools.toolbox import NOTHING, Answered, Toolbox
 
@@ -261,6 +263,24 @@ def test_a_server_with_malformed_tools_and_half_surrogates(
     assert len(said) == 11  # one line for each, however often the list is read
     assert said[0].startswith("tool server raw: the tool 'type' (inputSchema.type: ")
     assert any("the tool number 7 (name: " in each for each in said)
+
+
+def test_what_stands_beside_tools_is_not_checked_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte of it beside a thousand tools took minutes, in which the server did nothing."""
+    checked: list[Any] = []
+    check = methods.validate_server_result
+    monkeypatch.setattr(
+        methods,
+        "validate_server_result",
+        lambda method, version, data: (checked.append(data), check(method, version, data))[1],
+    )
+    tools = [{"name": name, "inputSchema": {"type": "object"}} for name in ("a", "b")]
+    result = {"tools": [*tools, {"name": "c"}], "_meta": {"a": 1}, "nextCursor": "d"}
+    ((place, _),) = malformed_tools(result, "2025-06-18")
+    assert place == 2
+    assert [data.keys() for data in checked] == [{"tools", "nextCursor"}] * 3
+    newer = {**result, "resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
+    assert [place for place, _ in malformed_tools(newer, "2026-07-28")] == [2]
 
 
 async def cut_in_two() -> Answer:

@@ -279,7 +279,11 @@ _PATHS: Mapping[str, object] = {
 
 
 def _with_sources(description: str, later: Sequence[_Read]) -> str:
-    """``description`` with what can be found: a namespace, or a function outside of one."""
+    """``description`` with what can be found: a namespace, or a function outside of one.
+
+    Under the client's own names, aliases or not (A10): a search's arguments go to the client as the
+    model writes them.
+    """
     sources = [
         (each.declared.namespace, each.about)
         if each.declared.namespace

@@ -235,7 +235,7 @@ class McpServer:
                 with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
                     async with passed_on:
                         async for message in received:
-                            self._leave_out_malformed_tools(message)
+                            await self._leave_out_malformed_tools(message)
                             await passed_on.send(message)
                 self._lost = True
                 self._look.set()
@@ -248,10 +248,13 @@ class McpServer:
                     group.cancel_scope.cancel()
                     incoming.close()
 
-    def _leave_out_malformed_tools(self, message: Any) -> None:
+    async def _leave_out_malformed_tools(self, message: Any) -> None:
         """In place, in the message of a list of tools. The others are served."""
         result: Any = getattr(getattr(message, "message", None), "result", None)
-        problems = dict(malformed_tools(result, self._version)) if self._version else {}
+        if not (self._version and isinstance(result, dict) and "tools" in result):
+            return
+        # In a thread: a list of thousands takes seconds.
+        problems = await asyncio.to_thread(lambda: dict(malformed_tools(result, self._version)))
         for place in sorted(problems, reverse=True):
             del result["tools"][place]
         for problem in problems.values():
