@@ -1,41 +1,38 @@
-"""What both of OpenAI's APIs ask alike: template options, sampling, and what neither can have.
-
-Knows fields of the same name and meaning. Refuses to know which others an API has.
-"""
+"""The fields that both of OpenAI's APIs share: sampling, template options, unsupported fields."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from pydantic import Field
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import BuiltinTool, Sampling
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Wire
+from vllm_mlx_harmony.core.turn import BuiltinTool
+from vllm_mlx_harmony.protocols.sampling import SamplingFields
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Seed, Wire
 
 UnsupportedFields: TypeAlias = "tuple[tuple[str, Callable[[Any], object], str], ...]"
-"""Fields that cannot be served, as ignoring them would change the answer: the name, for which
-values (``None`` never is one), and why."""
+"""Fields that are rejected because ignoring them would change the answer: the name, a predicate for
+the values that are rejected (null never is), and the reason."""
 
 
 class TemplateOptions(Wire):
-    """``chat_template_kwargs``, a field of vLLM's."""
+    """``chat_template_kwargs``, an extension of vLLM."""
 
     reasoning_effort: Any = None
     model_identity: str | None = None
     builtin_tools: list[BuiltinTool] | None = None
 
 
-class SamplingFields(Protocol):
-    """How the next id is chosen, as both bodies have it."""
+class OpenAISampling(SamplingFields):
+    """The sampling fields of a request, with the extensions of vLLM."""
 
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    seed: int | None
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    seed: Seed | None = None
 
 
 def given(_: object) -> bool:
@@ -52,18 +49,3 @@ def reject_unsupported(body: object, fields: UnsupportedFields) -> None:
         value = body.get(field) if isinstance(body, dict) else None
         if value is not None and unsupported(value):
             raise RequestError(f"{field}: {why}", param=field, code=UNSUPPORTED)
-
-
-def sampling(body: SamplingFields, logit_bias: Iterable[tuple[int, float]] = ()) -> Sampling:
-    """The sampling that ``body`` asks for."""
-    return Sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=0 if body.top_k == -1 else body.top_k,  # -1 is vLLM's word for "all of them"
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        repetition_penalty=body.repetition_penalty,
-        frequency_penalty=body.frequency_penalty,
-        seed=body.seed,
-        logit_bias=tuple(logit_bias),
-    )

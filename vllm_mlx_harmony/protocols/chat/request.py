@@ -50,7 +50,7 @@ from vllm_mlx_harmony.protocols.openai_content import (
     message_text,
     result_text,
 )
-from vllm_mlx_harmony.protocols.openai_request import sampling
+from vllm_mlx_harmony.protocols.sampling import sampling
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 

@@ -13,12 +13,13 @@ from pydantic import BeforeValidator, Field
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Parts
 from vllm_mlx_harmony.protocols.openai_request import (
+    OpenAISampling,
     TemplateOptions,
     UnsupportedFields,
     given,
     reject_unsupported,
 )
-from vllm_mlx_harmony.protocols.validation import Seed, StopStrings, Wire, checked
+from vllm_mlx_harmony.protocols.validation import StopStrings, Wire, checked
 
 # --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
 
@@ -170,7 +171,7 @@ class ChatTemplateOptions(TemplateOptions):
     enable_thinking: bool | None = None
 
 
-class ChatBody(Wire):
+class ChatBody(OpenAISampling):
     """The body of ``POST /v1/chat/completions``, as far as this server looks at it."""
 
     model: str = Field(min_length=1)
@@ -183,14 +184,6 @@ class ChatBody(Wire):
     stop: Annotated[StopStrings | None, BeforeValidator(_as_strings)] = None
     timeout: float | None = Field(default=None, gt=0, lt=1e9)
 
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0)
-    seed: Seed | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
 
     min_tokens: int | None = Field(default=None, ge=0)

@@ -32,7 +32,6 @@ from vllm_mlx_harmony.core.turn import (
     ResponseFormat,
     ResponseInfo,
     Result,
-    Sampling,
     ServerCall,
     ServerResult,
     Tool,
@@ -72,6 +71,7 @@ from vllm_mlx_harmony.protocols.messages.server_tools import (
     found_tools,
     result_text,
 )
+from vllm_mlx_harmony.protocols.sampling import sampling
 from vllm_mlx_harmony.protocols.server_calls import last_call, with_results, without_gaps
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
@@ -163,7 +163,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
         date=defaults.date,
         builtin_tools=builtin_tools,
         prefill=prefill,
-        sampling=_sampling(body),
+        sampling=sampling(body),
         limits=Limits(
             max_tokens=body.max_tokens,
             stop=tuple(text for text in body.stop_sequences or () if text),
@@ -704,11 +704,3 @@ def _response_format(body: MessagesBody) -> ResponseFormat | None:
             document = requested.document
             return ResponseFormat(document, strict=True, where=where, strict_implied=True)
     return None
-
-
-def _sampling(body: MessagesBody) -> Sampling:
-    return Sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=0 if body.top_k == -1 else body.top_k,  # -1 is vLLM's word for "all of them"
-    )

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.client_servers import MOST_SERVERS
+from vllm_mlx_harmony.protocols.sampling import SamplingFields
 from vllm_mlx_harmony.protocols.validation import (
     UNSUPPORTED,
     StopStrings,
@@ -264,7 +265,7 @@ class OutputConfig(EffortConfig):
     format: OutputFormat | None = None
 
 
-class MessagesBody(Wire):
+class MessagesBody(SamplingFields):
     """The body of ``POST /v1/messages``, as far as this server looks at it."""
 
     model: str = Field(min_length=1)
@@ -274,9 +275,6 @@ class MessagesBody(Wire):
     stream: bool | None = None
 
     stop_sequences: StopStrings | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
 
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None

@@ -103,11 +103,9 @@ class ItemReader:
         Nothing is left of a foreign call: Codex answers its ``local_shell_call`` as a function's.
         """
         known = [self._resolved(item, f"input[{at}]") for at, item in enumerate(items)]
-        foreign = {
-            key
-            for key in (each.document.get("call_id") for each in known if type(each) is OtherItem)
-            if isinstance(key, str)
-        }
+        others = (each for each in known if isinstance(each, (OtherItem, ItemReference)))
+        keys = (each.document.get("call_id") for each in others)
+        foreign = {key for key in keys if isinstance(key, str)}
         placed = enumerate(zip(known, _calls_follow(known), strict=True))
         for from_assistant, run in groupby(placed, lambda each: _is_from_assistant(each[1][0])):
             messages: list[Message] = []

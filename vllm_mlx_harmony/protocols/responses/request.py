@@ -30,7 +30,7 @@ from vllm_mlx_harmony.core.turn import (
     User,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
-from vllm_mlx_harmony.protocols.openai_request import TemplateOptions, sampling
+from vllm_mlx_harmony.protocols.openai_request import TemplateOptions
 from vllm_mlx_harmony.protocols.responses.compaction import (
     CompactionEmitter,
     compacted,
@@ -60,6 +60,7 @@ from vllm_mlx_harmony.protocols.responses.server_tools import (
     without_secrets,
 )
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
+from vllm_mlx_harmony.protocols.sampling import sampling
 from vllm_mlx_harmony.protocols.server_calls import with_results, without_gaps
 from vllm_mlx_harmony.protocols.validation import required
 

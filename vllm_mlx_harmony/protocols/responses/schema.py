@@ -16,6 +16,7 @@ from vllm_mlx_harmony.core.turn import ResponseFormat
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
 from vllm_mlx_harmony.protocols.openai_request import (
+    OpenAISampling,
     TemplateOptions,
     UnsupportedFields,
     given,
@@ -23,7 +24,6 @@ from vllm_mlx_harmony.protocols.openai_request import (
 )
 from vllm_mlx_harmony.protocols.validation import (
     UNSUPPORTED,
-    Seed,
     Variants,
     Wire,
     checked,
@@ -317,7 +317,7 @@ class _StoredItem(Wire):
     item: AnyItem
 
 
-class ResponsesBody(Wire):
+class ResponsesBody(OpenAISampling):
     """The body of ``POST /v1/responses``, as far as this server looks at it."""
 
     model: str = Field(min_length=1)
@@ -334,15 +334,6 @@ class ResponsesBody(Wire):
     timeout: float | None = Field(default=None, gt=0, lt=1e9)
     min_tokens: int | None = Field(default=None, ge=0)
     thinking_token_budget: int | None = Field(default=None, ge=-1)
-
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0)
-    seed: Seed | None = None
 
     tools: ToolList | None = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_choice)] = None

@@ -1,0 +1,30 @@
+"""The sampling parameters that every API has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+
+from pydantic import Field
+
+from vllm_mlx_harmony.core.turn import Sampling
+from vllm_mlx_harmony.protocols.validation import Wire
+
+
+class SamplingFields(Wire):
+    """Base of a request body. Further fields with the name of one of ``Sampling`` are used, too."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+
+
+def sampling(body: SamplingFields, logit_bias: Iterable[tuple[int, float]] = ()) -> Sampling:
+    """The sampling that ``body`` asks for."""
+    given = {name: getattr(body, name) for name in _NAMES & type(body).model_fields.keys()}
+    if body.top_k == -1:  # vLLM's value for "all tokens"
+        given["top_k"] = 0
+    return Sampling(**given, logit_bias=tuple(logit_bias))
+
+
+_NAMES = {each.name for each in fields(Sampling)} - {"logit_bias"}
