@@ -30,23 +30,23 @@ from vllm_mlx_harmony.gateway.engines.http import (
     reason_of,
     silence,
 )
-from vllm_mlx_harmony.gateway.engines.llamacpp import LLGUIDANCE, LlamaCpp
-from vllm_mlx_harmony.gateway.engines.plugin import Plugin
-from vllm_mlx_harmony.gateway.engines.sglang import SGLang
-from vllm_mlx_harmony.gateway.engines.vllm import Vllm, VllmTokens
+from vllm_mlx_harmony.gateway.engines.llamacpp import LLAMACPP, LLAMACPP_LLGUIDANCE
+from vllm_mlx_harmony.gateway.engines.plugin import PLUGIN
+from vllm_mlx_harmony.gateway.engines.sglang import SGLANG
+from vllm_mlx_harmony.gateway.engines.vllm import VLLM, VLLM_TOKENS
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.sampling import Settings
 
 KINDS: dict[str, Dialect] = {
-    "vllm": Vllm(),
-    "vllm-completions": Vllm(),
-    "vllm-tokens": VllmTokens(),
-    "sglang": SGLang(),
-    "llamacpp": LlamaCpp(),
-    "llamacpp-llguidance": LlamaCpp(LLGUIDANCE),
-    "vllm-mlx": Plugin(),
+    "vllm": VLLM,
+    "vllm-completions": VLLM,
+    "vllm-tokens": VLLM_TOKENS,
+    "sglang": SGLANG,
+    "llamacpp": LLAMACPP,
+    "llamacpp-llguidance": LLAMACPP_LLGUIDANCE,
+    "vllm-mlx": PLUGIN,
 }
-"""What ``--engine KIND=URL`` takes. ``vllm`` is whichever endpoint that one has."""
+"""The kinds of ``--engine KIND=URL``. ``vllm`` is detected as either of its endpoints."""
 
 ASK_SECONDS = 5.0
 TRIAL = (vocab.START, *vocab.encode("assistant"))
@@ -107,22 +107,22 @@ async def _tried(engine: HttpEngine, spec: Spec) -> Dialect:
     for an engine without grammars stays one for as long as it is up.
     """
     found = engine.dialect
-    if not isinstance(found, (Vllm, VllmTokens)):
+    if found not in (VLLM, VLLM_TOKENS):
         try:
             await first_id(engine, TRY_SECONDS)
         except EngineUnavailable as error:
-            if isinstance(found, Plugin) and error.answered == HTTPStatus.NOT_FOUND:
+            if found is PLUGIN and error.answered == HTTPStatus.NOT_FOUND:
                 raise HostError(NO_ENDPOINT) from error
             raise
         return found
     if spec.kind not in _ENDPOINTS:
-        engine.dialect = VllmTokens()
+        engine.dialect = VLLM_TOKENS
         try:
-            return replace(VllmTokens(), capabilities=await _grammars(engine))
+            return replace(VLLM_TOKENS, capabilities=await _grammars(engine))
         except EngineUnavailable as error:
             if not _is_absent(error.answered):
                 raise
-        found = engine.dialect = Vllm()
+        found = engine.dialect = VLLM
     return replace(found, capabilities=await _grammars(engine))
 
 
@@ -304,7 +304,7 @@ def _served(listed: _Json, about: _Json, model: str) -> tuple[str, int | None]:
 
 async def _able(dialect: Dialect, ask: _Asking) -> Dialect:
     """``dialect`` with what this server of its kind can do."""
-    if isinstance(dialect, SGLang):
+    if dialect is SGLANG:
         about = await ask("/get_server_info") or {}
         grammar = about.get("grammar_backend") == "llguidance"
         return replace(dialect, capabilities=replace(dialect.capabilities, grammar=grammar))

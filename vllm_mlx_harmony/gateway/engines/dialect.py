@@ -1,13 +1,13 @@
-"""What differs between one kind of engine and another: fields, events and abilities. No I/O.
+"""How one kind of engine differs from another: fields, events and capabilities. No I/O.
 
-A ``Dialect`` writes the body of a request and reads the events of its stream; one file beside this
-one for each kind of server.
+A ``Dialect`` writes the body of a request and reads the events of its stream. Each kind of server
+has its own file beside this one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -17,19 +17,19 @@ from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.sampling import Settings
 
 TURN_ENDS = sorted(vocab.TURN_ENDS)
-"""The ids at which every engine is told to stop."""
+"""The stop ids of every request."""
 
 DONE = "[DONE]"
-"""What OpenAI's streams, and those made after them, end with."""
+"""The last event of OpenAI's streams, and of those modelled on them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do of what the front end could ask of it.
+    """What an engine supports.
 
     ``ids``: a prompt of ids in, every generated id out. ``grammar``: llguidance's Lark, with
-    control tokens as ids; ``grammar_white_space``: JSON may have some, as llguidance 1.9 bounds it.
-    ``tenant_salt``: prefixes of one tenant are never another's hits.
+    control tokens as ids. ``grammar_white_space``: JSON with white space, bounded as llguidance 1.9
+    does. ``tenant_salt``: tenants never share cached prefixes.
     """
 
     ids: bool = True
@@ -42,7 +42,7 @@ class Capabilities:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What it cannot do, in words."""
+        """What it does not support, for logs."""
         names = [field.name for field in fields(self) if not getattr(self, field.name)]
         if not self.grammar:
             names.remove("grammar_white_space")
@@ -63,9 +63,9 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one event brought: ``ids`` that are new, and how the turn ended, if it did.
+    """One event: its new ``ids``, and the finish reason if the turn has ended.
 
-    ``cached_tokens`` counts ids of the prompt that were not computed.
+    ``cached_tokens`` is the number of prompt ids that the engine had cached.
     """
 
     ids: tuple[int, ...] = ()
@@ -77,36 +77,29 @@ EMPTY = Chunk()
 
 
 class Reader(Protocol):
-    """Follows the events of one stream."""
+    """Reads the events of one stream, in order."""
 
     def read(self, data: str) -> Chunk:
-        """What the event with these ``data`` brought. Raises ``OutputError`` for what is none."""
+        """Reads the data of one event. Raises ``OutputError`` for anything malformed."""
 
 
-class Dialect(Protocol):
-    """One kind of server. A value: equal for equal servers, and shared by all requests."""
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One kind of server; shared by all requests to it.
 
-    @property
-    def name(self) -> str:
-        """What the kind is called in flags, logs and metrics."""
+    ``name`` is its kind in flags, logs and metrics, ``path`` where requests are posted, ``body``
+    makes the JSON of a request, and ``reader`` a reader for a new stream.
+    """
 
-    @property
-    def path(self) -> str:
-        """Where requests are posted."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What it can do."""
-
-    def body(self, request: EngineRequest) -> dict[str, Any]:
-        """The request's JSON. Raises ``RequestError`` for what the engine cannot do."""
-
-    def reader(self) -> Reader:
-        """For a new stream."""
+    name: str
+    path: str
+    capabilities: Capabilities
+    body: Callable[[EngineRequest], dict[str, Any]]
+    reader: Callable[[], Reader]
 
 
 def sampling(settings: Settings) -> dict[str, Any]:
-    """The fields of a body that every engine calls alike."""
+    """The sampling fields that have the same names on every engine."""
     return {
         "temperature": settings.temperature,
         "top_p": settings.top_p,
@@ -117,54 +110,79 @@ def sampling(settings: Settings) -> dict[str, Any]:
     }
 
 
+def batch_sampling(
+    request: EngineRequest, *, max_tokens: str, min_tokens: str, seed: str
+) -> dict[str, Any]:
+    """The sampling fields of vLLM and SGLang, which differ in three names."""
+    settings = request.settings
+    body: dict[str, Any] = {
+        **sampling(settings),
+        "repetition_penalty": settings.repetition_penalty,
+        max_tokens: settings.max_tokens,
+        "stop_token_ids": TURN_ENDS,
+        "skip_special_tokens": False,
+    }
+    if settings.seed is not None:
+        body[seed] = settings.seed
+    if settings.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias}
+    if request.min_tokens:
+        body[min_tokens] = min(request.min_tokens, settings.max_tokens)
+    return body
+
+
 def parsed(data: str) -> dict[str, Any]:
-    """The JSON object of an event. Raises ``OutputError`` for anything else."""
+    """The JSON object of an event. Raises ``OutputError`` for anything else, and what an ``error``
+    in it means."""
     try:
         event = json.loads(data)
     except ValueError as error:
         raise garbled(data) from error
     if not isinstance(event, dict):
         raise garbled(data)
+    if "error" in event:
+        raise failure_in(event)
     return event
 
 
 def garbled(data: object) -> OutputError:
-    """For what no event of this engine looks like; how it begins stands in the message."""
-    return OutputError(f"the engine sent what cannot be read: {str(data)[:80]!r}")
+    """The error for a malformed event; the message quotes its beginning."""
+    return OutputError(f"the engine sent a malformed event: {str(data)[:80]!r}")
 
 
 def failure_in(event: Mapping[str, Any]) -> HarmonyFailure:
-    """What the ``error`` of an event says: of the request (4xx), or of the engine."""
+    """The exception for an error event: the request's fault (4xx), or the engine's."""
     error = event["error"]
     status = error.get("code") if isinstance(error, Mapping) else None
-    said = message_of(event) or "it did not say why"
+    message = message_of(event) or "no reason given"
     if type(status) is int and 400 <= status < 500:  # noqa: PLR2004
-        return RequestError(f"the engine refused the request: {said}", code="engine_refused")
-    return OutputError(f"the engine failed: {said}")
+        return RequestError(f"the engine refused the request: {message}", code="engine_refused")
+    return OutputError(f"the engine failed: {message}")
 
 
 FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 
 
 def finish_of(
-    reason: object, finishes: Mapping[str, Finish] = FINISHES, said: object = None
+    reason: object, finishes: Mapping[str, Finish] = FINISHES, message: object = None
 ) -> Finish | None:
-    """How the turn ended, by the engine's word for it; ``None`` as long as it goes on.
+    """The finish reason for the engine's own name of it; ``None`` while the turn continues.
 
-    ``said`` is what the engine says about that. Raises ``OutputError`` for an answer that the
-    engine gave up.
+    ``message`` is the engine's explanation. Raises ``OutputError`` for any other reason: the engine
+    has aborted the request.
     """
     if reason is None:
         return None
     finish = finishes.get(reason) if isinstance(reason, str) else None
     if finish is None:
-        about = f"{reason}: {said}" if said else reason
-        raise OutputError(f"the engine gave the answer up ({about})")
+        about = f"{reason}: {message}" if message else reason
+        raise OutputError(f"the engine aborted the request ({about})")
     return finish
 
 
 def ids_of(value: object) -> tuple[int, ...]:
-    """``value`` as ids; nothing for ``None``. Raises ``OutputError``."""
+    """``value`` as ids; empty for ``None``. Raises ``OutputError`` for anything but a list of
+    integers."""
     if value is None:
         return ()
     if not isinstance(value, list) or not all(type(each) is int for each in value):
@@ -173,12 +191,12 @@ def ids_of(value: object) -> tuple[int, ...]:
 
 
 def count_of(value: object) -> int:
-    """``value`` as a number of tokens; 0 for what is none."""
+    """``value`` as a number of tokens; 0 for anything but a positive integer."""
     return value if type(value) is int and value > 0 else 0
 
 
 def message_of(body: object) -> str:
-    """What an error says, in any of the shapes that engines have for it; empty if nothing."""
+    """The message of an error body, in any of the engines' shapes; empty if there is none."""
     if isinstance(body, Mapping):
         for name in ("error", "message", "detail", "object"):
             if found := message_of(body.get(name)):

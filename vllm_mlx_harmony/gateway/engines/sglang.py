@@ -14,93 +14,66 @@ connection aborts the request (``create_abort_task``). ``extra_key`` keeps prefi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.gateway.engines.dialect import (
     DONE,
     EMPTY,
-    TURN_ENDS,
     Capabilities,
     Chunk,
+    Dialect,
     EngineRequest,
+    batch_sampling,
     count_of,
-    failure_in,
     finish_of,
     garbled,
     ids_of,
     parsed,
-    sampling,
 )
 
-CAPABILITIES = Capabilities(cached_tokens=True, tenant_salt=True)
 
-
-@dataclass(frozen=True, slots=True)
-class SGLang:
-    """SGLang's own endpoint."""
-
-    capabilities: Capabilities = CAPABILITIES
-    name: str = "sglang"
-    path: str = "/generate"
-
-    def body(self, request: EngineRequest) -> dict[str, Any]:
-        """See ``Dialect``."""
-        settings = request.settings
-        fields: dict[str, Any] = {
-            **sampling(settings),
-            "top_k": settings.top_k or -1,
-            "repetition_penalty": settings.repetition_penalty,
-            "max_new_tokens": settings.max_tokens,
-            "stop_token_ids": TURN_ENDS,
-            "skip_special_tokens": False,
-            "no_stop_trim": True,
-        }
-        if settings.seed is not None:
-            fields["sampling_seed"] = settings.seed
-        if settings.logit_bias:
-            fields["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias}
-        if request.min_tokens:
-            fields["min_new_tokens"] = min(request.min_tokens, settings.max_tokens)
-        if request.grammar is not None:
-            fields["ebnf"] = request.grammar
-        body = {"input_ids": request.prompt, "sampling_params": fields, "stream": True}
-        if request.salt:
-            body["extra_key"] = request.salt
-        return body
-
-    def reader(self) -> SGLangReader:
-        """See ``Dialect``."""
-        return SGLangReader()
+def _body(request: EngineRequest) -> dict[str, Any]:
+    fields = batch_sampling(
+        request, max_tokens="max_new_tokens", min_tokens="min_new_tokens", seed="sampling_seed"
+    )
+    fields |= {"top_k": request.settings.top_k or -1, "no_stop_trim": True}
+    if request.grammar is not None:
+        fields["ebnf"] = request.grammar
+    body = {"input_ids": request.prompt, "sampling_params": fields, "stream": True}
+    if request.salt:
+        body["extra_key"] = request.salt
+    return body
 
 
 class SGLangReader:
-    """Events with all ids so far, or with new ones."""
+    """Events with all ids so far, or with the new ones only."""
 
     def __init__(self) -> None:
         self._seen = 0
 
     def read(self, data: str) -> Chunk:
-        """See ``Reader``."""
         if data == DONE:
             return EMPTY
         event = parsed(data)
-        if "error" in event:
-            raise failure_in(event)
         about = event.get("meta_info")
         if not isinstance(about, dict):
             raise garbled(data)
         ids, total = ids_of(event.get("output_ids")), count_of(about.get("completion_tokens"))
-        if len(ids) >= total:  # all of them; perhaps more than were counted a moment before
+        if len(ids) >= total:  # all of them; perhaps more than had been counted
             new = ids[self._seen :]
         elif len(ids) == total - self._seen:
             new = ids
         else:
-            raise OutputError("the engine did not hand on every id")
+            raise OutputError("the engine did not return every id")
         self._seen += len(new)
-        reason, said = about.get("finish_reason"), None
+        reason, message = about.get("finish_reason"), None
         if isinstance(reason, dict):  # {"type": "stop", "matched": 200002} and the like
-            reason, said = reason.get("type", ""), reason.get("message")
-        finish = finish_of(reason, said=said)
+            reason, message = reason.get("type", ""), reason.get("message")
+        finish = finish_of(reason, message=message)
         return Chunk(new, finish, count_of(about.get("cached_tokens")))
+
+
+SGLANG = Dialect(
+    "sglang", "/generate", Capabilities(cached_tokens=True, tenant_salt=True), _body, SGLangReader
+)
