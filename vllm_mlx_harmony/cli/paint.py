@@ -1,19 +1,21 @@
 """Token ids as coloured text: control tokens apart from the rest, each message in its colour.
 
-Knows which colour means what. Refuses to know how a header is read: that is `core.header`.
+The parser decides which text belongs to which message (`core.parse`); here is what colour it gets.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
+from operator import attrgetter
 
-from rich.text import Text
+from rich.text import Text as Painting
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.deltas import Kind
-from vllm_mlx_harmony.core.header import Header, HeaderReader
+from vllm_mlx_harmony.core.deltas import Delta, Kind, Opened, Text
+from vllm_mlx_harmony.core.parse import Parser, State
 
 CONTROL_STYLE = "dim"
 HEADER_STYLE = "dim"
@@ -24,8 +26,10 @@ KIND_STYLES = {
     Kind.ANSWER: "bold",
     Kind.CALL: "magenta",
 }
-_CHANNEL_KINDS = {"analysis": Kind.REASONING, "commentary": Kind.PREAMBLE}
 _ROLE_STYLES = {"system": "blue", "developer": "blue", "user": "green", "tool": "bright_blue"}
+
+_HEADER_PARTS = frozenset({vocab.START, vocab.CHANNEL, vocab.MESSAGE})
+_TERMINATORS = vocab.TURN_ENDS | {vocab.END}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Piece:
 
 
 def pieces(ids: Iterable[int]) -> Iterator[Piece]:
-    """``ids`` cut at their control tokens. Joined, the texts are what the ids say.
+    """``ids`` cut at their control tokens. Joined, their texts are the text of the ids.
 
     Takes ids of the vocabulary only; bytes that are no UTF-8 become U+FFFD.
     """
@@ -48,35 +52,61 @@ def pieces(ids: Iterable[int]) -> Iterator[Piece]:
             yield from (Piece((token,), vocab.encoding().decode([token]), True) for token in run)
         else:
             tokens = tuple(run)
-            said = b"".join(map(vocab.token_bytes, tokens)).decode("utf-8", "replace")
-            yield Piece(tokens, said, False)
+            text = b"".join(map(vocab.token_bytes, tokens)).decode("utf-8", "replace")
+            yield Piece(tokens, text, False)
 
 
-def painted(ids: Iterable[int], *, apart: bool = False) -> Text:
+def painted(ids: Iterable[int], *, apart: bool = False) -> Painting:
     """``ids`` written out, in colours. They begin with a header, as a prompt and a completion do.
 
     ``apart``: each message on a line of its own, with line breaks that are not in the ids.
     """
-    text, reader, style = Text(), HeaderReader(marked=True), HEADER_STYLE
+    parser, style, at = Parser(transcript=True), HEADER_STYLE, 0
+    runs: list[_Run] = []
     for piece in pieces(ids):
-        if apart and text and piece.ids[0] == vocab.START:
-            text.append("\n")
-        text.append(piece.text, CONTROL_STYLE if piece.control else style)
-        if not piece.control:
-            reader.text(piece.text)
+        in_body = parser.reading is not None
+        deltas = parser.feed(piece.ids)
+        if parser.reading is not None:
+            style = KIND_STYLES[parser.reading]
+        elif parser.state is not State.RESULT:
+            style = HEADER_STYLE
         elif piece.ids[0] == vocab.MESSAGE:
-            style = style_of(reader.header())
-        elif piece.ids[0] == vocab.CHANNEL:
-            reader.channel()
-        elif piece.ids[0] != vocab.CONSTRAIN:
-            reader, style = HeaderReader(marked=True), HEADER_STYLE
-    return text
+            style = _ROLE_STYLES[parser.author]
+        runs.append(_Run(at, piece, CONTROL_STYLE if piece.control else style))
+        if not in_body and piece.ids[0] != vocab.MESSAGE:
+            _paint_headless(runs, deltas)
+        at += len(piece.ids)
+    _paint_headless(runs, parser.close("stop"))
+    painting = Painting()
+    for run in runs:
+        if apart and painting and run.piece.ids[0] == vocab.START:
+            painting.append("\n")
+        painting.append(run.piece.text, run.style)
+    return painting
 
 
-def style_of(header: Header) -> str:
-    """The colour of the message behind a header."""
-    if header.role in _ROLE_STYLES:
-        return _ROLE_STYLES[header.role]
-    if header.recipient:
-        return KIND_STYLES[Kind.CALL]
-    return KIND_STYLES[_CHANNEL_KINDS.get(header.channel, Kind.ANSWER)]
+@dataclass(slots=True)
+class _Run:
+    """A piece, the number of ids before it, and its style."""
+
+    at: int
+    piece: Piece
+    style: str
+
+
+def _paint_headless(runs: list[_Run], deltas: list[Delta]) -> None:
+    """Paints messages without a ``<|message|>``: only what follows their text shows what it is."""
+    for opened, first in pairwise(deltas):
+        if isinstance(opened, Opened) and isinstance(first, Text):
+            texts: list[_Run] = []
+            for run in runs[bisect_left(runs, opened.at, key=attrgetter("at")) :]:
+                if not run.piece.control:
+                    texts.append(run)
+                elif run.piece.ids[0] in _HEADER_PARTS:
+                    texts.clear()
+                elif run.piece.ids[0] in _TERMINATORS:
+                    break
+            # The empty arguments of a call that is only a header are no part of the text.
+            if first.text != "{}" or any("{}" in run.piece.text for run in texts):
+                for run in texts:
+                    run.style = KIND_STYLES[opened.kind]

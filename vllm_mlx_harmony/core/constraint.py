@@ -17,8 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import Reason
 from vllm_mlx_harmony.core.grammar import Compiled, Mask, Matcher
-from vllm_mlx_harmony.core.reasoning import Reason, ReasoningWatch
+from vllm_mlx_harmony.core.reasoning import ReasoningWatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""What a model can say, as frozen values: the parser's output and every emitter's input.
+"""Deltas: the parser's output and every emitter's input (semantics B, "Meaning").
 
-Knows the meaning of a message (semantics B, "Meaning"). Refuses to know channels, tokens and APIs.
-One turn is: Started, then per shown message Opened, Text…, Closed, then Finished or Failed.
-Behind the message that calls a tool of the server's stand ToolStarted and ToolFinished.
+A turn is Started, then Opened, Text…, Closed for each message that is shown, then Finished or
+Failed. ToolStarted and ToolFinished follow the message that calls a tool of the server's.
 """
 
 from __future__ import annotations
@@ -12,10 +11,12 @@ from enum import Enum
 from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure
-from vllm_mlx_harmony.core.reasoning import Reason
 from vllm_mlx_harmony.core.turn import ServerCall
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "pause"]
+
+Reason: TypeAlias = Literal["", "budget", "repetition"]
+"""Why reasoning was ended, so that the model answers; empty when it was not."""
 
 
 class Kind(Enum):

@@ -1,20 +1,24 @@
-"""Token ids into deltas: the Harmony state machine; what each id does to an output.
+"""Token ids into deltas: the Harmony state machine (semantics B).
 
-Knows messages, terminators and what a header makes of a body (semantics B).
-Refuses to know prompts, APIs and engines. Never raises on any ids, never grows with the output.
+It never raises on any ids, and its memory does not grow with the output.
 
 The format: https://cookbook.openai.com/articles/openai-harmony. On output that follows it this
 parser agrees with ``StreamableParser`` of https://github.com/openai/harmony (a differential test
 holds them together); that one raises where a model does not, and a server must not.
 
 A message is a header, ``<|message|>``, a body and a terminator. The parser is in one of these
-**states**, and every control token is a **sign** that leads from one to the next (`TRANSITIONS`):
+**states**, and every control token is a **sign** that leads from one to the next. `TRANSITIONS` has
+the states and `Parser._control` the effects, as in h11
+(https://github.com/python-hyper/h11/blob/master/h11/_state.py):
 
     HEADER ──<|message|>──▶ BODY ──<|end|>──▶ HEADER … ──<|return|>──▶ ENDED
                              └────<|call|>──▶ CALLED ──<|start|>──▶ HEADER   (a transcript)
 
-Some things show without a sign of their own; they are **findings** (`FINDINGS`): a header with so
-much loose text that it is the message; a stop string; an author who is not the assistant.
+Some transitions have no sign; they are **findings** (`FINDINGS`): a header with so much loose text
+that it is the message; a stop string; an author who is not the assistant.
+
+There is no other reader of headers: what counts reasoning (`core.reasoning`) and what colours ids
+(`cli.paint`) ask this parser what it is reading.
 
 Three things make it more than that picture.
 
@@ -69,7 +73,7 @@ class State(Enum):
     HEADER = auto()
     BODY = auto()
     CALLED = auto()  # after <|call|>: only a transcript goes on, with <|start|>
-    RESULT = auto()  # in what a tool says, in a transcript
+    RESULT = auto()  # in a message of a tool, or of any other author, in a transcript
     ENDED = auto()  # after <|return|>, <|endoftext|>, a stop string, the only call; another speaks
 
 
@@ -116,44 +120,34 @@ FINDINGS: dict[Finding, State] = {
     Finding.STOPPED: State.ENDED,
 }
 
-Action: TypeAlias = Literal[
-    "start", "channel", "constrain", "gap", "message", "abandon", "hold", "close"
-]
-
-TRANSITIONS: dict[State, dict[Sign, tuple[tuple[Action, ...], State]]] = {
+TRANSITIONS: dict[State, dict[Sign, State]] = {
     State.HEADER: {
-        Sign.START: (("start",), State.HEADER),
-        Sign.CHANNEL: (("channel",), State.HEADER),
-        Sign.CONSTRAIN: (("constrain",), State.HEADER),
-        Sign.MESSAGE: (("message",), State.BODY),
-        Sign.END: (("hold", "close"), State.HEADER),
-        Sign.CALL: (("abandon", "close"), State.CALLED),
-        Sign.RETURN: (("abandon", "close"), State.ENDED),
-        Sign.OTHER: (("gap",), State.HEADER),
+        **dict.fromkeys(Sign, State.HEADER),
+        Sign.MESSAGE: State.BODY,
+        Sign.CALL: State.CALLED,
+        Sign.RETURN: State.ENDED,
     },
     State.BODY: {
-        Sign.START: (("close", "start"), State.HEADER),
-        Sign.CHANNEL: (("close", "channel"), State.HEADER),
-        Sign.CONSTRAIN: ((), State.BODY),
-        Sign.MESSAGE: ((), State.BODY),
-        Sign.END: (("close",), State.HEADER),
-        Sign.CALL: (("close",), State.CALLED),
-        Sign.RETURN: (("close",), State.ENDED),
-        Sign.OTHER: ((), State.BODY),
+        **dict.fromkeys(Sign, State.BODY),
+        Sign.START: State.HEADER,
+        Sign.CHANNEL: State.HEADER,
+        Sign.END: State.HEADER,
+        Sign.CALL: State.CALLED,
+        Sign.RETURN: State.ENDED,
     },
     State.CALLED: {
-        **dict.fromkeys(Sign, ((), State.CALLED)),
-        Sign.START: (("start",), State.HEADER),
-        Sign.RETURN: ((), State.ENDED),
+        **dict.fromkeys(Sign, State.CALLED),
+        Sign.START: State.HEADER,
+        Sign.RETURN: State.ENDED,
     },
     State.RESULT: {
-        **dict.fromkeys(Sign, ((), State.RESULT)),
-        Sign.START: (("start",), State.HEADER),
-        Sign.END: (("close",), State.HEADER),
-        Sign.CALL: ((), State.CALLED),
-        Sign.RETURN: ((), State.ENDED),
+        **dict.fromkeys(Sign, State.RESULT),
+        Sign.START: State.HEADER,
+        Sign.END: State.HEADER,
+        Sign.CALL: State.CALLED,
+        Sign.RETURN: State.ENDED,
     },
-    State.ENDED: dict.fromkeys(Sign, ((), State.ENDED)),
+    State.ENDED: dict.fromkeys(Sign, State.ENDED),
 }
 
 _CHANNEL_KINDS = {"analysis": Kind.REASONING, "commentary": Kind.PREAMBLE}
@@ -176,8 +170,9 @@ class Parser:
 
     ``names`` maps recipients back to the tools of the request; ``stop`` are the caller's stop
     strings; ``within`` is the header of a message that the prompt has begun already; ``one_call``
-    ends the turn with its first call. Feed ids in any chunks, then close: the deltas are the same
-    however the ids were cut, once adjacent ``Text`` is joined.
+    ends the turn with its first call; a ``transcript`` has messages of all authors, such as a
+    prompt, and no end of a turn ends it. Feed ids in any chunks, then close: the deltas are the
+    same however the ids were cut, once adjacent ``Text`` is joined.
     """
 
     def __init__(
@@ -187,8 +182,11 @@ class Parser:
         within: Header | None = None,
         *,
         one_call: bool = False,
+        transcript: bool = False,
     ) -> None:
         self.state = State.HEADER
+        self.author = "assistant"
+        """Who speaks in the state ``RESULT``, and who ended the turn by speaking."""
         self.tokens = 0
         """Ids read: all that were fed, but for those behind the end of the turn."""
         self.done_at: int | None = None
@@ -200,6 +198,7 @@ class Parser:
         self._stop = tuple(stop)
         self._stopped_by: str | None = None
         self._one_call = one_call
+        self._transcript = transcript
         self._index = 0
         self._calls = 0
         self._server_calls = 0
@@ -212,6 +211,16 @@ class Parser:
         if within is not None:
             self.state = State.BODY
             self._begin_body(within)
+
+    @property
+    def reading(self) -> Kind | None:
+        """The kind of the message whose body is being read; ``None`` in a header."""
+        return self._kind
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Ids in bodies of reasoning up to now."""
+        return self._reasoning_tokens
 
     @property
     def done(self) -> bool:
@@ -286,13 +295,41 @@ class Parser:
             self._header.gap()
             if self._header.author != "assistant":
                 self._another_speaks(self._header.author)
-        actions, self.state = TRANSITIONS[self.state][sign]
-        for action in actions:
-            self._act(action)
+        before, self.state = self.state, TRANSITIONS[self.state][sign]
+        self._act(before, sign)
         if (self._one_call and self._calls > calls) or self._server_calls > server_calls:
-            self.state = State.ENDED  # the server runs it before the model says any more
+            self.state = State.ENDED  # the server runs it before the model goes on
         if self.state in (State.CALLED, State.ENDED):
             self._done(self.ended_at)
+        if self._transcript and self.state is State.ENDED:
+            self.state = State.CALLED
+
+    def _act(self, before: State, sign: Sign) -> None:
+        """The effects of the transition from ``before`` that ``sign`` has made."""
+        begins = self.state is State.HEADER and sign in (Sign.START, Sign.CHANNEL)
+        match before, sign:
+            case State.HEADER, Sign.CONSTRAIN:
+                self._header.constrain()
+            case State.HEADER, Sign.MESSAGE:
+                self._end_header()
+            case State.HEADER, Sign.END:
+                self._hold(self._loose())
+                self._end_message()
+            case State.HEADER, Sign.CALL | Sign.RETURN:
+                self._show_loose(self._loose())
+                self._end_message()
+            case State.BODY, Sign.START | Sign.CHANNEL | Sign.END | Sign.CALL | Sign.RETURN:
+                self._end_message()
+            case State.RESULT, Sign.END:
+                self._end_message()
+        if begins:
+            if sign is Sign.START:
+                self._begin_header(marked=True)
+            else:
+                self._header.channel()
+            # The id is no part of a body that it has ended.
+            self._began = min(self._began, self.tokens - 1)
+            self.ended_at = min(self.ended_at, self._began)
 
     def _found(self, finding: Finding, done_at: int | None = None) -> None:
         self.state = FINDINGS[finding]
@@ -304,36 +341,16 @@ class Parser:
         self.done_at = at if self.done_at is None else self.done_at
 
     def _another_speaks(self, author: str) -> None:
-        if author == "tool" and self.done:
+        self.author = author
+        if self._transcript or (author == "tool" and self.done):
             self._found(Finding.RESULT)
         else:
             self._found(Finding.PLAYED, self.ended_at)
 
-    def _act(self, action: Action) -> None:
-        if action == "start":
-            self._begin_header(marked=True)
-        elif action == "message":
-            self._decoder.reset()
-            header = self._header.header()
-            if header.role == "assistant":
-                self._begin_body(header)
-            else:  # without <|start|>, only <|message|> shows that it is a role
-                self._another_speaks(header.role)
-        elif action == "abandon":
-            self._show_loose(self._loose())
-        elif action == "hold":
-            loose = self._loose()
-            if (loose.text or loose.header.recipient) and not self._answered:
-                self._waiting = loose
-        elif action == "close":
-            self._close(complete=True)
-            self._begin_header(marked=False)
-            self.ended_at = self.tokens
-        else:
-            getattr(self._header, action)()
-        if action in ("start", "channel"):  # where it closed a body, it is not part of that
-            self._began = min(self._began, self.tokens - 1)
-            self.ended_at = min(self.ended_at, self._began)
+    def _end_message(self) -> None:
+        self._close(complete=True)
+        self._begin_header(marked=False)
+        self.ended_at = self.tokens
 
     # Headers
 
@@ -344,6 +361,15 @@ class Parser:
         self._kind: Kind | None = None
         self._stops: StopStrings | None = None
         self._opened, self._empty = False, True
+
+    def _end_header(self) -> None:
+        """A ``<|message|>``: the body follows."""
+        self._decoder.reset()
+        header = self._header.header()
+        if header.role == "assistant":
+            self._begin_body(header)
+        else:  # without <|start|>, only <|message|> shows that it is a role
+            self._another_speaks(header.role)
 
     def _header_text(self, text: bytes) -> None:
         self._header.text(self._decoder.decode(text))
@@ -357,6 +383,11 @@ class Parser:
         """What stands in the header, which no ``<|message|>`` has ended."""
         header, text = self._header.abandoned(cut=cut)
         return _Loose(header, text, self._header.loose_ids, self._began)
+
+    def _hold(self, loose: _Loose) -> None:
+        """The text may turn out to be the answer, if none has been given."""
+        if (loose.text or loose.header.recipient) and not self._answered:
+            self._waiting = loose
 
     def _show_loose(self, loose: _Loose) -> None:
         """The text is the body; a recipient is called even without any."""

@@ -1,7 +1,7 @@
 """How long reasoning may go on: counted, searched for loops, and ended so that an answer follows.
 
-A ``ReasoningWatch`` sees every id of a turn. It knows which of them are reasoning (semantics B) and
-tells which ids must or must not come next (C5).
+A ``ReasoningWatch`` sees every id of a turn. Its parser knows which
+of them are reasoning (semantics B), and it says which ids must or must not come next (C5).
 
 This is no part of the grammar. A budget is no property of a text, llguidance's own
 (``max_tokens``) costs its rollback, and reasoning has to be bounded with the grammar off as well.
@@ -25,14 +25,12 @@ dozens of these files have one.
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
 from functools import lru_cache
-from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.header import NOBODY, Header, HeaderReader
-
-Reason: TypeAlias = Literal["", "budget", "repetition"]
+from vllm_mlx_harmony.core.deltas import Kind, Reason
+from vllm_mlx_harmony.core.header import Header
+from vllm_mlx_harmony.core.parse import Parser
 
 GRACE = 32
 """Ids that may follow a budget that is used up, until a word ends."""
@@ -53,7 +51,6 @@ _GRAM = 8
 """Ids by which an earlier place is found again."""
 
 _NO_IDS: frozenset[int] = frozenset()
-_Decoder = getincrementaldecoder("utf-8")
 
 
 class ReasoningWatch:
@@ -67,19 +64,20 @@ class ReasoningWatch:
     def __init__(
         self, limit: int | None = None, repetitions: int = 0, *, answering: bool = False
     ) -> None:
-        self.tokens = 0
-        """Ids of reasoning up to now."""
         self.ended_by: Reason = ""
         """Why the model was made to answer; empty as long as it was not."""
         self._limit = limit
         self._loop = Loop(repetitions) if repetitions else None
         self._over = 0
-        self._header: HeaderReader | None = None if answering else HeaderReader(marked=False)
-        self._decoder = _Decoder("replace")
-        self._reasoning = False
+        self._parser = Parser(within=Header(channel="final") if answering else None)
         self._after_channel = False
         self._forced: tuple[int, ...] = ()
         self._end_if_due()
+
+    @property
+    def tokens(self) -> int:
+        """Ids of reasoning up to now."""
+        return self._parser.reasoning_tokens
 
     @property
     def forced(self) -> tuple[int, ...]:
@@ -95,51 +93,20 @@ class ReasoningWatch:
         """Takes in the next id, a forced one as well as one that was sampled."""
         self._forced = self._forced[1:] if self._forced[:1] == (token,) else ()
         self._after_channel = token == vocab.CHANNEL
-        if token in vocab.CONTROL:
-            self._control(token)
-        elif self._header is not None:
-            self._header.text(self._decoder.decode(vocab.token_bytes(token)))
-            if self._header.overfull:  # as the parser has it: the text is the message itself
-                header, _ = self._header.abandoned()
-                self._begin_body(header, self._header.loose_ids)
-                self._end_if_due(token)
-        elif self._reasoning:
-            self.tokens += 1
-            if self._loop is not None:
-                self._loop.consume(token)
-            self._end_if_due(token)
+        tokens, was_reasoning = self.tokens, self._is_reasoning
+        self._parser.feed((token,))
+        began = self._is_reasoning and not was_reasoning
+        if began or (self._is_reasoning and self.tokens > tokens):
+            if self._loop is not None:  # the same short message again and again is a loop, too
+                self._loop.consume(vocab.MESSAGE if began else token)
+            self._end_if_due(None if token == vocab.MESSAGE else token)
 
-    def _control(self, token: int) -> None:
-        if token in (vocab.START, vocab.CHANNEL):
-            if token == vocab.START or self._header is None:
-                self._begin_header()
-            if token == vocab.CHANNEL and self._header is not None:
-                self._header.channel()
-        elif token in (vocab.END, vocab.CALL, vocab.RETURN, vocab.ENDOFTEXT):
-            self._begin_header()
-        elif self._header is not None and token == vocab.MESSAGE:
-            self._begin_body(self._header.header())
-            self._end_if_due()
-        elif self._header is not None and token == vocab.CONSTRAIN:
-            self._header.constrain()
-
-    def _begin_header(self) -> None:
-        self._header = HeaderReader(marked=True)
-        self._decoder.reset()
-        self._reasoning = False
-
-    def _begin_body(self, header: Header, ids: int = 0) -> None:
-        """A message begins, ``ids`` of which have been read already."""
-        self._header = None
-        self._reasoning = header.channel == "analysis" and (
-            not header.recipient or header.recipient in NOBODY
-        )
-        self.tokens += ids if self._reasoning else 0
-        if self._reasoning and self._loop is not None:
-            self._loop.consume(vocab.MESSAGE)  # the same short message again and again is a loop
+    @property
+    def _is_reasoning(self) -> bool:
+        return self._parser.reading is Kind.REASONING
 
     def _end_if_due(self, last: int | None = None) -> None:
-        if not self._reasoning or self._forced:
+        if not self._is_reasoning or self._forced:
             return
         looping = self._loop is not None and self._loop.found
         if not looping and (self._limit is None or self.tokens < self._limit):

@@ -15,10 +15,9 @@ from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
-from vllm_mlx_harmony.core.deltas import Delta, Finished, ToolFinished, ToolStarted
+from vllm_mlx_harmony.core.deltas import Delta, Finished, Reason, ToolFinished, ToolStarted
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.core.parse import EndReason
-from vllm_mlx_harmony.core.reasoning import Reason
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
 from vllm_mlx_harmony.server import enforcement

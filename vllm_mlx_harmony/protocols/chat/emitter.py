@@ -19,6 +19,7 @@ from vllm_mlx_harmony.core.deltas import (
     FinishReason,
     Kind,
     Opened,
+    Reason,
     Started,
     Text,
     ToolFinished,
@@ -26,7 +27,6 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
-from vllm_mlx_harmony.core.reasoning import Reason
 from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.events import DONE, REASONING_ENDED_BY, Event, encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
