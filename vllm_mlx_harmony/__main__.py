@@ -1,7 +1,6 @@
 """The command line: vllm-mlx-harmony serve | gateway | connect | demo | doctor | render | parse.
 
-Knows which commands there are, what they take and how a failure ends: one line on standard error
-and exit code 2. Refuses to know what they do: `cli` has one file per command.
+Any failure is one line on standard error and exit code 2. `cli` has one file per command.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ DISTRIBUTION = "vllm-mlx-harmony"
 INTERRUPTED = 130
 MOST_CONTEXT = 2**31 - 1
 PASSED_ON = ("serve", "gateway", "doctor")
-"""Commands whose arguments belong to a parser of their own, `--help` included."""
+"""Commands that parse their own arguments, `--help` included."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code. 2: it cannot be done as asked."""
+    """Runs one command and returns its exit code; 2 is a usage error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)
@@ -32,16 +31,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error)
     except ImportError as error:
         if (error.name or "").partition(".")[0] == __package__:
-            return _fail(UsageError("this is the gateway alone: pip install vllm-mlx-harmony"))
+            return _fail(
+                UsageError(
+                    "only the gateway is installed; for this command: pip install vllm-mlx-harmony"
+                )
+            )
         if error.name != "openai_harmony":
             raise
         return _fail(UsageError("openai-harmony is not installed: pip install openai-harmony"))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # `… | head`: nobody reads any more, which is no failure of ours
+    except BrokenPipeError:  # `… | head`: the reader has closed the pipe
         _print_no_more()
         return 1
-    except OSError as error:  # a full disk, a home that cannot be written, …
+    except OSError as error:  # a full disk, a read-only home directory, …
         code = _fail(error)
         _print_no_more()
         return code
@@ -56,7 +59,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _print_no_more() -> None:
-    """What is left in the buffer goes nowhere: Python would fail again when it writes that."""
+    """Discards buffered output: Python would fail again when it flushes that at exit."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -69,24 +72,30 @@ def _fail(error: Exception) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of everything but what is passed on."""
+    """The parser of all commands but those in ``PASSED_ON``."""
     top = argparse.ArgumentParser(
-        prog=DISTRIBUTION, description="gpt-oss (the Harmony format) done right on vllm-mlx."
+        prog=DISTRIBUTION, description="Serves gpt-oss (the Harmony format) correctly on vllm-mlx."
     )
     top.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version()}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
-    commands.add_parser("serve", help="vllm-mlx serve with this plugin, explicitly: same arguments")
-    commands.add_parser("gateway", help="the APIs in front of vLLM, SGLang, llama.cpp or vllm-mlx")
+    commands.add_parser(
+        "serve", help="run vllm-mlx serve with this plugin; takes the same arguments"
+    )
+    commands.add_parser(
+        "gateway", help="serve the APIs in front of vLLM, SGLang, llama.cpp or vllm-mlx"
+    )
     _add_connect(commands)
     _add_demo(commands)
-    commands.add_parser("doctor", help="what is installed, active and supported here, and why not")
+    commands.add_parser(
+        "doctor", help="check what is installed, active and supported, and name fixes"
+    )
     _add_render(commands)
     _add_parse(commands)
     return top
 
 
 def version() -> str:
-    """Of the installed package; of the source, where it is not installed."""
+    """The version of the installed package, or else of the source."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -96,75 +105,92 @@ def version() -> str:
 def _add_connect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from vllm_mlx_harmony.cli.connect import AGENTS, URL
 
-    about = "sets a coding agent up for a server"
     connect = commands.add_parser(
         "connect",
-        help=f"{about}: {', '.join(AGENTS)}",
-        description=f"{about.capitalize()}: prints what to put where, or writes it.",
+        help=f"configure a coding agent for a server: {', '.join(AGENTS)}",
+        description="Prints the configuration of a coding agent for a server, or writes it.",
     )
     connect.add_argument("agent", choices=AGENTS)
-    connect.add_argument("--url", default=URL, help=f"the server's address (default: {URL})")
-    connect.add_argument("--model", help="default: the one that the server serves")
-    connect.add_argument("--key", help="the server's --api-key, to ask it; it is not written")
+    connect.add_argument("--url", default=URL, help=f"URL of the server (default: {URL})")
+    connect.add_argument("--model", help="default: the only model that the server lists")
+    connect.add_argument(
+        "--key", help="the server's API key, used to query it; never written to a file"
+    )
     connect.add_argument(
         "--context",
         type=_context,
         metavar="TOKENS",
-        help="default: what the server says, or 131072",
+        help="context length (default: the server's, or 131072)",
     )
     connect.add_argument(
-        "--write", action="store_true", help="write the files; one that is there is set aside"
+        "--write", action="store_true", help="write the files; existing ones are backed up first"
     )
     connect.set_defaults(command=_connect)
 
 
 def _context(text: str) -> int:
-    """Raises ``ArgumentTypeError`` for a window in which no agent could work."""
+    """Raises ``ArgumentTypeError`` for a context too short for any agent."""
     from vllm_mlx_harmony.cli.connect import LEAST_CONTEXT
 
     number = int(text) if text.isascii() and text.isdigit() else 0
     if not LEAST_CONTEXT <= number <= MOST_CONTEXT:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of tokens from {LEAST_CONTEXT} on"
+            f"{text!r} is not a number of tokens, {LEAST_CONTEXT} or more"
         )
     return number
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    about = "a tool-call conversation with a scripted stand-in, through the real server"
-    demo = commands.add_parser("demo", help=about, description=f"Shows {about}. No downloads.")
-    demo.add_argument(
-        "--continuous-batching", action="store_true", help="use the host's batched engine"
+    demo = commands.add_parser(
+        "demo",
+        help="show a tool-call conversation, without model weights",
+        description="Shows a tool-call conversation through the real server, with a scripted "
+        "stand-in for the model. Downloads nothing.",
     )
     demo.add_argument(
-        "--tools", action="store_true", help="a turn with tools that the server runs, over MCP"
+        "--continuous-batching", action="store_true", help="use vllm-mlx's batched engine"
+    )
+    demo.add_argument(
+        "--tools", action="store_true", help="show a turn with server-side tools over MCP"
     )
     demo.set_defaults(command=_demo)
 
 
 def _add_render(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    about = "prints the exact prompt of a Chat Completions request"
-    render = commands.add_parser("render", help=about, description=f"{about.capitalize()}.")
-    render.add_argument("request", metavar="REQUEST.json", help="the request's body; - is stdin")
-    render.add_argument("--json", action="store_true", help="ids, pieces of text and their count")
+    render = commands.add_parser(
+        "render",
+        help="print the prompt of a Chat Completions request",
+        description="Prints the exact prompt that a Chat Completions request becomes.",
+    )
+    render.add_argument(
+        "request", metavar="REQUEST.json", help="the request body; - is standard input"
+    )
+    render.add_argument(
+        "--json", action="store_true", help="print the token ids, their count and the text as JSON"
+    )
     render.set_defaults(command=_render)
 
 
 def _add_parse(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    about = "prints the messages of a completion"
-    parse = commands.add_parser("parse", help=about, description=f"{about.capitalize()}.")
+    parse = commands.add_parser(
+        "parse",
+        help="print the messages in a completion",
+        description="Prints the messages in a completion.",
+    )
     parse.add_argument(
         "completion",
         metavar="FILE",
-        help="what the model generated: text with the control tokens written out, "
-        "or a JSON list of ids; - is stdin",
+        help="the model's output: text with its control tokens, or a JSON list of token ids; "
+        "- is standard input",
     )
-    parse.add_argument("--cut", action="store_true", help="a limit cut the output at its end")
-    parse.add_argument("--json", action="store_true", help="messages, finish reason and usage")
+    parse.add_argument("--cut", action="store_true", help="the output was cut off by a token limit")
+    parse.add_argument(
+        "--json", action="store_true", help="print messages, finish reason and usage as JSON"
+    )
     parse.set_defaults(command=_parse)
 
 
-# The commands import what they need when they run: `parse` must not wait for a server's imports.
+# Commands import what they need when they run, so that `parse` does not load a server.
 
 
 def _pass_on(command: str, *arguments: str) -> int:

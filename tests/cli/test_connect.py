@@ -111,7 +111,7 @@ def test_nothing_is_written_over_without_a_copy(
     assert Path(f"{paths[0]}.1.bak").read_text("utf-8") == "older"
     before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
     assert main(["connect", agent, "--url", server.url, "--write"]) == 0
-    assert "is as it should be" in capsys.readouterr().out
+    assert "is up to date" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
 
 
@@ -137,8 +137,8 @@ LOOKS: list[tuple[Any, dict[str, Any], tuple[str, int] | str]] = [
     (ONE, {"model": "other"}, "serves gpt-oss-20b, not other"),
     (ONE, {"model": "other", "context": 5}, ("other", 5)),
     (TWO, {"model": "b"}, ("b", 131_072)),
-    (TWO, {}, "serves a, b: say --model"),
-    ([], {}, "serves nothing: say --model"),
+    (TWO, {}, "serves a, b: choose one with --model"),
+    ([], {}, "serves nothing: choose one with --model"),
     ("what", {}, "it does not list its models"),
 ]
 
@@ -168,7 +168,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_key_is_said(server: Models, capsys: pytest.CaptureFixture[str]) -> None:
     server.key = KEY
     assert main(["connect", "claude", "--url", server.url]) == 2
-    assert "answered 401: say --key" in capsys.readouterr().err
+    assert "answered 401: set --key" in capsys.readouterr().err
 
 
 def test_codex_has_a_whole_catalog(home: Path) -> None:
@@ -301,7 +301,7 @@ def test_codex_a_file_that_cannot_be_merged_is_left_alone(
     path.write_text(before)
     arguments = ["connect", "codex", "--model", "m", "--context", "5000", "--write"]
     assert main(arguments) == 2
-    assert "leave --write out" in capsys.readouterr().err
+    assert "run without --write" in capsys.readouterr().err
     assert path.read_text() == before
 
 
@@ -327,5 +327,5 @@ def test_a_link_stays_one_and_a_file_keeps_its_mode(home: Path) -> None:
 @pytest.mark.parametrize("given", [{}, {"model": "gpt-oss-20b"}])
 def test_what_refuses_is_no_server_to_be_set_up_for(server: Models, given: dict[str, str]) -> None:
     server.key = KEY
-    with pytest.raises(connect.UsageError, match="answered 401: say --key"):
+    with pytest.raises(connect.UsageError, match="answered 401: set --key"):
         connect.look(server.url, **{"model": None, "key": None, "context": None, **given})

@@ -1,4 +1,1 @@
-"""One file per command. What the command line takes is in `__main__`.
-
-Knows files, terminals and processes; asks the other packages for everything else.
-"""
+"""The commands, one file each. The command line itself is in `__main__`."""

@@ -1,9 +1,9 @@
-"""connect: a coding agent set up for this server, in files of its own.
+"""connect: the configuration of Codex, Claude Code or opencode for this server.
 
-Knows what Codex, Claude Code and opencode read. Claude Code and opencode can be told of one more
-file, so nothing that the user has written is changed. Codex warns when it is (a profile and ``-c``
-keep it from its background server): three keys and a table are put into its own file. Keys are
-not written to a disk: the agents take them from the environment.
+Claude Code and opencode can load an additional file, so the user's own files stay as they are.
+Codex would warn about one (with a profile or ``-c`` it cannot use its background server), so three
+keys and a table are added to its own file. API keys are never written: the agents read them from
+the environment.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core.files import write_atomically
 
 NAME = "vllm-mlx"
-"""Of the provider and of files that are ours alone."""
+"""The name of the provider, and of files that only this command writes."""
 
 URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "VLLM_API_KEY"
-"""Environment variable that Codex and opencode are told to take the server's key from."""
+"""The environment variable from which Codex and opencode read the server's key."""
 
 CONTEXT = 131_072
-"""Tokens of gpt-oss, both sizes, where nobody says otherwise."""
+"""Context length of both gpt-oss models, in tokens, if the server does not report one."""
 
 LEAST_CONTEXT = 4_096
-"""Tokens. An agent's own instructions and tools take more."""
+"""In tokens; an agent's own instructions and tools take more."""
 
 OUTPUT = 32_768
-"""Tokens an answer may have: the host's default for ``--max-request-tokens``."""
+"""Maximum output tokens: the host's default for ``--max-request-tokens``."""
 
 PATIENCE = 5.0
-"""Seconds a server has to say which models it serves."""
+"""Seconds within which a server must list its models."""
 
 EFFORTS = {
     "low": "Answers quickly",
@@ -66,14 +66,14 @@ Words
 - Before a group of commands, say in one short sentence what you are about to do.
 - End with a short answer: what you did, where (`path/file.py:12`), and what is left to do.
 """
-"""What Codex puts first in every prompt: its catalog has no entry without such a text."""
+"""The start of every Codex prompt; an entry of its catalog requires one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server and what it serves: ``url`` without a path, ``context`` in tokens.
+    """A server and its model: ``url`` without a path, ``context`` in tokens.
 
-    ``keyed``: a key is needed.
+    ``keyed``: the server requires a key.
     """
 
     url: str
@@ -84,7 +84,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Files to be written, by path, and how the agent is started then."""
+    """The files of a configuration, by path, and the command that starts the agent with it."""
 
     agent: str
     files: Mapping[Path, str]
@@ -94,10 +94,10 @@ class Setup:
 def run(
     agent: str, *, url: str, model: str | None, key: str | None, context: int | None, write: bool
 ) -> int:
-    """Prints what an agent needs to work with the server, or writes it.
+    """Prints the configuration of an agent for a server, or writes it.
 
-    ``model`` and ``context`` are asked of the server where they are not given. Raises
-    ``UsageError`` when they cannot be found out, and for files that cannot be written.
+    The server is queried for ``model`` and ``context`` unless they are given. Raises ``UsageError``
+    if it does not report them, and for files that cannot be written.
     """
     served = look(url, model, key, context)
     setup = AGENTS[agent](served)
@@ -110,17 +110,17 @@ def run(
     if write:
         print()
     if served.keyed:
-        print(f"The key stays in the environment: export {KEY_VARIABLE}=…")
-    print(f"{'Start' if write else 'With --write these files are written. Then start'} it with\n")
+        print(f"The agent reads the key from the environment: export {KEY_VARIABLE}=…")
+    print(f"{'Start' if write else 'Add --write to write these files, then start'} it with\n")
     print(f"  {setup.command}")
     return 0
 
 
-# --- What the server says.
+# --- The server
 
 
 def look(url: str, model: str | None, key: str | None, context: int | None) -> Served:
-    """The server at ``url``, and the model that is meant; asked only for what is not given.
+    """The server at ``url`` and its model; queried only for what is not given.
 
     Raises ``UsageError``.
     """
@@ -140,7 +140,7 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
     names = [str(entry["id"]) for entry in entries]
     if model is None and len(names) != 1:
         raise UsageError(
-            f"the server at {base} serves {', '.join(names) or 'nothing'}: say --model"
+            f"the server at {base} serves {', '.join(names) or 'nothing'}: choose one with --model"
         )
     if model is not None and model not in names:
         raise UsageError(
@@ -165,23 +165,26 @@ def _models(base: str, key: str | None) -> list[dict[str, Any]]:
         document = json.loads(answer.read())
     entries = document.get("data") if isinstance(document, dict) else None
     if not isinstance(entries, list):
-        raise ValueError("it does not list its models")
+        raise ValueError("it does not list its models at /v1/models")
     return [entry for entry in entries if isinstance(entry, dict) and "id" in entry]
 
 
 def _silent(base: str, error: Exception) -> str:
     if isinstance(error, HTTPError):
-        fix = "say --key" if error.code in (401, 403) else "is it vllm-mlx?"
+        fix = "set --key" if error.code in (401, 403) else "is it vllm-mlx?"
         return f"the server at {base} answered {error.code}: {fix}"
     reason = error.reason if isinstance(error, URLError) else error
-    return f"no server answers at {base} ({reason}): start it, or say --url, or --model without one"
+    return (
+        f"no server answers at {base} ({reason}): start it, set --url, or set --model to "
+        "configure the agent without it"
+    )
 
 
-# --- What each agent reads.
+# --- The agents
 
 
 def codex(served: Served) -> Setup:
-    """A provider, and a catalog of models: without one Codex warns, and guesses."""
+    """A provider and a catalog of models, without which Codex warns and guesses."""
     home = Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex")
     catalog = home / f"{NAME}-models.json"
     lines = [
@@ -226,7 +229,7 @@ def codex(served: Served) -> Setup:
 
 
 def claude(served: Served) -> Setup:
-    """Settings with the environment that it reads: every name of a model is the one there is."""
+    """Settings that set its environment variables; all its model names are the one model."""
     home = Path(os.environ.get("CLAUDE_CONFIG_DIR") or Path.home() / ".claude")
     path = home / f"{NAME}.json"
     models = (
@@ -251,7 +254,7 @@ def claude(served: Served) -> Setup:
 
 
 def opencode(served: Served) -> Setup:
-    """A provider of its own, by way of the package for servers like OpenAI's."""
+    """A provider, through the package for OpenAI-compatible servers."""
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "opencode"
     path = home / f"{NAME}.json"
     model = {
@@ -292,34 +295,36 @@ def _json(document: object) -> str:
 
 
 def _shown(path: Path) -> str:
-    """A path as one types it."""
+    """``path`` with ``~`` for the home directory."""
     home = str(Path.home())
     return f"~{str(path)[len(home) :]}" if str(path).startswith(f"{home}/") else str(path)
 
 
-# --- Writing.
+# --- Writing
 
 
 def _write(path: Path, content: str) -> None:
-    """Writes a file; a copy of what was there before stays beside it. Raises ``UsageError``."""
+    """Writes a file, after a backup of an existing one. Raises ``UsageError``."""
     try:
         before = path.read_text("utf-8") if path.exists() else None
         if before is not None and path.suffix == ".toml":
             content = merged(before, content)
         if before == content:
-            print(f"{_shown(path)} is as it should be")
+            print(f"{_shown(path)} is up to date")
             return
         place = path.resolve()  # a link stays one
         mode = place.stat().st_mode if before is not None else None
         if before is not None:
-            print(f"{_shown(path)} is kept as {_shown(_copy(path))}")
+            print(f"{_shown(path)} is backed up as {_shown(_copy(path))}")
         write_atomically(place, content.encode())
         if mode is not None:
             place.chmod(mode)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
     except ValueError as error:
-        raise UsageError(f"{path} cannot be changed safely ({error}): leave --write out") from error
+        raise UsageError(
+            f"{path} cannot be changed safely ({error}): run without --write and edit it by hand"
+        ) from error
     print(f"{_shown(path)} written")
 
 
@@ -332,11 +337,10 @@ def _copy(path: Path) -> Path:
 
 
 def merged(before: str, ours: str) -> str:
-    """The TOML document ``before`` with the keys and tables of ``ours``; all else is as it was.
+    """The TOML document ``before`` with the keys and tables of ``ours``, and otherwise unchanged.
 
-    A value that ours replaces stays as a comment behind it. Merging once more changes nothing.
-    Raises ``ValueError`` for what is no TOML, and for tables written in a way that cannot be added
-    to: inline, or as dotted keys.
+    A replaced value remains as a comment. Merging again changes nothing. Raises ``ValueError`` for
+    invalid TOML, and for tables that cannot be extended: inline ones, or those of dotted keys.
     """
     document, added = tomlkit.parse(before), tomlkit.parse(ours)
     wanted = document.unwrap()
@@ -347,8 +351,8 @@ def merged(before: str, ours: str) -> str:
             if old == value:
                 continue
             if isinstance(old, Item) and "\n" not in old.as_string():
-                said = old.trivia.comment.lstrip("# ")
-                value.comment(f"was {old.as_string()}{said and f'; {said}'}")
+                comment = old.trivia.comment.lstrip("# ")
+                value.comment(f"was {old.as_string()}{comment and f'; {comment}'}")
             document[key] = value
         elif old is None:
             wanted[key] = document[key] = value
@@ -358,12 +362,12 @@ def merged(before: str, ours: str) -> str:
                 _fill(old.setdefault(name, tomlkit.table()), table)
     text = tomlkit.dumps(document)
     if tomlkit.parse(text).unwrap() != wanted:
-        raise ValueError("it would not say the same as before")
+        raise ValueError("other settings in it would change")
     return text
 
 
 def _fill(table: MutableMapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Makes a table what ours is; its comments stay."""
+    """Makes ``table`` equal to ``ours``, keeping its comments."""
     for key in table.keys() - ours.keys():
         del table[key]
     for key, value in ours.items():

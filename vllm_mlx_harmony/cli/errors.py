@@ -1,7 +1,4 @@
-"""What ends a command that cannot be done as asked, and the reading of the files it is asked with.
-
-Refuses to know what is in the files.
-"""
+"""The error of every command, and the reading of input files."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ STDIN = "-"
 
 
 class UsageError(Exception):
-    """A command cannot be done as asked. The message is for the user; the exit code is 2."""
+    """A command cannot run. The message is for the user; the exit code is 2."""
 
 
 def read_text(name: str) -> str:
@@ -29,7 +26,7 @@ def read_text(name: str) -> str:
         where = f"{error.reason} at byte {error.start}"
         raise UsageError(f"{called(name)} is not UTF-8 text: {where}") from error
     except ValueError as error:  # a name with a null character
-        raise UsageError(f"{name!r} is no file name: {error}") from error
+        raise UsageError(f"{name!r} is not a file name: {error}") from error
 
 
 def called(name: str) -> str:

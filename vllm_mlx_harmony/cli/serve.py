@@ -1,6 +1,6 @@
-"""serve: the host's own command in this process, with the hook put in first.
+"""serve: runs the host's own ``serve`` command in this process, after installing the plugin.
 
-The way in where `.pth` files are not read. Knows the host's command line by name only.
+For environments in which Python does not read `.pth` files.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from vllm_mlx_harmony import _startup, host
 from vllm_mlx_harmony.cli.errors import UsageError
 
 ID_FLAG = "--id-endpoint"
-"""Switches on the endpoint of ids, for a gateway in front of this server."""
+"""Enables the id endpoint, for a gateway in front of this server."""
 
 URLS_FLAG = "--tool-urls"
-"""Patterns of the tool servers that requests may name by URL, with commas between."""
+"""Comma-separated patterns of the tool servers that requests may name by URL."""
 
 OWN_FLAGS = f"""
-of vllm-mlx-harmony:
-  {ID_FLAG}         answer POST /harmony/v1/generate (token ids), for a gateway in
+vllm-mlx-harmony:
+  {ID_FLAG}         serve POST /harmony/v1/generate (token ids), for a gateway in
                         front of this server; or VLLM_MLX_HARMONY_ID_ENDPOINT=1
-  {URLS_FLAG} PATTERNS  tool servers that requests may name by URL, with commas
-                        between; or VLLM_MLX_HARMONY_TOOL_URLS"""
-"""What ``--help`` says behind the host's own."""
+  {URLS_FLAG} PATTERNS  MCP servers that requests may name by URL, comma-separated;
+                        or VLLM_MLX_HARMONY_TOOL_URLS"""
+"""Added to the host's ``--help``."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs ``vllm-mlx serve`` with these arguments until it ends. The process is the server's.
+    """Runs ``vllm-mlx serve`` with these arguments until it ends.
 
-    ``--tool-call-parser harmony`` stands in front of them, so that another one given overrides it;
-    ``--id-endpoint`` and ``--tool-urls`` are not the host's, and shown behind its ``--help``.
-    Raises ``UsageError`` when the plugin is switched off or the host cannot be imported.
+    ``--tool-call-parser harmony`` comes first, so that ``arguments`` can override it.
+    Raises ``UsageError`` if the plugin is disabled or the host cannot be imported.
     """
     arguments = _without_urls(list(arguments))
     if ID_FLAG in arguments:
@@ -41,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
         os.environ["VLLM_MLX_HARMONY_ID_ENDPOINT"] = "1"
     if _startup.switched_off():
         raise UsageError(
-            f"{_startup.SWITCH} switches the plugin off: unset it, or run `vllm-mlx serve`"
+            f"{_startup.SWITCH} disables the plugin: unset it, or run `vllm-mlx serve`"
         )
     try:
         host.install()
@@ -58,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _without_urls(arguments: list[str]) -> list[str]:
-    """``arguments`` without the patterns, which go where they are read."""
+    """``arguments`` without the patterns, which go into their environment variable."""
     for at, each in enumerate(arguments):
         flag, equals, given = each.partition("=")
         if flag != URLS_FLAG:

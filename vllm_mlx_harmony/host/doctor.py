@@ -135,15 +135,18 @@ def doctor(
 def main(argv: list[str] | None = None) -> int:
     """Prints the report; 0 when everything is in place, 1 when something is not."""
     parser = argparse.ArgumentParser(
-        prog="vllm-mlx-harmony doctor", description="What is installed, active, supported; why not."
+        prog="vllm-mlx-harmony doctor",
+        description="Checks what is installed, active and supported, and names fixes.",
     )
     parser.add_argument("model", nargs="?", help="a model directory or a cached repository id")
     parser.add_argument(
         "--port", type=_port_number, default=PORT, help="the port to check (default: %(default)s)"
     )
-    parser.add_argument("--ssd-cache-dir", metavar="DIR", help="to look at, as vllm-mlx has it")
-    parser.add_argument("--mcp-config", metavar="FILE", help="tool servers to try, one by one")
-    parser.add_argument("--verbose", action="store_true", help="everything that was looked at")
+    parser.add_argument(
+        "--ssd-cache-dir", metavar="DIR", help="the disk cache to check, as given to vllm-mlx"
+    )
+    parser.add_argument("--mcp-config", metavar="FILE", help="connect to each of these MCP servers")
+    parser.add_argument("--verbose", action="store_true", help="show passed checks, too")
     arguments = parser.parse_args(argv)
     report = doctor(arguments.model, arguments.port, arguments.ssd_cache_dir, arguments.mcp_config)
     print(report.text(verbose=arguments.verbose))
