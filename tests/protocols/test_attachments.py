@@ -137,6 +137,22 @@ ROWS: dict[str, Row] = {
     "responses, a file": responses_row({"type": "input_file", "file_data": "AA"}, FILE),
     "responses, audio": responses_row({"type": "input_audio", "input_audio": {}}, AUDIO),
     "responses, a screenshot": responses_row({"type": "computer_screenshot"}, IMAGE),
+    "responses, a picture that code has drawn": (
+        by_responses,
+        {
+            "input": [
+                user(),
+                {
+                    "type": "code_interpreter_call",
+                    "id": "ci_1",
+                    "code": "plot()",
+                    "outputs": [{"type": "logs", "logs": "Done."}, {"type": "image", "url": PNG}],
+                },
+            ]
+        },
+        f"Done.\n{IMAGE}",
+        "input[1].outputs[1]",
+    ),
     "responses, a picture in the instructions": (
         by_responses,
         {"input": [{"role": "developer", "content": [{"type": "input_image"}]}, user()]},

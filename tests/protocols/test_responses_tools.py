@@ -279,6 +279,13 @@ def test_what_can_be_found_is_only_named() -> None:
     assert read.declared("crm__find") == Declared("find", "crm")
 
 
+def test_what_can_be_found_has_the_clients_own_name() -> None:
+    """It is declared as ``python_tool``, but the client that searches knows no such tool, and reads
+    the search's arguments as the model writes them."""
+    read = tools(search(description="Finds."), function("python", defer_loading=True))
+    assert read.shown[0].description == "Finds.\n\nThere are:\n- python"
+
+
 @pytest.mark.parametrize("hosted", [[], [search(execution="server")], [{"type": "tool_search"}]])
 def test_without_a_search_of_the_client_all_is_declared(hosted: list[dict[str, Any]]) -> None:
     names = ["plain", "crm__find", "crm__note", "crm__ask", "web__get"]

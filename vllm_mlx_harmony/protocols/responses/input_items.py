@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias
 
+from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import quoted
 from vllm_mlx_harmony.core.turn import (
     PYTHON,
@@ -193,7 +194,7 @@ class ItemReader:
                     reason = f": {item.reason}" if item.reason else ""
                     yield ServerResult(key, "", f"{NOT_APPROVED}{reason}")
             case CodeCallItem():
-                yield from _code_call(item, where)
+                yield from _code_call(item, where, self.defaults.attachments)
 
     def _message(self, item: MessageItem, where: str, calls_follow: bool) -> Iterator[Message]:
         if item.content is None and item.role != "assistant":
@@ -256,17 +257,19 @@ class ItemReader:
             yield ServerResult(key, name, text or _error_text(item.error) or NOT_RUN)
 
 
-def _code_call(item: CodeCallItem, where: str) -> Iterator[Message]:
+def _code_call(item: CodeCallItem, where: str, attachments: Attachments) -> Iterator[Message]:
     """Nothing without the outputs, which the server sends only to clients that ask for them."""
-    logs = [
-        str(each.get("logs", ""))
-        for each in item.outputs or ()
-        if isinstance(each, dict) and each.get("type") == "logs"
-    ]
-    if logs and item.code is not None:
+    texts: list[str] = []
+    for at, output in enumerate(item.outputs or ()):
+        kind = output.get("type") if isinstance(output, dict) else None
+        if kind == "logs":
+            texts.append(str(output.get("logs", "")))
+        elif kind == "image":
+            texts.append(attachments.line("image", "image", f"{where}.outputs[{at}]"))
+    if texts and item.code is not None:
         key = call_id(item.id or where)
         yield ServerCall(key, PYTHON, item.code)
-        yield ServerResult(key, PYTHON, "\n".join(logs))
+        yield ServerResult(key, PYTHON, "\n".join(texts))
 
 
 NOT_APPROVED = "The user did not approve this call"
