@@ -1150,7 +1150,7 @@ def test_what_is_no_request_at_all(body: object) -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]},
-            "messages[0].content[0] is of type 'hologram': it is not supported here",
+            "messages[0].content[0] is of type 'hologram', which is not supported",
             "unsupported_value",
         ),
         (
@@ -1170,7 +1170,7 @@ def test_what_is_no_request_at_all(body: object) -> None:
         ),
         (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},
-            "guided_regex: response_format asks for a format, too: there can be only one",
+            "guided_regex: response_format is given as well; only one format is possible",
             "invalid_value",
         ),
     ],

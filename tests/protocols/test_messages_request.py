@@ -1070,10 +1070,10 @@ def test_bad_messages_name_the_block(message: dict[str, Any], where: str) -> Non
 
 
 WHY: list[tuple[dict[str, Any], str]] = [
-    (user({"type": "tool_reference"}), "it is not supported here"),
-    (assistant({"type": "whatever"}), "it is not supported here"),
-    (user(use({})), "it cannot stand here"),
-    (assistant(result("a")), "it cannot stand here"),
+    (user({"type": "tool_reference"}), "which is not supported"),
+    (assistant({"type": "whatever"}), "which is not supported"),
+    (user(use({})), "which is not allowed here"),
+    (assistant(result("a")), "which is not allowed here"),
 ]
 
 
@@ -1081,7 +1081,7 @@ WHY: list[tuple[dict[str, Any], str]] = [
 def test_a_block_is_refused_for_what_it_is(message: dict[str, Any], why: str) -> None:
     error = guilty({"model": "m", "max_tokens": 9, "messages": [message]})
     kind = message["content"][0]["type"]
-    assert error.message == f"messages[0].content[0] is of type {kind!r}: {why}"
+    assert error.message == f"messages[0].content[0] is of type {kind!r}, {why}"
 
 
 def test_what_was_answered_is_refused_all_the_same_when_it_cannot_stand_there() -> None:

@@ -1,7 +1,7 @@
-"""MCP servers that a request names by their URL, as far as any API says so.
+"""MCP servers that a request names by URL, with the client's credentials for them.
 
-What is asked for, and with which credentials: these go to the server and nowhere else. Whether it
-is allowed, and how it is reached, is for `server.tools.client_servers`.
+`server.tools.client_servers` decides whether a server is allowed and connects to it. Credentials
+are sent only to the server they are for.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def headers_of(
     headers: dict[str, str] = {}
     for name, value in (given or {}).items():
         if not (isinstance(name, str) and _NAME.fullmatch(name) and _is_value(value)):
-            problem = f"{where} has a name or a value that no header can have"
+            problem = f"{where} has an invalid name or value"
             raise RequestError(problem, param=where, code="invalid_value")
         if name.lower() in _OF_THE_CONNECTION:
             problem = f"{where}: {name} is a header of the connection"

@@ -1,7 +1,6 @@
-"""Reasoning that a client carries for the server without being able to read or forge it.
+"""The interface for encrypting reasoning that clients store and send back.
 
-Knows what the protocols need of encryption. Refuses to know keys and algorithms, which the server
-brings.
+The server provides the implementation, with its keys.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from typing import Protocol
 
 
 class Cipher(Protocol):
-    """Authenticated encryption of reasoning: ``encrypted_content``, ``signature``."""
+    """Authenticated encryption for ``encrypted_content`` and ``signature``."""
 
     def encrypt(self, text: str) -> str:
         """``text`` as an opaque ASCII string."""
 
     def decrypt(self, encrypted: str) -> str | None:
-        """The text that ``encrypt`` was given; ``None`` for what is forged, damaged or foreign."""
+        """The original text; ``None`` if ``encrypted`` is forged, damaged or foreign."""

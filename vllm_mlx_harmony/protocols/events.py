@@ -1,13 +1,10 @@
-"""What an emitter hands to the wire, shared by every API.
+"""Server-sent events and their JSON, shared by every API.
 
-Knows what one server-sent event is made of. Refuses to know what any API puts in it,
-and anything about sockets.
-
-Documents are written by ``json``, once per message or response. A delta is what there are thousands
-of: its JSON is made once per message, and the text alone is quoted (``quote``, in C) and put in
-between. That takes about 0.1 µs; a library that writes the whole chunk takes five times as long
-(orjson 3.13: 0.5 µs), because most of a chunk is always the same. orjson also refuses what the host
-and clients may send: half a surrogate pair, and integers beyond 64 bits.
+``json`` writes documents, once per message or response. Deltas are far more frequent, so the JSON
+around their text is written once per message, and each delta only quotes its text (``quote``, in
+C). That takes about 0.1 µs; serializing the whole chunk takes five times as long (orjson 3.13:
+0.5 µs). orjson also rejects values that the host and clients may send: lone surrogates and
+integers beyond 64 bits.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ class Event(NamedTuple):
 DONE = Event("[DONE]")
 
 REASONING_ENDED_BY = "reasoning_ended_by"
-"""The field that tells why the model was made to stop thinking (C5): no API has one for that."""
+"""The field with the reason why the model had to stop thinking (C5), an extension of every API."""
 
 
 def encode(document: Any) -> str:
@@ -42,7 +39,7 @@ def encode(document: Any) -> str:
 
 
 def encode_slowly(document: Any) -> str:
-    """As ``encode``, for a thread: others run in between, however much there is of it."""
+    """Like ``encode``, but lets other threads run while it writes a large document."""
     if characters(document) <= MOST_CHARACTERS:
         return encode(document)
     return "".join(_parts(document))
@@ -78,7 +75,7 @@ _AT_ONCE = 2**20
 
 
 def frame(event: Event) -> str:
-    """The event as it stands on the wire. Clients read one event per write."""
+    """The event as text, for one write: clients may expect one event per chunk."""
     if event.name:
         return f"event: {event.name}\ndata: {event.data}\n\n"
     return f"data: {event.data}\n\n"

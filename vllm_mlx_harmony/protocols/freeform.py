@@ -1,12 +1,12 @@
 """Freeform tools (``custom`` in both of OpenAI's APIs): text in, where a function takes JSON.
 
-The model is shown a function with one string, ``input``. Knows that function, and how its input
-comes out of ``{"input": "…"}`` as the arguments arrive. Refuses to know requests and events.
+The model sees a function with one string parameter, ``input``. This module defines that function
+and unwraps the text from ``{"input": "…"}`` while the arguments arrive.
 
 **Why.** A custom tool (https://platform.openai.com/docs/guides/function-calling#custom-tools) takes
 text: a patch, a program, a query. Harmony knows functions only, whose arguments are JSON, and that
-is what gpt-oss was trained to write. So the text travels as the one member of an object, and the
-object is taken off again while it arrives: a client sees the text grow, as the API has it.
+is what gpt-oss was trained to write. So the text is the only member of an object, which is removed
+while the text arrives: clients receive the text incrementally, as the API specifies.
 
 **How.** Three states are read in order: the *opening* up to the quote that begins the string, the
 *string*, and what comes behind it. In the string an escape (RFC 8259, section 7) is decoded when it
@@ -14,8 +14,8 @@ is there whole; ``\\uXXXX`` are halves of UTF-16 and go through a decoder that w
 
 Models make two mistakes here, and each has an answer:
 
-- They write the text itself, without the object, above all where they were shown a grammar for it.
-  What does not begin as ``{"input": "`` is handed over whole.
+- They write the text itself, without the object, most often when the tool has a grammar.
+  Arguments that do not begin with ``{"input": "`` are passed on unchanged.
 - They forget to escape a quote in a long text. A quote ends the string only where the object can
   end behind it, or another member begin; any other one is part of the text. That takes what follows
   the quote, so that a quote waits for up to ``_LONGEST`` characters.

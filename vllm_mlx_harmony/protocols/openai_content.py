@@ -1,7 +1,6 @@
-"""What both of OpenAI's APIs send alike: the parts of a content, and the arguments of a call.
+"""Content parts and call arguments, which are the same in both of OpenAI's APIs.
 
-Knows which parts are text, what stands for the others and how they are joined (semantics A4, A5,
-A11). Refuses to know in which messages or items they stand.
+Text parts are joined; a line of text replaces any other part (semantics A4, A5, A11).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Wire, required
 
 
 class Part(Wire):
-    """One part of some content. What is neither text nor refusal is only named."""
+    """One part of a content. Only text and refusals are read."""
 
     type: str
     text: str | None = None
@@ -36,7 +35,7 @@ def _as_parts(value: object) -> object:
 
 
 Parts = Annotated[list[Part] | None, BeforeValidator(_as_parts)]
-"""A content, as it is checked: a string or a list of parts."""
+"""A content: a string or a list of parts."""
 
 _TEXTS = {
     "text": "text",
@@ -46,7 +45,7 @@ _TEXTS = {
     "summary_text": "text",
     "refusal": "refusal",
 }
-"""The parts that are text, and the field it stands in."""
+"""The types of text parts, and the field with the text."""
 
 _KINDS = {
     "image_url": "image",
@@ -63,7 +62,7 @@ _KINDS = {
     "file": "file",
     "document": "file",
 }
-"""The parts that are attachments, other servers' names included, and what they are."""
+"""The types of attachments, including those of other servers, and the kind of each."""
 
 
 def message_text(parts: Sequence[Part], where: str, attachments: Attachments) -> str:
@@ -74,19 +73,19 @@ def message_text(parts: Sequence[Part], where: str, attachments: Attachments) ->
     for index, part in enumerate(parts):
         if part.type not in _TEXTS and part.type not in _KINDS:
             at = f"{where}[{index}]"
-            problem = f"{at} is of type {quoted(part.type)}: it is not supported here"
+            problem = f"{at} is of type {quoted(part.type)}, which is not supported"
             raise RequestError(problem, param=at, code=UNSUPPORTED)
     return result_text(parts, where, attachments)
 
 
 def paragraphs(parts: Sequence[Part], where: str) -> str:
-    """The texts of parts that were paragraphs of their own. What is not text is not there."""
+    """The texts of the parts, each on a line of its own. Other parts are left out."""
     texts = (_part_text(part, f"{where}[{index}]") for index, part in enumerate(parts))
     return "\n".join(text for text in texts if text)
 
 
 def result_text(parts: Sequence[Part], where: str, attachments: Attachments) -> str:
-    """The text of a tool's result: texts one after the other, and a line for any other part."""
+    """The text of a tool's result: the texts, concatenated, and a line for every other part."""
     joined, line_open = "", False
     for index, part in enumerate(parts):
         at = f"{where}[{index}]"
@@ -103,9 +102,9 @@ def result_text(parts: Sequence[Part], where: str, attachments: Attachments) -> 
 
 
 def call_arguments(given: object, where: str) -> str:
-    """A string byte for byte; an object compactly, non-ASCII kept; nothing is ``{}`` (A4).
+    """The arguments as JSON (A4): a string unchanged, an object serialized, ``{}`` for null.
 
-    Raises ``RequestError`` naming ``where``, the path of the field, for anything else.
+    Raises ``RequestError`` naming ``where``, the path of the field, for any other value.
     """
     if isinstance(given, str):
         return given or "{}"
@@ -117,7 +116,7 @@ def call_arguments(given: object, where: str) -> str:
 
 
 def _part_text(part: Part, where: str) -> str | None:
-    """The text of a part; ``None`` when it is a picture, a sound or anything else."""
+    """The text of a part; ``None`` if it is not a text part."""
     field = _TEXTS.get(part.type)
     if field is None:
         return None

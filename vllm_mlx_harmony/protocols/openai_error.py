@@ -1,7 +1,4 @@
-"""An error as OpenAI writes it: the body of every 4xx and 5xx, whatever the API.
-
-Knows which type and code api.openai.com sends with a status. Refuses to know who failed and why.
-"""
+"""The body of an error response in OpenAI's format, for Chat Completions and Responses."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _ERRORS: dict[int, tuple[str, str | None]] = {
 
 
 def error_body(error: HarmonyFailure) -> dict[str, Any]:
-    """``error`` in OpenAI's shape. ``type`` is what api.openai.com sends with the same status."""
+    """``error`` in OpenAI's format, with the ``type`` that api.openai.com sends for its status."""
     other = "invalid_request_error" if error.status in _CALLERS_FAULT else "server_error"
     kind, code = _ERRORS.get(error.status, (other, None))
     return {

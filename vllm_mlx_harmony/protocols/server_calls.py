@@ -1,7 +1,7 @@
-"""Calls that the server ran, as a client gives them back: into the messages that they were.
+"""Calls that the server ran, read back from a client's history.
 
-An API that shows what ran has a client give it back with the rest of the history, in its own words
-for the server (its label) and the tool. The model called a recipient, and code was no JSON.
+Clients send back the calls that a response contained, with the server's label and the tool's name.
+The prompt has them as the model wrote them: with a recipient, and with code that is not JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOT_RUN = "[the call was not run to its end]"
 
 
 def recipient_of(namespaces: Iterable[Namespace], label: str, name: str) -> str:
-    """What the model calls the tool ``name`` of the server ``label``, also one there is not."""
+    """The recipient for the tool ``name`` of the server ``label``, whether or not it exists."""
     for namespace in namespaces:
         if namespace.label == label:
             for known, tool in namespace.by_recipient.items():

@@ -1,7 +1,6 @@
-"""A request body as checked values: any JSON value becomes a pydantic model or a RequestError.
+"""Validates request bodies: any JSON value becomes a pydantic model or a ``RequestError``.
 
-Knows how to name the guilty field (``messages[1].content[0].text``) and how OpenAI words the code.
-Refuses to know what the fields of any API are.
+The error has the path of the invalid field (``messages[1].content[0].text``) and OpenAI's code.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from vllm_mlx_harmony.core.pretokens import encodable
 
 
 class Wire(BaseModel):
-    """Base of what is read: nothing is coerced, unknown fields are ignored, numbers are finite."""
+    """Base of all request models: no coercion, finite numbers, unknown fields are ignored."""
 
     model_config = ConfigDict(
         strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=()
@@ -35,10 +34,10 @@ class Wire(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _in_between(cls, value: Any) -> Any:
-        """Nothing is done: this is Python, where other threads get their turn.
+    def _yield_to_threads(cls, value: Any) -> Any:
+        """Does nothing, in Python, where other threads can take the GIL.
 
-        Of thousands of messages all would otherwise be read in one call that keeps the lock.
+        Without it, pydantic would hold the GIL while it validates thousands of messages.
         """
         return value
 
@@ -91,13 +90,13 @@ def _without_nulls(value: object) -> object:
 StopStrings: TypeAlias = Annotated[
     list[Annotated[str, Field(max_length=512)]], Field(max_length=64)
 ]
-"""Stop strings. Bounded, because all of them are looked for in every piece of the answer."""
+"""Stop strings. Bounded because every piece of output is searched for all of them."""
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""What random numbers are drawn from: 64 bits, signed, as every server with seeds takes it."""
+"""A signed 64-bit seed, as other servers accept it."""
 
 UNSUPPORTED = "unsupported_value"
-"""The code of a value that is well-formed and cannot be served."""
+"""The code for a valid value that this server does not support."""
 
 _WORDS = {
     "missing": "is required",
@@ -111,7 +110,7 @@ _WORDS = {
 def checked(model: type[Model], body: object) -> Model:
     """``body``, the parsed JSON, as a ``model``.
 
-    Raises ``RequestError`` naming the first guilty field, and nothing else, for any JSON value.
+    Raises only ``RequestError``, naming the first invalid field, whatever ``body`` is.
     """
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object", code="invalid_type")
@@ -119,20 +118,20 @@ def checked(model: type[Model], body: object) -> Model:
         return model.model_validate(mended(body))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise _guilty(first["type"], first["loc"], first["msg"]) from error
+        raise _invalid(first["type"], first["loc"], first["msg"]) from error
 
 
 MAX_DEPTH = 500
-"""Of a body: what is nested deeper cannot be written as JSON everywhere it is given back."""
+"""The maximum nesting of a body: deeper values cannot be serialized everywhere."""
 
 
 def mended(body: object) -> object:
     """``body`` with every half of a surrogate pair replaced by U+FFFD.
 
-    An agent written in JavaScript that shortens a text can cut an emoji in two; it must not die
-    of it, turn after turn, because half a pair cannot be encoded.
-    Raises ``RequestError`` for what cannot be written as JSON: too deep, a number too long, or one
-    that no float holds (``1e999``), which could not be given back.
+    An agent written in JavaScript can cut an emoji in two when it shortens a text; its later
+    requests, which repeat that text, must not fail.
+    Raises ``RequestError`` for values that cannot be serialized: too deep, a number that is too
+    long, or one that is not finite (``1e999``).
     """
     try:
         return body if _is_sound(body) else _whole(body)
@@ -151,7 +150,7 @@ def _whole(value: Any) -> Any:
 
 
 def _without_halves(text: str) -> str:
-    """``text`` with U+FFFD for each half of a pair. Two halves that fit are one character."""
+    """``text`` with U+FFFD for each lone surrogate. Two halves that match become one character."""
     return "".join(
         part[0].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         for part in _PARTS.finditer(text)
@@ -159,13 +158,13 @@ def _without_halves(text: str) -> str:
 
 
 _PARTS = re.compile(r"(?s).{1,65536}(?<![\ud800-\udbff])|.{1,65536}")
-"""Not cut within a pair, and short enough for nobody to wait."""
+"""Short pieces, so that other threads can run, which do not cut a surrogate pair."""
 
 
 def _is_sound(body: object) -> bool:
-    """Whether nothing has to be mended. Raises ``ValueError`` for what cannot be.
+    """Whether ``body`` is free of lone surrogates. Raises ``ValueError`` if it cannot be mended.
 
-    A loop of our own, where others get their turn: writing all of it would be one long call.
+    A loop in Python, so that other threads can run; serializing the body would be one long call.
     """
     sound = True
     level, depth = [body], 0
@@ -182,7 +181,7 @@ def _is_sound(body: object) -> bool:
             elif isinstance(value, float) and not isfinite(value):
                 raise ValueError("a number is not finite")
             elif not (value is None or isinstance(value, (int, float))):
-                raise TypeError(f"{type(value).__name__} is no JSON")
+                raise TypeError(f"{type(value).__name__} is not JSON")
         level, depth = inner, depth + 1
         if depth > MAX_DEPTH:
             raise ValueError("it is nested too deeply")
@@ -192,7 +191,7 @@ def _is_sound(body: object) -> bool:
 def _unwritable(body: object, error: Exception) -> RequestError:
     where = _infinite(body)
     if where is not None:
-        return _guilty("finite_number", where, "must be a finite number")
+        return _invalid("finite_number", where, "must be a finite number")
     return RequestError(f"the request body cannot be read: {error}")
 
 
@@ -223,7 +222,7 @@ def _path_of(steps: _Steps) -> list[int | str]:
 
 def required(where: str) -> RequestError:
     """The error for a field that is missing or null where the API needs it."""
-    return _guilty("missing", (where,), "")
+    return _invalid("missing", (where,), "")
 
 
 def path(parts: Iterable[int | str]) -> str:
@@ -238,17 +237,17 @@ def path(parts: Iterable[int | str]) -> str:
 
 
 _KEY = 200
-"""Characters of a key in the name of a field."""
+"""The maximum length of a key in a path."""
 
 
-def _guilty(kind: str, where: Iterable[Any], said: str) -> RequestError:
+def _invalid(kind: str, where: Iterable[Any], message: str) -> RequestError:
     param = path(where)
-    words = _WORDS.get(kind) or said.replace("Input should be", "must be")
+    words = _WORDS.get(kind) or message.replace("Input should be", "must be")
     return RequestError(f"{param} {words}", param=param, code=_code(kind))
 
 
 def _code(kind: str) -> str:
-    """OpenAI's word for what pydantic calls ``kind``."""
+    """OpenAI's code for pydantic's error type ``kind``."""
     if kind == "missing":
         return "missing_required_parameter"
     return "invalid_type" if kind.endswith("_type") else "invalid_value"

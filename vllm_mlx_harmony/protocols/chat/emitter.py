@@ -1,8 +1,4 @@
-"""Chat Completions, outwards: deltas into chunks, or into a completion.
-
-Knows how OpenAI's chunks and completions are shaped. Refuses to know the fields of a request
-(chat/schema.py, chat/request.py), tokens, channels and sockets.
-"""
+"""Chat Completions: turns deltas into chunks, or into a completion."""
 
 from __future__ import annotations
 
@@ -73,12 +69,12 @@ class _Call:
 
 
 class Emitter:
-    """Deltas in, server-sent events out; or, not streamed, one document at the end.
+    """Turns deltas into server-sent events or, without ``stream``, into one document at the end.
 
-    Streamed: the role at once, then a chunk per text or call, then the finish reason, the usage if
-    ``include_usage``, and ``[DONE]``. The chunk's JSON is made once per message and only the text
-    is quoted per delta: a delta's cost does not depend on what came before, and no text is kept.
-    ``freeform`` are the names of the tools that are called with text.
+    A stream has a chunk with the role, a chunk for each text or call, the finish reason, the usage
+    if ``include_usage``, and ``[DONE]``. The chunk's JSON is written once per message and each
+    delta only quotes its text: its cost does not depend on the length of the answer, and no text
+    is stored. ``freeform`` are the names of the tools that take text.
     """
 
     def __init__(
@@ -112,7 +108,7 @@ class Emitter:
         self._error: HarmonyFailure | None = None
 
     def feed(self, delta: Delta) -> list[Event]:
-        """What goes on the wire for ``delta``. Always nothing when the answer is not streamed."""
+        """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
             case Text():
                 return self._text(delta)
@@ -142,7 +138,7 @@ class Emitter:
         if self._error is not None:
             raise self._error
         if self._reason is None or self._stream:
-            raise OutputError("there is no whole answer: it has not ended, or it was streamed")
+            raise OutputError("the answer is incomplete or was streamed")
         choice = {
             "index": 0,
             "message": self._message(),

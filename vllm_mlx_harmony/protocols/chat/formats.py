@@ -1,7 +1,7 @@
-"""What the answer to a Chat request has to be: OpenAI's field for it, and those of vLLM.
+"""The response format of a Chat request, from OpenAI's field or from those of vLLM.
 
-vLLM had a field for each kind of format (``guided_regex``), and has one for all of them now
-(``structured_outputs``). Refuses to know how a format is shown to the model, and kept to.
+Older versions of vLLM have a field for each kind of format (``guided_regex``), newer ones have one
+for all of them (``structured_outputs``).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, mended, required
 
 
 def response_format(body: ChatBody) -> ResponseFormat | None:
-    """The one format that is asked for; ``None``: any text.
+    """The requested format; ``None`` for plain text.
 
-    Raises ``RequestError`` naming the field for two of them, and for one that cannot be had.
+    Raises ``RequestError`` naming the field for a second format, or one that is not supported.
     """
     found = list(_formats(body))
     if len(found) > 1:
         (one, _), (other, _), *_ = found
-        problem = f"{other}: {one} asks for a format, too: there can be only one"
+        problem = f"{other}: {one} is given as well; only one format is possible"
         raise RequestError(problem, param=other, code="invalid_value")
     return replace(found[0][1], where=found[0][0]) if found else None
 
@@ -37,10 +37,10 @@ def _formats(body: ChatBody) -> Iterator[tuple[str, ResponseFormat]]:
         yield "response_format", _openai(body.response_format)
     outputs = body.structured_outputs or StructuredOutputs()
     if outputs.structural_tag is not None:
-        raise _unsupported("structured_outputs.structural_tag", "the tags are Harmony's own")
+        raise _unsupported("structured_outputs.structural_tag", "Harmony defines the tags")
     if outputs.disable_additional_properties:
         where = "structured_outputs.disable_additional_properties"
-        raise _unsupported(where, "say additionalProperties in the schema")
+        raise _unsupported(where, "set additionalProperties in the schema")
     for name, field, read in _VLLM:
         for where, requested in (
             (f"guided_{name}", getattr(body, f"guided_{name}")),

@@ -1,8 +1,4 @@
-"""Chat Completions, inwards: a request body into a Turn, and how its caller wants the answer.
-
-Knows what every field and message means (semantics A2 to A11). Refuses to know which fields there
-are (chat/schema.py), how a Turn is rendered, and how the answer is written (chat/emitter.py).
-"""
+"""Chat Completions: turns a request body into a Turn (semantics A2 to A11)."""
 
 from __future__ import annotations
 
@@ -56,7 +52,7 @@ from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request that can be run: what to ask the model, and how the caller wants the answer."""
+    """A parsed request: the turn for the model, and the form of the answer."""
 
     turn: Turn
     model: str
@@ -76,7 +72,7 @@ class ChatRequest:
         )
 
     def echoed(self, message: Message) -> Message:
-        """A message the model said, as it is read when a client gives it back."""
+        """A message of the model as it is read when the client sends it back."""
         if isinstance(message, Call) and message.name in self.freeform:
             return replace(message, arguments=wrap(unwrapped(message.arguments)))
         return message
@@ -116,7 +112,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     callable_ = bool(tools or builtin_tools or namespaces)
     tool_choice = _tool_choice(choice, body.tools or (), callable_)
     if tool_choice.required and prefill is not None:
-        problem = "tool_choice: an answer that has begun cannot become a call"
+        problem = "tool_choice: a call cannot continue an answer that has begun"
         raise RequestError(problem, param="tool_choice", code=UNSUPPORTED)
     return Turn(
         messages=tuple(messages),
@@ -178,12 +174,12 @@ def _continued(body: ChatBody) -> bool:
     """
     requested = body.continue_final_message
     if requested and body.add_generation_prompt:
-        problem = "add_generation_prompt: cannot be true when continue_final_message is"
+        problem = "add_generation_prompt cannot be true together with continue_final_message"
         raise RequestError(problem, param="add_generation_prompt", code="invalid_value")
     field = "add_generation_prompt" if requested is None else "continue_final_message"
     continued = body.add_generation_prompt is False if requested is None else requested
     if continued and body.messages[-1].role != "assistant":
-        problem = f"{field}: the last message is not the assistant's, so there is none to continue"
+        problem = f"{field}: the last message is not the assistant's"
         raise RequestError(problem, param=field, code=UNSUPPORTED)
     return continued
 
@@ -201,7 +197,7 @@ class _Reader:
     """The ids of the latest calls of the legacy kind, which have none, by name."""
 
     def read_input(self, message: ChatMessage, index: int) -> Iterator[Message]:
-        """What somebody else than the assistant said."""
+        """The messages for a message that is not the assistant's."""
         where = f"messages[{index}]"
         if message.role == "tool":
             if not message.tool_call_id:
@@ -227,15 +223,15 @@ class _Reader:
     def read_assistant(self, run: _Run, kind: type[Preamble] | type[Answer]) -> list[Message]:
         """One turn of the assistant in the model's own order (A4): its texts are of one ``kind``.
 
-        Calls come last: results follow them, and nothing that is said stands between.
+        Calls come last, so that no text stands between them and their results.
         """
-        said = [each for index, message in run for each in self._said(message, index, kind)]
-        return sorted(said, key=lambda message: isinstance(message, Call))
+        read = [each for index, message in run for each in self._parts(message, index, kind)]
+        return sorted(read, key=lambda message: isinstance(message, Call))
 
-    def _said(
+    def _parts(
         self, message: ChatMessage, index: int, kind: type[Preamble] | type[Answer]
     ) -> Iterator[Message]:
-        """Reasoning, text, calls. Nothing at all adds nothing."""
+        """The reasoning, the text and the calls of a message."""
         where = f"messages[{index}]"
         if reasoning := message.reasoning_content or message.reasoning or message.thinking:
             yield Reasoning(reasoning)
@@ -251,11 +247,11 @@ class _Reader:
     def take_prefill(self, run: _Run) -> str | None:
         """The text that the answer continues; it is taken out of the last message of ``run``.
 
-        Raises ``RequestError`` for a call in it, which nobody has answered.
+        Raises ``RequestError`` for a call in it: a call needs a result.
         """
         for index, message in run:
             if message.tool_calls or message.function_call:
-                problem = f"messages[{index}]: a call has to be answered, it cannot be continued"
+                problem = f"messages[{index}]: a call needs a result and cannot be continued"
                 raise RequestError(problem, param=f"messages[{index}]", code=UNSUPPORTED)
         index, last = run[-1]
         text = self._text(last, f"messages[{index}]")
@@ -263,9 +259,9 @@ class _Reader:
         return text or None
 
     def _text(self, message: ChatMessage, where: str) -> str:
-        """What is said: a refusal is one more part, as it is among the parts of a content.
+        """The text of a message, followed by its refusal.
 
-        An answer that was spoken is there by its id alone.
+        A spoken answer is only referred to by its id.
         """
         text = message_text(message.content or (), f"{where}.content", self.attachments)
         if message.audio is not None:

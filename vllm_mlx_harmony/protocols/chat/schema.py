@@ -1,8 +1,4 @@
-"""Chat Completions, inwards: the shape of a request body, field by field.
-
-Knows which fields there are, their types and ranges, and what is refused because ignoring it
-would change the answer. Refuses to know what they mean for a Turn (chat/request.py).
-"""
+"""Chat Completions: the models of a request body, and the parameters that are rejected."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from vllm_mlx_harmony.protocols.openai_request import (
 )
 from vllm_mlx_harmony.protocols.validation import StopStrings, Wire, checked
 
-# --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
+# --- Fields are optional, and null is the same as absent, unless a model says otherwise.
 
 
 def _as_strings(value: object) -> object:
@@ -29,7 +25,7 @@ def _as_strings(value: object) -> object:
 
 
 def _as_choice(value: object) -> object:
-    """``auto`` and the like are a choice of that type."""
+    """Strings such as ``auto`` become objects of that type."""
     return {"type": value} if isinstance(value, str) else value
 
 
@@ -172,7 +168,7 @@ class ChatTemplateOptions(TemplateOptions):
 
 
 class ChatBody(OpenAISampling):
-    """The body of ``POST /v1/chat/completions``, as far as this server looks at it."""
+    """The body of ``POST /v1/chat/completions``: the fields that are read."""
 
     model: str = Field(min_length=1)
     messages: list[ChatMessage] = Field(min_length=1)
@@ -230,7 +226,7 @@ class ChatBody(OpenAISampling):
     return_prompt_text: bool | None = None
 
 
-# --- What would silently change the answer if it were ignored: field, when, why.
+# --- Unsupported parameters that would change the answer: name, rejected values, reason.
 
 _LOGPROBS = "log probabilities are not available"
 _TEXT_ONLY = "the model writes text only"
@@ -269,8 +265,8 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
 def read_body(body: object) -> ChatBody:
     """The parsed JSON of a request, checked field by field.
 
-    Raises ``RequestError`` naming the field for everything malformed, out of range or not
-    available, and nothing else, whatever JSON value ``body`` is. Unknown fields are ignored.
+    Raises only ``RequestError``, naming the field that is invalid, out of range or unsupported,
+    whatever ``body`` is. Unknown fields are ignored.
     """
     chat = checked(ChatBody, body)
     reject_unsupported(body, UNSUPPORTED_FIELDS)

@@ -1,8 +1,4 @@
-"""The Messages API, outwards: deltas into events, or into a message.
-
-Knows how Anthropic's events, messages and errors are shaped. Refuses to know the fields of a
-request (messages/schema.py, messages/request.py), tokens, channels and sockets.
-"""
+"""The Messages API: turns deltas into events, or into a message."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ from vllm_mlx_harmony.protocols.messages.schema import THREAD_UNSUPPORTED
 from vllm_mlx_harmony.protocols.server_calls import CodeArguments
 
 PING = Event('{"type":"ping"}', "ping")
-"""What keeps a connection alive while a long prompt is prefilled; allowed at any place."""
+"""Keeps a connection alive while a long prompt is prefilled. Allowed anywhere in a stream."""
 
 Display: TypeAlias = Literal["shown", "encrypted", "hidden", "preambles"]
 """Reasoning as blocks with text and signature, with the signature alone, or not at all.
@@ -47,11 +43,11 @@ alone.
 
 
 UPDATE = "<|channel|>commentary<|message|>"
-"""What an encrypted text begins with that is no reasoning: a preamble shown as thinking."""
+"""Prefix of the encrypted text of a preamble that is shown as thinking."""
 
 
 def counted(prompt_tokens: int) -> dict[str, Any]:
-    """The answer of ``count_tokens`` for a prompt of that length."""
+    """The response of ``count_tokens`` for a prompt of ``prompt_tokens``."""
     return {"input_tokens": prompt_tokens}
 
 
@@ -76,23 +72,23 @@ def request_id(info: ResponseInfo) -> str:
 
 
 def error_body(error: HarmonyFailure, request_id: str | None = None) -> dict[str, Any]:
-    """``error`` in Anthropic's shape. ``type`` is what api.anthropic.com sends with the status."""
+    """``error`` in Anthropic's format, with the ``type`` that api.anthropic.com sends for it."""
     other = "invalid_request_error" if error.status in _CALLERS_FAULT else "api_error"
     details = {"type": _ERRORS.get(error.status, other), "message": _message(error)}
     return {"type": "error", "error": {**details, **_details(error)}, "request_id": request_id}
 
 
 def _details(error: HarmonyFailure) -> dict[str, Any]:
-    """What a program may know beside the message: only what Anthropic's client looks for."""
+    """The machine-readable details that Anthropic's client looks for."""
     if error.code != THREAD_UNSUPPORTED:
         return {}
     return {"details": {"error_code": error.code, "unsupported": [error.param]}}
 
 
 def _message(error: HarmonyFailure) -> str:
-    """The shape has no place for the guilty field: the message names it.
+    """The message, which names the invalid field: the format has no field for it.
 
-    Claude Code looks for the two numbers, and shortens the conversation by their difference.
+    Claude Code reads the two numbers and shortens the conversation by their difference.
     """
     if isinstance(error, PromptTooLong):
         return f"prompt is too long: {error.prompt_tokens} tokens > {error.window} maximum"
@@ -101,7 +97,7 @@ def _message(error: HarmonyFailure) -> str:
     return f"{error.param}: {error.message}"
 
 
-# --- Content blocks, one class each: what is sent of a message, and its document.
+# --- Content blocks, a class for each: the text that is sent of a message, and the document.
 
 
 class _Block(Protocol):
@@ -114,16 +110,16 @@ class _Block(Protocol):
     name: str
 
     def take(self, text: str) -> str:
-        """More of the message; returns what is sent of it."""
+        """Adds to the message; returns the text to send."""
 
     def rest(self) -> str:
-        """What is still to be sent when the message ends."""
+        """The remaining text to send when the message ends."""
 
     def signature(self) -> str:
-        """The signature of what was taken; empty when the block has none."""
+        """The signature of the whole text; empty if the block has none."""
 
     def document(self, text: str, signature: str) -> dict[str, Any]:
-        """The block with all that was sent, or with nothing of it."""
+        """The block with ``text``, all that was sent or nothing."""
 
 
 class _TextBlock:
@@ -143,7 +139,7 @@ class _TextBlock:
 
 
 class _ThinkingBlock:
-    """Kept until its end: what is encrypted is the whole text, shown or not, and ``mark``."""
+    """Collects its text, shown or not: the signature encrypts all of it, preceded by ``mark``."""
 
     delta, name = "thinking_delta", "thinking"
 
@@ -189,7 +185,7 @@ class _ToolUseBlock:
 
 
 class _McpToolUseBlock(_ToolUseBlock):
-    """A call of a tool that the server runs. Code is the field of an object, as input has to be."""
+    """A call of a tool that the server runs. Code becomes a field, since input is an object."""
 
     def __init__(self, call_id: str, label: str, tool: str, *, code: bool) -> None:
         super().__init__(_mcp_id(call_id), tool)
@@ -208,7 +204,7 @@ class _McpToolUseBlock(_ToolUseBlock):
 
 
 def _mcp_id(call_id: str) -> str:
-    """The id of its block; of a call of a turn before this one, it is that already."""
+    """The id of the call's block. Calls of earlier turns already have such an id."""
     head, _, key = call_id.partition("_")
     return f"mcptoolu_{key}" if head == "call" else call_id
 
@@ -224,12 +220,13 @@ _STOP_REASONS: dict[FinishReason, str] = {
 
 
 class Emitter:
-    """Deltas in, server-sent events out; or, not streamed, one document at the end.
+    """Turns deltas into server-sent events or, without ``stream``, into one document at the end.
 
-    Streamed: ``message_start``; per message a block with its start, deltas and stop;
-    ``message_delta`` with why it stopped and the usage; ``message_stop``. A delta's JSON is made
-    once per block and only the text is quoted: its cost does not depend on what came before. Of
-    the text only that of an open thinking block (to encrypt it) and an open call is kept.
+    A stream has ``message_start``; for each message the start, deltas and stop of a block;
+    ``message_delta`` with the stop reason and the usage; ``message_stop``. A delta's JSON is
+    written once per block and each delta only quotes its text: its cost does not depend on the
+    length of the answer. Only the text of an open thinking block (to encrypt it) or an open call
+    is stored.
     """
 
     def __init__(
@@ -260,7 +257,7 @@ class Emitter:
         self._error: HarmonyFailure | None = None
 
     def feed(self, delta: Delta) -> list[Event]:
-        """What goes on the wire for ``delta``. Always nothing when the answer is not streamed."""
+        """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
             case Text():
                 return [] if self._block is None else self._more(self._block.take(delta.text))
@@ -292,7 +289,7 @@ class Emitter:
         if self._error is not None:
             raise self._error
         if self._finished is None or self._stream:
-            raise OutputError("there is no whole answer: it has not ended, or it was streamed")
+            raise OutputError("the answer is incomplete or was streamed")
         finished = self._finished
         return self._message(self._content, _stopped(finished), _final_usage(finished))
 
@@ -315,7 +312,7 @@ class Emitter:
         return self._send("content_block_start", index=index, content_block=block.document("", ""))
 
     def _new_block(self, delta: Opened) -> _Block | None:
-        """``None`` when the caller does not want to see the message."""
+        """The block for a message; ``None`` if the request hides it."""
         if delta.kind is Kind.CALL:
             return _ToolUseBlock(self._info.call_id(delta.index), delta.name)
         if delta.kind is Kind.SERVER_CALL:
@@ -332,7 +329,7 @@ class Emitter:
         return _ThinkingBlock(self._cipher, shown=self._thinking == "shown")
 
     def _ran(self, delta: ToolFinished) -> list[Event]:
-        """The result is a block of its own, whole when it begins."""
+        """The result is a block of its own, complete when it starts."""
         block = {
             "type": "mcp_tool_result",
             "tool_use_id": _mcp_id(self._server_call),
@@ -394,7 +391,7 @@ class Emitter:
 
 
 def _stopped(finished: Finished) -> dict[str, Any]:
-    """Why the answer ends. A stop string of the caller comes before every other reason."""
+    """The stop reason. A stop string of the request takes precedence."""
     sequence = finished.stop_sequence
     reason = _STOP_REASONS[finished.reason] if sequence is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": sequence}

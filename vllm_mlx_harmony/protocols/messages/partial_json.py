@@ -1,8 +1,5 @@
 """A call's arguments, as they arrive, into JSON of an object that no client fails to parse.
 
-Knows JSON, what clients do with ``partial_json``, and how what is no object is handed over.
-Refuses to know tools, events and Harmony.
-
 **Why.** In Chat Completions arguments are a string, and a client finds out at the end whether they
 are JSON. In Messages they are an object:
 https://docs.claude.com/en/docs/build-with-claude/streaming sends it in pieces of text, and the
@@ -24,7 +21,8 @@ what is open (a string, arrays, objects), writes the member that was interrupted
 
 **Invariants.** All that was returned, joined, is one JSON object, or nothing at all. Each beginning
 of it can be completed to one by closing what is open. What was an object comes back byte for byte.
-Any cut of the text gives the same result. Nothing is held but what was said, for the last member.
+The result does not depend on how the text is cut. The text is stored
+for `INVALID_JSON`, and nothing else.
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ class ObjectText:
     """
 
     def __init__(self) -> None:
-        self._said: list[str] = []
+        self._text: list[str] = []
         self._expect = Expect.OBJECT
         self._broken = False
         self._open: list[str] = []
@@ -112,7 +110,7 @@ class ObjectText:
 
     def feed(self, text: str) -> str:
         """The next ``text``; returns what may be sent now."""
-        self._said.append(text)
+        self._text.append(text)
         if self._broken:
             return ""
         text, at = self._unread + text, 0
@@ -128,8 +126,8 @@ class ObjectText:
         """What has to be sent when nothing more comes."""
         if self._expect is Expect.NOTHING and not self._broken:
             return "}"
-        said = "".join(self._said)
-        return f"{self._mended()}{quote(INVALID_JSON)}:{quote(said)}}}" if said.strip() else ""
+        text = "".join(self._text)
+        return f"{self._mended()}{quote(INVALID_JSON)}:{quote(text)}}}" if text.strip() else ""
 
     def _mended(self) -> str:
         """What completes the members that were sent, up to where one more can be written."""

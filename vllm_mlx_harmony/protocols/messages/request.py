@@ -1,9 +1,4 @@
-"""The Messages API, inwards: a request body into a Turn, and how its caller wants the answer.
-
-Knows what every field, message and block means (semantics A2 to A11). Refuses to know which fields
-there are (messages/schema.py), how a Turn is rendered, and how the answer is written
-(messages/emitter.py).
-"""
+"""The Messages API: turns a request body into a Turn (semantics A2 to A11)."""
 
 from __future__ import annotations
 
@@ -78,9 +73,9 @@ from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 @dataclass(frozen=True, slots=True)
 class MessagesRequest:
-    """A request that can be run: what to ask the model, and how the caller wants the answer.
+    """A parsed request: the turn for the model, and the form of the answer.
 
-    ``notes`` are for the log: what was accepted but has no effect.
+    ``notes`` names, for the log, the fields that were accepted but have no effect.
     """
 
     turn: Turn
@@ -101,7 +96,7 @@ class MessagesRequest:
         )
 
     def echoed(self, message: Message) -> Message:
-        """A message the model said, as it is read when a client gives it back: the same."""
+        """A message of the model as it is read when the client sends it back: unchanged."""
         return message
 
 
@@ -178,7 +173,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
 
 
 def notes(body: MessagesBody, defaults: Defaults) -> tuple[str, ...]:
-    """What was accepted but has no effect, a sentence each, for the log."""
+    """A sentence, for the log, for each field that was accepted but has no effect."""
     serves = bool(defaults.namespaces)
     tools = tuple(
         f"tools[{index}] ({quoted(tool.type)}) was left out: the caller does not define it"
@@ -295,7 +290,7 @@ def _is_finished(run: _Run, body: MessagesBody) -> bool:
     JSON. It is an answer then, and a turn of the assistant begins behind it, as in Chat
     Completions. So LangGraph asks an agent that has answered for a typed answer.
 
-    Raises ``RequestError`` for a call that nobody has answered, as Anthropic's API does.
+    Raises ``RequestError`` for a call without a result, as Anthropic's API does.
     """
     placed = [each for message in run for each in message.blocks]
     for each in placed:
@@ -406,9 +401,9 @@ _SERVER_CALLS = ("server_tool_use", "mcp_tool_use")
 
 
 def _unanswered(run: _Run, known: _Known) -> Iterator[Message]:
-    """What the assistant said while its answer is still to come: before calls or a prefill.
+    """The assistant's blocks before calls or a prefill, which are not its answer yet.
 
-    Calls come last: results follow them, and nothing that is said stands between (A4).
+    Calls come last, so that no text stands between them and their results (A4).
     """
     read = (each for message in run for each in message.blocks)
     for each in sorted(read, key=lambda each: each.block.type == "tool_use"):
@@ -486,7 +481,7 @@ def _thought(block: ThinkingBlock | RedactedThinkingBlock, where: str, cipher: C
 
 
 def _arguments(given: dict[str, object]) -> str:
-    """Compact, non-ASCII kept (A4). What the model wrote in place of an object is what it wrote."""
+    """The input as compact JSON (A4), or the model's own text if that was not an object."""
     invalid = given.get(INVALID_JSON)
     if isinstance(invalid, str):
         return invalid
@@ -505,7 +500,7 @@ _ERROR = "Error"
 
 
 def _failed(text: str) -> str:
-    """Harmony has no place for ``is_error``: the text says so itself, in its first word."""
+    """``text`` with ``Error`` as its first word, since Harmony has no field for ``is_error``."""
     if text[: len(_ERROR)].lower() == _ERROR.lower():
         return text
     return f"{_ERROR}: {text}" if text else _ERROR
@@ -579,8 +574,8 @@ _MISPLACED = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 def _unreadable(kind: str, where: str) -> RequestError:
-    why = "it cannot stand here" if kind in _MISPLACED else "it is not supported here"
-    return RequestError(f"{where} is of type {quoted(kind)}: {why}", param=where, code=UNSUPPORTED)
+    why = "which is not allowed here" if kind in _MISPLACED else "which is not supported"
+    return RequestError(f"{where} is of type {quoted(kind)}, {why}", param=where, code=UNSUPPORTED)
 
 
 _SILENT = ("mcp_tool_listing", "fallback")
@@ -656,7 +651,7 @@ def _tool_choice(
         return ToolChoice()
     if choice.type == "any":
         if not (tools or namespaces or builtin_tools):
-            problem = "tool_choice is 'any', and no tool is given that could be called"
+            problem = "tool_choice is 'any', but there is no tool to call"
             raise RequestError(problem, param="tool_choice")
         return ToolChoice(required=True)
     if choice.name is None:
@@ -670,7 +665,7 @@ def _tool_choice(
         if tool.origin[-1] == choice.name
     )
     if not served:
-        problem = f"tool_choice.name: no tool with the name {quoted(choice.name)} could be called"
+        problem = f"tool_choice.name: there is no tool named {quoted(choice.name)} to call"
         raise RequestError(problem, param="tool_choice.name")
     return ToolChoice(required=True, names=served)
 

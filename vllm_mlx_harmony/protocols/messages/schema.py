@@ -1,8 +1,4 @@
-"""The Messages API, inwards: the shape of a request body, field by field.
-
-Knows which fields and blocks there are, their types and ranges.
-Refuses to know what they mean for a Turn (messages/request.py).
-"""
+"""The Messages API: the models of a request body."""
 
 from __future__ import annotations
 
@@ -23,11 +19,11 @@ from vllm_mlx_harmony.protocols.validation import (
     required,
 )
 
-# --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
+# --- Fields are optional, and null is the same as absent, unless a model says otherwise.
 
 
 def _as_blocks(value: object) -> object:
-    """A string is a list of one text block."""
+    """A string becomes a list of one text block."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if value is None or isinstance(value, list):
@@ -106,7 +102,7 @@ class ToolSwitch(Wire):
 
 
 class AnthropicTool(Wire):
-    """A tool, or with ``mcp_server_name`` those of an MCP server: all, but for ``configs``."""
+    """A tool, or, with ``mcp_server_name``, the tools of an MCP server as ``configs`` selects."""
 
     type: str | None = None
     name: str | None = None
@@ -121,7 +117,7 @@ class AnthropicTool(Wire):
     @model_validator(mode="before")
     @classmethod
     def _only_ours(cls, value: object) -> object:
-        """A tool that Anthropic defines is only named: its other fields are its own."""
+        """Of a tool that Anthropic defines only the type is read."""
         if not isinstance(value, dict) or value.get("input_schema") is not None:
             return value
         kind = value.get("type")
@@ -135,10 +131,10 @@ CUSTOM = "custom"
 """The type of a tool that the caller defines: a name, a description and a schema."""
 
 TOOL_SEARCH = "tool_search_tool_"
-"""What the type of a tool begins with by which Anthropic's servers search deferred tools."""
+"""Prefix of the types of tools with which Anthropic's servers search deferred tools."""
 
 TOOLSET = "mcp_toolset"
-"""The type of what stands for the tools of an MCP server."""
+"""The type of an entry that stands for the tools of an MCP server."""
 
 
 class ToolChange(Wire):
@@ -234,7 +230,7 @@ class AnthropicMessage(Wire):
     @model_validator(mode="before")
     @classmethod
     def _effort_alone(cls, value: object) -> object:
-        """The system's may have no content, when it says an effort."""
+        """A system message that sets an effort may omit its content."""
         if not isinstance(value, dict):
             return value
         if value.get("role") != "system":
@@ -266,7 +262,7 @@ class OutputConfig(EffortConfig):
 
 
 class MessagesBody(SamplingFields):
-    """The body of ``POST /v1/messages``, as far as this server looks at it."""
+    """The body of ``POST /v1/messages``: the fields that are read."""
 
     model: str = Field(min_length=1)
     messages: list[AnthropicMessage] = Field(min_length=1)
@@ -286,15 +282,15 @@ class MessagesBody(SamplingFields):
 
 
 THREAD_UNSUPPORTED = "thread_unsupported_request"
-"""By this code Anthropic's client knows that it has to send whole conversations."""
+"""The code that makes Anthropic's client send whole conversations."""
 
 
 def read_body(body: object, *, counting: bool = False) -> MessagesBody:
     """The parsed JSON of a request, checked field by field.
 
-    ``counting``: it is for ``count_tokens``, where ``max_tokens`` need not be given.
-    Raises ``RequestError`` naming the field for everything malformed, out of range or not
-    available, and nothing else, whatever JSON value ``body`` is. Unknown fields are ignored.
+    ``counting``: the request is for ``count_tokens``, where ``max_tokens`` is optional.
+    Raises only ``RequestError``, naming the field that is invalid, out of range or unsupported,
+    whatever ``body`` is. Unknown fields are ignored.
     """
     request = checked(MessagesBody, body)
     if request.max_tokens is None and not counting:

@@ -1,10 +1,8 @@
-"""Messages, inwards: tools that a server runs, those asked for and those called in a history.
+"""The Messages API: tools that a server runs, in a request and in its history.
 
-A request names MCP servers in ``mcp_servers``, in tools of the type ``mcp_toolset``, or both: the
-beta API has had it in one way and then in the other. A history has calls of MCP servers, and of
-tools that Anthropic's own servers run (``server_tool_use``), if it was begun there.
-
-Knows names, switches and the shapes of results. Refuses to know messages (messages/request.py).
+A request names MCP servers in ``mcp_servers``, in tools of the type ``mcp_toolset``, or in both,
+depending on the version of the beta API. A history may have calls of MCP servers and, if it began
+at Anthropic, calls of tools that Anthropic's servers run (``server_tool_use``).
 """
 
 from __future__ import annotations

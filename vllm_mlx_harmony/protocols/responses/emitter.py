@@ -1,8 +1,4 @@
-"""Responses, outwards: deltas into events, or into a response.
-
-Knows the response object, the order of its events and their numbers. Refuses to know the fields
-of a request and the kinds of items (beside this one), tokens, channels, storage and sockets.
-"""
+"""Responses: turns deltas into events, or into a response."""
 
 from __future__ import annotations
 
@@ -59,12 +55,12 @@ _ENDINGS = {
 
 
 class Emitter:
-    """Deltas in, server-sent events out; the response as a document at any time.
+    """Turns deltas into server-sent events, and has the response as a document at any time.
 
-    Streamed and not is one path: what is not streamed is the same without its events. A text costs
-    the same whatever came before it. ``repeated`` are the fields of the response that say what was
-    asked for; ``now`` is the unix time, asked once, for ``completed_at``; without it that is null.
-    ``queues``: it may wait before it begins, and says so.
+    Without ``stream``, it does the same and returns no events. The cost of a delta does not depend
+    on the length of the answer. ``repeated`` are the fields of the response that repeat the
+    request; ``now`` returns the Unix time for ``completed_at``, which is null without it.
+    ``queues``: the response may have to wait, and begins with the status ``queued``.
     """
 
     def __init__(
@@ -101,7 +97,7 @@ class Emitter:
         self._error: HarmonyFailure | None = None
 
     def feed(self, delta: Delta) -> list[Event]:
-        """What goes on the wire for ``delta``. Always nothing when the answer is not streamed."""
+        """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
             case Text():
                 return self._text(delta)
@@ -128,9 +124,9 @@ class Emitter:
                 assert_never(delta)
 
     def create(self) -> list[Event]:
-        """There is a response, though its turn may come later: what goes on the wire for that.
+        """The events for a response that was created, even if its turn comes later.
 
-        Whoever does not call this gets it with the first delta. Nothing the second time.
+        They precede those of the first delta if this was not called before. Empty the second time.
         """
         if self._number:
             return []
@@ -138,11 +134,11 @@ class Emitter:
         return [event for kind in kinds for event in self._write_response(kind)]
 
     def cancel(self) -> list[Event]:
-        """The turn ends because it was cancelled: what goes on the wire for that."""
+        """The events for a turn that was cancelled."""
         return [*self._start(), *self._close(complete=False), *self._end(_CANCELLED)]
 
     def add_item(self, item: dict[str, Any]) -> list[Event]:
-        """The output has a whole ``item`` more: what goes on the wire for that."""
+        """Adds a complete ``item`` to the output; returns its events."""
         fields = {"output_index": len(self._output), "item": item}
         self._output.append(item)
         kinds = ("response.output_item.added", "response.output_item.done")
@@ -167,11 +163,11 @@ class Emitter:
         if self._error is not None:
             raise self._error
         if self._status not in _ENDINGS:
-            raise OutputError("there is no whole answer: it has not ended")
+            raise OutputError("the answer is incomplete")
         return self.document()
 
     def document(self) -> dict[str, Any]:
-        """The response as it is now, whatever became of it."""
+        """The response in its current state."""
         items = list(self._output)
         if self._item is not None and self._shown:
             items.append(self._item.document())
@@ -204,7 +200,7 @@ class Emitter:
         return begun
 
     def _opened(self, delta: Opened) -> list[Event]:
-        """A message is announced when it says something: nothing empty is emitted but calls."""
+        """Messages are announced with their first text: only calls may be empty."""
         if delta.kind is Kind.SERVER_CALL:
             self._call = self._server_item(delta.index, delta.name)
             return self._write_events(self._call.opened())

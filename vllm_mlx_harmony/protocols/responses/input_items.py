@@ -1,8 +1,4 @@
-"""Responses, inwards: the items of the input into messages.
-
-Knows what each item says (semantics A4 to A6, A11) and whose reasoning to believe.
-Refuses to know tools' declarations (tools) and the rest of a request.
-"""
+"""Responses: turns the items of the input into messages (semantics A4 to A6, A11)."""
 
 from __future__ import annotations
 
@@ -99,9 +95,10 @@ class ItemReader:
     _lost: bool = False  # whether a reference referred to nothing
 
     def messages(self, items: Sequence[Item]) -> Iterator[Message]:
-        """The messages ``items`` stand for. Raises ``RequestError`` naming the guilty field.
+        """The messages that ``items`` stand for. Raises ``RequestError`` naming the invalid field.
 
-        Nothing is left of a foreign call: Codex answers its ``local_shell_call`` as a function's.
+        Results of calls that are not read are left out, too: Codex sends the result of a
+        ``local_shell_call`` as that of a function.
         """
         known = [self._resolved(item, f"input[{at}]") for at, item in enumerate(items)]
         others = (each for each in known if isinstance(each, (OtherItem, ItemReference)))
@@ -120,7 +117,7 @@ class ItemReader:
             yield from messages
 
     def _resolved(self, item: Item, where: str) -> Item:
-        """The item that a reference refers to; if none, the reference, which says nothing."""
+        """The item that a reference refers to; the reference itself if there is none."""
         if not isinstance(item, ItemReference):
             return item
         found = self.stored(item.id)

@@ -1,8 +1,4 @@
-"""Responses, outwards: one item of the output while it is written, and the events that tell of it.
-
-Knows which events each kind of item has, in which order, with which fields (the public schema).
-Refuses to know the response around it, sequence numbers and deltas (responses/emitter.py).
-"""
+"""Responses: one item of the output while it is written, and its events."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
 class PendingEvent(NamedTuple):
-    """An event to be: its type, and its fields other than ``type`` and ``sequence_number``."""
+    """An event's type, and its fields other than ``type`` and ``sequence_number``."""
 
     type: str
     fields: Document

@@ -1,7 +1,6 @@
-"""Responses, inwards: a request body into a Turn, and into what the answer repeats of it.
+"""Responses: turns a request body into a Turn, and into the fields that the response repeats.
 
-Knows what every field means (semantics A2, A8) and what the public schema says of it again.
-Refuses to know items (input_items), tools (tools) and the answer (responses/emitter.py).
+See semantics A2 and A8.
 """
 
 from __future__ import annotations
@@ -65,22 +64,21 @@ from vllm_mlx_harmony.protocols.server_calls import with_results, without_gaps
 from vllm_mlx_harmony.protocols.validation import required
 
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"
-"""What ``include`` says when reasoning is wanted encrypted."""
-
+"""The value of ``include`` that requests encrypted reasoning."""
 
 OUTPUTS = "code_interpreter_call.outputs"
-"""What ``include`` says when what code has printed is wanted."""
+"""The value of ``include`` that requests the output of code."""
 
 SOURCES = "web_search_call.action.sources"
-"""What ``include`` says when the URLs that a search has found are wanted."""
+"""The value of ``include`` that requests the URLs that a search found."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """A request that can be run: what to ask the model, and how the caller wants the answer.
+    """A parsed request: the turn for the model, and the form of the answer.
 
-    ``compacts``: the answer is a summary of the conversation. ``notes`` says, for the log, what of
-    the input could not be used.
+    ``compacts``: the answer is a summary of the conversation. ``notes`` names, for the log, the
+    parts of the input that could not be used.
     """
 
     turn: Turn
@@ -93,7 +91,7 @@ class ResponsesRequest:
     notes: tuple[str, ...]
     _history: tuple[Message, ...]
     _items: tuple[Item, ...]
-    _said: tuple[Message, ...]
+    _conversation: tuple[Message, ...]
     _to_run: frozenset[str]
     _writing: Writing
     _repeated: Mapping[str, Any]
@@ -129,7 +127,7 @@ class ResponsesRequest:
         return compaction([*earlier, *self._items], response, info)
 
     def echoed(self, message: Message) -> Message:
-        """A message the model said, as it is read when a client gives it back."""
+        """A message of the model as it is read when the client sends it back."""
         return self._writing.tools.echoed(message) if isinstance(message, Call) else message
 
     def conversation(
@@ -152,8 +150,8 @@ class ResponsesRequest:
             (results if is_theirs else others).append(message)
         answer = others[len(self.turn.messages) :]
         if self.compacts:
-            return compacted(self._said, answer) if ended else self._said
-        return (*with_results((*self._said, *results)), *map(self.echoed, answer))
+            return compacted(self._conversation, answer) if ended else self._conversation
+        return (*with_results((*self._conversation, *results)), *map(self.echoed, answer))
 
 
 def read(
@@ -183,9 +181,9 @@ def read(
         raise required("input")
     items = without_trigger(request.input or ())
     compacts = len(items) < len(request.input or ())
-    said = with_results((*history, *reader.messages(items)))
+    conversation = with_results((*history, *reader.messages(items)))
     declaring = (AdditionalTools, EffortUpdate, FormatUpdate)
-    if all(isinstance(each, declaring) for each in said):
+    if all(isinstance(each, declaring) for each in conversation):
         raise RequestError("input is empty: there is nothing to answer", param="input")
     server = asked.with_unasked(defaults.unasked(list(map(Tool, declared.names))))
     instructions = (Instructions(request.instructions),) if request.instructions else ()
@@ -196,7 +194,9 @@ def read(
     # A call without a result was asked about, or cut: it is run only when it has been approved.
     runs = server.namespaces and not tools.none and not compacts
     to_run = frozenset(reader.approved if runs else ())
-    turn = read_turn(request, defaults, (*instructions, *without_gaps(said, to_run)), tools, server)
+    turn = read_turn(
+        request, defaults, (*instructions, *without_gaps(conversation, to_run)), tools, server
+    )
     lists = [each.document for each in items if each.type == "mcp_list_tools"]
     listed |= {str(each.get("server_label")) for each in lists}
     return ResponsesRequest(
@@ -210,7 +210,7 @@ def read(
         notes=tuple(reader.notes),
         _history=history,
         _items=tuple(items),
-        _said=tuple(said),
+        _conversation=tuple(conversation),
         _to_run=to_run,
         _writing=Writing(
             tools=tools,
@@ -282,10 +282,10 @@ def _effort(body: ResponsesBody, template: TemplateOptions) -> tuple[tuple[str, 
 
 
 def _shown_effort(body: ResponsesBody, defaults: Defaults) -> str:
-    """The effort as the request says it; the server's own without a word of it."""
+    """The effort that the request names, or the server's default."""
     words = (word for _, word in _effort(body, body.chat_template_kwargs or TemplateOptions()))
-    said = next((str(word).lower() for word in words if word is not None), None)
-    return said or (defaults.effort.value if defaults.thinking else NO_THINKING)
+    requested = next((str(word).lower() for word in words if word is not None), None)
+    return requested or (defaults.effort.value if defaults.thinking else NO_THINKING)
 
 
 # --- What the response repeats of its request.

@@ -1,8 +1,4 @@
-"""Responses' other endpoints: what was said to the model, what was deleted, counted, compacted.
-
-Knows the documents of ``/v1/responses/…`` that are no response. Refuses to know where responses
-are kept and how they are made (responses/emitter.py).
-"""
+"""Responses: the documents of ``/v1/responses/…`` other than responses, and their errors."""
 
 from __future__ import annotations
 
@@ -19,9 +15,9 @@ from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item, 
 
 
 def not_found(key: str, *, param: str | None = None) -> RequestError:
-    """The error for a response that is not stored (any more): 404.
+    """The error for a response that is not stored: 404.
 
-    ``param`` is ``previous_response_id`` when that is where ``key`` stood.
+    ``param`` is ``previous_response_id`` if that field named ``key``.
     """
     code = "previous_response_not_found" if param else "not_found"
     problem = f"{'previous response' if param else 'response'} with id {quoted(key)} not found"
@@ -29,38 +25,41 @@ def not_found(key: str, *, param: str | None = None) -> RequestError:
 
 
 def no_conversations() -> RequestError:
-    """The error for every path of OpenAI's conversations: 404, with what to use instead."""
+    """The error for every path of OpenAI's conversations: 404, with the alternative."""
     return RequestError(f"not found: {NO_CONVERSATIONS}", code="not_found", status=404)
 
 
 def not_ready(key: str) -> RequestError:
-    """The error for a previous response that has not ended: nothing can be said after it yet."""
+    """The error for a previous response that has not ended, and cannot be continued yet."""
     problem = f"previous response with id {quoted(key)} has not ended yet: wait until it has"
     return RequestError(problem, param="previous_response_id", code="previous_response_not_ready")
 
 
 def is_running(document: Mapping[str, Any]) -> bool:
-    """Whether a response that was stored had not ended then."""
+    """Whether a response had not ended when it was stored."""
     return document.get("status") in ("queued", "in_progress")
 
 
 def lost(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A response of which nothing more will come: what generated it has gone."""
-    error = {"code": "server_error", "message": "the server that generated this response has gone"}
+    """A response that will not be continued, because its server has stopped."""
+    error = {
+        "code": "server_error",
+        "message": "the server that generated this response has stopped",
+    }
     return {**document, "status": "failed", "error": error}
 
 
 def failed_event(document: Mapping[str, Any], number: int) -> Event:
     """The last event of a response that has failed, the one with this sequence number."""
     kind = "response.failed"
-    told = {"type": kind, "sequence_number": number, "response": document}
-    return Event(encode(told), kind)
+    event = {"type": kind, "sequence_number": number, "response": document}
+    return Event(encode(event), kind)
 
 
 def error_event(failure: HarmonyFailure, number: int) -> Event:
-    """The last event of a stream that ends for a reason which is not the response's."""
-    told = {"type": "error", "sequence_number": number, "code": failure.code}
-    return Event(encode({**told, "message": failure.message, "param": failure.param}), "error")
+    """The last event of a stream that ends although the response has not failed."""
+    event = {"type": "error", "sequence_number": number, "code": failure.code}
+    return Event(encode({**event, "message": failure.message, "param": failure.param}), "error")
 
 
 def deleted(key: str) -> dict[str, Any]:
@@ -125,7 +124,7 @@ _PREFIXES = {
     "mcp_approval_response": "mcpa",
     "code_interpreter_call": "ci",
 }
-_INPUT = 0x8000  # ids of what was said to the model are counted from here, of what it said from 0
+_INPUT = 0x8000  # ids of input items count from here, those of output items from 0
 _WITH_STATUS = frozenset({*CALLS, *OUTPUTS, "message"})
 
 

@@ -1,8 +1,4 @@
-"""Responses, inwards: the shape of a request body, field by field.
-
-Knows which fields there are, their types and ranges, and what is refused because ignoring it
-would change the answer. Refuses to know what they mean for a Turn (responses/request.py).
-"""
+"""Responses: the models of a request body, and the parameters that are rejected."""
 
 from __future__ import annotations
 
@@ -31,13 +27,13 @@ from vllm_mlx_harmony.protocols.validation import (
 )
 
 TOOLS = frozenset({"function", "custom", "namespace", "tool_search"})
-"""The tools that a client can run itself. Any other would be the server's, and it has none."""
+"""The types of tools that the client runs. All others run on a server."""
 
-# --- The shapes, field by field. Everything is optional unless it says otherwise; null is absent.
+# --- Fields are optional, and null is the same as absent, unless a model says otherwise.
 
 
 def _as_items(value: object) -> object:
-    """A string is a user's message."""
+    """A string becomes a user's message."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if value is None or isinstance(value, list):
@@ -56,7 +52,7 @@ def _as_item(value: object) -> object:
 
 
 def _as_tool(value: object) -> object:
-    """Without the fields of a tool that nobody here runs."""
+    """Removes the fields of tools that this server does not run."""
     if not isinstance(value, dict):
         return value
     kind = value.get("type")
@@ -73,33 +69,33 @@ _OF_MCP = ("server_label", "allowed_tools", "require_approval")
 
 
 def _as_choice(value: object) -> object:
-    """``auto`` and the like are a choice of that type."""
+    """Strings such as ``auto`` become objects of that type."""
     if isinstance(value, str):
         return {"type": value, "document": value}
     return {**value, "document": value} if isinstance(value, dict) else value
 
 
 def _as_filter(value: object) -> object:
-    """A list of names is a filter that has only these."""
+    """A list of names becomes a filter for these tools."""
     return {"tool_names": value} if isinstance(value, list) else value
 
 
 class ToolFilter(Wire):
-    """Some of a server's tools: those with these names, those that change nothing."""
+    """Selects some of a server's tools: by name, or those that only read."""
 
     tool_names: list[str] | None = None
     read_only: bool | None = None
 
 
 class ApprovalFilters(Wire):
-    """Of which tools a call has to be approved before it is run, and of which not."""
+    """The tools whose calls must be approved before they run, and those whose calls need not."""
 
     always: Annotated[ToolFilter | None, BeforeValidator(_as_filter)] = None
     never: Annotated[ToolFilter | None, BeforeValidator(_as_filter)] = None
 
 
 class Format(Wire):
-    """What the input of a freeform tool looks like."""
+    """The format of a freeform tool's input."""
 
     type: str
     syntax: GrammarSyntax | None = None
@@ -169,7 +165,7 @@ class ReasoningOptions(Wire):
 
 
 def _bounded(metadata: dict[str, str]) -> dict[str, str]:
-    """Every event repeats it: OpenAI's bounds."""
+    """Applies OpenAI's limits, since every event repeats the metadata."""
     if len(metadata) > MOST_PAIRS:
         raise PydanticCustomError("too_many", f"must not have more than {MOST_PAIRS} pairs")
     if max(map(len, metadata), default=0) > LONGEST_KEY:
@@ -318,7 +314,7 @@ class _StoredItem(Wire):
 
 
 class ResponsesBody(OpenAISampling):
-    """The body of ``POST /v1/responses``, as far as this server looks at it."""
+    """The body of ``POST /v1/responses``: the fields that are read."""
 
     model: str = Field(min_length=1)
     input: Annotated[list[AnyItem] | None, BeforeValidator(_as_items)] = None
@@ -353,7 +349,7 @@ class ResponsesBody(OpenAISampling):
     top_logprobs: int | None = Field(default=None, ge=0)
 
 
-# --- What would silently change the answer if it were ignored: field, when, why.
+# --- Unsupported parameters that would change the answer: name, rejected values, reason.
 
 _LOGPROBS = "message.output_text.logprobs"
 _NO_LOGPROBS = "log probabilities are not available"
@@ -363,10 +359,10 @@ _LENGTH = "not a field of Responses: use max_output_tokens"
 
 
 NO_CONVERSATIONS = (
-    "this server keeps responses, not conversations; continue a stored response with "
+    "this server stores responses, not conversations; continue a stored response with "
     "previous_response_id (store must not be false), or send the whole history as input"
 )
-"""What to use in place of OpenAI's conversations."""
+"""The alternative to OpenAI's conversations, for error messages."""
 
 UNSUPPORTED_FIELDS: UnsupportedFields = (
     ("top_logprobs", bool, _NO_LOGPROBS),
@@ -407,19 +403,19 @@ def _field(value: Any, name: str) -> object:
 def read_body(body: object) -> ResponsesBody:
     """The parsed JSON of a request, checked field by field.
 
-    Raises ``RequestError`` naming the field for everything malformed, out of range or not
-    available, and nothing else, whatever JSON value ``body`` is. Unknown fields are ignored.
+    Raises only ``RequestError``, naming the field that is invalid, out of range or unsupported,
+    whatever ``body`` is. Unknown fields are ignored.
     """
     requested = checked(ResponsesBody, body)
     reject_unsupported(body, UNSUPPORTED_FIELDS)
     if requested.background and requested.store is False:
-        problem = "background: a response that is not stored cannot be asked for later"
+        problem = "background requires store: a response that is not stored cannot be retrieved"
         raise RequestError(problem, param="background", code=UNSUPPORTED)
     return requested
 
 
 def read_item(document: object) -> Item:
-    """A stored item as if it had been sent. Raises ``RequestError`` like ``read_body``."""
+    """A stored item, read like an item of a request. Raises ``RequestError`` like ``read_body``."""
     return checked(_StoredItem, {"item": document}).item
 
 

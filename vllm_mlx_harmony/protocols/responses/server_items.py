@@ -1,12 +1,9 @@
-"""Responses, outwards: items of calls that the server runs, and the events that tell of them.
+"""Responses: the items of calls that the server runs, and their events.
 
-What happens to such a call comes in this order: it is opened, its arguments come, it is closed, it
-is run, it is finished. Each kind of item (``mcp_call``, ``code_interpreter_call``,
-``web_search_call``, ``mcp_approval_request``) has events of its own for some of these; the item is
-done when the call is finished, or when the turn ends before that.
-
-Knows which events each kind has, in which order, with which fields (the public schema).
-Refuses to know the response around it, and what is run.
+A call is opened, receives its arguments, is closed, started and finished, in this order. Each kind
+of item (``mcp_call``, ``code_interpreter_call``, ``web_search_call``, ``mcp_approval_request``)
+has events of its own for some of these. The item is done when the call is finished, or when the
+turn ends before that.
 """
 
 from __future__ import annotations
@@ -34,18 +31,18 @@ FAILED = "failed"
 
 
 class ServerItem:
-    """One call while it is written and run: what happens to it in, events out. ``key``: of its id.
+    """One call while it is written and run. Each method returns the events for one step.
 
-    A text costs the same whatever came before it.
-    ``approved`` is the id of the request for approval that came before it. ``outputs``: the request
-    wants to see what code has printed; ``sources``: where a search has found something. ``code``:
-    what is called takes code, not JSON. ``shown``: whether it is an item of the output by now.
+    ``key`` is the part of its id after the prefix, ``approved`` the id of the request for approval
+    that preceded it. ``outputs``: the client asked for the output of code; ``sources``: for the
+    URLs that a search found. ``code``: the tool takes code instead of JSON. ``shown``: whether the
+    call is an item of the output yet.
     """
 
     prefix = ""
-    """What its id begins with."""
+    """Prefix of its id."""
     stem = ""
-    """What its events begin with."""
+    """Prefix of its events."""
     shown = True
 
     def __init__(self, index: int, key: str, tool: Served) -> None:
@@ -60,15 +57,15 @@ class ServerItem:
 
     @property
     def arguments(self) -> str:
-        """Its arguments as far as they are written."""
+        """The arguments so far."""
         return "".join(self._parts)
 
     def document(self) -> Document:
-        """The item as it is now."""
+        """The item in its current state."""
         raise NotImplementedError
 
     def opened(self) -> Iterator[PendingEvent]:
-        """The model begins it."""
+        """The model begins the call."""
         yield self._item("added")
         yield self._event("in_progress")
 
@@ -78,15 +75,15 @@ class ServerItem:
         yield from ()
 
     def closed(self) -> Iterator[PendingEvent]:
-        """Its arguments are there."""
+        """The arguments are complete."""
         yield from ()
 
     def started(self) -> Iterator[PendingEvent]:
-        """It is run."""
+        """The call is run."""
         yield from ()
 
     def finished(self, text: str, failure: ToolFailure | None) -> Iterator[PendingEvent]:
-        """It has an answer."""
+        """The call has a result."""
         self.text, self.failure = text, failure
         self.status = COMPLETED if failure is None else FAILED
         if failure is None or self.tells_failure:
@@ -96,7 +93,7 @@ class ServerItem:
     tells_failure = True
 
     def ended(self) -> Iterator[PendingEvent]:
-        """The turn has ended before it had an answer."""
+        """The turn ended before the call had a result."""
         self.status = INCOMPLETE
         yield self._item("done")
 
@@ -121,7 +118,6 @@ class McpCall(ServerItem):
         self._json = CodeArguments()
 
     def document(self) -> Document:
-        """See ``ServerItem``."""
         answered = self.text is not None and self.failure is None
         return {
             "id": self.id,
@@ -136,11 +132,9 @@ class McpCall(ServerItem):
         }
 
     def take(self, text: str) -> Iterator[PendingEvent]:
-        """See ``ServerItem``."""
         yield from self._more(self._json.feed(text) if self.code else text)
 
     def closed(self) -> Iterator[PendingEvent]:
-        """See ``ServerItem``."""
         if self.code:
             yield from self._more(self._json.close())
         yield PendingEvent(
@@ -172,7 +166,6 @@ class CodeInterpreterCall(ServerItem):
     tells_failure = False  # the schema has no event for it
 
     def document(self) -> Document:
-        """See ``ServerItem``."""
         shown = self.outputs and self.text is not None
         return {
             "id": self.id,
@@ -184,18 +177,15 @@ class CodeInterpreterCall(ServerItem):
         }
 
     def take(self, text: str) -> Iterator[PendingEvent]:
-        """See ``ServerItem``."""
         self._parts.append(text)
         fields = {**self._position(), "delta": text}
         yield PendingEvent("response.code_interpreter_call_code.delta", fields)
 
     def closed(self) -> Iterator[PendingEvent]:
-        """See ``ServerItem``."""
         fields = {**self._position(), "code": self.arguments}
         yield PendingEvent("response.code_interpreter_call_code.done", fields)
 
     def started(self) -> Iterator[PendingEvent]:
-        """See ``ServerItem``."""
         self.status = "interpreting"
         yield self._event("interpreting")
 
@@ -211,7 +201,6 @@ class WebSearchCall(ServerItem):
         self._found: list[Document] | None = None  # where, when it is known and wanted
 
     def document(self) -> Document:
-        """See ``ServerItem``."""
         return {
             "id": self.id,
             "type": "web_search_call",
@@ -220,12 +209,10 @@ class WebSearchCall(ServerItem):
         }
 
     def started(self) -> Iterator[PendingEvent]:
-        """See ``ServerItem``."""
         self.status = "searching"
         yield self._event("searching")
 
     def finished(self, text: str, failure: ToolFailure | None) -> Iterator[PendingEvent]:
-        """See ``ServerItem``."""
         if self.sources and failure is None:
             self._found = [{"type": "url", "url": url} for url in _urls(text)]
         yield from super().finished(text, failure)
@@ -277,16 +264,15 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 class ApprovalRequest(ServerItem):
-    """``mcp_approval_request``: a call that is run when its caller has approved it.
+    """``mcp_approval_request``: a call that runs once the client has approved it.
 
-    It is there when it is whole: of one that was cut nobody is asked anything.
+    It is added when its arguments are complete: calls that were cut need no approval.
     """
 
     prefix = "mcpr"
     shown = False
 
     def document(self) -> Document:
-        """See ``ServerItem``."""
         return {
             "id": self.id,
             "type": "mcp_approval_request",
@@ -300,12 +286,10 @@ class ApprovalRequest(ServerItem):
         yield from ()
 
     def closed(self) -> Iterator[PendingEvent]:
-        """See ``ServerItem``."""
         self.shown = True
         yield self._item("added")
 
     def ended(self) -> Iterator[PendingEvent]:
-        """See ``ServerItem``."""
         if self.shown:
             yield self._item("done")
 

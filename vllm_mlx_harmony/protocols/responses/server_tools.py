@@ -1,12 +1,9 @@
-"""Responses, inwards: the tools of a request that the server runs, and when to ask before.
+"""Responses: the tools of a request that the server runs, and which calls need approval.
 
-``mcp`` names one of the operator's tool servers by its ``server_label``, or where the operator
-allows that a server by its ``server_url``; ``code_interpreter`` is
-the server named ``python``, ``web_search`` the one named ``browser``. Where the server runs no
-tools, or has none of that name for the latter two, a tool of these types stays what it is without
-them: left out, since agents declare them whether or not anybody has them.
-
-Knows labels and filters. Refuses to know how calls are written (server_items) and run.
+``mcp`` names one of the operator's tool servers by its ``server_label`` or, if the operator allows
+it, any server by its ``server_url``. ``code_interpreter`` is the server named ``python``,
+``web_search`` the one named ``browser``. Tools of these types are left out if the server runs no
+tools, or has no server with that name: agents declare them whether or not they are available.
 """
 
 from __future__ import annotations
@@ -181,7 +178,7 @@ def _unreachable(label: str, why: str) -> RequestError:
 
 
 def without_secrets(tool: Mapping[str, object]) -> dict[str, object]:
-    """``tool`` as a response repeats it: credentials are for its server and for nobody else.
+    """``tool`` as a response repeats it: credentials are only for its server.
 
     As with api.openai.com, of the URL the part is left that says whose it is.
     """

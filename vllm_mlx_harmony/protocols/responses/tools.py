@@ -1,16 +1,14 @@
-"""Responses' tools: what a client declares, what the model is shown, and back again.
+"""Responses: the tools that a client declares, under the names that the model sees.
 
-Tools are declared in two places. Those of the request's ``tools`` stand at the beginning of the
-prompt. Those of an ``additional_tools`` or a ``tool_search_output`` item stand where the item does,
-so that nothing before them changes (semantics A12); names are given in that order, and never again.
+Tools are declared in two places. Those of the request's ``tools`` are at the beginning of the
+prompt. Those of an ``additional_tools`` or a ``tool_search_output`` item are at the place of the
+item, so that the prompt before it does not change (semantics A12). Names are assigned in that
+order and do not change.
 
 A client that searches for tools itself declares ``tool_search`` with ``execution: client``. The
-model is shown it as a function; what may be found (``defer_loading``) is only named in its
-description until an output declares it. Where the server would have to search, it declares all at
-once instead: https://developers.openai.com/api/docs/guides/tools-tool-search.
-
-Knows functions, freeform tools, namespaces, searches and which of them a request allows.
-Refuses to know what a header can carry (core.names) and how a call is written (output_items).
+model sees it as a function, whose description lists the names of the tools that can be found
+(``defer_loading``) until an output declares them. Where the server would have to search, it
+declares all tools at once: https://developers.openai.com/api/docs/guides/tools-tool-search.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from vllm_mlx_harmony.protocols.responses.server_tools import NO_SERVER_TOOLS, S
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
 SEARCH = "tool_search"
-"""The name that the model is shown the client's search under, where nobody else has it."""
+"""The name of the client's search for the model, unless another tool has that name."""
 
 
 class Declared(NamedTuple):
@@ -96,7 +94,9 @@ class ToolReader:
         self._taken: set[str] = set()
         self._numbers: Counter[str] = Counter()  # given last to tools of the same name
         self._shown: dict[str, Tool] = {}  # as declared, before the namespace's words are added
-        self._described: set[tuple[str, str]] = set()  # of which namespaces what was told
+        self._described: set[tuple[str, str]] = (
+            set()
+        )  # the namespaces' descriptions that are in the prompt
 
     def declare(
         self, tools: Sequence[ResponsesTool], where: str, *, found: bool = False
@@ -121,7 +121,6 @@ class ToolReader:
                 self._shown[tool.name] = replace(tool, where="")
 
     def name(self, name: str, namespace: str = "") -> str:
-        """See ``Tools.name``."""
         return self._names.get((namespace, name)) or joined(namespace, name)
 
     def _free(self, name: str) -> str:
@@ -300,7 +299,7 @@ def _with_sources(description: str, later: Sequence[_Read]) -> str:
 
 
 def _spellings(names: Mapping[Declared, str]) -> dict[str, Declared]:
-    """The names shown; then, where they are nobody else's, ``crm.find``, and ``find`` alone."""
+    """The names shown and, where no other tool has them, ``crm.find`` and ``find`` alone."""
     spellings = {shown: tool for tool, shown in names.items()}
     for tool in names:
         if tool.namespace:
@@ -349,7 +348,7 @@ def _choice(
             code=UNSUPPORTED,
         )
     if chosen.required and not ((known or others) if chosen.names is None else chosen.names):
-        problem = "tool_choice: a call is required, and there is no tool that can be called"
+        problem = "tool_choice: a call is required, but there is no tool to call"
         raise RequestError(problem, param="tool_choice", code="invalid_value")
     return chosen
 
