@@ -69,15 +69,11 @@ class Variants:
 
     def _chosen(self, value: object) -> str:
         kind = value.get("type") if isinstance(value, dict) else None
-        model = self.models.get(kind) if isinstance(kind, str) else self.other
-        if model is None:
-            ends = (each for key, each in self.models.items() if _ends(kind, key))
-            model = next(ends, self.other)
-        return _VARIANT + model.__name__
-
-
-def _ends(kind: object, key: str) -> bool:
-    return isinstance(kind, str) and key.startswith("*") and kind.endswith(key[1:])
+        model = None
+        if isinstance(kind, str):
+            ends = (key for key in self.models if key.startswith("*") and kind.endswith(key[1:]))
+            model = self.models.get(kind) or self.models.get(next(ends, ""))
+        return _VARIANT + (model or self.other).__name__
 
 
 def _without_nulls(value: object) -> object:
@@ -136,7 +132,10 @@ def mended(body: object) -> object:
     try:
         return body if _is_sound(body) else _whole(body)
     except (ValueError, TypeError, RecursionError) as error:
-        raise _unwritable(body, error) from error
+        where = _infinite(body)
+        if where is None:
+            raise RequestError(f"the request body cannot be read: {error}") from error
+        raise _invalid("finite_number", where, "must be a finite number") from error
 
 
 def _whole(value: Any) -> Any:
@@ -188,13 +187,6 @@ def _is_sound(body: object) -> bool:
     return sound
 
 
-def _unwritable(body: object, error: Exception) -> RequestError:
-    where = _infinite(body)
-    if where is not None:
-        return _invalid("finite_number", where, "must be a finite number")
-    return RequestError(f"the request body cannot be read: {error}")
-
-
 _Steps: TypeAlias = "tuple[_Steps, int | str] | tuple[()]"
 
 
@@ -204,20 +196,16 @@ def _infinite(body: object) -> list[int | str] | None:
     while unseen:
         steps, value = unseen.pop()
         if isinstance(value, float) and not isfinite(value):
-            return _path_of(steps)
+            parts: list[int | str] = []
+            while steps:
+                steps, part = steps
+                parts.append(part)
+            return parts[::-1]
         if isinstance(value, dict):
             unseen += [((steps, str(key)), inner) for key, inner in value.items()]
         elif isinstance(value, list):
             unseen += [((steps, index), inner) for index, inner in enumerate(value)]
     return None
-
-
-def _path_of(steps: _Steps) -> list[int | str]:
-    parts: list[int | str] = []
-    while steps:
-        steps, part = steps
-        parts.append(part)
-    return parts[::-1]
 
 
 def required(where: str) -> RequestError:

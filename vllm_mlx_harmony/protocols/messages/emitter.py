@@ -262,13 +262,20 @@ class Emitter:
             case Text():
                 return [] if self._block is None else self._more(self._block.take(delta.text))
             case Started():
-                return self._started(delta)
+                nothing = {"stop_reason": None, "stop_sequence": None}
+                message = self._message([], nothing, _started_usage(delta))
+                return self._send("message_start", message=message)
             case Opened():
                 return self._opened(delta)
             case Closed():
                 return self._closed()
             case Finished():
-                return self._ended(delta)
+                self._finished = delta
+                stopped, usage = _stopped(delta), _final_usage(delta)
+                return [
+                    *self._send("message_delta", delta=stopped, usage=usage),
+                    *self._send("message_stop"),
+                ]
             case Failed():
                 self._error = delta.error
                 body = error_body(delta.error, request_id(self._info))
@@ -292,11 +299,6 @@ class Emitter:
             raise OutputError("the answer is incomplete or was streamed")
         finished = self._finished
         return self._message(self._content, _stopped(finished), _final_usage(finished))
-
-    def _started(self, delta: Started) -> list[Event]:
-        usage = _started_usage(delta)
-        nothing = {"stop_reason": None, "stop_sequence": None}
-        return self._send("message_start", message=self._message([], nothing, usage))
 
     def _opened(self, delta: Opened) -> list[Event]:
         self._block = self._new_block(delta)
@@ -364,14 +366,6 @@ class Emitter:
         if not self._stream:
             self._content.append(block.document("".join(self._parts), signature))
         return [*events, *self._send("content_block_stop", index=index)]
-
-    def _ended(self, delta: Finished) -> list[Event]:
-        self._finished = delta
-        stopped, usage = _stopped(delta), _final_usage(delta)
-        return [
-            *self._send("message_delta", delta=stopped, usage=usage),
-            *self._send("message_stop"),
-        ]
 
     def _send(self, kind: str, **fields: Any) -> list[Event]:
         return [Event(encode({"type": kind, **fields}), kind)] if self._stream else []

@@ -135,7 +135,8 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
     messages, prefill = _conversation(body, defaults, cipher)
     tools = () if _no_tools(body) else _declared(body, deferred=False)
-    added = [*tools, *_added(messages)]
+    additions = (each for each in messages if isinstance(each, AdditionalTools))
+    added = [*tools, *(tool for each in additions for tool in each.tools)]
     asked = () if _no_tools(body) else asked_for(body, defaults.namespaces)
     taken = {each.name for each in asked}
     others = () if _no_tools(body) else defaults.unasked([*added, *_declared(body, deferred=True)])
@@ -631,12 +632,6 @@ def _tool(tool: AnthropicTool, where: str) -> Iterator[Tool]:
         raise required(f"{where}.input_schema")
     strict = bool(tool.strict)
     yield Tool(tool.name, tool.description or "", tool.input_schema, where, strict)
-
-
-def _added(messages: Iterable[Message]) -> Iterator[Tool]:
-    for message in messages:
-        if isinstance(message, AdditionalTools):
-            yield from message.tools
 
 
 def _tool_choice(

@@ -110,7 +110,8 @@ class Emitter:
             case ToolStarted():
                 return self._tool_started(delta)
             case ToolFinished():
-                return self._tool_finished(delta)
+                assert self._call is not None
+                return self._end_call(self._call.finished(delta.text, delta.failure))
             case Finished():
                 self._usage = delta.usage
                 if delta.reasoning_ended_by:
@@ -258,10 +259,6 @@ class Emitter:
             begun += self._call.closed()
         assert self._call is not None
         return self._write_events([*begun, *self._call.started()])
-
-    def _tool_finished(self, delta: ToolFinished) -> list[Event]:
-        assert self._call is not None
-        return self._end_call(self._call.finished(delta.text, delta.failure))
 
     def _end_call(self, pending: Iterator[PendingEvent]) -> list[Event]:
         assert self._call is not None

@@ -156,20 +156,20 @@ def _message(key: str, phase: str) -> Written:
     return Written(document, (OUTPUT_TEXT,))
 
 
-def _reasoning(key: str, *, summarised: bool, cipher: Cipher | None) -> Written:
+def _reasoning(key: str, *, summarized: bool, cipher: Cipher | None) -> Written:
     def document(text: str, status: str) -> Document:
         item: Document = {
             "id": f"rs_{key}",
             "type": "reasoning",
             "status": status,
-            "summary": [_summary_text(text)] if text and summarised else [],
+            "summary": [_summary_text(text)] if text and summarized else [],
             "content": [_reasoning_text(text)] if text else [],
         }
         if cipher is not None:
             item["encrypted_content"] = None if status == IN_PROGRESS else cipher.encrypt(text)
         return item
 
-    return Written(document, (REASONING_TEXT, SUMMARY_TEXT) if summarised else (REASONING_TEXT,))
+    return Written(document, (REASONING_TEXT, SUMMARY_TEXT) if summarized else (REASONING_TEXT,))
 
 
 def _function_call(key: str, call_id: str, tool: Declared) -> Written:
@@ -221,7 +221,7 @@ class Writing:
     ``shows_sources``: where a search has found something."""
 
     tools: Tools
-    summarised: bool = False
+    summarized: bool = False
     cipher: Cipher | None = None
     server: ServerTools = field(default_factory=ServerTools)
     listed: tuple[Namespace, ...] = ()
@@ -240,7 +240,7 @@ class Writing:
             return OutputItem(write(key, call_id, tool), index)
         if delta.kind is Kind.REASONING:
             return OutputItem(
-                _reasoning(key, summarised=self.summarised, cipher=self.cipher), index
+                _reasoning(key, summarized=self.summarized, cipher=self.cipher), index
             )
         phase = "commentary" if delta.kind is Kind.PREAMBLE else "final_answer"
         return OutputItem(_message(key, phase), index)

@@ -50,6 +50,7 @@ from vllm_mlx_harmony.protocols.responses.schema import (
     ResponsesBody,
     ResponsesTool,
     TextFormat,
+    TextOptions,
     read_body,
     response_format,
 )
@@ -214,7 +215,7 @@ def read(
         _to_run=to_run,
         _writing=Writing(
             tools=tools,
-            summarised=summary(request) is not None,
+            summarized=summary(request) is not None,
             cipher=cipher if ENCRYPTED_CONTENT in (request.include or ()) else None,
             server=server,
             listed=tuple(each for each in server.listed if each.label not in listed),
@@ -310,6 +311,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
         value = getattr(defaults.sampling, field) if given is None else given
         return neutral if value is None else float(value)
 
+    text = body.text or TextOptions()
     echoed = {
         "background": bool(body.background),
         "conversation": None,
@@ -329,7 +331,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
         "service_tier": "default",
         "store": body.store is not False,
         "temperature": used("temperature", 1.0),
-        "text": _text_options(body),
+        "text": {"format": _format(text.format), "verbosity": text.verbosity or "medium"},
         "tool_choice": body.tool_choice.document if body.tool_choice else "auto",
         "tools": [_tool(tool) for tool in body.tools or ()],
         "top_logprobs": 0,
@@ -346,12 +348,6 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
         )
         raise RequestError(problem, param=longest, code="string_above_max_length")
     return echoed
-
-
-def _text_options(body: ResponsesBody) -> dict[str, Any]:
-    requested = body.text.format if body.text else None
-    verbosity = body.text.verbosity if body.text else None
-    return {"format": _format(requested), "verbosity": verbosity or "medium"}
 
 
 def _format(requested: TextFormat | None) -> dict[str, Any]:

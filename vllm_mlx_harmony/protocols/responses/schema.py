@@ -373,7 +373,7 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
     ("moderation", given, "not available"),
     (
         "prompt_cache_options",
-        lambda requested: _field(requested, "prewarm"),
+        lambda options: isinstance(options, dict) and options.get("prewarm"),
         "prewarm is not available",
     ),
     ("structured_outputs", given, _FORMAT),
@@ -394,10 +394,6 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
     ("allowed_token_ids", bool, "not available"),
     ("bad_words", bool, "not available"),
 )
-
-
-def _field(value: Any, name: str) -> object:
-    return value.get(name) if isinstance(value, dict) else None
 
 
 def read_body(body: object) -> ResponsesBody:
