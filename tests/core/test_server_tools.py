@@ -245,6 +245,19 @@ def test_a_call_approved_since_is_answered_before_anything_is_generated() -> Non
     assert turn.outputs == ()  # it is half of a turn
 
 
+def test_calls_of_the_history_are_answered_in_any_order() -> None:
+    calls = [ServerCall(f"call_{at}", "weather.now", '{"city": "Rome"}') for at in range(2)]
+    results = [ServerResult(call.id, "weather.now", "20 °C") for call in calls]
+    prompts = []
+    for order in (results, results[::-1]):
+        turn = StreamingHarmonyContext(Turn((User("?"), *calls), namespaces=(WEATHER,)), INFO)
+        for result in order:
+            turn.append_tool_output([result])
+        prompts.append(text_of(turn.render_for_completion()))
+    assert prompts[0] == prompts[1]
+    assert OPENING * 2 not in prompts[0]
+
+
 @pytest.mark.parametrize(
     ("recipient", "name"),
     [

@@ -1,13 +1,20 @@
-"""A turn in progress: its prompt, what the model said so far, what tools answered.
+"""A turn in progress: its prompt, the model's output so far, the results of tools.
 
-Knows that prompt, output and tool results are one conversation and one sequence of ids.
-Refuses to know engines and APIs.
+All of them are one conversation and one sequence of ids, which is a list of *segments*:
+
+    prompt │ <|start|>assistant output │ result │ result │ <|start|>assistant output │ …
+
+An output and all that follows it up to a result of the client's tools is one *span* of segments:
+results of tools that the server ran stand within it, and it is remembered and placed again as a
+whole (`core.replay`). Positions are counted from the beginning of a segment, and become positions
+in the span, or in the conversation, as sums of lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Started, Text
@@ -41,10 +48,36 @@ _CALLS: dict[Kind, type[Call] | type[ServerCall]] = {
 }
 
 
+@dataclass(slots=True)
+class _Segment:
+    """Ids of the prompt, or of a tool's result, which the server (``served``) or the client ran.
+
+    ``begins`` are the positions of its messages, ``ended`` is the end of the last complete one.
+    """
+
+    ids: list[int]
+    begins: list[int] = field(default_factory=list)
+    ended: int = 0
+    served: bool = False
+
+
+@dataclass(slots=True)
+class _Generated(_Segment):
+    """What the model generated in one go, behind the ``opening`` ids of ``<|start|>assistant``;
+    the parser had read ``read_before`` ids before these."""
+
+    opening: int = 0
+    read_before: int = 0
+
+    def place(self, read: int) -> int:
+        """The position behind the first ``read`` ids of the parser."""
+        return self.opening + max(read - self.read_before, 0)
+
+
 class StreamingHarmonyContext:
     """One turn, from its prompt to its last delta; ``info`` gives its calls their ids.
 
-    ``renderer`` turns the request into ids. What the context holds is at every moment exactly the
+    ``renderer`` turns the request into ids. At every moment the context has exactly the
     conversation: ``messages`` as values, ``render_for_completion()`` as ids.
     Raises ``RequestError`` when the turn cannot be rendered.
     """
@@ -60,16 +93,15 @@ class StreamingHarmonyContext:
         self._parser = Parser(rendered.names, limits.stop, within, one_call=limits.one_call)
         self._info = info
         self._turn, self._renderer = turn, renderer
-        self._ids = list(rendered.ids)
         self._messages = list(turn.messages)
         self._open: Opened | None = None
         self._parts: list[str] = []
+        self._cut = False  # the last message of the output
         self._prompt_tokens = len(rendered.ids)
-        self._has_results = False  # the last ids are a tool's; no <|start|>assistant behind them
-        self._goes_on = False  # that tool ran on the server: its answer is within this output
-        self._tool_tokens = 0
+        self._inserted = 0  # ids of results within the history
         self._outputs: list[Output] = []
-        self._begin_output()
+        self._segments: list[_Segment] = []
+        self._begin_conversation(rendered.ids)
 
     @property
     def names(self) -> Names:
@@ -119,20 +151,15 @@ class StreamingHarmonyContext:
     def append_output(self, ids: Sequence[int]) -> list[Delta]:
         """What the model generated next: any number of ids, none and ids after the end included."""
         if self._has_results:
-            self._ids, self._has_results = [*self.render_for_completion()], False
-            if self._goes_on:  # behind what the server ran: in the same output
-                self._output_at = len(self._ids)
-                self._read_before = self._parser.tokens
-            else:
-                self._begin_output()
-        goes_on = not self.done
+            self._begin_output(opening())
+        going_on = not self.done
         deltas = self._parser.feed(ids)
-        if goes_on:
-            self._ids.extend(ids)
-        if goes_on and self._parser.done_at is not None:
-            # What follows the end was never part of the conversation; the end may stand further
-            # back than these ids, where the model began to speak for the user or a tool.
-            del self._ids[self._output_at + self._parser.done_at - self._read_before :]
+        if going_on:
+            self._generated.ids.extend(ids)
+            if self._parser.done_at is not None:
+                # What follows the end was never part of the conversation; the end may stand further
+                # back than these ids, where the model began to speak for the user or a tool.
+                del self._generated.ids[self._generated.place(self._parser.done_at) :]
         return self._take_in(deltas)
 
     def append_tool_output(self, messages: Iterable[Result | ServerResult]) -> list[Delta]:
@@ -153,23 +180,20 @@ class StreamingHarmonyContext:
                 return []
         calls = {call.id: call.name for call in self.messages if isinstance(call, Call)}
         rendered = [render_messages([each], self._names, calls, self._tenant) for each in results]
-        goes_on = all(isinstance(each, ServerResult) for each in results)
+        served = all(isinstance(each, ServerResult) for each in results)
         deltas = [] if self._has_results else self._end_output()
-        if not goes_on:
+        if not served:
             self._keep_output()
         for result, ids in zip(results, rendered, strict=True):
-            if goes_on:
-                self._begins.append(len(self._ids) - self._started_at)
-                self._tool_tokens += len(ids)
-            self._ids.extend(ids)
+            begins = [0] if served else []
+            self._segments.append(_Segment([*ids], begins, len(ids), served))
             self._messages.append(result)
-        self._ended_at = len(self._ids) - self._started_at
-        self._has_results, self._goes_on = True, goes_on
         return deltas
 
     def render_for_completion(self) -> tuple[int, ...]:
         """The ids to generate from: what was prompted and generated, as it was, and the results."""
-        return (*self._ids, *opening()) if self._has_results else tuple(self._ids)
+        ids = chain.from_iterable(each.ids for each in self._segments)
+        return (*ids, *opening()) if self._has_results else tuple(ids)
 
     def finish(self, reason: EndReason, cached_tokens: int = 0) -> list[Delta]:
         """The deltas that end the turn; ``Finished`` carries the usage of all of it.
@@ -202,67 +226,89 @@ class StreamingHarmonyContext:
             if isinstance(message, ServerCall) and message is waiting.get(message.id):
                 messages += [by_call[message.id]] if message.id in by_call else []
         self._turn = replace(self._turn, messages=tuple(messages))
-        ids = list(self._renderer(self._turn).ids)
-        self._tool_tokens += len(ids) - len(self._ids)
-        self._ids, self._messages = ids, messages
-        self._begin_output()
+        ids = self._renderer(self._turn).ids
+        self._inserted = (
+            self._tool_tokens + len(ids) - sum(len(each.ids) for each in self._segments)
+        )
+        self._messages = messages
+        self._begin_conversation(ids)
+
+    @property
+    def _has_results(self) -> bool:
+        """Whether the last ids are a tool's: no ``<|start|>assistant`` follows them yet."""
+        return self._segments[-1] is not self._generated
+
+    @property
+    def _tool_tokens(self) -> int:
+        """Ids of what tools of the server's answered within the turn."""
+        return self._inserted + sum(len(each.ids) for each in self._segments if each.served)
+
+    def _begin_conversation(self, prompt: Sequence[int]) -> None:
+        """Nothing has been generated: ``prompt`` ends where the model goes on."""
+        # With a prefill the output begins within a message.
+        lead = opening() if [*prompt[-len(opening()) :]] == opening() else []
+        self._segments = [_Segment([*prompt[: len(prompt) - len(lead)]])]
+        self._begin_output(lead)
+
+    def _begin_output(self, lead: list[int]) -> None:
+        """The model goes on behind ``lead``, in the same span behind what the server ran."""
+        if not self._segments[-1].served:
+            self._span_at = len(self._segments)
+            self._messages_before = len(self._messages)
+            self._cut = self._kept = False
+        self._generated = _Generated([*lead], opening=len(lead), read_before=self._parser.tokens)
+        self._segments.append(self._generated)
 
     def _end_output(self) -> list[Delta]:
         """Closes the output on both sides: as deltas, and with a terminator that a history has."""
         called = self.server_call is not None
         called |= self._open is not None and self._open.kind in _CALLS
-        if len(self._ids) == self._output_at and self._ids[-len(opening()) :] == opening():
+        ids, lead = self._generated.ids, self._generated.opening
+        if lead and len(ids) == lead:
             # Nothing was generated: the call stands in the history, and so does what follows it.
-            del self._ids[-len(opening()) :]
-            self._started_at = len(self._ids)
-        elif self._ids[-1] in vocab.LAST:
-            self._ids[-1] = vocab.END
-        elif self._ids[-1] not in (vocab.END, vocab.CALL):
-            self._ids.append(vocab.CALL if called else vocab.END)
+            self._segments.pop()
+            self._span_at = len(self._segments)
+        elif ids and ids[-1] in vocab.LAST:
+            ids[-1] = vocab.END
+        elif not ids or ids[-1] not in (vocab.END, vocab.CALL):
+            ids.append(vocab.CALL if called else vocab.END)
         self._note_end()
         return self._take_in(self._parser.resume())
-
-    def _begin_output(self) -> None:
-        """Sets all that is counted of one output; nothing of it has been generated yet."""
-        # Places in `_ids`: where what the model generates begins, each time anew behind what the
-        # server ran; and where the whole output does, with the <|start|>assistant in front of it.
-        self._output_at = len(self._ids)
-        self._started_at = max(self._output_at - len(opening()), 0)
-        # Counted from `_started_at`: where each message begins, and up to where they have ended.
-        self._begins: list[int] = []
-        self._ended_at = self._output_at - self._started_at
-        # What `_output_at` is in the parser's count, which has neither prompt nor results.
-        self._read_before = self._parser.tokens
-        # How many of `_messages` stand before the output.
-        self._messages_before = len(self._messages)
-        # Whether its last message was cut, and whether it is in `_outputs` already.
-        self._cut = self._kept = False
-
-    def _place(self, generated: int) -> int:
-        """Where in the output the id stands that comes behind ``generated`` ids.
-
-        Directly behind a result that is the ``<|start|>assistant`` in front of it.
-        """
-        place = self._output_at - self._started_at + generated - self._read_before
-        return place - len(opening()) if self._begins and generated == self._read_before else place
 
     def _note_end(self) -> None:
         """Notes up to where messages have ended, as long as what is open has not been closed."""
         if not self._has_results:
-            self._ended_at = self._place(self._parser.ended_at)
+            self._generated.ended = self._place(self._parser.ended_at)
+
+    def _place(self, read: int) -> int:
+        """Where in its output the message begins or ends that the parser has ``read`` ids before.
+
+        Directly behind a result that is the ``<|start|>assistant`` in front of it.
+        """
+        follows = any(each.begins for each in self._segments[self._span_at :])
+        at_start = follows and read == self._generated.read_before
+        return 0 if at_start else self._generated.place(read)
 
     def _keep_output(self) -> None:
         """The output as it can be placed again, once."""
         if self._kept:
             return
         self._kept = True
-        ids = self._ids[self._started_at :]
-        before = self._messages_before
-        said = tuple(self._messages[:before]), tuple(self._messages[before:])
+        span = self._segments[self._span_at :]
+        ids = [*chain.from_iterable(each.ids for each in span)]
+        before = tuple(self._messages[: self._messages_before])
+        messages = tuple(self._messages[self._messages_before :])
         # What continues a turn of the history cannot be placed without the rest of it.
-        continues = bool(said[0]) and type(said[0][-1]) in ASSISTANT_KINDS
-        if ids[: len(opening())] == opening() and said[1] and not continues:
-            self._outputs.append(Output(*said, tuple(ids), tuple(self._begins), self._ended_at))
+        continues = bool(before) and type(before[-1]) in ASSISTANT_KINDS
+        placeable = bool(span) and isinstance(span[0], _Generated) and span[0].opening > 0
+        if placeable and messages and not continues:
+            ends = [*accumulate(len(each.ids) for each in span)]
+            starts = [0, *ends[:-1]]
+            begins = (
+                start + at for start, each in zip(starts, span, strict=True) for at in each.begins
+            )
+            ended = starts[-1] + span[-1].ended
+            self._outputs.append(Output(before, messages, tuple(ids), tuple(begins), ended))
 
     def _take_in(self, deltas: list[Delta]) -> list[Delta]:
         for delta in deltas:
@@ -270,7 +316,7 @@ class StreamingHarmonyContext:
                 self._parts.append(delta.text)
             elif isinstance(delta, Opened):
                 self._open, self._parts = delta, []
-                self._begins.append(self._place(delta.at))
+                self._generated.begins.append(self._place(delta.at))
             elif isinstance(delta, Closed):
                 self._messages.append(self._open_message())
                 self._open, self._cut = None, not delta.complete
