@@ -31,7 +31,7 @@ from starlette.requests import HTTPConnection
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.gateway import access_log, app
+from vllm_mlx_harmony.gateway import access_log, app, shared_limit
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines import detection, http
 from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, same_model, start_line
@@ -188,7 +188,7 @@ def test_an_engine_with_another_model_is_said(
         settings = GatewaySettings(engines=(Spec(url),), model=serves)
         with caplog.at_level("WARNING"), served(gateway(settings)):
             pass
-    assert ("is asked for whatever is sent to" in caplog.text) is (serves != "m")
+    assert ("gets the requests for" in caplog.text) is (serves != "m")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_keys_and_limits_are_read_again() -> None:
         assert ask("key-of-b").status_code == 429
         assert running.result().text.rstrip().endswith("[DONE]")
         assert host.settings.port == old.port
-        with pytest.raises(HostError, match="no key is left"):
+        with pytest.raises(HostError, match="all keys were removed"):
             host.reload(replace(new, keys=()))
         assert ask("key-of-c").status_code == 401
 
@@ -345,14 +345,10 @@ def test_what_the_shared_limit_refuses_does_not_count_here(
     """Other gateways have used the minute up, until there is room again."""
     answers = [7, 7, 7, 0, 0, 0]
 
-    class Shared:
-        def __init__(self, *_: Any) -> None: ...
+    async def count(tenant: str, limit: int) -> int:
+        return answers.pop(0)
 
-        def count(self, tenant: str, now: float) -> int:
-            return answers.pop(0)
-
-    monkeypatch.setattr(app, "server_shared", object)
-    monkeypatch.setattr(app, "SharedRateLimit", Shared)
+    monkeypatch.setattr(shared_limit, "count", count)
     host = app.Gateway(GatewaySettings(engines=(), model=MODEL, rate_limit=2))
     connection = HTTPConnection({"type": "http", "headers": []})
 
@@ -409,7 +405,7 @@ def test_a_configuration_of_tools_that_is_none_is_said(
     assert str(missing) in capsys.readouterr().err
     monkeypatch.delenv(config.VARIABLE)
     assert main(["gateway", *flags]) == 2
-    assert "--mcp-config does nothing without" in capsys.readouterr().err
+    assert "--mcp-config has no effect without" in capsys.readouterr().err
 
 
 # --- What is enforced

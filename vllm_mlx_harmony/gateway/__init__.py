@@ -1,6 +1,6 @@
-"""The front end without vllm-mlx: a server of its own, over engines that are reached by HTTP.
+"""The front end without vllm-mlx: a server over engines that are reached by HTTP.
 
-Knows a process and its configuration (`settings`), the server as a ``Host`` (`app`), engines as
-``Engine``s (`engines`), and which of several gets a request (`router`). Imports ``server`` and what
-is below it; never ``host``, vllm-mlx or mlx, so that it runs where none of them can.
+`settings` is the configuration, `app` the server as a ``Host``, `engines` has the engines as
+``Engine``s, and `router` chooses one for each request. Nothing here imports ``host``, vllm-mlx or
+mlx: the gateway runs where they cannot be installed.
 """

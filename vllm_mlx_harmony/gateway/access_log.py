@@ -1,13 +1,13 @@
-"""One line for each request: whose it was, what it cost and how it ended. No key is in it.
+"""The access log: one line per request with its key's name, tokens, times and result.
 
-A line is written when both have ended: the exchange over HTTP, and what was generated for it. An
-answer in the background ends later than its exchange. WebSockets have no lines.
+A line is written once both the HTTP exchange and the generation have ended; a background response
+outlives its exchange. Requests over a WebSocket have no line. Keys themselves are never logged.
 
-Fields, in this order, ``-`` or ``null`` for what is not known: ``time`` (UTC), ``key`` (its name in
-the settings), ``method``, ``path``, ``status``, ``result`` (of what was generated: success, error,
+Fields, in this order, with ``-`` or ``null`` for unknown values: ``time`` (UTC), ``key`` (its name
+in the settings), ``method``, ``path``, ``status``, ``result`` (of the generation: success, error,
 timeout, client_closed), ``model``, ``input``, ``cached``, ``output`` and ``reasoning`` (tokens:
-cached ones are part of the input, those of reasoning of the output), ``first`` and ``seconds`` (to
-the first token, and to the end).
+``cached`` is part of ``input``, ``reasoning`` of ``output``), ``first`` and ``seconds`` (time to
+the first token, and in total).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Format = Literal["off", "text", "json"]
 FORMATS: tuple[Format, ...] = ("off", "text", "json")
 
 current: ContextVar[Access | None] = ContextVar("access", default=None)
-"""That of the request which is being answered."""
+"""The entry of the current request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What is written of a request."""
+    """The fields of a line."""
 
     time: str
     key: str | None
@@ -51,7 +51,7 @@ class Line:
     seconds: float
 
     def written(self, form: Format) -> str:
-        """The line; names and paths are quoted, so that no client can forge another."""
+        """The line as text; names and paths are quoted, so that no client can forge a line."""
         if form == "json":
             return json.dumps(asdict(self), ensure_ascii=True)
         return " ".join(f"{name}={_text(value)}" for name, value in asdict(self).items())
@@ -68,7 +68,7 @@ def _text(value: object) -> str:
 
 @dataclass(slots=True, eq=False)
 class Access:
-    """A request that is being answered; ``generating`` counts what has not ended for it."""
+    """A running request; ``generating`` and ``exchanged`` say which half of it has ended."""
 
     form: Format
     method: str
@@ -87,7 +87,7 @@ class Access:
     exchanged: bool = False
 
     def ended(self) -> None:
-        """Writes the line, if all has ended."""
+        """Writes the line if both halves have ended."""
         if self.generating or not self.exchanged:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
@@ -99,7 +99,7 @@ class Access:
 
 
 def to_standard_output() -> None:
-    """Writes the lines as they are, whatever the level of other logs."""
+    """Sends the lines to standard output, without a prefix and independent of the log level."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.handlers[:] = [handler]
@@ -108,7 +108,7 @@ def to_standard_output() -> None:
 
 
 async def logged(access: Access, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with ``app``; a line is written of it."""
+    """Runs ``app`` for one request and logs it."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,10 +1,8 @@
-"""The gateway as a server: its ``Host``, its own endpoints, and its life from start to drain.
+"""The gateway as a server: its ``Host``, its own endpoints, start, reload and shutdown.
 
-Knows the process. Refuses to know APIs (``server``), engines (`engines`) and routing (`router`).
-
-``/health`` says that the process lives, ``/ready`` whether an engine would take a request (503
-while none is up, and from SIGTERM on: a load balancer sends nothing any more), ``/metrics`` is for
-Prometheus. None of the three asks for a key, and none names one.
+``/health`` is 200 while the process runs. ``/ready`` is 200 while an engine would take a request,
+and 503 from SIGTERM on, so that load balancers stop sending requests. ``/metrics`` is for
+Prometheus. None of the three requires a key or contains one.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
-from vllm_mlx_harmony.gateway import access_log
+from vllm_mlx_harmony.gateway import access_log, shared_limit
 from vllm_mlx_harmony.gateway.access_log import Access, logged
 from vllm_mlx_harmony.gateway.engines import http as engine_http
 from vllm_mlx_harmony.gateway.engines.detection import (
@@ -48,13 +46,11 @@ from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
 from vllm_mlx_harmony.gateway.router import NOT_FOUND, Backend, Fleet
 from vllm_mlx_harmony.gateway.routing import Health, Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
-from vllm_mlx_harmony.gateway.shared_limit import SharedRateLimit
 from vllm_mlx_harmony.server import defaults, enforcement, generation
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.garbage import set_aside
 from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
-from vllm_mlx_harmony.server.shared import SharedError, server_shared
 from vllm_mlx_harmony.server.shutdown import at_once, gracefully
 from vllm_mlx_harmony.server.tools import config as tools
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
@@ -66,19 +62,19 @@ logger = logging.getLogger("vllm_mlx_harmony")
 T = TypeVar("T")
 
 TICK = 0.1
-"""Seconds between two looks which engines are to be probed."""
+"""Seconds between two checks for engines whose probe is due."""
 
 PROBE_SECONDS = 5.0
-"""In which an engine has to say that it is well."""
+"""The time limit of a health check."""
 
 AT_THE_START = ("model", "host", "port", "mcp_config", "shutdown_grace", "log_level")
-"""Settings that a reload leaves as they are."""
+"""Settings that change only with a restart."""
 
 _TRANSPORT = "vllm_mlx_harmony.transport"
 
 
 class Gateway:
-    """A server of its own as the front end's ``Host``."""
+    """The front end's ``Host`` for a gateway: methods are described there."""
 
     archive: Archive | None = None
     renderer: Callable[..., Any] = staticmethod(render)
@@ -94,32 +90,32 @@ class Gateway:
         self.toolbox = _toolbox(settings)
 
     def reload(self, settings: GatewaySettings) -> None:
-        """What is configured from now on; requests under way end as they began.
+        """Applies new settings; running requests keep those that they started with.
 
-        Raises ``HostError`` where that would open a gateway with keys to everybody: nothing has
-        changed then.
+        Raises ``HostError``, without changing anything, if all keys were removed: the gateway would
+        be open to everyone.
         """
         if self._keys and not settings.keys:
-            raise HostError("no key is left; a gateway without keys is started as one")
+            raise HostError("all keys were removed: to run without keys, restart the gateway")
         kept = {name: getattr(self.settings, name) for name in AT_THE_START}
         changed = [name for name in AT_THE_START if getattr(settings, name) != kept[name]]
         if changed:
-            logger.warning("%s: as at the start; restart for another", ", ".join(changed))
+            logger.warning(
+                "%s: changed, but this takes effect only after a restart", ", ".join(changed)
+            )
         self.settings = replace(settings, **kept)
         self._keys = Keys(settings.keys)
         self._limit.limit = settings.rate_limit
         self.fleet.limit = self.settings.timeout
         self.fleet.update(settings.engines)
         urls = ", ".join(each.url for each in settings.engines)
-        logger.warning("settings read again: %d keys, engines: %s", len(settings.keys), urls)
+        logger.warning("settings reloaded: %d keys, engines: %s", len(settings.keys), urls)
 
     @property
     def model_name(self) -> str | None:
-        """See ``Host``."""
         return self.settings.model
 
     async def models(self) -> dict[str, Any]:
-        """See ``Host``."""
         entry: dict[str, Any] = {
             "id": self.settings.model,
             "object": "model",
@@ -133,29 +129,26 @@ class Gateway:
     async def acquire(
         self, request: Request, model: str | None, deadline: Deadline
     ) -> Lease | None:
-        """See ``Host``. Nothing is loaded, and an engine is chosen when the prompt is there."""
+        """Leases the whole fleet: an engine is chosen once the prompt is known."""
         if model not in (None, self.settings.model):
             raise HTTPException(404, f"The model `{model}` does not exist.")
         return Lease(self.fleet.within(deadline), tenant_of(request), deadline, _nothing)
 
     async def forward(self, request: Request) -> Response:
-        """Nobody is behind."""
+        """There is no server behind this one."""
         raise LookupError(request.url.path)
 
     def deadline(self, timeout: float | None) -> Deadline:
-        """See ``Host``."""
         seconds = self.settings.timeout if timeout is None else min(timeout, self.settings.timeout)
         return Deadline(seconds, time.monotonic() + seconds)
 
     def defaults(self, engine: Engine | None) -> Defaults:
-        """See ``Host``."""
         settings = self.settings
         flags = Sampling(temperature=settings.temperature, top_p=settings.top_p)
         read = defaults.read(settings.template_options)
         return replace(read, sampling=defaults.sampling(flags, {}))
 
     def max_tokens(self, asked: int | None) -> int:
-        """See ``Host``."""
         if asked is None:
             return self.settings.default_max_output_tokens
         limit = self.settings.max_output_tokens
@@ -165,16 +158,13 @@ class Gateway:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """See ``Host``."""
         return self.settings.reasoning_tokens
 
     @property
     def requires_key(self) -> bool:
-        """See ``Host``."""
         return bool(self._keys)
 
     async def authenticate(self, connection: HTTPConnection) -> None:
-        """See ``Host``."""
         if not self._keys:
             return
         scheme, _, key = connection.headers.get("authorization", "").partition(" ")
@@ -186,15 +176,11 @@ class Gateway:
             raise HTTPException(401, "Invalid API key")
 
     async def check_rate_limit(self, connection: HTTPConnection) -> None:
-        """See ``Host``."""
-        # Without keys everybody is one: else whoever sends another header each time has no limit.
+        # Without keys, all clients share one limit: they could evade it with another header.
         tenant = tenant_of(connection) if self._keys else ""
         seconds = self._limit.count(tenant, time.monotonic())
-        shared = server_shared() if self.settings.rate_limit and not seconds else None
-        if shared is not None:
-            limit = SharedRateLimit(shared, self.settings.rate_limit)
-            with contextlib.suppress(SharedError):  # then each gateway counts by itself
-                seconds = await asyncio.to_thread(limit.count, tenant, time.time())
+        if not seconds:
+            seconds = await shared_limit.count(tenant, self.settings.rate_limit)
             if seconds:
                 self._limit.take_back(tenant)
         if seconds:
@@ -203,13 +189,11 @@ class Gateway:
             raise HTTPException(429, problem, {"Retry-After": str(seconds)})
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
-        """See ``Host``."""
         return RequestTracker(self.metrics, api, stream=stream, access=access_log.current.get())
 
     async def unless_gone(
         self, coming: Awaitable[T], request: Request, seconds: float, total: float
     ) -> T | None:
-        """See ``Host``."""
         task = asyncio.ensure_future(coming)
         gone = asyncio.ensure_future(_gone(request))
         ends: set[asyncio.Future[Any]] = {task, gone}
@@ -226,34 +210,33 @@ class Gateway:
                 await generation.stopped(task)
 
     def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
-        """See ``Host``. Starlette's own task hears of a client that has gone."""
+        """Starlette itself notices that a client has disconnected."""
         return aiter(frames)
 
     def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
-        """See ``Host``."""
         transport: asyncio.WriteTransport | None = connection.scope.get(_TRANSPORT)
         return transport
 
 
 def _toolbox(settings: GatewaySettings) -> Toolbox | None:
-    """The tools that the gateway runs. Raises ``HostError`` for a configuration that is none, and
-    for one that does nothing.
+    """The server-side tools. Raises ``HostError`` for a configuration that is invalid or would
+    have no effect.
     """
     use, path = tools.use(), settings.mcp_config
     if use is tools.Use.OFF:
         if path is not None:
-            raise HostError(f"--mcp-config does nothing without {tools.VARIABLE}=on")
+            raise HostError(f"--mcp-config has no effect without {tools.VARIABLE}=on")
         ClientServers.of_environment(use, 0.0)
         return None
     return Toolbox.of(tools.ToolsConfig() if path is None else tools.read(path), use)
 
 
 async def _nothing() -> None:
-    """An engine that nobody unloads needs no giving back."""
+    """Leases need no release: engines behind HTTP are never unloaded."""
 
 
 async def _gone(request: Request) -> None:
-    """Ends when the client has gone; for a request whose body was read."""
+    """Returns once the client has disconnected; the request's body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -262,19 +245,19 @@ async def _gone(request: Request) -> None:
 
 
 Reload: TypeAlias = Callable[[], GatewaySettings]
-"""Reads the settings again. Raises ``HostError``."""
+"""Reloads the settings. Raises ``HostError``."""
 
 
 def gateway(
     settings: GatewaySettings, rule: Rule | None = None, reload: Reload | None = None
 ) -> ASGIApp:
-    """The whole of it as one ASGI application, engines included: found while it runs."""
+    """The gateway as an ASGI application; its lifespan detects and probes the engines."""
     host = Gateway(settings, rule)
     return _Outer(host, application(host), reload)
 
 
 class _Outer:
-    """What is around the front end: the process's own endpoints, its life, and connections."""
+    """Wraps the front end with the process's own endpoints, its lifespan and the access log."""
 
     def __init__(self, host: Gateway, app: Starlette, reload: Reload | None = None) -> None:
         self.host = host
@@ -300,7 +283,7 @@ class _Outer:
 
     @contextlib.asynccontextmanager
     async def _life(self, _: Starlette) -> AsyncIterator[None]:
-        if self._reload is not None:  # before all that takes a while: SIGHUP kills without it
+        if self._reload is not None:  # first: without a handler, SIGHUP kills the process
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGHUP, self._reloaded, self._reload)
         enforcement.get_ready()
@@ -332,15 +315,15 @@ class _Outer:
             await toolbox.stop()
 
     def _reloaded(self, reload: Reload) -> None:
-        """SIGHUP: engines, keys, limits and defaults are what the settings have now."""
+        """On SIGHUP: applies the engines, keys, limits and defaults of the reloaded settings."""
         try:
             self.host.reload(reload())
         except HostError as error:
-            logger.error("the settings are as they were: %s", error.message)
+            logger.error("the settings were not reloaded: %s", error.message)
 
 
 async def _asked(fleet: Fleet) -> None:
-    """Ends when it is known of every engine whether it is there."""
+    """Returns once every engine has been probed."""
     while any(each.engine is None and each.problem == NOT_FOUND for each in fleet.backends):
         await asyncio.sleep(0.02)
 
@@ -353,7 +336,7 @@ def _log_unusable(fleet: Fleet) -> None:
 
 
 async def watch(http: ClientSession, fleet: Fleet) -> None:
-    """Probes engines when they are due, each beside the others."""
+    """Probes engines concurrently, each when it is due."""
     probes: dict[Backend, asyncio.Future[None]] = {}
     try:
         while True:
@@ -368,10 +351,10 @@ async def watch(http: ClientSession, fleet: Fleet) -> None:
 
 
 async def probe(http: ClientSession, backend: Backend, model: str) -> None:
-    """Asks an engine how it is. One that is doubted, or was down, has to generate an id; one that
-    was down may be another one now, and is found anew."""
+    """Checks the health of an engine. One that is doubted, or was down, must generate an id; one
+    that was down may have been replaced, and is detected again."""
     if backend not in backend.routing.engines:
-        return  # taken away since it was due
+        return  # removed since it was due
     try:
         if backend.routing.doubted(backend) and backend.engine is not None:
             await _generates(backend, backend.engine)
@@ -390,7 +373,7 @@ async def probe(http: ClientSession, backend: Backend, model: str) -> None:
             backend.probed(error.message)
     except HostError as error:
         backend.probed(error.message)
-    except Exception as error:  # whatever it is, the engine is asked again
+    except Exception as error:  # whatever it is, the engine is probed again
         logger.exception("engine %s could not be probed", backend.spec.url)
         backend.probed(str(error) or type(error).__name__)
 
@@ -398,13 +381,13 @@ async def probe(http: ClientSession, backend: Backend, model: str) -> None:
 def _log_found(engine: HttpEngine, model: str) -> None:
     logger.info("engine %s", start_line(engine))
     if not same_model(engine.served_name, model):
-        problem = "engine %s serves %r, and is asked for whatever is sent to %r"
+        problem = "engine %s serves %r, and gets the requests for %r"
         logger.warning(problem, engine.url, engine.served_name, model)
 
 
 async def _generates(backend: Backend, engine: HttpEngine) -> None:
-    """Raises ``EngineSilent`` where no id comes, for the probe or for anybody else, and what
-    else it fails by, unless that engine is down: then another may have taken its place."""
+    """Raises ``EngineSilent`` if no id comes, for the probe or any other request. Other failures
+    are raised unless the engine is down: another one may have taken its place."""
     began = time.monotonic()
     seconds = max(backend.routing.rule.patience / 2, backend.expected())
     try:
@@ -418,16 +401,16 @@ async def _generates(backend: Backend, engine: HttpEngine) -> None:
 
 
 async def is_well(http: ClientSession, spec: Spec) -> None:
-    """Raises ``EngineUnavailable`` for one that does not say so; every kind has ``/health``."""
+    """Raises ``EngineUnavailable`` unless ``/health``, which every kind has, answers."""
     try:
         url = f"{spec.url.rstrip('/')}/health"
         async with http.get(url, timeout=engine_http.silence(PROBE_SECONDS)) as response:
             status = response.status
     except engine_http.FAILURES as error:
-        problem = f"it does not say how it is ({str(error) or type(error).__name__})"
+        problem = f"its /health cannot be reached ({str(error) or type(error).__name__})"
         raise EngineUnavailable(problem) from error
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise EngineUnavailable(f"it is not well: /health says {status}")
+        raise EngineUnavailable(f"its /health answered {status}")
 
 
 def _health(host: Gateway) -> Response:
@@ -463,7 +446,7 @@ _OWN: dict[str, Callable[[Gateway], Response]] = {
 def run(settings: GatewaySettings, reload: Reload | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the process's exit code.
 
-    SIGHUP has ``reload`` read the settings again (``Gateway.reload``).
+    On SIGHUP, ``reload`` reads the settings again (``Gateway.reload``).
     """
     config = uvicorn.Config(
         gateway(settings, reload=reload),
@@ -478,7 +461,7 @@ def run(settings: GatewaySettings, reload: Reload | None = None) -> int:
     access_log.to_standard_output()
     if settings.open:
         logger.warning(
-            "no keys are set: whoever reaches %s:%d may use the engines (--key, or the file)",
+            "no keys are set: everyone who can reach %s:%d can use the engines (set --key)",
             settings.host,
             settings.port,
         )

@@ -1,6 +1,6 @@
-"""Who may ask, and how often: API keys and a rate limit for each. No I/O; times are passed in.
+"""API keys, and the rate limit of each. No I/O; times are passed in.
 
-Keys are compared by their digests, so that how long it takes says nothing of them.
+Keys are compared by their digests, so that the time of a comparison reveals nothing about them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MINUTE = 60.0
 
 
 class Keys:
-    """The API keys of a gateway, by name; none: everybody may ask."""
+    """The API keys of a gateway and their names; empty if none is required."""
 
     def __init__(self, named: Iterable[tuple[str, str]]) -> None:
         self._names = {_digest(key): name for name, key in named}
@@ -23,19 +23,19 @@ class Keys:
         return bool(self._names)
 
     def name_of(self, key: str) -> str | None:
-        """The name of a key; ``None`` for a wrong one."""
+        """The name of a key; ``None`` for an unknown one."""
         return self._names.get(_digest(key))
 
 
 class RateLimit:
-    """No more than ``limit`` requests of one tenant in any minute; 0: any number."""
+    """At most ``limit`` requests per tenant in any 60 seconds; 0 is unlimited."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._times: dict[str, deque[float]] = {}
 
     def count(self, tenant: str, now: float) -> int:
-        """Counts a request that comes ``now``; seconds to wait when it is one too many, else 0."""
+        """Counts a request at ``now``; returns the seconds to wait if it is one too many."""
         if not self.limit:
             return 0
         times = self._times.setdefault(tenant, deque())
@@ -47,7 +47,7 @@ class RateLimit:
         return 0
 
     def take_back(self, tenant: str) -> None:
-        """The last request that was counted does not count: another limit has refused it."""
+        """Uncounts the last request, which another limit has rejected."""
         if self.limit and self._times[tenant]:
             self._times[tenant].pop()
 

@@ -1,7 +1,7 @@
-"""What ``/metrics`` says: requests, times and tokens, and how the engines are.
+"""The metrics at ``/metrics``: requests, times, tokens and the state of the engines.
 
-Names are Prometheus' (https://prometheus.io/docs/practices/naming/). No metric has a label for keys
-or clients.
+Names follow https://prometheus.io/docs/practices/naming/. No metric has a label for keys or
+clients.
 """
 
 from __future__ import annotations
@@ -29,84 +29,87 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             f"{_NAME}_requests",
-            "Requests that were run, by API and how they ended.",
+            "Finished requests, by API and result.",
             ["api", "stream", "result"],
             registry=self.registry,
         )
         self.running = Gauge(
-            f"{_NAME}_requests_running", "Requests that are being answered.", registry=self.registry
+            f"{_NAME}_requests_running", "Requests in progress.", registry=self.registry
         )
         self.seconds = Histogram(
             f"{_NAME}_request_seconds",
-            "From the reading of a request to its last token.",
+            "Time from reading a request to its last token.",
             ["api"],
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.first = Histogram(
             f"{_NAME}_first_token_seconds",
-            "From the reading of a request to its first token.",
+            "Time from reading a request to its first token.",
             ["api"],
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.tokens = Counter(
-            f"{_NAME}_tokens", "Tokens of prompts and of answers.", ["kind"], registry=self.registry
+            f"{_NAME}_tokens",
+            "Prompt tokens and generated tokens.",
+            ["kind"],
+            registry=self.registry,
         )
         self.reasoning_ended = Counter(
             f"{_NAME}_reasoning_ended",
-            "Answers that the model was made to begin, by what ended its reasoning.",
+            "Requests whose reasoning was cut short, by reason.",
             ["reason"],
             registry=self.registry,
         )
         self.refused = Counter(
             f"{_NAME}_refused",
-            "Requests without a right key, or over the rate limit.",
+            "Requests rejected for their key or the rate limit.",
             ["reason"],
             registry=self.registry,
         )
         self.registry.register(_Engines(fleet))
 
     def text(self) -> bytes:
-        """All of them, as Prometheus reads them."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _Engines(Collector):
-    """The engines, as they are when they are asked for."""
+    """Metrics of the engines, read when they are scraped."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
         rows: tuple[tuple[str, str, Callable[[Backend], float]], ...] = (
-            ("up", "Whether requests go to the engine.", lambda each: float(each.up)),
-            ("requests", "Requests that the engine runs.", lambda each: float(each.in_flight)),
+            ("up", "1 while the engine gets requests.", lambda each: float(each.up)),
+            ("requests", "Requests in progress on the engine.", lambda each: float(each.in_flight)),
         )
         for name, about, value in rows:
             family = GaugeMetricFamily(f"{_NAME}_engine_{name}", about, labels=["engine"])
             sums: dict[str, float] = {}
-            for each in self._fleet.backends:  # one that drains may be there anew, too
+            for each in self._fleet.backends:  # one URL may be both draining and configured again
                 sums[each.spec.url] = sums.get(each.spec.url, 0.0) + value(each)
             for url, number in sums.items():
                 family.add_metric([url], number)
             yield family
         routed = CounterMetricFamily(
             f"{_NAME}_routed",
-            "Requests by why they went to their engine: it has the prefix, it has it not any more "
-            "or is too full, or the conversation is new.",
+            "Requests by the reason for their engine: it has the prefix, the conversation moved "
+            "from an engine that is down or overloaded, or it is new.",
             labels=["why"],
         )
         for why in get_args(Why):
             routed.add_metric([why], self._fleet.routed[why])
         yield routed
         yield CounterMetricFamily(
-            f"{_NAME}_retried", "Tries on another engine.", value=self._fleet.retried
+            f"{_NAME}_retried", "Retries on another engine.", value=self._fleet.retried
         )
 
 
 class RequestTracker:
-    """The accounting of one request; a ``server.host.Tracker``."""
+    """Records one request; a ``server.host.Tracker``, where its methods are described."""
 
     def __init__(
         self, metrics: Metrics, api: str, *, stream: bool, access: Access | None = None
@@ -122,7 +125,6 @@ class RequestTracker:
         metrics.running.inc()
 
     def observe_ttft(self) -> None:
-        """See ``Tracker``."""
         if not self._has_first:
             self._has_first = True
             seconds = time.monotonic() - self._begun
@@ -131,7 +133,6 @@ class RequestTracker:
                 self._access.first = time.monotonic() - self._access.begun
 
     def reasoning_ended(self, reason: str) -> None:
-        """See ``Tracker``."""
         self._metrics.reasoning_ended.labels(reason).inc()
 
     def finish(
@@ -143,7 +144,6 @@ class RequestTracker:
         cached_tokens: int = 0,
         reasoning_tokens: int = 0,
     ) -> None:
-        """See ``Tracker``."""
         if self._finished:
             return
         self._finished = True

@@ -1,31 +1,48 @@
-"""The rate limit of all gateways that share a Redis: requests of one tenant in a minute.
+"""The rate limit of all gateways that share a Redis: requests per tenant and minute.
 
-Knows how they are counted together. Refuses to know what each counts by itself (limits).
+``count`` is all that the rest of the gateway uses, and does nothing without a Redis.
 
-Counted is by minutes of the clock, and of the minute before the part that is not over a minute ago:
-a window that slides, in two numbers. It is off by what a tenant does unevenly within a minute.
+A sliding window made of two counters: the requests of this clock minute, and of the previous one
+the share that is less than a minute ago. It assumes that a tenant's requests are spread evenly over
+the previous minute, and is off by as much as they are not.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
+from contextlib import suppress
 from typing import Any
 
 from vllm_mlx_harmony.gateway.limits import MINUTE
-from vllm_mlx_harmony.server.shared import Shared, shared_key
+from vllm_mlx_harmony.server.shared import Shared, SharedError, server_shared, shared_key
+
+
+async def count(tenant: str, limit: int) -> int:
+    """Counts a request at all gateways; returns the seconds to wait if it exceeds ``limit``.
+
+    0 without a limit or a Redis, and while Redis does not answer: each gateway then has only its
+    own limit.
+    """
+    shared = server_shared() if limit else None
+    if shared is not None:
+        with suppress(SharedError):
+            return await asyncio.to_thread(
+                SharedRateLimit(shared, limit).count, tenant, time.time()
+            )
+    return 0
 
 
 class SharedRateLimit:
-    """No more than ``limit`` requests of one tenant in a minute, at whichever gateway."""
+    """At most ``limit`` requests per tenant and minute, at all gateways together."""
 
     def __init__(self, shared: Shared, limit: int) -> None:
         self._shared, self._limit = shared, limit
 
     def count(self, tenant: str, now: float) -> int:
-        """Counts a request at ``now``, in seconds of the clock; as ``limits.RateLimit``.
-
-        For a thread. Raises ``SharedError``.
-        """
+        """Counts a request at ``now`` (Unix time); returns the seconds to wait, as
+        ``limits.RateLimit`` does. Blocks. Raises ``SharedError``."""
         minute, elapsed = divmod(now, MINUTE)
         name, before = (shared_key("rate", tenant, str(int(minute) - ago)) for ago in (0, 1))
 
@@ -41,8 +58,10 @@ class SharedRateLimit:
         left = 1 - elapsed / MINUTE
         if count + last * left <= self._limit:
             return 0
-        self._shared.call(lambda redis: redis.decr(name))  # what is refused does not count
+        self._shared.call(lambda redis: redis.decr(name))  # rejected requests do not count
         if count > self._limit:
             return max(1, math.ceil(MINUTE - elapsed))
-        free = (self._limit - count) / last  # of the minute before, how much may still count
+        free = (
+            self._limit - count
+        ) / last  # the share of the previous minute for which there is room
         return max(1, math.ceil((left - free) * MINUTE))
