@@ -71,15 +71,14 @@ def serve() -> int:
 def _figures(number: int) -> dict[str, object]:
     import psutil
 
-    from vllm_mlx_harmony.server import generation as answers
-    from vllm_mlx_harmony.server import streams
+    from vllm_mlx_harmony.server import answer as answers
+    from vllm_mlx_harmony.server.answer import Answer
     from vllm_mlx_harmony.server.generation import Job
     from vllm_mlx_harmony.server.responses.background import Running
     from vllm_mlx_harmony.server.responses.persistence import StoringEmitter
     from vllm_mlx_harmony.server.responses.websocket import Conversation
-    from vllm_mlx_harmony.server.streams import EventBuffer
 
-    kinds = {EventBuffer, Job, Conversation, StoringEmitter, Running}
+    kinds = {Answer, Job, Conversation, StoringEmitter, Running}
     gc.collect()
     names = Counter(type(one).__name__ for one in gc.get_objects() if type(one) in kinds)
     process = psutil.Process()
@@ -93,7 +92,7 @@ def _figures(number: int) -> dict[str, object]:
         "files": process.num_fds(),
         "threads": threading.active_count(),
         "tasks": tasks,
-        "busy": answers.running() or streams.unread(),
+        "busy": answers.running() or answers.unread(),
         "objects": {kind.__name__: names[kind.__name__] for kind in kinds},
     }
 
@@ -128,7 +127,7 @@ class Inspection:
         end = time.monotonic() + patience
         while True:
             left = self.now()
-            busy = left.busy or left.objects["EventBuffer"] or left.objects["Job"]
+            busy = left.busy or left.objects["Answer"] or left.objects["Job"]
             if not busy and not (before and left.more_than(before)):
                 return left
             if time.monotonic() > end:

@@ -6,8 +6,9 @@ import asyncio
 import gc
 import json
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,18 +26,19 @@ from vllm_mlx import server
 from vllm_mlx.engine.base import GenerationOutput
 
 from vllm_mlx_harmony.core.deltas import Delta, Finished, Started, Usage
-from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
 from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.server import generation, serving
+from vllm_mlx_harmony.server import answer, serving
+from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.errors import error_response, failure_of
 from vllm_mlx_harmony.server.generation import Job, run
 from vllm_mlx_harmony.server.host import Deadline, install
 from vllm_mlx_harmony.server.sampling import Settings
-from vllm_mlx_harmony.server.streams import EventBuffer, EventStream, written
+from vllm_mlx_harmony.server.streams import EventStream
 
 PATH = "/v1/chat/completions"
 
@@ -488,29 +490,54 @@ async def swallowing(*_: Any) -> AsyncIterator[Step]:
         return
 
 
+class Noted:
+    """An emitter whose answer is its deltas; nothing goes on the wire."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+
+    def feed(self, delta: Delta) -> list[Event]:
+        self.deltas.append(delta)
+        return []
+
+    def result(self) -> Any:
+        return self.deltas
+
+
+def answer_to(turn: Job) -> Answer:
+    return Answer(turn, run(turn), Noted(), keep=answer.dropped)
+
+
 async def everything(turn: Job) -> list[Delta]:
-    return [delta async for group in run(turn) for delta in group]
+    deltas: Any = await answer_to(turn).whole()
+    return deltas
 
 
 async def the_beginning(turn: Job) -> None:
-    deltas = run(turn)
-    await anext(deltas)
-    await anext(deltas)
-    await deltas.aclose()
+    reading = Answer(turn, run(turn), Silence())
+    await anext(reading)
+    await asyncio.sleep(0)
+    await reading.aclose()
 
 
 async def nothing(turn: Job) -> None:
-    deltas = run(turn)
-    await anext(deltas)
-    await deltas.aclose()
+    reading = Answer(turn, run(turn), Silence())
+    assert await reading.begun()
+    await reading.aclose()
+
+
+async def at_once(turn: Job) -> None:
+    await answer_to(turn).aclose()
 
 
 async def until_cancelled(turn: Job) -> None:
-    reading = asyncio.ensure_future(everything(turn))
+    answering = answer_to(turn)
+    reading = asyncio.ensure_future(answering.whole())
     await asyncio.sleep(0.02)
     reading.cancel()
     await asyncio.wait({reading})
     assert reading.cancelled()
+    await answering.aclose()
 
 
 ENDINGS = [
@@ -523,6 +550,7 @@ ENDINGS = [
     pytest.param(swallowing, everything, HostError, "timeout", (0, 0), id="silence, swallowed"),
     pytest.param(endless, the_beginning, None, "client_closed", (0, 0), id="closed"),
     pytest.param(endless, nothing, None, "client_closed", (0, 0), id="closed before the first id"),
+    pytest.param(endless, at_once, None, "client_closed", (0, 0), id="closed before it began"),
     pytest.param(endless, until_cancelled, None, "client_closed", (0, 0), id="cancelled"),
     pytest.param(
         swallowing, until_cancelled, None, "client_closed", (0, 0), id="cancelled, quietly"
@@ -557,6 +585,30 @@ def test_whatever_way_a_turn_ends(
     asyncio.run(asyncio.wait_for(test(), 10))
 
 
+@pytest.mark.parametrize(("generated", "read", "error", "result", "tokens"), ENDINGS)
+def test_an_answer_that_has_ended_waits_for_no_collector(
+    generated: Generate, read: Callable[[Job], Awaitable[Any]], error: Any, result: str, tokens: Any
+) -> None:
+    """It holds a prompt, and a failure the frames that it went through."""
+
+    async def test() -> None:
+        turn = job(Engine(generated), total=0.1)
+        held = weakref.ref(turn.context)
+        with suppress(HarmonyFailure):
+            await read(turn)
+        del turn
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert held() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(test(), 10))
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("how", ["cancelled", "the server ends", "silence"])
 def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(how: str) -> None:
     """But the next one does, and so does whoever wants to unload the model."""
@@ -576,12 +628,12 @@ def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(how: str
         reading = asyncio.ensure_future(everything(turn))
         await asyncio.sleep(0.02)
         if how == "cancelled":
-            assert generation.cancel("a", turn.lease.tenant)
+            assert answer.cancel("a", turn.lease.tenant)
         elif how == "the server ends":
-            generation.end_all(HostError("the server is shutting down", code="shutting_down"))
+            answer.end_all(HostError("the server is shutting down", code="shutting_down"))
         with pytest.raises((HostError, OutputError)):
             await asyncio.wait_for(reading, 2)
-        assert not generation.running()
+        assert not answer.running()
         engine.generate = two
         following = asyncio.ensure_future(everything(job(engine)))
         await asyncio.sleep(0.02)
@@ -594,15 +646,49 @@ def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(how: str
     asyncio.run(asyncio.wait_for(test(), 10))
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_a_reader_that_leaves_waits_for_the_engine_unless_it_has_read_the_failure(
+    read: bool,
+) -> None:
+    """The time of its request ran out just when the answer was ended: the next one has its turn."""
+
+    async def test() -> None:
+        computed = asyncio.Event()
+
+        async def stubborn(*_: Any) -> AsyncIterator[Step]:
+            try:
+                yield Step((7,))
+                await asyncio.sleep(60)
+            finally:
+                await computed.wait()
+
+        turn = job(Engine(stubborn))
+        answering = answer_to(turn)
+        await asyncio.sleep(0.02)
+        answering.end(HostError("late", status=504))
+        if read:
+            with pytest.raises(HostError):
+                await answering.whole()
+        closing = asyncio.ensure_future(answering.aclose())
+        await asyncio.sleep(0.02)
+        assert closing.done() is read
+        computed.set()
+        await closing
+        await asyncio.sleep(0.02)
+        assert turn.lease.released == 1  # type: ignore[attr-defined]
+
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
 def test_who_waits_for_a_turn_can_be_cancelled() -> None:
     async def test() -> None:
         engine = Engine(silent)
-        first = run(job(engine))
-        await anext(first)
+        first = answer_to(job(engine))
+        await asyncio.sleep(0.02)
         turn = replace(job(engine), id_seed="a")
         waiting = asyncio.ensure_future(everything(turn))
         await asyncio.sleep(0.02)
-        assert generation.cancel("a", turn.lease.tenant)
+        assert answer.cancel("a", turn.lease.tenant)
         with pytest.raises(OutputError):
             await asyncio.wait_for(waiting, 2)
         await first.aclose()
@@ -620,9 +706,9 @@ def test_a_turn_ends_with_what_was_cached() -> None:
 def test_an_engine_that_batches_has_no_queue() -> None:
     async def test() -> None:
         engine = Engine(two, one_at_a_time=False)
-        turns = [run(job(engine)) for _ in range(3)]
+        turns = [Answer(turn, run(turn), Silence()) for turn in (job(engine) for _ in range(3))]
         for turn in turns:  # nobody waits for anybody
-            await anext(turn)
+            assert await turn.begun()
         for turn in turns:
             await turn.aclose()
 
@@ -660,12 +746,11 @@ def test_a_stream_whose_reader_fails_frees_the_engine(sent: int) -> None:
                 raise OSError("the client has gone")
 
         turn = job(Engine(endless))
-        deltas = run(turn)
-        begun = await anext(deltas)
         application = Starlette()
         install(application, adapter.VllmMlx())
         request = Request({"type": "http", "headers": [], "app": application}, receive)
-        events = EventBuffer(written(begun, deltas, Silence()))
+        events = Answer(turn, run(turn), Silence())
+        assert await events.begun()
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
         with pytest.raises(ClientDisconnect):
             await EventStream(request, events)(scope, receive, send)

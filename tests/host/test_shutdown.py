@@ -18,8 +18,8 @@ from vllm_mlx import server
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
 from vllm_mlx_harmony.host import adapter, contract
-from vllm_mlx_harmony.server import generation as answers
-from vllm_mlx_harmony.server import shutdown, streams
+from vllm_mlx_harmony.server import answer as answers
+from vllm_mlx_harmony.server import shutdown
 from vllm_mlx_harmony.server.queue import Queue, queue_before
 
 
@@ -69,7 +69,7 @@ def test_an_answer_that_ends_in_time_is_not_ended() -> None:
 
     async def answering() -> None:
         future = asyncio.get_running_loop().create_future()
-        answers._running["a", "t"] = future
+        answers._running["a", "t"] = SimpleNamespace(end=future.set_result)  # type: ignore[assignment]
         await asyncio.sleep(0.2)
         ended.append(future.done())
         del answers._running["a", "t"]
@@ -85,7 +85,7 @@ def test_an_answer_that_does_not_end_is_ended_before_uvicorn_hangs_up() -> None:
 
     async def answering() -> None:
         future = asyncio.get_running_loop().create_future()
-        answers._running["a", "t"] = future
+        answers._running["a", "t"] = SimpleNamespace(end=future.set_result)  # type: ignore[assignment]
         failures.append(await future)
         del answers._running["a", "t"]
 
@@ -103,7 +103,7 @@ def test_the_limit_counts_from_the_signal() -> None:
 
     async def answering() -> None:
         future = asyncio.get_running_loop().create_future()
-        answers._running["a", "t"] = future
+        answers._running["a", "t"] = SimpleNamespace(end=future.set_result)  # type: ignore[assignment]
         time.sleep(0.3)
         began = time.monotonic()
         failures.append(await future)
@@ -120,7 +120,7 @@ def test_an_answer_is_read_to_its_end_before_uvicorn_hangs_up() -> None:
     read: list[bool] = []
 
     async def reading() -> None:
-        with streams.unread_until_left():
+        with answers.unread_until_left():
             await asyncio.sleep(0.4)  # longer than the limit
             read.append(not seen)
 

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import (
     Closed,
     Delta,
+    Failed,
     Finished,
     Kind,
     Opened,
@@ -28,20 +31,15 @@ from vllm_mlx_harmony.core.deltas import (
     Text,
     Usage,
 )
-from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.host.adapter import _Retrieved
 from vllm_mlx_harmony.protocols import chat, messages, responses
-from vllm_mlx_harmony.protocols.events import DONE, Event, frame
+from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import streams
+from vllm_mlx_harmony.server.answer import CAPACITY_VARIABLE, Answer, unread
 from vllm_mlx_harmony.server.encryption import ServerCipher
-from vllm_mlx_harmony.server.streams import (
-    CAPACITY_VARIABLE,
-    EventBuffer,
-    unread,
-    within,
-    written,
-)
+from vllm_mlx_harmony.server.host import Deadline
+from vllm_mlx_harmony.server.streams import within
 
 SEAL = ServerCipher(b"0" * 32, "tenant")
 INFO = ResponseInfo("0f1e2d3c4b5a69788796", 1_754_352_000, "m")
@@ -75,6 +73,7 @@ class Engine:
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         self.busy = True
         try:
+            yield [Started(3)]
             yield [Opened(0, Kind.ANSWER)]
             while self.words is None or self.said < self.words:
                 self.said += 1
@@ -102,9 +101,35 @@ def emitter(api: str) -> Any:
     return read(body).emitter(INFO)
 
 
-def buffered(engine: Engine, api: str = "chat", **options: Any) -> EventBuffer:
-    deltas: Any = engine.deltas()
-    return EventBuffer(written([Started(3)], deltas, emitter(api)), **options)
+def buffered(engine: Engine, api: str = "chat", **options: Any) -> Answer:
+    return answered(engine.deltas(), emitter(api), **options)
+
+
+def answered(deltas: Any, emitter: Any, *, remote: bool = False, **options: Any) -> Answer:
+    """The answer made of ``deltas``, whose lease and accounting are of no interest."""
+
+    async def release() -> None:
+        """There is nothing to give back."""
+
+    lease = SimpleNamespace(
+        harmony=SimpleNamespace(remote=remote),
+        deadline=Deadline(20, time.monotonic() + 20),
+        tenant="somebody",
+        release=release,
+    )
+    tracker = SimpleNamespace(finish=lambda **_: None)
+    job: Any = SimpleNamespace(lease=lease, tracker=tracker, id_seed="")
+    return Answer(job, deltas, emitter, **options)
+
+
+class Plain:
+    """An emitter whose deltas are its events."""
+
+    def feed(self, delta: Any) -> list[Event]:
+        return [delta] if isinstance(delta, Event) else []
+
+    def result(self) -> dict[str, Any]:
+        raise AssertionError("it is streamed")
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -117,7 +142,6 @@ def test_who_reads_nothing_does_not_hold_the_engine(api: str) -> None:
         await until(lambda: engine.failure is not None)
         assert not engine.busy
         assert engine.said < 100
-        assert isinstance(engine.failure, HostError)
         data = [event.data async for event in events if event is not DONE]
         assert sum(map(len, data)) < 40_000
         assert "not read as fast as it was generated" in data[-1]
@@ -156,12 +180,13 @@ def test_a_slow_reader_misses_nothing_however_many_ids_come_at_a_time(interval: 
         ids = vocab.encoding().encode(said, allowed_special="all")
 
         async def deltas() -> AsyncGenerator[list[Delta], None]:
+            yield context.start(None)
             for at in range(0, len(ids), interval):
                 yield context.append_output(tuple(ids[at : at + interval]))
                 await asyncio.sleep(0)
             yield context.finish("stop", 0)
 
-        buffer = EventBuffer(written(context.start(None), deltas(), asked.emitter(INFO)))
+        buffer = answered(deltas(), asked.emitter(INFO))
         events = []
         async for event in buffer:
             events.append(event)
@@ -183,17 +208,13 @@ def test_what_the_client_sent_itself_does_not_count() -> None:
     """Nor does the end, which repeats it: no engine is held by then."""
 
     async def test() -> None:
-        async def events() -> AsyncGenerator[list[Event], None]:
+        async def deltas() -> AsyncGenerator[list[Any], None]:
             yield [Event("x" * 50_000)]
             yield [Event("y" * 900)]
-            with suppress(HostError):  # as whatever writes events does at its end
-                yield [Event("z" * 50_000)]
+            yield [Event("z" * 50_000), Finished("stop", None, Usage(3, 2))]
 
-        assert [len(event.data) async for event in EventBuffer(events(), capacity=1000)] == [
-            50_000,
-            900,
-            50_000,
-        ]
+        answer = answered(deltas(), Plain(), capacity=1000)
+        assert [len(event.data) async for event in answer] == [50_000, 900, 50_000]
 
     run(test)
 
@@ -204,22 +225,25 @@ def test_the_environment_says_how_much_may_wait(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setenv(CAPACITY_VARIABLE, size)
-    thrown: list[HostError] = []
+    failures: list[str | None] = []
+
+    class Noting(Plain):
+        def feed(self, delta: Any) -> list[Event]:
+            if isinstance(delta, Failed):
+                failures.append(delta.error.code)
+            return super().feed(delta)
 
     async def test() -> None:
-        async def events() -> AsyncGenerator[list[Event], None]:
-            try:
-                for _ in range(3):
-                    yield [Event("x" * 600)]
-            except HostError as error:
-                thrown.append(error)
+        async def deltas() -> AsyncGenerator[list[Any], None]:
+            for _ in range(3):
+                yield [Event("x" * 600)]
 
-        buffer = EventBuffer(events())
+        buffer = answered(deltas(), Noting())
         await asyncio.sleep(0.01)  # nobody reads
         await buffer.aclose()
 
     run(test)
-    assert [error.code for error in thrown] == ([] if fits else ["reader_too_slow"])
+    assert failures == ([] if fits else ["reader_too_slow"])
     said = "an answer was ended: 1800 bytes of it were not read"
     assert [record.message for record in caplog.records] == ([] if fits else [said])
 
@@ -228,9 +252,7 @@ def test_the_environment_says_how_much_may_wait(
 def test_closed_at_any_moment_it_frees_the_engine(steps: int) -> None:
     async def test() -> None:
         engine = Engine()
-        deltas: Any = engine.deltas()
-        await anext(deltas)  # the answer has begun, as it has when a stream is made of it
-        events = EventBuffer(written([Started(3)], deltas, emitter("chat")))
+        events = buffered(engine)
         for _ in range(steps):
             await asyncio.sleep(0)
         await events.aclose()
@@ -246,11 +268,12 @@ def test_silence_is_broken_unless_it_must_not_be(after: float) -> None:
     ping = Event("ping")
 
     async def test() -> None:
-        async def events() -> AsyncGenerator[list[Event], None]:
+        async def deltas() -> AsyncGenerator[list[Any], None]:
             await asyncio.sleep(0.1)
             yield [Event("late")]
 
-        read = [event async for event in EventBuffer(events(), ping, pings_after=after)]
+        answer = answered(deltas(), Plain(), ping=ping, pings_after=after)
+        read = [event async for event in answer]
         assert read[-1] == Event("late")
         assert set(read[:-1]) == ({ping} if after else set())
         assert len(read) < 15
@@ -262,11 +285,11 @@ def test_a_reader_that_is_cancelled_can_read_on() -> None:
     async def test() -> None:
         gate = asyncio.Event()
 
-        async def events() -> AsyncGenerator[list[Event], None]:
+        async def deltas() -> AsyncGenerator[list[Any], None]:
             await gate.wait()
             yield [Event("a"), Event("b")]
 
-        async with aclosing(EventBuffer(events())) as buffer:
+        async with aclosing(answered(deltas(), Plain())) as buffer:
             waiting = asyncio.ensure_future(anext(buffer))
             await asyncio.sleep(0.01)
             waiting.cancel()
@@ -309,7 +332,7 @@ def test_an_end_that_nobody_waits_for_any_more_is_no_error(error: Exception | No
             for event in ():
                 yield event
 
-        frames = streams._Frames(events(), frame)
+        frames = streams.Frames(events())
         asked = asyncio.ensure_future(anext(_Retrieved(frames)))
         await asyncio.wait({asked})
         del asked

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from vllm_mlx_harmony.server import cancellations, generation
+from vllm_mlx_harmony.server import answer, cancellations
 
 ANSWER = ("abc", "somebody")
 
@@ -47,8 +47,8 @@ def test_an_answer_that_begins_at_the_last_look_is_watched(
     monkeypatch.setattr(cancellations, "server_shared", lambda: "a Redis")
     monkeypatch.setattr(cancellations, "_watching", None)
     monkeypatch.setattr(cancellations, "_taken", lambda shared, answers: list(answers))
-    monkeypatch.setattr(generation, "running", running)
-    monkeypatch.setattr(generation, "cancel", lambda *answer: cancelled.append(answer))
+    monkeypatch.setattr(answer, "running", running)
+    monkeypatch.setattr(answer, "cancel", lambda *answer: cancelled.append(answer))
     loop = Loop()
     try:
         loop.run_until_complete(test())

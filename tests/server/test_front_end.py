@@ -34,7 +34,7 @@ from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
-from vllm_mlx_harmony.server import enforcement, generation
+from vllm_mlx_harmony.server import answer, enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine, Step, Steps
 from vllm_mlx_harmony.server.responses import store
@@ -547,10 +547,10 @@ def test_an_engine_in_the_middle_of_a_step_is_not_given_back(how: str) -> None:
         )
         await computing.wait()
         if how == "cancelled":
-            ((seed, tenant),) = generation.running()
-            assert generation.cancel(seed, tenant)
+            ((seed, tenant),) = answer.running()
+            assert answer.cancel(seed, tenant)
         else:
-            generation.end_all(HostError("the server is shutting down", code="shutting_down"))
+            answer.end_all(HostError("the server is shutting down", code="shutting_down"))
         with pytest.raises(openai.APIStatusError):
             await asked
         assert host.lent == 1

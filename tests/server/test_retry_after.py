@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.server import generation
+from vllm_mlx_harmony.server import answer
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.queue import queue_before
 
@@ -62,11 +62,11 @@ async def full() -> AsyncIterator[Alone]:
 @asynccontextmanager
 async def ending() -> AsyncIterator[Alone]:
     """The server shuts down."""
-    generation.reject_new(HostError("the server is shutting down", code="shutting_down"))
+    answer.reject_new(HostError("the server is shutting down", code="shutting_down"))
     try:
         yield Alone(ScriptedEngine({}))
     finally:
-        generation.reject_new(None)
+        answer.reject_new(None)
 
 
 CAUSES: dict[str, tuple[Callable[[], Any], int, str | None]] = {

@@ -46,10 +46,12 @@ from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
 from vllm_mlx_harmony.gateway.router import NOT_FOUND, Backend, Fleet
 from vllm_mlx_harmony.gateway.routing import Health, Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
-from vllm_mlx_harmony.server import defaults, enforcement, generation
+from vllm_mlx_harmony.server import defaults, enforcement
+from vllm_mlx_harmony.server.answer import rejection
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.garbage import set_aside
+from vllm_mlx_harmony.server.generation import stopped
 from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.shutdown import at_once, gracefully
 from vllm_mlx_harmony.server.tools import config as tools
@@ -207,7 +209,7 @@ class Gateway:
         finally:
             gone.cancel()
             if not task.done():
-                await generation.stopped(task)
+                await stopped(task)
 
     def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
         """Starlette itself notices that a client has disconnected."""
@@ -297,7 +299,7 @@ class _Outer:
                 set_aside()
                 yield
             finally:
-                await generation.stopped(watching)
+                await stopped(watching)
 
     @contextlib.asynccontextmanager
     async def _running_tools(self) -> AsyncIterator[None]:
@@ -423,7 +425,7 @@ def _ready(host: Gateway) -> Response:
         {"url": each.spec.url, "up": each.up, "health": each.health, "problem": each.problem}
         for each in host.fleet.backends
     ]
-    ending = generation.rejection() is not None
+    ending = rejection() is not None
     ready = not ending and any(each["up"] for each in engines)
     status = "draining" if ending else "ready" if ready else "no engine is up"
     return JSONResponse({"status": status, "engines": engines}, 200 if ready else 503)

@@ -1,10 +1,9 @@
-"""The body of a request: no larger than it may be, and parsed where nobody waits for it.
+"""The body of a request: bounded, and parsed where no other request waits for it.
 
 A server has one event loop, and one interpreter lock. What takes long is done in a thread, which
 other threads get the lock from every few milliseconds, unless one call of a library holds it from
-beginning to end, as parsers do: a parser takes a few tenths of a microsecond for each value and
-little for the length of a string, so that it is values and escapes that have to be bounded.
-Refuses to know what a body says (protocols).
+beginning to end, as parsers do. A parser takes a few tenths of a microsecond for each value and
+little for the length of a string, so values and escapes have to be bounded.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.server import cancellations, generation
+from vllm_mlx_harmony.server import answer, cancellations
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.errors import error_response, with_error_body
 from vllm_mlx_harmony.server.host import host_of, tenant_of
@@ -24,7 +24,7 @@ _ID = re.compile(r"[a-z]+[-_](?P<seed>[0-9a-f]+)")
 
 
 async def cancel_request(request: Request, request_id: str) -> Response:
-    """Ends the answer with this id, as the host says that it has done so."""
+    """Cancels the answer with this id; the reply has the shape of the host's."""
     try:
         cancelled = await _cancelled(request_id, tenant_of(request))
     except SharedError as error:
@@ -56,7 +56,7 @@ async def _cancelled(request_id: str, tenant: str) -> bool:
     if match is None:
         return False
     seed = match["seed"]
-    return generation.cancel(seed, tenant) or await cancellations.cancel_elsewhere(seed, tenant)
+    return answer.cancel(seed, tenant) or await cancellations.cancel_elsewhere(seed, tenant)
 
 
 _WHY = "the ids of answers from token ids are not the engines'"

@@ -1,8 +1,8 @@
-"""Cancelling an answer at another server than the one that generates it, where they share a Redis.
+"""Cancelling an answer that another server generates, where servers share a Redis.
 
-Whoever is asked for an answer that it does not have leaves word under the answer's name, and waits.
-Each server takes, every ``BEAT`` seconds, what was left for the answers that it generates: a word
-that is gone was taken. Knows words and times. Refuses to know how an answer ends (generation).
+A server that is asked to cancel an answer it does not have writes a request for it to Redis, and
+waits. Each server reads, every ``BEAT`` seconds, the requests for the answers that it generates,
+and deletes those that it carries out.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_mlx_harmony.server import generation
+from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server.shared import Shared, SharedError, server_shared, shared_key
 
 BEAT = 0.5
-"""Seconds between two times that a server looks."""
+"""Seconds between two looks at the requests."""
 
 PATIENCE = 3 * BEAT
-"""Seconds after which nobody generates the answer."""
+"""Seconds without a reply after which no server has the answer."""
 
 TICK = 0.05
 
 _watching: asyncio.Future[None] | None = None
 
 _idle = 0
-"""Looks in a row that found nothing generated here, since the last ``watch``."""
+"""Looks in a row that found no answer generated here, since the last ``watch``."""
 
 
 def watch() -> None:
-    """From now on, until nothing is generated here any more, others may cancel what is."""
+    """Looks for requests from now on, until no answer is generated here any more."""
     global _watching, _idle
     shared = server_shared()
-    _idle = 0  # who watches may be about to end
+    _idle = 0  # the task may be about to end
     if shared is not None and (_watching is None or _watching.done()):
         _watching = asyncio.ensure_future(_watch(shared))
 
 
 async def cancel_elsewhere(id_seed: str, tenant: str) -> bool:
-    """Whether another server generated the answer of ``tenant`` with this seed, and ends it now.
+    """Has another server end the answer of ``tenant`` with this seed; whether one had it.
 
     Raises ``SharedError``.
     """
@@ -61,18 +61,18 @@ async def _watch(shared: Shared) -> None:
     global _idle
     while _idle < 2:  # noqa: PLR2004 - one that was prepared just now runs when we look again
         await asyncio.sleep(BEAT)
-        answers = generation.running()
-        _idle = 0 if answers else _idle + 1
+        running = answers.running()
+        _idle = 0 if running else _idle + 1
         try:
-            wanted = await asyncio.to_thread(_taken, shared, answers)
+            wanted = await asyncio.to_thread(_taken, shared, running)
         except SharedError:
             continue
         for answer in wanted:
-            generation.cancel(*answer)
+            answers.cancel(*answer)
 
 
 def _taken(shared: Shared, answers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Those of ``answers`` for which word was left. Taken once: for a thread."""
+    """Those of ``answers`` that are to be cancelled, each returned once. For a thread."""
     names = [_name(*answer) for answer in answers]
     if not names:
         return []

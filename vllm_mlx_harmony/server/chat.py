@@ -1,8 +1,4 @@
-"""The routes of Chat Completions, and of the list of models.
-
-Knows paths and methods. Refuses to know how a request is run (serving), and what the API's bodies
-and events look like (protocols.chat).
-"""
+"""The routes of Chat Completions, and of the list of models."""
 
 from __future__ import annotations
 

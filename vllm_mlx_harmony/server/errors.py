@@ -1,8 +1,4 @@
-"""Errors as HTTP answers: ours and the host's, each in the shape of the API that was called.
-
-Knows status, headers and where FastAPI lets an exception pass.
-Refuses to know any API's shape: a function makes the body.
-"""
+"""Errors as HTTP answers: ours and the host's, each in the shape of the API that was called."""
 
 from __future__ import annotations
 

@@ -59,9 +59,9 @@ class Lease:
     """An engine lent to ``tenant``, not unloaded until it is released, and the time it is lent for.
 
     Releasing it again does nothing. It is released at the end of the block that it was acquired for
-    (``serving.leased``), unless somebody has ``taken_over``: whoever sets that, before it generates
-    on the engine, releases it when the engine has stopped. ``engine`` is ``None`` where the model
-    is not a Harmony model: the host answers by itself.
+    (``serving.leased``), unless it is ``taken_over``: an ``Answer`` releases it when the engine has
+    stopped. ``engine`` is ``None`` where the model is not a Harmony model: the host answers by
+    itself.
     """
 
     engine: Engine | None

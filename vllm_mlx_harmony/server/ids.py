@@ -14,11 +14,9 @@ that has ``error`` ends a stream that failed. GET says which version of all this
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Annotated, Any, Literal
-from uuid import uuid4
 
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
@@ -28,33 +26,23 @@ from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import Policy
-from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults, ResponseInfo
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.protocols.validation import Seed, Wire, checked
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.body import bounded, parse_body
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.errors import with_error_body
-from vllm_mlx_harmony.server.generation import Job, run
-from vllm_mlx_harmony.server.host import Lease, host_of
 from vllm_mlx_harmony.server.sampling import Settings, capped
-from vllm_mlx_harmony.server.serving import (
-    Api,
-    PreparedRequest,
-    error_answer,
-    leased,
-    respond,
-    watch,
-)
+from vllm_mlx_harmony.server.serving import Api, Prepared, Received, error_answer, respond, serve
 
 VARIABLE = "VLLM_MLX_HARMONY_ID_ENDPOINT"
 """Environment variable: ``1`` switches the endpoint on."""
 
 PATH = "/harmony/v1/generate"
 VERSION = 1
-"""Of what is said here: another one that cannot be understood is another number."""
+"""The version of this interface; a change that is not compatible has another number."""
 
 
 class IdSettings(Wire):
@@ -107,7 +95,7 @@ class Ids:
 
 
 class IdContext:
-    """One output that nobody reads but the other side: what a context is to a `Job`."""
+    """One output that nobody reads but the other side: as the context of a `Job`."""
 
     done = False
     outputs = ()
@@ -161,7 +149,7 @@ def _event(ids: tuple[int, ...], finish: str | None = None, cached_tokens: int =
     return Event(encode({"ids": ids, "finish": finish, "cached_tokens": cached_tokens}))
 
 
-def _read(body: object, _: Defaults, __: str) -> Any:
+def _read(body: object, _: Defaults, __: str) -> IdRequest:
     return checked(IdRequest, body)
 
 
@@ -173,46 +161,28 @@ def switched_on() -> bool:
     return os.environ.get(VARIABLE, "") == "1"
 
 
-async def generate(request: Request) -> Response:
+async def answer_ids(request: Request) -> Response:
     """``POST /harmony/v1/generate``, and ``GET``."""
-    try:
-        if not switched_on():
-            problem = f"{PATH} is switched off ({VARIABLE}=1 switches it on)"
-            raise RequestError(problem, status=404, code="not_found")
-        if request.method == "GET":
-            return JSONResponse({"harmony": VERSION})
-        request = bounded(request)
-        document = await parse_body(await request.body())
-        async with leased(API, request, document) as lease:
-            if lease.engine is None:
-                raise RequestError("the model takes no ids of Harmony", param="model", status=404)
-            parsed: IdRequest = await API.parsed(document, Defaults(), lease.tenant)
-            prepared = await _prepared(request, parsed, lease)
-            return await respond(request, prepared, run(prepared.job))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
-        return error_answer(API, error)
+    if not switched_on():
+        problem = f"{PATH} is switched off ({VARIABLE}=1 switches it on)"
+        return error_answer(API, RequestError(problem, status=404, code="not_found"))
+    if request.method == "GET":
+        return JSONResponse({"harmony": VERSION})
+    return await serve(API, request, _generate)
 
 
-async def _prepared(request: Request, parsed: IdRequest, lease: Lease) -> PreparedRequest:
-    """The request, ready to run. Raises ``RequestError``."""
+async def _generate(received: Received) -> Response:
+    """The ids that follow the prompt. Nothing is left to render: the prompt came as ids."""
+    lease, parsed = received.lease, _read(received.document.value, Defaults(), "")
     wrong = next((token for token in parsed.prompt if not 0 <= token < VOCAB_SIZE), None)
     if wrong is not None:
         raise RequestError(f"no token has the id {wrong}", param="prompt")
     lease.tenant = sha256(f"{lease.tenant}\0{parsed.tenant}".encode()).hexdigest()
     prompt = tuple(parsed.prompt)
-    host = host_of(request)
-    gone = watch(host, request, lease.deadline)
-    constraint = await _constraint(parsed, lease.tenant, gone)  # before anything is accounted for
-    job = Job(
-        lease=lease,
-        context=IdContext(prompt),  # type: ignore[arg-type]  # its emitter takes ids for deltas
-        settings=capped(parsed.settings.settings, len(prompt), lease.harmony.context_length),
-        tracker=host.tracker(API.name, stream=True),
-        id_seed=uuid4().hex,
-        constraint=constraint,
-    )
-    info = ResponseInfo(job.id_seed, int(time.time()), parsed.model or "")
-    return PreparedRequest(API, parsed, info, job, IdEmitter())
+    constraint = await _constraint(parsed, lease.tenant, received.unless_gone)
+    settings = capped(parsed.settings.settings, len(prompt), lease.harmony.context_length)
+    context: Any = IdContext(prompt)  # its emitter takes ids for deltas
+    return await respond(Prepared(received, True, context, settings, constraint, IdEmitter()))
 
 
 async def _constraint(
@@ -234,7 +204,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         Endpoint(
             PATH,
             ("GET", "POST"),
-            generate,
+            answer_ids,
             "a gateway in front of this server has ids, not requests",
             like=("/v1/chat/completions", "POST"),
         ),

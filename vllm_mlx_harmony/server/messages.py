@@ -1,8 +1,4 @@
-"""The routes of the Anthropic Messages API.
-
-Knows its header names and how its tokens are counted. Refuses to know its bodies and events
-(protocols.messages) and how a request is run (serving).
-"""
+"""The routes of the Anthropic Messages API: its headers, and how its tokens are counted."""
 
 from __future__ import annotations
 
@@ -54,7 +50,8 @@ MESSAGES = Api(
 async def create_message(request: Request) -> Response:
     """``POST /v1/messages``."""
     id_seed = uuid4().hex
-    return _with_request_id(await serve(_of(MESSAGES, id_seed), request, id_seed), id_seed)
+    api = _of(MESSAGES, id_seed)
+    return _with_request_id(await serve(api, request, id_seed=id_seed), id_seed)
 
 
 async def count_tokens(request: Request) -> Response:

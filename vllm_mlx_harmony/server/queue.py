@@ -1,7 +1,4 @@
-"""Requests in front of an engine that serves one at a time: first come, first served, and bounded.
-
-Knows order, places and time. Refuses to know what a request is, and what the engine does with it.
-"""
+"""The queue in front of an engine that serves one request at a time: in order, and bounded."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
 from vllm_mlx_harmony.server.settings import number
 
 PLACES_VARIABLE = "VLLM_MLX_HARMONY_QUEUE"
-"""Environment variable: how many requests may wait for one engine; more are refused with 503."""
+"""Environment variable: requests that may wait for one engine; more are rejected with 503."""
 
 DEFAULT_PLACES = 32
 RETRY_SECONDS = 5
-"""After which a client may try again, where nothing is known of how long it will take."""
+"""Seconds after which a client may try again, where nothing better is known."""
 
 
 class Queue:
-    """Lets one at a time through, the others in the order they came, ``places`` of them at most.
+    """One slot, given to requests in the order they came; at most ``places`` of them wait.
 
-    For one event loop. Nobody is let through twice, and no slot is lost: whoever gives up, is
-    cancelled or runs out of time frees the place, or passes the slot on when it came just then.
+    For one event loop. The slot is never held twice and never lost: a request that is cancelled or
+    runs out of time frees its place, or passes the slot on if it was given to it just then.
     """
 
     def __init__(self, places: int) -> None:
@@ -37,11 +34,11 @@ class Queue:
 
     @property
     def waiting(self) -> int:
-        """How many wait now."""
+        """The number of requests that wait."""
         return len(self._waiting)
 
     def reject_waiting(self, failure: HarmonyFailure) -> None:
-        """Sends all who wait away: their ``slot`` raises ``failure``."""
+        """Rejects all requests that wait: their ``slot`` raises ``failure``."""
         while self._waiting:
             self._waiting.popleft().set_exception(failure)
 
@@ -50,7 +47,7 @@ class Queue:
         """Holds the engine for as long as the context lasts; waits up to ``seconds`` for it.
 
         Raises ``HostError``: 503 with ``retry_after`` at once when every place is taken, 504 when
-        the time ran out, and what those who wait are rejected with.
+        the time has run out, and the failure that ``reject_waiting`` was given.
         """
         if not self._taken:
             self._taken = True
@@ -101,7 +98,7 @@ _queues: WeakKeyDictionary[Any, Queue] = WeakKeyDictionary()
 
 
 def queue_before(engine: Any) -> Queue:
-    """The queue in front of ``engine``: always the same one for the same engine."""
+    """The queue in front of ``engine``, one for each."""
     queue = _queues.get(engine)
     if queue is None:
         queue = _queues[engine] = Queue(places())
@@ -109,11 +106,11 @@ def queue_before(engine: Any) -> Queue:
 
 
 def reject_all_waiting(failure: HarmonyFailure) -> None:
-    """Sends all away who wait for any engine, with ``failure``."""
+    """Rejects all requests that wait for any engine, with ``failure``."""
     for queue in list(_queues.values()):
         queue.reject_waiting(failure)
 
 
 def places() -> int:
-    """Places in a queue, as the environment says; the default where it says no whole number."""
+    """Places in a queue, as the environment has it; else the default."""
     return number(PLACES_VARIABLE, DEFAULT_PLACES)

@@ -1,8 +1,4 @@
-"""What a request is generated with: its own values over the server's, and nothing left open.
-
-Refuses to know where the server's defaults come from (defaults), engines and APIs, and how an id is
-drawn (sampler).
-"""
+"""How ids are drawn for a request: its own values over the server's, and nothing left open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM: nobody waits for what will not come, and whoever is being answered has time to end.
+"""SIGTERM: new requests are rejected at once, and running answers have time to end.
 
 uvicorn, which the host runs under, reacts to SIGTERM and SIGINT in ``Server.shutdown``: it stops
 listening, hangs up on every WebSocket, and waits without a limit for HTTP responses. The lifespan
@@ -7,7 +7,7 @@ of the application ends after that, too late to end an answer in words. So all t
 1. New requests get 503 (``RejectDuringShutdown``), and so do those that wait for an engine.
 2. Answers that are being generated go on until shortly before the limit, counted from the signal,
    and then end with an error in their API's shape, over a WebSocket, too. None of them waits for
-   its engine to stop (``generation.run``).
+   its engine to stop (``Answer.end``).
 3. When they have been written, uvicorn's own shutdown, with what is left of the limit for
    everything else the host answers.
 4. A step of an engine that computes a long prompt cannot be interrupted, and Python waits for the
@@ -33,14 +33,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
-from vllm_mlx_harmony.server import generation, streams
+from vllm_mlx_harmony.server import answer
 from vllm_mlx_harmony.server.apis import api_at
 from vllm_mlx_harmony.server.errors import error_response
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
 LONGEST = 30.0
-"""Seconds that answers may take to their ends, at most; less if the host's ``--timeout`` is."""
+"""The longest grace period in seconds; shorter if the host's ``--timeout`` is."""
 
 LAST_WORDS = 0.8
 """Seconds before the limit in which the errors at the end are written; a quarter of a short one."""
@@ -65,26 +65,26 @@ def gracefully(original: Shutdown, limit: Callable[[], float]) -> Shutdown:
         until = getattr(self, _SIGNALLED, now) + limit()
         if getattr(self, "_captured_signals", ()):  # of the process, not of a server within one
             _end_after(until + GRACE - now)
-        generation.reject_new(_failure())
+        answer.reject_new(_failure())
         try:
             await _answered(until - min(LAST_WORDS, limit() / 4))
-            if generation.running():
+            if answer.running():
                 logger.warning("shutting down: answers that have not ended are ended")
-                generation.end_all(_failure())
+                answer.end_all(_failure())
             await _answered(until + GRACE / 2)
             left = max(until - time.monotonic(), GRACE / 4)
             given = self.config.timeout_graceful_shutdown
             self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
             await original(self, sockets)
         finally:
-            generation.reject_new(None)
+            answer.reject_new(None)
 
     return shutdown
 
 
 async def _answered(until: float) -> None:
-    """Waits for answers to be generated and read, but not for ever."""
-    while (generation.running() or streams.unread()) and time.monotonic() < until:
+    """Waits until all answers are generated and read, or it is ``until``."""
+    while (answer.running() or answer.unread()) and time.monotonic() < until:
         await asyncio.sleep(TICK)
 
 
@@ -127,7 +127,7 @@ class RejectDuringShutdown:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failure = generation.rejection()
+        failure = answer.rejection()
         if failure is None or scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return

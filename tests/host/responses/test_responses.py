@@ -40,15 +40,15 @@ from vllm_mlx_harmony.core.turn import (
     Defaults,
     Instructions,
     ResponseInfo,
+    Summary,
     ToolChoice,
     User,
 )
 from vllm_mlx_harmony.host import contract
 from vllm_mlx_harmony.host.mount import SocketRoute
 from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.server import streams
-from vllm_mlx_harmony.server.body import Document
-from vllm_mlx_harmony.server.host import tenant_of
+from vllm_mlx_harmony.server import answer as answers
+from vllm_mlx_harmony.server.host import Deadline, tenant_of
 from vllm_mlx_harmony.server.responses import background, routes, websocket
 from vllm_mlx_harmony.server.responses.background import RUNNING_VARIABLE, Background, Running
 from vllm_mlx_harmony.server.responses.compact import COMPACT
@@ -57,8 +57,6 @@ from vllm_mlx_harmony.server.responses.persistence import (
     StoringEmitter,
     forget,
     read,
-    stored_events,
-    storing,
 )
 from vllm_mlx_harmony.server.responses.store import MemoryStore, StoredResponse, StoreError
 from vllm_mlx_harmony.server.responses.websocket import (
@@ -100,6 +98,7 @@ async def deltas(
 ) -> AsyncIterator[list[Delta]]:
     for group in groups:
         yield group
+        await asyncio.sleep(0.001)
     if error is not None:
         raise error
 
@@ -107,9 +106,12 @@ async def deltas(
 async def events_of(
     kept: StoringEmitter, groups: list[list[Delta]] = SAID, error: Exception | None = None
 ) -> list[Event]:
-    source: Any = deltas(groups, error)
-    groups_of = stored_events(storing(source, kept, known=False), kept)
-    return [event async for group in groups_of for event in group]
+    return [event async for event in answered(kept, deltas(groups, error))]
+
+
+def answered(kept: StoringEmitter, source: Any, **options: Any) -> answers.Answer:
+    """What reads the deltas of ``source`` for a client that streams."""
+    return answers.Answer(job(), source, kept, end=kept.end, **options)
 
 
 # --- StoredResponse before anybody is told.
@@ -117,13 +119,7 @@ async def events_of(
 
 def test_kept_before_the_last_event(store: MemoryStore) -> None:
     async def test() -> list[bool]:
-        kept = answer()
-        source: Any = deltas()
-        return [
-            store.get(ID, TENANT) is not None
-            async for group in stored_events(storing(source, kept, known=False), kept)
-            for _ in group
-        ]
+        return [store.get(ID, TENANT) is not None async for _ in answered(answer(), deltas())]
 
     known = asyncio.run(test())
     assert known[-2:] == [True, True]  # the last event, and [DONE]
@@ -146,17 +142,23 @@ def test_what_is_deleted_while_it_is_streamed_is_not_kept(store: MemoryStore, gr
     """Who reads it reads on; nobody else finds it, then or later."""
 
     async def test() -> list[Event]:
-        kept = answer()
-        source: Any = deltas()
-        told_of = stored_events(storing(source, kept, known=False), kept)
-        events = [event for _ in range(groups) for event in await anext(told_of)]
+        deleted = asyncio.Event()
+
+        async def source() -> AsyncIterator[list[Delta]]:
+            for number, group in enumerate(SAID):
+                if number == groups:
+                    await deleted.wait()
+                yield group
+
+        told_of = answered(answer(), source())
         assert not await forget(ID, "somebody else")
         statuses = [
             (await asyncio.to_thread(send, method, f"/v1/responses/{ID}")).status_code
             for method in ("DELETE", "DELETE", "GET")
         ]
         assert statuses == [200, 404, 404]
-        return events + [event async for group in told_of for event in group]
+        deleted.set()
+        return [event async for event in told_of]
 
     assert check(asyncio.run(test()))["status"] == "completed"
     assert store.get(ID, TENANT) is None
@@ -219,14 +221,23 @@ def test_a_failed_answer_is_kept_if_a_client_knows_it(
     store: MemoryStore, stream: bool, groups: list[list[Delta]], known: bool, expected: bool
 ) -> None:
     async def test() -> None:
-        kept = answer(stream=stream)
-        source: Any = deltas(groups, OutputError("x"))
-        async for group in storing(source, kept, known=known):
-            for delta in group:
-                kept.feed(delta)
+        given = answered(
+            answer(stream=stream),
+            deltas(groups, OutputError("x")),
+            announced=known,
+            keep=None if stream else answers.dropped,
+        )
+        if not stream:
+            await given.whole()
+        await given.begun()
+        events = [event async for event in given]
+        assert check(events)["status"] == "failed"
 
-    with pytest.raises(HarmonyFailure):
+    if expected:
         asyncio.run(test())
+    else:
+        with pytest.raises(HarmonyFailure):
+            asyncio.run(test())
     assert (store.get(ID, TENANT) is not None) is expected
 
 
@@ -235,7 +246,7 @@ def test_the_last_delta_is_written_once() -> None:
         kept = answer()
         kept.feed(Started(3))
         last = await kept.end(Failed(OutputError("first")))
-        return last, kept.feed(Failed(OutputError("second")))
+        return last, await kept.end(Failed(OutputError("second")))
 
     first, second = asyncio.run(test())
     assert first is second
@@ -284,9 +295,11 @@ def test_a_connection_remembers_more_than_the_store(store: MemoryStore) -> None:
 
 
 class Lent:
-    engine = SimpleNamespace()
+    engine = harmony = SimpleNamespace(remote=False)
+    tenant = TENANT
 
     def __init__(self, seconds: float = 0) -> None:
+        self.deadline = Deadline(60, time.monotonic() + 60)
         self._seconds = seconds
         self.released = False
 
@@ -298,7 +311,7 @@ class Lent:
 def job(seconds: float = 0) -> Any:
     """``seconds`` is how long it takes to give the engine back."""
     tracker = SimpleNamespace(finish=lambda **_: None)
-    return SimpleNamespace(lease=Lent(seconds), tracker=tracker)
+    return SimpleNamespace(lease=Lent(seconds), tracker=tracker, id_seed=KEY)
 
 
 @pytest.fixture
@@ -350,7 +363,7 @@ def test_followed_from_anywhere(turns: Callable[[Any], None], start: int) -> Non
     turns(slowly)
 
     async def test() -> None:
-        running = Background().start(job(), answer(background=True))
+        running = Background().start(job, answer(background=True))
         live = await collected(running, start)
         assert check(running.events)["status"] == "completed"
         assert live == await collected(running, start) == running.events[start:]
@@ -363,7 +376,7 @@ def test_cancelled_while_it_runs(turns: Callable[[Any], None], store: MemoryStor
 
     async def test() -> None:
         given = job()
-        running = Background().start(given, answer(background=True))
+        running = Background().start(lambda: given, answer(background=True))
         while len(running.events) < 6:
             await asyncio.sleep(0)
         await asyncio.gather(running.cancel(), running.cancel())
@@ -383,7 +396,7 @@ def test_cancelled_before_it_began(turns: Callable[[Any], None]) -> None:
 
     async def test() -> None:
         given = job()
-        running = Background().start(given, answer(background=True))
+        running = Background().start(lambda: given, answer(background=True))
         assert running.document()["status"] == "queued"
         await running.cancel()
         assert given.lease.released
@@ -396,7 +409,7 @@ def test_told_of_before_its_turn(turns: Callable[[Any], None]) -> None:
     turns(no_turn)
 
     async def test() -> None:
-        running = Background().start(job(), answer(background=True))
+        running = Background().start(job, answer(background=True))
         events = running.follow()
         names = [(await anext(events)).name for _ in range(2)]
         assert names == ["response.created", "response.queued"]
@@ -412,7 +425,7 @@ def test_cancelled_while_it_gives_the_engine_back(turns: Callable[[Any], None]) 
 
     async def test() -> None:
         given = job(0.05)
-        running = Background().start(given, answer(background=True))
+        running = Background().start(lambda: given, answer(background=True))
         await collected(running)
         assert not given.lease.released
         await running.cancel()
@@ -442,7 +455,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
 
 
 async def while_it_is_kept() -> Running:
-    running = routes.BACKGROUND.start(job(), answer(background=True))
+    running = routes.BACKGROUND.start(job, answer(background=True))
     await asyncio.sleep(0.05)
     return running
 
@@ -489,10 +502,10 @@ def test_nothing_goes_on_with_what_has_not_ended(turns: Callable[[Any], None], s
         running = await while_it_is_kept()
         for api in (routes.RESPONSES, COMPACT, Conversation(Socket())._api):
             with pytest.raises(RequestError) as caught:
-                await api.parsed(Document(body), Defaults(), TENANT)
+                await asyncio.to_thread(api.read, body, Defaults(), TENANT)
             assert (caught.value.status, caught.value.code) == (400, "previous_response_not_ready")
         await collected(running)
-        asked = await routes.RESPONSES.parsed(Document(body), Defaults(), TENANT)
+        asked = await asyncio.to_thread(routes.RESPONSES.read, body, Defaults(), TENANT)
         assert asked.turn.messages == (User("Hi"), Answer("Hello."), User("More"))
 
     asynchronous(test)
@@ -502,7 +515,7 @@ def test_what_has_ended_stays_as_it_is(turns: Callable[[Any], None]) -> None:
     turns(slowly)
 
     async def test() -> None:
-        running = Background().start(job(), answer(background=True))
+        running = Background().start(job, answer(background=True))
         await collected(running)
         await running.cancel()
         assert running.document()["status"] == "completed"
@@ -522,7 +535,7 @@ def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
         for number in range(4):
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            await collected(background.start(job(), kept))
+            await collected(background.start(job, kept))
         remembered = [there(background, number) for number in range(4)]
         assert remembered == [False, False, True, True]
         assert await background.forget(f"resp_{3:020x}", TENANT) is True
@@ -539,7 +552,7 @@ def test_old_bytes_make_room(turns: Callable[[Any], None]) -> None:
         for number in range(4):
             kept = answer(background=True, instructions="x" * 20_000, input="y" * 50_000)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            running = background.start(job(), kept)
+            running = background.start(job, kept)
             await collected(running)
             assert 130_000 < running.bytes < 150_000
         remembered = [there(background, number) for number in range(4)]
@@ -557,7 +570,7 @@ def test_what_has_ended_holds_its_documents_only(
     async def test() -> None:
         given, kept = job(), answer(background=True)
         held = [weakref.ref(given.lease), weakref.ref(kept)]
-        running = Background().start(given, kept)
+        running = Background().start([given].pop, kept)
         del given, kept
         await asyncio.sleep(0.01)
         await running.cancel()
@@ -600,7 +613,7 @@ def test_a_compaction_is_what_was_answered(said: list[Delta], text: str | None) 
     user, encrypted = document["output"]
     assert (user["role"], document["usage"]["output_tokens"]) == ("user", 2)
     again = read({"model": "m", "input": [encrypted]}, Defaults(), References(TENANT))
-    assert again.turn.messages == (User(text),)
+    assert again.turn.messages == (Summary(text),)
 
 
 def test_a_compaction_is_text_whatever_the_conversation_wants() -> None:
@@ -877,7 +890,7 @@ def test_who_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> Non
         socket: Any = Full("{}")
         await asyncio.wait_for(Conversation(socket).last(), 5)
         assert aborted == [True]
-        assert not streams.unread()
+        assert not answers.unread()
 
     asynchronous(test)
 
@@ -943,7 +956,7 @@ def test_answers_in_the_background_are_bounded_in_all(
         def another(number: int) -> Running:
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            return background.start(job(), kept)
+            return background.start(job, kept)
 
         background = Background(most_running=None if by_environment else 100_000)
         first = another(1)

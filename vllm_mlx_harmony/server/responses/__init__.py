@@ -1,4 +1,1 @@
-"""The Responses API as a server keeps it: routes, WebSocket, background, compaction, storage.
-
-Refuses to know its bodies and events (protocols.responses) and how a request is run (serving).
-"""
+"""The Responses API on a server: routes, WebSocket, background, compaction, storage."""

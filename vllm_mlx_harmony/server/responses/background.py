@@ -1,16 +1,14 @@
-"""Answers that are generated while nobody waits: started, watched, cancelled.
+"""Responses in the background: started, followed and cancelled by requests that come later.
 
-Knows what each has said so far, and for how long that is remembered. Refuses to know paths and
-sockets (routes, websocket), and where an answer is kept when it has ended (persistence).
+While one is generated, all its events are in memory, and so are those of the last that ended. What
+is stored of them: ``responses.persistence``.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping
 from json import loads
 from typing import Any
 
@@ -21,60 +19,51 @@ from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
-from vllm_mlx_harmony.server.generation import Job, run, stopped
+from vllm_mlx_harmony.server.answer import Answer
+from vllm_mlx_harmony.server.generation import Job, run
 from vllm_mlx_harmony.server.queue import RETRY_SECONDS
 from vllm_mlx_harmony.server.responses.persistence import (
     References,
     StoringEmitter,
-    stored_events,
-    storing,
 )
 from vllm_mlx_harmony.server.responses.persistence import read as read_request
 from vllm_mlx_harmony.server.responses.store import StoredResponse
 from vllm_mlx_harmony.server.settings import number
 
 MOST_EVENTS = 200_000
-"""Events remembered of answers that have ended; the oldest answers go first."""
+"""Events kept of responses that have ended; the oldest responses are dropped first."""
 
 MOST_BYTES = 64 * 1024 * 1024
-"""The same in bytes: four events of each answer repeat its instructions and its tools."""
+"""The same in bytes: four events of each response repeat its instructions and its tools."""
 
 RUNNING_VARIABLE = "VLLM_MLX_HARMONY_BACKGROUND_BYTES"
-"""Environment variable: bytes that all answers which run may take; more are refused with 503."""
+"""Environment variable: bytes that all running responses may take; more are rejected with 503."""
 
 DEFAULT_RUNNING = 256 * 1024 * 1024
 
 TURN_BYTES = 64 * 1024
-"""What an answer takes at least, with its prompt and what it is generated with."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Generating:
-    """What an answer needs until it has ended: an engine, the conversation, and its ids."""
-
-    job: Job
-    answer: StoringEmitter
-    task: asyncio.Future[None]
+"""The least that a running response takes, its prompt included."""
 
 
 class Running:
-    """An answer in the background, from its first event to its last.
+    """A response in the background, from its first event to its last.
 
-    ``events`` are those there are so far: the one with ``sequence_number`` n is the n-th.
-    ``bytes`` are those of what is remembered when it has ended. While it runs it has the request,
+    ``events`` are all events so far: the one with ``sequence_number`` n is the n-th. ``bytes`` is
+    the size of what is remembered when the response has ended. While it runs it has the request,
     too, about as large again, and there are two more events to come that repeat it.
     """
 
-    def __init__(self, job: Job, answer: StoringEmitter, written: str | None = None) -> None:
-        self.id, self.tenant = answer.id, answer.tenant
+    def __init__(self, job: Job, emitter: StoringEmitter, written: str | None = None) -> None:
+        self.id, self.tenant = emitter.id, emitter.tenant
         self.events: list[Event] = []
-        self._input = written_input(answer) if written is None else written
+        self._input = written_input(emitter) if written is None else written
         self.bytes = len(self._input)
         self._more = asyncio.Event()
-        self._append(*answer.create())
-        job.lease.taken_over = True  # here, not when `run` begins: whoever asked does not wait
-        task = asyncio.ensure_future(self._generate(job, answer))
-        self._generating: _Generating | None = _Generating(job, answer, task)
+        # Until it has ended; then nothing but the events is kept.
+        self._generating: tuple[Answer, StoringEmitter] | None = None
+        self._append(emitter.create())
+        answer = Answer(job, run(job), emitter, end=emitter.end, announced=True, keep=self._append)
+        self._generating = answer, emitter
 
     @property
     def done(self) -> bool:
@@ -89,12 +78,12 @@ class Running:
     def document(self) -> dict[str, Any]:
         """The response as it is now."""
         if self._generating is not None:
-            return self._generating.answer.document()
+            return self._generating[1].document()
         document: dict[str, Any] = loads(self.events[-2].data)["response"]
         return document
 
     def input_items(self) -> list[dict[str, Any]]:
-        """What was asked, as items."""
+        """The input as items."""
         items: list[dict[str, Any]] = from_json(self._input, cache_strings="none")
         return items
 
@@ -109,43 +98,34 @@ class Running:
             await self._more.wait()
 
     async def cancel(self) -> None:
-        """Ends it now, and frees the engine. What has ended stays as it is."""
-        now = self._generating
-        if now is None or self.done:
+        """Ends it now, and frees the engine. A response that has ended stays as it is."""
+        if self._generating is None:
             return
-        await stopped(now.task)
-        # A task that never began had nothing to clean up after itself.
-        now.job.tracker.finish(result="client_closed")
-        await now.job.lease.release()
-        last = await now.answer.end(None)
-        if not self.done:  # somebody else may have cancelled it in the meantime
-            self._append(*last)
-        self._generating = None
+        answer, emitter = self._generating
+        await answer.aclose()
+        last = await emitter.end(None)
+        if not self.done:  # it may have been cancelled twice
+            self._append(last)
 
-    async def _generate(self, job: Job, answer: StoringEmitter) -> None:
-        stored = storing(run(job), answer, known=True)
-        async with aclosing(stored_events(stored, answer)) as events:
-            async for group in events:
-                self._append(*group)
-        self._generating = None
-
-    def _append(self, *events: Event) -> None:
+    def _append(self, events: list[Event]) -> None:
         self.events.extend(events)
         self.bytes += sum(len(event.data) for event in events)
+        if self.done:
+            self._generating = None
         self._more.set()
         self._more = asyncio.Event()
 
 
-def written_input(answer: StoringEmitter) -> str:
-    """What was asked, as items, as JSON. Of a large request for a thread."""
-    return encode_slowly(answer.input_items())
+def written_input(emitter: StoringEmitter) -> str:
+    """The input items as JSON. For a thread, as they may be megabytes."""
+    return encode_slowly(emitter.input_items())
 
 
 class Background:
-    """The answers in the background of this server: all that run, and the last that ended.
+    """The background responses of this server: all that run, and the last that ended.
 
-    Room is made when another is started, so that the answer which just ended is there for a while
-    however long it is.
+    Old ones are dropped when another is started, so that a response which has just ended can be
+    read for a while, however large it is.
     """
 
     def __init__(
@@ -158,11 +138,13 @@ class Background:
         self._most_running = most_running
         self._all: OrderedDict[str, Running] = OrderedDict()
 
-    def start(self, job: Job, answer: StoringEmitter, written: str | None = None) -> Running:
-        """Generates the answer of ``job`` from now on, whoever listens.
+    def start(
+        self, begin: Callable[[], Job], emitter: StoringEmitter, written: str | None = None
+    ) -> Running:
+        """Generates the response to a job from now on, which ``begin`` makes when there is room.
 
-        ``written`` is its ``written_input``, where that is there already.
-        Raises ``HostError`` 503 when those that run take all the room there is.
+        ``written`` is its ``written_input``, where that is known already.
+        Raises ``HostError`` 503 when the responses that run take all the room there is.
         """
         self._make_room()
         bytes_taken = sum(each.bytes_taken for each in self._all.values() if not each.done)
@@ -173,11 +155,11 @@ class Background:
                 code="background_full",
                 retry_after=RETRY_SECONDS,
             )
-        running = self._all[answer.id] = Running(job, answer, written)
+        running = self._all[emitter.id] = Running(begin(), emitter, written)
         return running
 
     def get(self, key: str, tenant: str) -> Running | None:
-        """The answer with this id, if it is ``tenant``'s and its events are remembered."""
+        """The response with this id, if it is ``tenant``'s and its events are kept."""
         running = self._all.get(key)
         return running if running is not None and running.tenant == tenant else None
 
@@ -199,7 +181,7 @@ class Background:
 
 
 BACKGROUND = Background()
-"""The answers in the background of this server."""
+"""The background responses of this server."""
 
 
 def read(

@@ -20,7 +20,7 @@ def _read(body: object, defaults: Defaults, tenant: str) -> ResponsesRequest:
     return read(body, defaults, tenant).compaction()
 
 
-class _CompactionWriter:
+class _CompactionEmitter:
     """Writes the document out of the response that has the summary."""
 
     def __init__(self, parsed: ResponsesRequest, info: ResponseInfo, *_: Any) -> None:
@@ -41,7 +41,7 @@ COMPACT = Api(
     "responses_compact",
     _read,
     responses.error_body,
-    writer=_CompactionWriter,
     blocks=True,
     servers=responses.client_servers,
+    emitter=_CompactionEmitter,
 )

@@ -1,7 +1,6 @@
-"""Answers of the Responses API, looked up and kept: what a request continues, what stays of it.
+"""Responses looked up and stored: what a request continues, and what remains of its answer.
 
-Knows when an answer has to be on the disk. Refuses to know paths and sockets (routes,
-websocket), and how a store keeps what it is given (store).
+A response is stored before a client can know that it has ended.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -26,12 +24,9 @@ from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.encryption import server_cipher
-from vllm_mlx_harmony.server.errors import logged_failure
-from vllm_mlx_harmony.server.generation import Deltas
 from vllm_mlx_harmony.server.host import Context
 from vllm_mlx_harmony.server.responses.shared_background import another_server_runs
 from vllm_mlx_harmony.server.responses.store import StoredResponse, StoreError, server_store
-from vllm_mlx_harmony.server.streams import Events, ends
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -39,9 +34,9 @@ _KEY_BYTES = 10
 
 
 def new_id_seed() -> str:
-    """What the ids of a new answer are made from: as much as an item's id has room for.
+    """What the ids of a new response are made from: as much as an item's id has room for.
 
-    So the id of an item says which answer it is part of.
+    The id of an item contains that of its response.
     """
     return secrets.token_hex(_KEY_BYTES)
 
@@ -139,19 +134,17 @@ class StoringEmitter:
         return responses.response_id(self._info)
 
     def create(self) -> list[Event]:
-        """There is a response, though its turn may come later: what goes on the wire for that."""
+        """The events that announce the response, before its turn has come."""
         return self._emitter.create()
 
     def feed(self, delta: Delta) -> list[Event]:
-        """What goes on the wire for ``delta``; for the last one, what ``end`` made of it."""
-        if self._last is not None:
-            return self._last
+        """The events for ``delta``, any but the last: that one ends the response (``end``)."""
         return self._emitter.feed(delta)
 
     async def end(self, delta: Finished | Failed | None) -> list[Event]:
-        """The answer ends with ``delta``, or was cancelled: kept now, if the request wants it.
+        """The events that end the response, once it is stored; ``None``: it was cancelled.
 
-        Whoever asks for the end sees it kept: what is deleted then does not come back.
+        After that it is stored for good: a response that is deleted then does not come back.
         """
         if self._last is None:
             self._before = self._emitter.document()
@@ -217,40 +210,3 @@ async def forget(key: str, tenant: str) -> bool:
     """Whether an answer of ``tenant`` with this id was being generated: it is not kept, then."""
     answer = _unended.get(key)
     return answer is not None and answer.tenant == tenant and await answer.forget()
-
-
-async def storing(deltas: Deltas, answer: StoringEmitter, *, known: bool) -> Deltas:
-    """``deltas``, as they come, with the answer kept before the last of them is handed on.
-
-    A failed answer is kept, too, if a client has its id: it is ``known`` from the start, or once
-    something was handed on of an answer that is streamed. Raises ``HarmonyFailure``.
-    """
-    try:
-        async with aclosing(deltas):
-            async for group in deltas:
-                if group and isinstance(group[-1], Finished):
-                    yield group[:-1]
-                    await answer.end(group[-1])
-                    yield group[-1:]
-                else:
-                    yield group
-                known = known or answer._parsed.stream
-    except Exception as error:
-        failure = logged_failure(error, "a response failed")
-        if known:
-            await answer.end(Failed(failure))
-        raise failure from error
-
-
-async def stored_events(deltas: Deltas, answer: StoringEmitter) -> Events:
-    """The events of ``deltas``, which are ``storing``'s, group by group."""
-    ended = False
-    try:
-        async with aclosing(deltas):
-            async for group in deltas:
-                events = [event for delta in group for event in answer.feed(delta)]
-                ended = ends(group)
-                yield events
-    except Exception as error:  # noqa: BLE001 - whatever it is, who listens is told
-        if not ended:
-            yield await answer.end(Failed(logged_failure(error, "a response failed")))

@@ -1,14 +1,10 @@
-"""The routes of the Responses API over HTTP.
-
-Knows paths, methods and queries. Refuses to know bodies and events (protocols.responses), how a
-request is run (serving), and how answers are kept, watched in the background and made shorter
-(persistence, background, compact).
-"""
+"""The routes of the Responses API over HTTP: new responses, and those that exist already."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -22,7 +18,6 @@ from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
 from vllm_mlx_harmony.server.errors import with_error_body
-from vllm_mlx_harmony.server.generation import run
 from vllm_mlx_harmony.server.host import Context, tenant_of
 from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, read, written_input
@@ -32,26 +27,27 @@ from vllm_mlx_harmony.server.responses.persistence import (
     StoringEmitter,
     forget,
     new_id_seed,
-    storing,
 )
 from vllm_mlx_harmony.server.responses.shared_background import shared_background
 from vllm_mlx_harmony.server.responses.store import StoreError, server_store
 from vllm_mlx_harmony.server.responses.websocket import converse
 from vllm_mlx_harmony.server.serving import (
     Api,
-    PreparedRequest,
+    Received,
+    begin,
     count,
     error_answer,
+    prepare,
     respond,
     serve,
 )
 from vllm_mlx_harmony.server.streams import EventStream
 
 
-def _writer(
+def _emitter(
     parsed: ResponsesRequest, info: ResponseInfo, context: Context, tenant: str
 ) -> StoringEmitter:
-    """Who asks for an answer in the background may ask for its events later."""
+    """A response in the background has events, which may be asked for later."""
     streamed = parsed.stream or parsed.background
     return StoringEmitter(replace(parsed, stream=streamed), info, context, tenant)
 
@@ -61,47 +57,49 @@ RESPONSES = Api(
     read,
     responses.error_body,
     prefix="/v1/responses",
-    writer=_writer,
     blocks=True,
     servers=responses.client_servers,
+    emitter=_emitter,
 )
 
 
 HEARTBEAT = Heartbeat(BACKGROUND)
-"""What tells other servers of the answers in the background of this one."""
+"""Tells other servers of the background responses of this one."""
 
 
-# --- New answers.
+# --- New responses
 
 
 async def create_response(request: Request) -> Response:
     """``POST /v1/responses``."""
-    return await serve(RESPONSES, request, new_id_seed(), _answer)
+    return await serve(RESPONSES, request, _create, new_id_seed())
 
 
-async def _answer(request: Request, prepared: PreparedRequest) -> Response:
-    if not prepared.parsed.background:
-        deltas = storing(run(prepared.job), prepared.emitter, known=False)
-        return await respond(request, prepared, deltas)
+async def _create(received: Received) -> Response:
+    prepared = await prepare(received)
+    emitter: StoringEmitter = prepared.emitter
+    if not prepared.request.background:
+        return await respond(prepared, emitter.end)
     try:
-        written = await in_thread(written_input, prepared.emitter)
-        await announce(prepared.emitter)
-        running = BACKGROUND.start(prepared.job, prepared.emitter, written)
+        written = await in_thread(written_input, emitter)
+        await announce(emitter)
+        running = BACKGROUND.start(partial(begin, prepared), emitter, written)
     except BaseException:
-        prepared.job.tracker.finish(result="error")
-        await withdraw(prepared.emitter)
+        await withdraw(emitter)
         raise
     HEARTBEAT.watch(running)
-    return _events(request, running) if prepared.parsed.stream else JSONResponse(running.document())
+    if prepared.stream:
+        return EventStream(received.request, running.follow())
+    return JSONResponse(running.document())
 
 
 async def compact_response(request: Request) -> Response:
-    """``POST /v1/responses/compact``: the conversation in fewer tokens, as the model tells it."""
-    return await serve(COMPACT, request, new_id_seed())
+    """``POST /v1/responses/compact``: the conversation, summarized by the model."""
+    return await serve(COMPACT, request, id_seed=new_id_seed())
 
 
 async def count_input_tokens(request: Request) -> Response:
-    """``POST /v1/responses/input_tokens``: how long the same request's prompt would be."""
+    """``POST /v1/responses/input_tokens``: the length of the same request's prompt."""
     return await count(RESPONSES, request, resource.input_tokens)
 
 
@@ -110,7 +108,7 @@ async def refuse_conversations(request: Request, path: str = "") -> Response:
     return error_answer(RESPONSES, resource.no_conversations())
 
 
-# --- Answers there are already.
+# --- Responses that exist
 
 
 async def retrieve_response(request: Request, response_id: str) -> Response:
@@ -128,7 +126,8 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
                 "created with background, and not for ever",
                 param="stream",
             )
-        return _events(request, running, start)
+        # A reader that goes away does not stop it.
+        return EventStream(request, running.follow(start))
     if running is not None:
         return JSONResponse(running.document())
     return JSONResponse((await lookup.find(response_id, tenant)).document)
@@ -196,23 +195,18 @@ def _starting_after(number: str | None) -> int:
     return int(number[:18]) + 1
 
 
-def _events(request: Request, running: Running, start: int = 0) -> Response:
-    """The events of ``running``; who stops reading them does not stop it."""
-    return EventStream(request, running.follow(start))
-
-
-# --- Where they are.
+# --- Their paths
 
 
 def _errors_as_responses(
     endpoint: Callable[[Request, str], Awaitable[Response]],
 ) -> Callable[[Request, str], Awaitable[Response]]:
-    """``endpoint``, whose errors are answers."""
+    """``endpoint``, whose errors are answered in the API's shape."""
 
     async def answering(request: Request, response_id: str) -> Response:
         try:
             return await endpoint(request, response_id)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+        except Exception as error:  # noqa: BLE001 - every error is answered in the API's shape
             return error_answer(RESPONSES, error)
 
     return answering
@@ -229,7 +223,7 @@ def _route(path: str, methods: str, endpoint: Callable[..., Any], why: str) -> E
     return with_error_body(responses.error_body, made)
 
 
-_HOST_HAS_NONE = "the host keeps answers, but does not tell of them"
+_HOST_HAS_NONE = "the host stores responses, but cannot return them"
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     _route(*CREATE, create_response, "items and events from token ids"),

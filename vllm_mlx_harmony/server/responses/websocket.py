@@ -1,7 +1,7 @@
 """The Responses API over a WebSocket, as in the Open Responses specification.
 
-Knows its messages, their order and what is kept as long as a connection lasts. Refuses to know
-what events say (protocols.responses) and how a request is run (serving).
+A connection has one response at a time, in the order of its messages. The last response can be
+continued as long as the connection lasts, whether or not it is stored.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from vllm_mlx_harmony.core.deltas import Delta, Finished, Started, Usage
+from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
+from vllm_mlx_harmony.server.answer import Answer, rejection, unread_until_left
 from vllm_mlx_harmony.server.body import Document, limit, parse_body
 from vllm_mlx_harmony.server.errors import (
     admit,
@@ -32,35 +33,24 @@ from vllm_mlx_harmony.server.errors import (
     logged_failure,
     retry_headers,
 )
-from vllm_mlx_harmony.server.generation import Deltas, rejection, run, stopped
+from vllm_mlx_harmony.server.generation import Deltas, Job, run, stopped
 from vllm_mlx_harmony.server.host import host_of
 from vllm_mlx_harmony.server.responses.background import read
-from vllm_mlx_harmony.server.responses.persistence import (
-    StoringEmitter,
-    new_id_seed,
-    stored_events,
-    storing,
-)
-from vllm_mlx_harmony.server.serving import Api, PreparedRequest, leased, prepare
-from vllm_mlx_harmony.server.streams import (
-    EventBuffer,
-    client_seconds,
-    hang_up,
-    unread_until_left,
-    within,
-)
+from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, new_id_seed
+from vllm_mlx_harmony.server.serving import Api, Received, begin, leased, prepare
+from vllm_mlx_harmony.server.streams import client_seconds, hang_up, within
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
 LIFETIME = 3600.0
-"""Seconds a connection may last, as the specification has it; an answer is not cut by it."""
+"""Seconds that a connection may last, as in the specification; a running answer is not cut."""
 
 MOST_WAITING = 32
 """Messages that may wait for their turn on one connection. Several may take no more memory than a
 body has bytes (`body.limit`)."""
 
 UNSENT_SECONDS = 0.05
-"""Between two looks at what a client has not taken yet."""
+"""Seconds between two checks of what the client has not read yet."""
 
 _TRANSPORT = frozenset({"type", "stream", "stream_options", "background", "generate"})
 """Fields of a message that are no fields of the request, or say how it is sent."""
@@ -69,7 +59,7 @@ _TOO_MUCH = 1013  # "try again later"
 
 
 async def converse(socket: WebSocket) -> None:
-    """``/v1/responses`` as a WebSocket: one response after the other, until somebody hangs up."""
+    """``/v1/responses`` as a WebSocket: one response after the other, until it is closed."""
     try:
         await admit(socket)
     except HTTPException as error:
@@ -91,11 +81,11 @@ class Conversation:
         self._previous: StoringEmitter | None = None
         self._say: Callable[[str], Awaitable[None]] = self._write
         self._api = Api(
-            "responses", self._read, responses.error_body, writer=StoringEmitter, blocks=True
+            "responses", self._read, responses.error_body, blocks=True, emitter=StoringEmitter
         )
 
     async def last(self) -> None:
-        """Answers until the connection ends; an answer that nobody waits for ends with it."""
+        """Answers until the connection ends, and a running answer with it."""
         answering = asyncio.ensure_future(self._answer_all())
         listening = asyncio.ensure_future(self._listen())
 
@@ -113,7 +103,7 @@ class Conversation:
             self._previous = None
 
     async def _write(self, text: str) -> None:
-        """Ends when the system has all of it. Raises ``WebSocketDisconnect`` where nobody reads.
+        """Returns when the system has all of it. Raises ``WebSocketDisconnect`` when it is closed.
 
         uvicorn waits only in front of the next message, and closes a connection that has unsent
         bytes when they have been read: of a client that reads nothing, never.
@@ -151,7 +141,7 @@ class Conversation:
                     break
                 text = coming.result()
                 self._waiting_bytes -= sys.getsizeof(text)
-                with unread_until_left():  # or it would be cut: nobody else waits for it
+                with unread_until_left():  # a shutdown waits for it
                     await self._answer(text)
             await self._send_error(_OVER)
             await self._socket.close()
@@ -176,7 +166,7 @@ class Conversation:
             raise
         except ClientDisconnect:
             return
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+        except Exception as error:  # noqa: BLE001 - every error is sent to the client
             await self._send_error(logged_failure(error, "a response failed"))
 
     async def _run(self, document: dict[str, Any], large: bool) -> None:
@@ -189,20 +179,19 @@ class Conversation:
         async with leased(self._api, request, body) as lease:
             if lease.engine is None:
                 raise RequestError("this model is not served over a WebSocket", param="model")
-            prepared = await prepare(self._api, host_of(request), body, lease, new_id_seed())
-            generates = document.get("generate") is not False
-            deltas = run(prepared.job) if generates else _nothing(prepared)
-            stored = storing(deltas, prepared.emitter, known=False)
-            # What fails before the turn begins is an error with a status, as it is over HTTP.
-            begun = _continued(await anext(stored), stored)
-            async with aclosing(EventBuffer(stored_events(begun, prepared.emitter))) as events:
+            received = Received(self._api, request, body, lease, new_id_seed(), watched=False)
+            prepared = await prepare(received)
+            emitter: StoringEmitter = prepared.emitter
+            job = begin(prepared)
+            deltas = run(job) if document.get("generate") is not False else _unprompted(job)
+            async with aclosing(Answer(job, deltas, emitter, end=emitter.end)) as events:
+                await events.begun()  # until then failures have a status, as they have over HTTP
                 async for event in events:
                     if event is not DONE:
                         await self._say(event.data)
-            emitter: StoringEmitter = prepared.emitter
             if not emitter.forgotten and emitter.document()["status"] != "failed":
                 self._previous = emitter
-            elif prepared.parsed.previous_response_id == self._previous_id:
+            elif prepared.request.previous_response_id == self._previous_id:
                 self._previous = None
 
     @property
@@ -231,34 +220,23 @@ _OVER = RequestError(
 
 
 async def _nothing_more() -> Message:
-    """What is left of a request whose document was read from a message."""
+    """The rest of a request whose document was read from a message: nothing."""
     return {"type": "http.request", "body": b"", "more_body": False}
 
 
-async def _continued(first: list[Delta], others: Deltas) -> Deltas:
-    """``first``, which ``others`` has given already, and the rest of ``others``."""
-    async with aclosing(others):
-        yield first
-        async for group in others:
-            yield group
-
-
-async def _nothing(prepared: PreparedRequest) -> Deltas:
-    """The deltas of a turn that only says what comes later: ``generate`` is false."""
-    prompt_tokens = len(prepared.job.context.render_for_completion())
-    try:
-        yield [Started(prompt_tokens)]
-        yield [Finished("stop", None, Usage(prompt_tokens))]
-    finally:
-        prepared.job.tracker.finish(result="success", prompt_tokens=prompt_tokens)
+async def _unprompted(job: Job) -> Deltas:
+    """The deltas of a turn that only prepares the next: ``generate`` is false."""
+    prompt_tokens = len(job.context.render_for_completion())
+    yield [Started(prompt_tokens)]
+    yield [Finished("stop", None, Usage(prompt_tokens))]
 
 
 UVICORN = "uvicorn.error"
-"""The logger of whatever uvicorn has to say."""
+"""The logger of uvicorn's errors."""
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
-    """A filter of ``UVICORN``: it logs one for a message that is no UTF-8, a client's mistake."""
+    """A filter of ``UVICORN``, which logs a traceback for a client's message that is not UTF-8."""
     error = record.exc_info and record.exc_info[1]
     if isinstance(error, UnicodeDecodeError) and record.msg.startswith("Invalid UTF-8"):
         record.exc_info = None
