@@ -129,8 +129,8 @@ def test_a_probe_says_nothing_of_the_engine_that_came_after(
         ((30, 40), (), 30, "every engine is busy"),
         ((30,), (0.2,), 1, "every engine is busy"),
         ((2,), (20.0,), 2, "every engine is busy"),
-        ((), (20.0, 25.0), 20, "no engine is there"),
-        ((), (), 1, "no engine is there"),
+        ((), (20.0, 25.0), 20, "no engine is available"),
+        ((), (), 1, "no engine is available"),
     ],
 )
 def test_retry_after_is_when_the_first_engine_may_be_there(

@@ -1,13 +1,13 @@
-"""Which of several engines gets a request, and what becomes of it when that one fails.
+"""Sends a request to one of several engines, and to another one if that fails.
 
-A ``Fleet`` is all engines of one model as the front end's one ``Engine``. `routing` decides where a
-request goes, and learns how it went. Another engine is tried as long as nothing was generated:
-afterwards an answer has begun, and ends with an error.
+A ``Fleet`` presents all engines of a model as one ``Engine``. `routing` chooses the engine and
+learns of the result. A request is retried only until its first id: after that the client has part
+of the answer, and a failure ends it with an error.
 
-**Whose fault it was.** A failure before the first id is held back until another engine has been
-tried. When that one answers, the first one was at fault. When it fails in the same way, the request
-is the cause: nothing is counted, no third engine gets it, and the error is the client's. An engine
-that cannot be reached is always its own fault.
+**Who is at fault.** A failure before the first id is held back until another engine has tried. If
+that one answers, the first was at fault. If it fails in the same way, the request is the cause: no
+engine is blamed, no third one tries, and the client gets the error. An engine that cannot be
+reached is always at fault.
 """
 
 from __future__ import annotations
@@ -38,60 +38,60 @@ NOT_FOUND = "not found yet"
 TOO_MANY = 429
 
 BUSY_SECONDS = 1
-"""For how long an engine that had no room gets no requests, unless it says another time."""
+"""Seconds without requests for a full engine that sent no ``Retry-After``."""
 
 MOST_TRIES = 3
-"""Engines that one request is tried on, at most."""
+"""The most engines that try one request."""
 
 SHORT_SECONDS = 1.0
-"""Of silence, which say nothing of an engine whose client has gone."""
+"""A silence up to this long is no evidence against an engine whose client disconnected."""
 
 LATE = 0.1
-"""Seconds before a deadline in which a request ends by it."""
+"""A request that ends this many seconds before its deadline was ended by it."""
 
 SHARE = 3
-"""An engine may be silent for one part in so many of a request's time, unless its prompt takes
-longer: then there is time left for another engine. A client's own time limit may be short: what is
-tried elsewhere because of it only makes the engine doubted."""
+"""An engine may be silent for 1/SHARE of a request's time limit, unless its prompt takes longer:
+that leaves time for another engine. A client's own time limit may be short: a retry because of it
+only makes the engine doubted."""
 
 
 @dataclass(eq=False)
 class Backend:
-    """One engine of the fleet, and what is known of it now. Of the event loop alone."""
+    """One engine of the fleet and its state. Used only on the event loop."""
 
     spec: Spec
     routing: Routing[Backend]
     engine: HttpEngine | None = None
-    """``None`` until it was found."""
+    """``None`` until it is detected."""
     in_flight: int = 0
     waiting: dict[object, int] = field(default_factory=dict)
-    """The requests without an id so far, and how long their prompts are."""
+    """The requests without an id so far, with the lengths of their prompts."""
     generated_at: float = 0.0
-    """When an id came last, on the monotonic clock."""
+    """The time of its last id, on the monotonic clock."""
     busy_until: float = 0.0
-    """It had no room: until when it said so, on the monotonic clock."""
+    """The time until which it is full, on the monotonic clock."""
     problem: str = NOT_FOUND
-    """What was wrong with it last; empty when nothing is."""
+    """Its current problem; empty if there is none."""
 
     @property
     def name(self) -> str:
-        """What conversations that went there are remembered by, and logs call it."""
+        """Its name in logs and in the records of conversations."""
         return self.spec.url
 
     @property
     def up(self) -> bool:
-        """Whether requests may go there."""
+        """Whether it can get requests."""
         healthy = self.engine is not None and self.routing.health(self) is Health.UP
         return healthy and time.monotonic() >= self.busy_until
 
     @property
     def health(self) -> str:
-        """What `routing` knows of it, in a word."""
+        """Its health, as a word."""
         return self.routing.health(self).name.lower()
 
     def expected(self, request: object = None) -> float:
-        """Seconds in which it is certain to generate something: for ``request``, with what it has
-        to compute before; else with all that it has to compute."""
+        """Seconds within which a healthy engine generates an id: for ``request``, after the prompts
+        before it; without one, after all waiting prompts."""
         tokens = 0
         for each, length in self.waiting.items():
             tokens += length
@@ -100,40 +100,40 @@ class Backend:
         return self.routing.expected(self, tokens)
 
     def found(self, engine: HttpEngine) -> None:
-        """It is there, and well."""
+        """It was detected, and is healthy."""
         self.engine = engine
         self.probed("")
 
     def probed(self, problem: str) -> None:
-        """It was asked how it is: empty when it is well."""
+        """It was probed; ``problem`` is empty if it is healthy."""
         self.routing.probed(self, not problem, time.monotonic())
-        self._say(problem)
+        self._note(problem)
 
     def succeeded(self) -> None:
-        """It generates."""
+        """It generated an id."""
         self.routing.answered(self)
         self.busy_until = 0.0
-        self._say("")
+        self._note("")
 
     def failed(self, problem: str) -> None:
-        """It took no request, or lost it."""
+        """It refused or lost a request."""
         self.routing.failed(self, time.monotonic())
-        self._say(problem)
+        self._note(problem)
 
     def silent(self, problem: str) -> None:
-        """It generates nothing for anybody."""
+        """It generates nothing for any request."""
         self.routing.silent(self, time.monotonic())
-        self._say(problem)
+        self._note(problem)
 
     def doubt(self) -> None:
-        """A probe has to show whether it generates."""
+        """A probe must show whether it generates."""
         self.routing.doubt(self, time.monotonic())
 
     def busy(self, seconds: int) -> None:
-        """It has no room for ``seconds``, which is no fault of it."""
+        """It is full for ``seconds``, which is no failure."""
         self.busy_until = time.monotonic() + seconds
 
-    def _say(self, problem: str) -> None:
+    def _note(self, problem: str) -> None:
         if problem and problem != self.problem:
             logger.warning("engine %s: %s", self.spec.url, problem)
         self.problem = problem
@@ -154,7 +154,7 @@ class _Try:
         return now - max(self.began, self.backend.generated_at)
 
     def took(self, step: Step) -> None:
-        """It generated a step."""
+        """Records a generated step."""
         self.cached = max(self.cached, step.cached_tokens)
         if step.ids:
             self.backend.generated_at = time.monotonic()
@@ -164,7 +164,7 @@ class _Try:
                 self.backend.succeeded()
 
     def observed(self) -> None:
-        """It has ended. What was cached is known from then on, from some engines never."""
+        """Records its end, when the number of cached tokens is known (some engines never tell)."""
         if self.first_at:
             computed = self.tokens - self.cached if self.cached else 0
             self.backend.routing.observed(self.backend, self.first_at - self.began, computed)
@@ -191,16 +191,16 @@ class Fleet:
         self.backends: tuple[Backend, ...] = ()
         self._draining: set[Backend] = set()
         self.routed: Counter[str] = Counter()
-        """Requests by why they went where they went (`routing.Why`)."""
+        """Requests by the reason for their engine (`routing.Why`)."""
         self.retried = 0
-        """How often a request was tried on another engine."""
+        """The number of retries on another engine."""
         self.update(specs)
 
     def update(self, specs: Sequence[Spec]) -> None:
-        """These are the engines from now on.
+        """Sets the engines.
 
-        One that is not among them gets nothing new, and goes when it has answered what it runs. One
-        that has another kind or key is another one, and is found anew.
+        An engine that is no longer listed gets no new requests, and is removed once its running
+        ones have ended. One whose kind or key has changed is a new engine, and is detected again.
         """
         for backend in self.backends:
             if backend.spec in specs:
@@ -217,21 +217,21 @@ class Fleet:
         self.drained()
 
     def drained(self) -> None:
-        """Takes those away that are to go and run nothing any more."""
+        """Removes the draining engines that have no running requests."""
         for backend in [each for each in self._draining if not each.in_flight]:
             self._draining.remove(backend)
             self.routing.remove(backend)
             self.backends = tuple(each for each in self.backends if each is not backend)
-            logger.warning("engine %s: taken away", backend.name)
+            logger.warning("engine %s: removed", backend.name)
 
     @property
     def context_length(self) -> int | None:
-        """The shortest: a request may go to any."""
+        """The shortest of all engines, because a request may go to any."""
         lengths = [each.engine.context_length for each in self.backends if each.engine is not None]
         return min((length for length in lengths if length is not None), default=None)
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
-        """See ``server.engine.Engine``. No engine says it before it has computed."""
+        """Always 0: engines report cached tokens only after the prompt."""
         return 0
 
     @property
@@ -240,7 +240,7 @@ class Fleet:
         return min(self.routing.rule.patience, self.limit / SHARE)
 
     def within(self, deadline: Deadline) -> Bounded:
-        """The fleet for a request that has until ``deadline``."""
+        """The fleet, for one request with a ``deadline``."""
         return Bounded(self, deadline)
 
     async def generate(
@@ -251,8 +251,8 @@ class Fleet:
         constraint: Constraint | None,
         deadline: Deadline | None = None,
     ) -> Steps:
-        """See ``server.engine.Engine``. Raises ``EngineUnavailable`` when no engine takes it."""
-        # Of one engine there is nothing to choose, and a long prompt takes a while to digest.
+        """Raises ``EngineUnavailable`` if no engine accepts the request."""
+        # With one engine there is no choice, and hashing a long prompt takes a while.
         key = conversation(prompt, tenant) if len(self.backends) > 1 else b""
         tried: list[Backend] = []
         held_back: list[tuple[Backend, HarmonyFailure]] = []
@@ -280,7 +280,7 @@ class Fleet:
                     own_fault = self._failed(key, running, error, held_back)
                     if own_fault or running.first_at or last:
                         raise
-                except asyncio.CancelledError:  # while the engine was waited for, not the reader
+                except asyncio.CancelledError:  # while waiting for the engine, not for the reader
                     self._given_up(key, running, deadline)
                     raise
                 finally:
@@ -293,8 +293,8 @@ class Fleet:
                 failing.failed(failure.message)
 
     async def _next(self, steps: Steps, running: _Try, deadline: Deadline | None) -> Step | None:
-        """The next of ``steps``; ``None`` behind the last. Raises ``EngineSilent`` where the engine
-        is, before the first id, and another one is up."""
+        """The next of ``steps``; ``None`` after the last. Raises ``EngineSilent`` if the engine is
+        silent before the first id while another one is up."""
         if running.first_at or len(self.backends) == 1:
             return await anext(steps, None)
         coming = asyncio.ensure_future(anext(steps, None))
@@ -311,14 +311,13 @@ class Fleet:
         return coming.result()
 
     def _may_be_silent(self, running: _Try, deadline: Deadline | None) -> float:
-        """Seconds until something has to come from the engine; more than none while no other engine
-        is up."""
+        """Seconds until the engine must generate an id; positive while no other one is up."""
         backend, rule = running.backend, self.routing.rule
         silence = running.silence(time.monotonic())
         shortest = rule.patience
         if deadline is not None:
             shortest = min(shortest, deadline.total / SHARE)
-        if silence < shortest:  # nearly always: nothing is reckoned up
+        if silence < shortest:  # nearly always, and cheap
             return shortest - silence
         others = any(each.up for each in self.backends if each is not backend)
         if not others:
@@ -332,7 +331,7 @@ class Fleet:
         error: EngineUnavailable | OutputError,
         held_back: list[tuple[Backend, HarmonyFailure]],
     ) -> bool:
-        """Notes a failure. Whether the request is its cause: then no other engine gets it."""
+        """Records a failure. Returns whether the request is its cause: then it is not retried."""
         backend = running.backend
         if isinstance(error, EngineSilent):
             if running.silence(time.monotonic()) >= self.patience:
@@ -353,7 +352,7 @@ class Fleet:
         return False
 
     def _given_up(self, key: bytes, running: _Try, deadline: Deadline | None) -> None:
-        """Its client has gone, or its time was over, while the engine generated nothing."""
+        """Its client disconnected, or its deadline passed, while the engine generated nothing."""
         backend, now = running.backend, time.monotonic()
         silence = running.silence(now)
         waited = silence if running.first_at else now - running.began
@@ -371,7 +370,7 @@ class Fleet:
             backend.doubt()
 
     def _chosen(self, key: bytes, tried: Collection[Backend]) -> tuple[Backend, HttpEngine]:
-        """Where a request goes now. Raises ``EngineUnavailable`` when nothing is left."""
+        """Chooses an engine. Raises ``EngineUnavailable`` if none is left."""
         now = time.monotonic()
         excluded = [each for each in self.backends if each in tried or not each.up]
         loads = {each: each.in_flight for each in self.backends}
@@ -394,7 +393,7 @@ class Fleet:
 
 
 class Bounded:
-    """A fleet, for a request that has until ``deadline``."""
+    """A fleet, for one request with a ``deadline``."""
 
     one_at_a_time = False
     remote = True
@@ -404,16 +403,13 @@ class Bounded:
 
     @property
     def model(self) -> str:
-        """See ``server.engine.Engine``."""
         return self._fleet.model
 
     @property
     def context_length(self) -> int | None:
-        """See ``server.engine.Engine``."""
         return self._fleet.context_length
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
-        """See ``server.engine.Engine``."""
         return await self._fleet.reusable_tokens(prompt, tenant)
 
     def generate(
@@ -423,7 +419,6 @@ class Bounded:
         tenant: str,
         constraint: Constraint | None,
     ) -> Steps:
-        """See ``server.engine.Engine``."""
         return self._fleet.generate(prompt, settings, tenant, constraint, self._deadline)
 
 

@@ -1,72 +1,69 @@
-"""Which engine a conversation goes to, and which engines are well: a pure value, without I/O.
+"""Chooses the engine of a conversation and tracks the engines' health: a value without I/O.
 
-Knows engines, conversations by digest, loads and times as they are passed in. Refuses to know HTTP,
-clocks and tokens (router).
+Engines are opaque objects, conversations are digests, and loads and times are passed in.
 
-What is known of an engine's health is of that one object, and ends with it. Where conversations
-went, and their homes, are by engines' names: another object of the same name, an engine whose key
-was changed for instance, has the same prefixes.
+Health belongs to the engine object. Conversations and their homes belong to the engine's name:
+another object of the same name, for instance an engine whose key was changed, has the same cached
+prefixes.
 
 Where a conversation goes
 -------------------------
-An engine computes a prompt from where its prefix cache ends. An agent's conversation begins with
-10,000 to 25,000 tokens and grows by some hundred at a time, so that the engine which computed the
-last turn has all but the end of the next prompt, and another one has at best the instructions.
+An engine computes a prompt from the end of its cached prefix. An agent's conversation begins with
+10,000 to 25,000 tokens and grows by a few hundred at a time. The engine that computed the last turn
+therefore has all but the end of the next prompt, and any other has at best the instructions.
 
-1. A conversation stays with the engine that had it last, as long as that engine is up and not much
-   fuller than the least loaded one.
-2. A new one, and one that has to move, goes to its home: engines are ordered by a digest of engine
-   and conversation (rendezvous hashing, Thaler and Ravishankar 1998,
-   https://www.eecs.umich.edu/techreports/cse/96/CSE-TR-316-96.pdf), and the first one is taken that
-   is not fuller than the least loaded by more than a few requests (consistent hashing with bounded
-   loads, Mirrokni, Thorup and Zadimoghaddam 2016, https://arxiv.org/abs/1608.01350). Gateways that
-   share nothing but the list of engines agree on it, and when an engine goes, only its
-   conversations move. To send new ones to the least loaded engine would be as good with one
-   gateway, and with four of them would compute ten times as much: each has its own opinion.
+1. A conversation stays with its last engine, as long as that engine is up and not overloaded
+   compared with the least loaded one.
+2. A new conversation, or one that has to move, goes to its home: engines are ordered by a digest of
+   engine and conversation (rendezvous hashing, Thaler and Ravishankar 1998,
+   https://www.eecs.umich.edu/techreports/cse/96/CSE-TR-316-96.pdf), and the first one is
+   taken whose load exceeds the least loaded by no more than a few requests (consistent hashing with
+   bounded loads, Mirrokni, Thorup and Zadimoghaddam 2016, https://arxiv.org/abs/1608.01350).
+   Gateways that share nothing but the list of engines agree on it, and if an engine is removed,
+   only its conversations move. Sending new ones to the least loaded engine would be as good with
+   one gateway; with four, which count only their own requests, it would compute ten times as much.
 
-"Much fuller" is what SGLang's router calls imbalanced: more requests than the least loaded engine
+"Overloaded" is what SGLang's router calls imbalanced: more requests than the least loaded engine
 by an absolute number *and* by a ratio (its ``--balance-abs-threshold`` 64 and
 ``--balance-rel-threshold`` 1.5, https://docs.sglang.io/advanced_features/router.html). The numbers
 here are from ``ci/simulate_routing.py``; docs/scale.md has its results.
 
 What a conversation is
 ----------------------
-All that was said before the model first spoke: instructions, tools, the first question. It is the
-same in every prompt of a conversation, since a generated turn is placed again as it was generated
-(``core.replay``) and nothing before it changes. The tenant is part of the digest.
+The ids before the model's first output: instructions, tools, the first question. They are the same
+in every prompt of a conversation, because generated turns are replayed exactly (``core.replay``)
+and nothing before them changes. The tenant is part of the digest.
 
 When an engine is down
 ----------------------
-``_NEXT`` below is the only place that says so. Requests are the first to notice (passive checks):
-``failures`` of them in a row, and nothing more is sent to that engine for ``pause`` seconds. Then
-it is probed, and each probe that fails doubles the pause. An engine that is up is probed, too, now
-and then. An engine that refuses for want of room (429, or anything with ``Retry-After``) is full,
-not broken: nothing is counted.
+``_NEXT`` below is the only place that decides it. Requests notice first (passive checks): after
+``failures`` in a row, the engine gets no requests for ``pause`` seconds. Then it is probed, and
+each failed probe doubles the pause. Engines that are up are probed periodically. An engine that
+rejects a request for lack of capacity (429, or anything with ``Retry-After``) is full, not broken:
+it does not count as a failure.
 
-A server may answer all probes of its health while nothing is generated behind it. Hence a failure
-makes an engine ``doubted``: it is probed at once, and only an id that it generates, for the probe
-or for a request, ends the doubt. A request that fails in the same way on two engines is the cause
-itself. It counts against neither (``router``), and the probes find out whether it has broken them.
+A server may pass every health check while it generates nothing. A failure therefore makes an engine
+``doubted``: it is probed at once, and only a generated id, for the probe or for a request, ends the
+doubt. A request that fails in the same way on two engines is itself the cause. It counts against
+neither (``router``), and the probes show whether it has broken them.
 
 When an engine is silent
 ------------------------
-An engine that computes a long prompt says nothing for as long as one that hangs. Two things tell
-them apart:
+An engine that computes a long prompt is as silent as one that hangs. Two rules tell them apart:
 
-1. Silence is that of the engine, not of a request: it begins anew with each id that the engine
-   sends to anybody.
-2. How long it may last is a multiple (``slack``) of what the request's prompt would take, and those
-   that were sent before it and have no id either. Two measures tell that, medians of the last
-   ``observed`` requests: the time to the first id of those with next to nothing to compute, and the
-   time to the first id per token that was not cached of the others, which had ``long`` tokens and
-   more. Each is the engine's own, or what is usual among the other engines where that is longer: an
-   engine slower than all others is held to its own past, and one of an overloaded fleet to that of
-   the others. One that has not computed ``known_after`` long prompts may be a slow laptop, which
-   takes ``slowest`` seconds per token. Nothing below ``patience`` seconds counts as silence.
+1. Silence belongs to the engine, not to a request: any id for any request ends it.
+2. The silence allowed is a multiple (``slack``) of the expected time of the request's prompt and of
+   the prompts before it that have no id yet. The expectation uses two medians of the last
+   ``observed`` requests: the time to the first id of requests with few tokens to compute, and the
+   time to the first id per uncached token of those with ``long`` tokens or more. Each is the
+   engine's own or the median of the other engines, whichever is longer: an engine slower than all
+   others is held to its own past, and one of an overloaded fleet to that of the others. Before an
+   engine has computed ``known_after`` long prompts, it may be a slow laptop that takes ``slowest``
+   seconds per token. Less than ``patience`` seconds never count as silence.
 
-A silent engine is down at once, and what waits for its first id is tried on another engine. Without
-another one nothing is gained by that: the request waits until its deadline, which then counts as
-one failure. ``ci/simulate_routing.py --silent`` counts false alarms: none (docs/scale.md).
+A silent engine is taken down at once, and its requests without an id are retried on another engine.
+If there is no other, a request waits until its deadline, which then counts as one failure.
+``ci/simulate_routing.py --silent`` counts false alarms: there are none (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -84,16 +81,16 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.lru import ByteLRU
 
 ASSISTANT = 173_781
-"""The id of ``assistant``, which a header has behind ``<|start|>``."""
+"""The id of ``assistant``, which follows ``<|start|>`` in a header."""
 
 
 _LOOKED_AT = 4096
-"""Ids of the opening, the last ones: all of 25,000 would take half a millisecond. Two that differ
-before that only, and are as long, go to the same engine, and nothing else comes of it."""
+"""Only the last ids of the opening are hashed: all of 25,000 would take half a millisecond. If two
+openings of the same length differ only before these, they share an engine, which is harmless."""
 
 
 def conversation(prompt: tuple[int, ...], tenant: str) -> bytes:
-    """16 bytes for the conversation of ``tenant`` that ``prompt`` is a turn of."""
+    """A digest of 16 bytes of the ``tenant``'s conversation to which ``prompt`` belongs."""
     end = -1
     while True:
         try:
@@ -156,7 +153,7 @@ _NEXT: dict[Health, dict[Event, Health]] = {
         Event.DRAIN: _DRAINING,
         Event.RESTORE: _UP,
     },
-    # A request that began before says nothing of now: only a probe brings an engine back.
+    # A request that began earlier proves nothing now: only a probe brings an engine back.
     _DOWN: {
         Event.ANSWERED: _DOWN,
         Event.FAILED: _DOWN,
@@ -185,19 +182,20 @@ _NEXT: dict[Health, dict[Event, Health]] = {
         Event.RESTORE: _DOWN,
     },
 }
-"""All there is: what an engine is after an event, by what it was before."""
+"""The state of an engine after an event, by its state before: all transitions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The numbers of the rules above.
+    """The parameters of the rules above.
 
-    ``spread`` requests more than the least loaded engine has, and ``ratio`` times as many, make one
-    much fuller; with ``home_spread`` more it is no conversation's home.
+    An engine is overloaded with over ``spread`` requests more than the least loaded one and more
+    than ``ratio`` times as many; with over ``home_spread`` more it is no conversation's home.
     ``failures`` in a row take an engine down, for ``pause`` seconds at first and ``longest_pause``
-    at most; one that is up is probed every ``probe_every`` seconds. ``remembered`` conversations
-    are known by where they went, about 250 bytes each. The others are of silent engines: seconds,
-    tokens, and ``slowest`` in seconds per token.
+    at most; engines that are up are probed every ``probe_every`` seconds. The engines of the last
+    ``remembered`` conversations are known, at about 250 bytes each. The other parameters are those
+    of silent engines: ``patience`` is in seconds, ``long`` in tokens, ``slowest`` in seconds per
+    token.
     """
 
     spread: int = 16
@@ -217,14 +215,15 @@ class Rule:
 
 
 E = TypeVar("E", bound=Hashable)
-"""An engine, in whatever way it is known by."""
+"""An engine: any hashable object."""
 
 Why: TypeAlias = Literal["prefix", "moved", "new"]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[E]):
-    """The engine for a request, and why: it has the prefix, had to be left for it, or is home."""
+    """The engine for a request, and the reason: it has the prefix, the conversation had to move, or
+    it is new."""
 
     engine: E
     why: Why
@@ -238,18 +237,18 @@ class _Engine:
     probe_at: float = 0.0
     doubted: bool = False
     waits: deque[float] = field(default_factory=deque)
-    """Seconds to the first id of the last requests with little to compute."""
+    """Seconds to the first id of the last requests with few tokens to compute."""
     paces: deque[float] = field(default_factory=deque)
-    """The same of those with more, per token."""
+    """The same per token, of requests with more."""
 
 
 class Routing(Generic[E]):
-    """Engines, and where conversations went. For one thread; times in seconds."""
+    """The engines, and the last engine of each conversation. Not thread-safe; times in seconds."""
 
     def __init__(
         self, engines: Iterable[E], rule: Rule | None = None, *, name: Callable[[E], str] = str
     ) -> None:
-        """Engines are up. No two that are up have the same ``name``."""
+        """All ``engines`` are up. The names of engines that are up must be unique."""
         self._rule = rule or Rule()
         self._name = name
         self._engines = {engine: _Engine() for engine in engines}
@@ -258,16 +257,16 @@ class Routing(Generic[E]):
 
     @property
     def rule(self) -> Rule:
-        """Its numbers."""
+        """Its parameters."""
         return self._rule
 
     def choose(
         self, conversation: bytes, loads: Mapping[E, int], excluded: Collection[E] = ()
     ) -> Choice[E] | None:
-        """Where a turn of ``conversation`` goes; ``None`` when no engine is there for it.
+        """Chooses an engine for a turn of ``conversation``; ``None`` if none is available.
 
-        ``loads`` are requests under way, 0 for an engine that is not in it; ``excluded`` are
-        engines that this request has tried. Nothing is remembered before it ``went`` there.
+        ``loads`` are the running requests of each engine (default 0); ``excluded`` are engines that
+        must not be chosen. The choice is not recorded until ``went``.
         """
         usable = {
             self._name(engine): engine
@@ -282,7 +281,7 @@ class Routing(Generic[E]):
             del usable[left]
             least = min(loads.get(engine, 0) for engine in usable.values())
         last = self._went.get(conversation)
-        if last in usable and not self._much_fuller(loads.get(usable[last], 0), least):
+        if last in usable and not self._overloaded(loads.get(usable[last], 0), least):
             return Choice(usable[last], "prefix")
         why: Why = "new" if last is None else "moved"
         room = least + self._rule.home_spread
@@ -290,31 +289,31 @@ class Routing(Generic[E]):
         return Choice(usable[max(roomy, key=lambda name: _weight(name, conversation))], why)
 
     def went(self, conversation: bytes, engine: E) -> None:
-        """Remembers that ``engine`` computes a turn of ``conversation``."""
+        """Records that ``engine`` computes a turn of ``conversation``."""
         self._went.put(conversation, self._name(engine), 1)
         self._left.discard(conversation)
 
     def left(self, conversation: bytes, engine: E) -> None:
-        """``engine`` let a turn of ``conversation`` down: its next one goes to another engine."""
+        """Records that ``engine`` failed a turn: the next one goes to another engine."""
         self._left.put(conversation, self._name(engine), 1)
 
-    def _much_fuller(self, load: int, least: int) -> bool:
+    def _overloaded(self, load: int, least: int) -> bool:
         return load - least > self._rule.spread and load > self._rule.ratio * least
 
     # --- Health
 
     def health(self, engine: E) -> Health:
-        """What is known of it. Raises ``KeyError`` for one that is not there."""
+        """The health of an engine. Raises ``KeyError`` for an unknown one."""
         return self._engines[engine].health
 
     def answered(self, engine: E) -> None:
-        """A request to it got its first ids."""
+        """A request got its first ids from ``engine``."""
         self._happened(engine, Event.ANSWERED, 0.0)
 
     def observed(self, engine: E, seconds: float, tokens: int) -> None:
         """A request got its first id after ``seconds``; ``tokens`` of its prompt were not cached.
 
-        Those that may have been cached, for all that is known, are not among ``tokens``.
+        ``tokens`` excludes any that may have been cached.
         """
         known = self._engines.get(engine)
         if known is not None:
@@ -325,8 +324,8 @@ class Routing(Generic[E]):
                 last.popleft()
 
     def expected(self, engine: E, tokens: int) -> float:
-        """Seconds in which an id is certain to come from an engine that is well and has ``tokens``
-        to compute before: ``slack`` times what is usual. Raises ``KeyError``."""
+        """Seconds within which a healthy engine with ``tokens`` to compute generates an id:
+        ``slack`` times the usual time. Raises ``KeyError``."""
         rule, own = self._rule, self._engines[engine]
         others = [other for each, other in self._engines.items() if each != engine]
         wait = max(_median(own.waits), _median([_median(each.waits) for each in others]))
@@ -336,29 +335,29 @@ class Routing(Generic[E]):
         return seconds if known else max(seconds, rule.slowest * tokens)
 
     def doubt(self, engine: E, now: float) -> None:
-        """Something went wrong with a request to it: it is probed as soon as may be."""
+        """A request to ``engine`` went wrong: it is probed as soon as possible."""
         doubted = self._engines.get(engine)
         if doubted is not None and not _is_down(doubted):
             doubted.doubted, doubted.probe_at = True, min(doubted.probe_at, now)
 
     def doubted(self, engine: E) -> bool:
-        """Whether only an id that it generates can show that it is well."""
+        """Whether only a generated id can prove that ``engine`` is healthy."""
         known = self._engines.get(engine)
         return known is not None and (known.doubted or _is_down(known))
 
     def failed(self, engine: E, now: float) -> None:
-        """A request to it failed by its fault."""
+        """A request failed, and ``engine`` was at fault."""
         self._happened(engine, Event.FAILED, now)
         self.doubt(engine, now)
 
     def silent(self, engine: E, now: float) -> None:
-        """It generated nothing for longer than is ``expected``, and ``Rule.patience`` at least."""
+        """``engine`` generated nothing for longer than ``expected`` and ``Rule.patience``."""
         self._happened(engine, Event.SILENT, now)
 
     def due(self, now: float, probed: Collection[E] = ()) -> list[E]:
-        """The engines that are to be probed now, but for those that are being ``probed``.
+        """The engines whose probe is due, except those that are being ``probed``.
 
-        None of them is due again before it is.
+        Schedules the next probe of each.
         """
         due = [
             engine
@@ -371,7 +370,7 @@ class Routing(Generic[E]):
         return due
 
     def probed(self, engine: E, well: bool, now: float) -> None:
-        """A probe of it has ended. Each that fails doubles the time to the next."""
+        """A probe of ``engine`` has ended. Each failure doubles the time to the next probe."""
         probed = self._engines.get(engine)
         if probed is not None and probed.pause and not well:
             probed.pause = min(2 * probed.pause, self._rule.longest_pause)
@@ -380,13 +379,13 @@ class Routing(Generic[E]):
         self._happened(engine, Event.PROBED_UP if well else Event.FAILED, now)
 
     def retry_after(self, now: float) -> float | None:
-        """Seconds until the next probe of an engine that is down; ``None`` when none is."""
+        """Seconds until the next probe of an engine that is down; ``None`` if none is down."""
         down = [each.probe_at for each in self._engines.values() if each.health is Health.DOWN]
         return max(0.0, min(down) - now) if down else None
 
     def _happened(self, engine: E, event: Event, now: float) -> None:
         known = self._engines.get(engine)
-        if known is None:  # taken away while it was probed
+        if known is None:  # removed while it was probed
             return
         if event is Event.FAILED:
             known.failures += 1
@@ -406,24 +405,24 @@ class Routing(Generic[E]):
 
     @property
     def engines(self) -> tuple[E, ...]:
-        """All of them."""
+        """All engines."""
         return tuple(self._engines)
 
     def add(self, engine: E, *, up: bool = True) -> None:
-        """There is another engine: up, or down until a probe finds it, which is due at once."""
+        """Adds an engine: up, or down until its first probe, which is due at once."""
         new = _Engine() if up else _Engine(Health.DOWN, pause=self._rule.pause)
         self._engines.setdefault(engine, new)
 
     def drain(self, engine: E) -> None:
-        """It is to be taken away: nothing new is sent to it. Raises ``KeyError``."""
+        """Sends no new requests to ``engine``, before it is removed. Raises ``KeyError``."""
         self._engines[engine].health = _NEXT[self._engines[engine].health][Event.DRAIN]
 
     def restore(self, engine: E) -> None:
-        """It is not to be taken away after all. Raises ``KeyError``."""
+        """Reverses ``drain``. Raises ``KeyError``."""
         self._engines[engine].health = _NEXT[self._engines[engine].health][Event.RESTORE]
 
     def remove(self, engine: E) -> None:
-        """It is not there any more. Its conversations go elsewhere."""
+        """Removes ``engine``. Its conversations move to other engines."""
         self._engines.pop(engine, None)
 
 
@@ -436,6 +435,6 @@ def _weight(name: str, conversation: bytes) -> bytes:
 
 
 def _median(values: Collection[float]) -> float:
-    """That of the ``values`` above 0; 0 where there are none."""
+    """The median of the ``values`` above 0; 0 if there are none."""
     known = [value for value in values if value]
     return median(known) if known else 0.0
