@@ -506,6 +506,12 @@ def test_the_log_is_told_what_could_not_be_used() -> None:
     assert request(input=[ASKED, thought(encrypted_content=SEAL.encrypt("x"))]).notes == ()
 
 
+def test_a_reference_that_names_a_call_hides_its_result() -> None:
+    reference = {"id": "ws_1", "call_id": "call_1"}
+    answer = {"type": "function_call_output", "call_id": "call_1", "output": "r"}
+    assert turn(input=[ASKED, reference, answer]).messages == turn(input=[ASKED]).messages
+
+
 def test_references_are_looked_up() -> None:
     stored: dict[str, Mapping[str, Any]] = {
         "fc_1": call(id="fc_1", status="completed"),

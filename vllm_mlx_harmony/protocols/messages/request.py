@@ -267,7 +267,7 @@ def _conversation(
 def _effort_update(
     message: AnthropicMessage, at: int, body: MessagesBody, defaults: Defaults
 ) -> EffortUpdate | None:
-    """The effort from a message on. What ``thinking`` says of the whole request stands over it."""
+    """The effort from a message on. The request's ``thinking`` takes precedence."""
     word = message.output_config.effort if message.output_config else None
     if word is None:
         return None
@@ -508,7 +508,7 @@ def _failed(text: str) -> str:
 
 
 _Otherwise: TypeAlias = Callable[[str, str], str]
-"""What stands for a part that is not text, by its type and its path; or it is refused."""
+"""Returns the text for a part that is not text, given its type and its path, or rejects it."""
 
 
 def _message_text(placed: _Placed, attachments: Attachments) -> str:
@@ -580,7 +580,7 @@ def _unreadable(kind: str, where: str) -> RequestError:
 
 
 _SILENT = ("mcp_tool_listing", "fallback")
-"""What Anthropic's servers tell of beside an answer: a list of tools, another model within it."""
+"""Blocks that Anthropic's servers add to an answer, and that mean nothing to the model."""
 
 
 # --- Tools, format, effort, sampling and limits.
@@ -623,7 +623,7 @@ def _deferred(body: MessagesBody) -> dict[str, Tool]:
 
 
 def _tool(tool: AnthropicTool, where: str) -> Iterator[Tool]:
-    """The tool that stands at ``where``; none when it is Anthropic's own."""
+    """The tool at ``where``; nothing if Anthropic defines it."""
     if _is_anthropics(tool):
         return
     if tool.name is None:
@@ -673,7 +673,7 @@ _OFF = ("disabled", "between_tools")
 
 
 def _reasoning(body: MessagesBody, defaults: Defaults) -> tuple[Effort, bool]:
-    """Effort and thinking (A8). What ``thinking`` says stands over a word for the effort."""
+    """Effort and thinking (A8). The field ``thinking`` takes precedence over an effort."""
     word = body.output_config.effort if body.output_config else None
     effort, thinking = defaults.reasoning(("output_config.effort", word))
     if body.thinking is None:

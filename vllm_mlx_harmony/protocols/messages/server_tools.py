@@ -104,7 +104,7 @@ def _allowed(server: McpServer, tools: Iterable[Tool]) -> Iterator[Tool]:
 
 
 def _enabled(toolset: AnthropicTool, tools: Iterable[Tool]) -> Iterator[Tool]:
-    """As it is from 2025-11-20 on: what ``configs`` says of a tool, else what holds for all."""
+    """The version of 2025-11-20: ``configs`` for single tools, ``default_config`` for the rest."""
     default = toolset.default_config is None or toolset.default_config.enabled is not False
     for tool in tools:
         own = (toolset.configs or {}).get(tool.origin[-1])

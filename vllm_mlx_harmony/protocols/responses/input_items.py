@@ -273,12 +273,12 @@ NOT_APPROVED = "The user did not approve this call"
 
 
 def call_id(item_id: str) -> str:
-    """The id of the call that the item ``item_id`` tells of: in every API it has the same key."""
+    """The id of the call of the item ``item_id``: the ids of both end alike in every API."""
     return f"call_{item_id.partition('_')[2] or item_id}"
 
 
 def _error_text(error: Any) -> str:
-    """What the model read of a call that failed: it stands in the item's error."""
+    """The text of the error of a call that failed, as the model read it."""
     if not isinstance(error, dict):
         return str(error) if error else ""
     parts = error.get("content")

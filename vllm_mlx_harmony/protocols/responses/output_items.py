@@ -48,7 +48,7 @@ class DeltaHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in an item that text is written to, and how the API tells of it.
+    """A place in an item that text is written to, and its events.
 
     ``stem`` has ``.delta`` and ``.done``; the part it stands in, if any, ``.added`` and ``.done``.
     ``whole`` is the field of ``.done`` that has all of the text.
@@ -215,10 +215,13 @@ def _addressed(tool: Declared) -> Document:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How one request wants its output written. ``cipher`` is there when it asked for encrypted
-    reasoning. ``server`` are the tools that the server runs, ``listed`` those of their servers that
-    the client is told the tools of; ``shows_outputs``: what code has printed is shown;
-    ``shows_sources``: where a search has found something."""
+    """How one request wants its output written.
+
+    ``cipher`` is given if the request asked for encrypted reasoning. ``server`` has the tools that
+    the server runs, ``listed`` the servers whose lists of tools the client receives. With
+    ``shows_outputs`` the client receives the output of code, with ``shows_sources`` the URLs that a
+    search found.
+    """
 
     tools: Tools
     summarized: bool = False
@@ -259,7 +262,7 @@ class OutputItem:
         self.deltas = tuple(place.delta(self._position) for place in written.places)
 
     def take(self, text: str) -> str:
-        """Takes in what the model wrote and returns what of it the client sees."""
+        """Adds text of the model; returns the text that the client receives."""
         shown = self._input.feed(text) if self._input else text
         self._parts.append(shown)
         return shown

@@ -167,9 +167,9 @@ def read(
     """The request in ``body``, the parsed JSON of ``POST /v1/responses``.
 
     ``history`` is the conversation of ``previous_response_id``; ``stored`` looks up an item of an
-    earlier response, for ``item_reference``; ``listed`` are the labels of the tool servers that the
-    client was told the tools of before. Raises ``RequestError`` naming the field, and nothing else,
-    whatever JSON value ``body`` is.
+    earlier response, for ``item_reference``; ``listed`` are the labels of the tool servers whose
+    tools the client has already received. Raises only ``RequestError``, naming the field, whatever
+    ``body`` is.
     """
     request = read_body(body)
     declared = ToolReader()
