@@ -30,7 +30,7 @@ from functools import lru_cache
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Kind, Reason
 from vllm_mlx_harmony.core.header import Header
-from vllm_mlx_harmony.core.parse import Parser
+from vllm_mlx_harmony.core.parse import Parser, State
 
 GRACE = 32
 """Ids that may follow a budget that is used up, until a word ends."""
@@ -70,6 +70,7 @@ class ReasoningWatch:
         self._loop = Loop(repetitions) if repetitions else None
         self._over = 0
         self._parser = Parser(within=Header(channel="final") if answering else None)
+        self._body_tokens = 0  # of reasoning, which the parser has not read
         self._after_channel = False
         self._forced: tuple[int, ...] = ()
         self._end_if_due()
@@ -77,7 +78,7 @@ class ReasoningWatch:
     @property
     def tokens(self) -> int:
         """Ids of reasoning up to now."""
-        return self._parser.reasoning_tokens
+        return self._parser.reasoning_tokens + self._body_tokens
 
     @property
     def forced(self) -> tuple[int, ...]:
@@ -93,12 +94,19 @@ class ReasoningWatch:
         """Takes in the next id, a forced one as well as one that was sampled."""
         self._forced = self._forced[1:] if self._forced[:1] == (token,) else ()
         self._after_channel = token == vocab.CHANNEL
-        tokens, was_reasoning = self.tokens, self._is_reasoning
+        was_reasoning = self._is_reasoning
+        if self._parser.state is State.BODY and 0 <= token < vocab.STARTOFTEXT:
+            # Text changes nothing in a body, so the parser need not decode it.
+            if was_reasoning:
+                self._body_tokens += 1
+                if self._loop is not None:
+                    self._loop.consume(token)
+                self._end_if_due(token)
+            return
         self._parser.feed((token,))
-        began = self._is_reasoning and not was_reasoning
-        if began or (self._is_reasoning and self.tokens > tokens):
+        if self._is_reasoning and not was_reasoning:
             if self._loop is not None:  # the same short message again and again is a loop, too
-                self._loop.consume(vocab.MESSAGE if began else token)
+                self._loop.consume(vocab.MESSAGE)
             self._end_if_due(None if token == vocab.MESSAGE else token)
 
     @property
