@@ -508,6 +508,19 @@ def answer_to(turn: Job) -> Answer:
     return Answer(turn, run(turn), Noted(), keep=answer.dropped)
 
 
+def stubborn(computed: asyncio.Event) -> Generate:
+    """An engine in the middle of a step, which cannot be stopped until it is ``computed``."""
+
+    async def generate(*_: Any) -> AsyncIterator[Step]:
+        try:
+            yield Step((7,))
+            await asyncio.sleep(60)
+        finally:
+            await computed.wait()
+
+    return generate
+
+
 async def everything(turn: Job) -> list[Delta]:
     deltas: Any = await answer_to(turn).whole()
     return deltas
@@ -615,15 +628,7 @@ def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(how: str
 
     async def test() -> None:
         computed = asyncio.Event()
-
-        async def stubborn(*_: Any) -> AsyncIterator[Step]:
-            try:
-                yield Step((7,))
-                await asyncio.sleep(60)
-            finally:
-                await computed.wait()
-
-        engine = Engine(stubborn)
+        engine = Engine(stubborn(computed))
         turn = replace(job(engine, total=0.1 if how == "silence" else 5.0), id_seed="a")
         reading = asyncio.ensure_future(everything(turn))
         await asyncio.sleep(0.02)
@@ -654,15 +659,7 @@ def test_a_reader_that_leaves_waits_for_the_engine_unless_it_has_read_the_failur
 
     async def test() -> None:
         computed = asyncio.Event()
-
-        async def stubborn(*_: Any) -> AsyncIterator[Step]:
-            try:
-                yield Step((7,))
-                await asyncio.sleep(60)
-            finally:
-                await computed.wait()
-
-        turn = job(Engine(stubborn))
+        turn = job(Engine(stubborn(computed)))
         answering = answer_to(turn)
         await asyncio.sleep(0.02)
         answering.end(HostError("late", status=504))
