@@ -62,7 +62,6 @@ ODD: dict[str, tuple[str, int, str]] = {
     "no port": ("connect codex --model m --context 9999 --url http://a:99999", 2, "not a server"),
     "an empty model": ("connect codex --model '' --context 9999", 2, "--model is empty"),
     "doctor": ("doctor --port 99999", 2, "'99999' is not a port"),
-    "gateway": ("gateway --model m --engine http://a --port 99999", 2, "from 0 to 65535"),
 }
 """What is typed, the exit code, and what standard error says."""
 

@@ -702,6 +702,14 @@ def process(engine: str, port: int, *flags: str) -> Iterator[subprocess.Popen[st
         started.communicate()
 
 
+def test_an_odd_port_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--model", "m"]
+    command += ["--engine", "http://a", "--port", "99999"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2 and "from 0 to 65535" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def status(port: int, path: str) -> int:
     try:
         return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=10).status_code
