@@ -37,7 +37,6 @@ from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import generate
 from vllm_mlx_harmony.host.patching import Patch
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.messages import MESSAGES
 from vllm_mlx_harmony.server.responses.routes import RESPONSES
@@ -335,7 +334,7 @@ class Said:
 
 
 async def said(engine: Any, api: Any, document: Body, settings: Settings) -> Said:
-    asked = await api.parsed(Document(document, False), Defaults(), "tenant")
+    asked = api.read(document, Defaults(), "tenant")
     info = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
     context = StreamingHarmonyContext(asked.turn, info)
     constraint = await enforcement.constraint_for(
@@ -624,8 +623,8 @@ def test_min_tokens_does_not_break_a_grammar(scripted: Any, run: Run) -> None:
 def constrained(run: Run, kind: str, seed: int = 0, **more: Any) -> Constraint | None:
     async def asked() -> Constraint | None:
         job = Job(kind, seed)
-        document = Document({**job.document, **more}, False)
-        turn = (await job.api.parsed(document, Defaults(), "tenant")).turn
+        document = {**job.document, **more}
+        turn = job.api.read(document, Defaults(), "tenant").turn
         names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
         return await enforcement.constraint_for(turn, names)
 
