@@ -4,6 +4,7 @@ refused where it was, and with nothing of the library in the words."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,10 +154,17 @@ def test_a_client_that_goes_ends_its_trials(monkeypatch: pytest.MonkeyPatch) -> 
             await asyncio.sleep(0.01)
         task.cancel()
 
+    unretrieved = []
+
     async def goes() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: unretrieved.append(context))
         with pytest.raises(enforcement.ClientDisconnect):
             await enforcement.checked(grammar(multiple_of(97_999_999)), "t", gone)
         while slow._running:
             await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # until the thread has ended, with an exception
+        gc.collect()
 
     asyncio.run(asyncio.wait_for(goes(), 20))
+    assert unretrieved == []

@@ -312,6 +312,8 @@ async def _in_thread(
     Raises ``ClientDisconnect``.
     """
     coming = asyncio.get_running_loop().run_in_executor(_threads, compiling)
+    # A cancelled trial raises after the request has gone: asyncio would log that as unretrieved.
+    coming.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         done, _ = await asyncio.wait({coming}, timeout=SOON)
         if not done and unless_gone is not None:
