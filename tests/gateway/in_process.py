@@ -37,11 +37,13 @@ class ClientOfLoop:
         return self._clients[loop].post(*arguments, **keywords)
 
 
-def engine_at(url: str, kind: str, receive_buffer: int | None = None) -> HttpEngine:
+def engine_at(
+    url: str, kind: str, receive_buffer: int | None = None, length: int = 4096
+) -> HttpEngine:
     """The engine of a kind at a URL, as if it had been found there."""
     client: Any = ClientOfLoop(receive_buffer)
     dialect = KINDS[kind.removesuffix("-incremental")]
-    return HttpEngine(client, url, dialect, model=MODEL, served_name="m", context_length=4096)
+    return HttpEngine(client, url, dialect, model=MODEL, served_name="m", context_length=length)
 
 
 class Recorded:
@@ -78,7 +80,7 @@ class Watched(Gateway):
         values: dict[str, Any] = {**limits, **settings}
         super().__init__(GatewaySettings(engines=specs, model=MODEL, keys=keys, **values), rule)
         for backend, (fake, url) in zip(self.fleet.backends, engines, strict=True):
-            backend.found(engine_at(url, fake.kind))
+            backend.found(engine_at(url, fake.kind, length=fake.length))
         self.engine = engines[0][0]
         self.lent = 0
         self.trackers: list[Recorded] = []

@@ -32,7 +32,8 @@ from vllm_mlx_harmony.server.app import application
 
 @pytest.fixture
 def client() -> Iterator[TestClient]:
-    engine = FakeEngine("vllm", {"Hello!": FINAL})
+    # Formats are shown to the model: the largest of these schemas has 133,000 tokens.
+    engine = FakeEngine("vllm", {"Hello!": FINAL}, length=200_000)
     with served(engine.app) as url:
         one = TestClient(application(Watched(KEY, (engine, url))), base_url="http://localhost")
         one.headers["Authorization"] = f"Bearer {KEY}"
