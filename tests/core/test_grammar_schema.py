@@ -348,6 +348,15 @@ def test_there_are_some_hundreds_of_them() -> None:
 MOST = spellings.MOST_WHITE_SPACE
 
 
+def test_a_model_that_keeps_inventing_names_reaches_a_required_one() -> None:
+    schema = of(a={"type": "integer"})
+    others = {str(number): None for number in range(200)}
+    assert taken(schema, json.dumps({"a": 1, **others}))
+    assert taken(schema, json.dumps({**dict(list(others.items())[:64]), "a": 1, "b": 2}))
+    assert not taken(schema, json.dumps({**others, "a": 1}))
+    assert taken({"type": "object"}, json.dumps(others))
+
+
 def test_white_space_is_bounded() -> None:
     for count, fits in ((MOST, True), (MOST + 1, False)):
         space = (" \t\r\n" * MOST)[:count]

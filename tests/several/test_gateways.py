@@ -386,7 +386,7 @@ def test_one_gateway_is_killed_while_the_other_serves_on(setting: Setting) -> No
 
         until(lost, "the answer to be given up", 30.0)
         error = other.send("GET", begun).json()["error"]
-        assert error["code"] == "server_error" and "gone" in error["message"]
+        assert error["code"] == "server_error" and "has stopped" in error["message"]
         told = events_of(other.send("GET", begun, stream="true"))
         assert told[-1]["type"] == "response.failed"
 

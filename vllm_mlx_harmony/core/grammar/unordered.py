@@ -13,8 +13,9 @@ for each name, those that are required first. A name whose bit is set may not co
 may come when all bits of the required names are set. ``n`` names make ``n`` alternatives, however
 many subsets there are, because a rule is only made for the subsets that an output really comes to.
 Names that are not declared come in loops between, so that the depth of the parse does not grow with
-them. Names are lexemes: a declared one is a literal in all its spellings (`spellings`), any other a
-string without those.
+them. In an object with required names such a loop is bounded, so that a model which keeps inventing
+names reaches a required one before its output is cut. Names are lexemes: a declared one is a
+literal in all its spellings (`spellings`), any other a string without those.
 
 **White space** belongs to the lexeme before it, and has a bound of 256 characters in each place:
 ten levels of indentation with room for columns, while a model that writes nothing else comes to an
@@ -53,6 +54,9 @@ MAX_TEXT = 200_000
 
 MAX_COUNT = 1000
 """Items, properties and characters that are counted."""
+
+MAX_OTHERS = 64
+"""Undeclared names in a row, in an object with required names."""
 
 MAX_LENGTH = 10_000
 MAX_MODULUS = 10_000
@@ -623,7 +627,8 @@ class _Translating:
             alternatives.append(f"{loop}{member} {after}{condition}")
         if loops:
             self._rule(f"{walk}_o", loops)
-            self._rule(f"{walk}_l", [f"({walk}_o JSON_COMMA)*"])
+            most_others = str(MAX_OTHERS) if required else ""
+            self._rule(f"{walk}_l", [f"({walk}_o JSON_COMMA){{0,{most_others}}}"])
             if most is None:
                 enough = f"ge({counted}, {least - 1})" if least else ""
                 last = _when(all_required if required else "", enough)
