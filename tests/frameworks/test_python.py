@@ -297,8 +297,9 @@ def test_instructor_openai(
     client: openai.OpenAI, question: str, mode: Any, wanted: type[BaseModel]
 ) -> None:
     typed = instructor.from_openai(client, mode=mode)
+    # Where nothing strict was asked for, 30.0 is an integer, as JSON Schema has it.
     answer = typed.chat.completions.create(
-        model=MODEL, messages=user(question), response_model=wanted, max_retries=0
+        model=MODEL, messages=user(question), response_model=wanted, max_retries=0, strict=False
     )
     assert isinstance(answer, wanted)
 
@@ -311,6 +312,7 @@ def test_instructor_anthropic(claude: anthropic.Anthropic, question: str) -> Non
         messages=user(question),
         response_model=Person,
         max_retries=0,
+        strict=False,
     )
     assert isinstance(answer, Person)
 
