@@ -40,11 +40,13 @@ names that a JSON parser and JSON Schema accept is in the language, with propert
 every level, any white space, any escape, ``1.0`` and ``1e3`` where they are integers. What is not
 in it: names that are not declared where they are closed, values of a wrong type or out of bounds,
 an end before what is required has come, a name twice. The schema becomes rules of our own
-(`unordered`), since ``%json`` of llguidance has one order and one spelling. Four things are bounded
-where JSON is not: 256 characters of white space in one place; 64 names of an object of which is
-remembered that they have come; exponents that move the point across more than some twenty digits,
-beside a bound; and the text of all schemas together. Where more is asked, more is let through,
-but for white space and such exponents, which no one writes.
+(`unordered`), since ``%json`` of llguidance has one order and one spelling. Five things are bounded
+where JSON is not: 256 characters of white space in one place; 64 undeclared names in a row, in an
+object with required names; 64 names of an object of which is remembered that they have come;
+exponents that move the point across more than some twenty digits, beside a bound; and the text of
+all schemas together. Beyond the last bound and that of remembered names, more is accepted than is
+valid; beyond the others, valid text is rejected. They are far from what models write in earnest,
+and keep one that loops from going on until its output is cut.
 
 *With strictness* a schema is enforced in the order of its properties, as OpenAI promises, by
 ``%json`` (`expressible`), and wholly: a keyword that llguidance cannot express is an error that
