@@ -39,7 +39,7 @@ from vllm_mlx_harmony.engine.disk import index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Offered
 from vllm_mlx_harmony.engine.disk.identity import Root
 from vllm_mlx_harmony.engine.prefix_tree import pack
-from vllm_mlx_harmony.host.kv import prefix
+from vllm_mlx_harmony.host import resources
 
 TOKENS = 20_000
 PLENTY = 100 << 30
@@ -122,7 +122,7 @@ async def _before(model: Path, kind: str, directory: str) -> None:
         answer = await said(engine, first)
         disk.flush(120)
         counters = disk.counters()
-        prefix.keep_on(None)
+        _put_below(engine, None)
         again = [*first, *answer, *result(0)[:100], *result(0)[-3:]]
         _say(
             {
@@ -147,7 +147,7 @@ async def _after(model: Path, kind: str, directory: str, answer: list[int]) -> N
         again = [*first, *answer, *result(0)[:100], *result(0)[-3:]]
         asked = await ask(engine, kind, again, True)
         counters = disk.counters()
-        prefix.keep_on(None)
+        _put_below(engine, None)
         spoken = await said(engine, again)
         tree.forget(lambda _: True)
         fresh = await ask(engine, kind, again, True)
@@ -172,10 +172,15 @@ def _say(found: dict[str, Any]) -> None:
 
 @contextmanager
 def _on(disk: DiskCache) -> Iterator[DiskCache]:
-    prefix.keep_on(disk)
+    resources.keep_on(disk)
     yield disk
-    prefix.keep_on(None)
+    resources.keep_on(None)
     disk.close(5)
+
+
+def _put_below(engine: Any, disk: DiskCache | None) -> None:
+    """Has ``engine``, which was started with a disk, use another one, or none."""
+    engine.engine.cache._disk = disk
 
 
 def decode(model: Path) -> Iterator[Row]:
@@ -195,7 +200,8 @@ async def _streams(model: Path, directory: Path) -> tuple[list[float], list[floa
     from vllm_mlx_harmony.engine.pieces import WHOLE, Piece, exported
 
     engine = make("batched", model)
-    await engine.start()
+    with _on(DiskCache(directory / "first", PLENTY)):
+        await engine.start()
     part = mx.zeros((4, 8, 4096, 64), dtype=mx.bfloat16)
     mx.eval(part)
     piece = Piece(4096, {WHOLE: part})
@@ -203,11 +209,12 @@ async def _streams(model: Path, directory: Path) -> tuple[list[float], list[floa
     for number in range(2 * ROUNDS):
         with _on(DiskCache(directory / str(number), PLENTY)) as disk:
             if number % 2:
+                _put_below(engine, disk)
                 for n in range(200):
                     offered = Offered(4096, piece.nbytes, partial(exported, piece))
                     disk.offer(Root(b"%d" % n, b""), pack(range(4096)), [offered])
             else:
-                prefix.keep_on(None)
+                _put_below(engine, None)
             prompts = [filler(seed, 40) for seed in range(STREAMS)]
             began = time.perf_counter()
             await asyncio.gather(*(said(engine, prompt) for prompt in prompts))

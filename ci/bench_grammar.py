@@ -48,9 +48,7 @@ from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, ToolChoice, Turn, User
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.sampler import Sampler
-from vllm_mlx_harmony.host import contract, patching
-from vllm_mlx_harmony.host.engine import generate
-from vllm_mlx_harmony.host.patching import Patch
+from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -267,7 +265,7 @@ def written(before: str, text: str, after: str) -> list[int]:
 
 STEP_MS = 10.0
 TOKENS = 64
-STREAMS = (("simple", 1), ("batched", 1), ("batched", 8))
+STREAMS = (1, 8)
 SLOWER = 1.05
 
 
@@ -280,24 +278,21 @@ def decoding(runs: int) -> Iterator[Row]:
     held = {what: compiled(made(turn)) for what, turn in turns.items()}
     with tempfile.TemporaryDirectory() as directory, loaded():
         model = str(standin.write_tiny(Path(directory, "tiny")))
-        for kind, streams in STREAMS:
-            taken = asyncio.run(steps(kind, model, streams, runs, held))
+        for streams in STREAMS:
+            taken = asyncio.run(steps(model, streams, runs, held))
             free = median(taken[""])
             for what in held:
                 bound = median(taken[what])
                 goal, met = f"at most {SLOWER:g} times", bound <= SLOWER * free
-                title = f"a step of {streams} on the {kind} engine, {what}"
+                title = f"a step of {streams}, {what}"
                 yield Row(title, "ms", free, bound, goal, met)
 
 
 async def steps(
-    kind: str, model: str, streams: int, runs: int, held: Mapping[str, Compiled]
+    model: str, streams: int, runs: int, held: Mapping[str, Compiled]
 ) -> dict[str, list[float]]:
     """Milliseconds per step of each run, under the name of what it was held to."""
-    from vllm_mlx.engine.batched import BatchedEngine
-    from vllm_mlx.engine.simple import SimpleEngine
-
-    engine = (SimpleEngine if kind == "simple" else BatchedEngine)(model)
+    engine = HarmonyEngine(model)
     await engine.start()
     taken: dict[str, list[float]] = {"": [], **{what: [] for what in held}}
     try:
@@ -318,7 +313,8 @@ async def step(engine: Any, spec: ConstraintSpec, streams: int, seed: int) -> fl
     async def one() -> float:
         held = Constraint(spec) if spec else None
         first = 0.0
-        async with aclosing(generate(engine, tuple(prompt), settings, "", held)) as generated:
+        steps = engine.engine.generate(tuple(prompt), settings, "", held)
+        async with aclosing(steps) as generated:
             async for _ in generated:
                 first = first or time.perf_counter()
         return (time.perf_counter() - first) / (TOKENS - 1) * 1e3
@@ -328,7 +324,7 @@ async def step(engine: Any, spec: ConstraintSpec, streams: int, seed: int) -> fl
 
 @contextmanager
 def loaded() -> Iterator[None]:
-    """The plugin's way with the engines, and a model whose step takes the device ``STEP_MS``."""
+    """A model whose step takes the device ``STEP_MS``."""
     import mlx.core as mx
     from mlx_lm.models.gpt_oss import Model
 
@@ -344,22 +340,11 @@ def loaded() -> Iterator[None]:
             product = product @ weight
         return call(self, *args, **keywords) + 0 * product[0, 0]
 
-    packages = ("engine:", "kv.batched:", "kv.simple:")
-    own = "vllm_mlx_harmony.host."
-    undos = patching.apply_all(
-        [
-            row
-            for row in contract.CHANGES
-            if isinstance(row, Patch)
-            and str(row.replacement).removeprefix(own).startswith(packages)
-        ]
-    )
     Model.__call__ = burdened
     try:
         yield
     finally:
         Model.__call__ = call
-        patching.undo_all(undos)
 
 
 def measured_burden(mx: Any) -> tuple[Any, int]:

@@ -29,9 +29,8 @@ from bench_table import Row, printed
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine.prefix_tree import Counters, PrefixTree
-from vllm_mlx_harmony.host import contract, patching
-from vllm_mlx_harmony.host.engine import generate
-from vllm_mlx_harmony.host.kv import prefix
+from vllm_mlx_harmony.host import resources
+from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server.sampling import Settings
 
 TURNS = 20
@@ -101,27 +100,23 @@ def result(seed: int) -> list[int]:
 
 @contextmanager
 def plugged(on: bool, budget: int | None = None) -> Iterator[PrefixTree[Any] | None]:
-    """What prefix reuse changes, with a memory of its own; nothing for the host's side."""
+    """A memory of its own for our engines; nothing for the host's side."""
     if not on:
         yield None
         return
-    tree: PrefixTree[Any] = PrefixTree(budget or prefix.budget())
-    before, prefix.memory = prefix.memory, lambda: tree  # type: ignore[assignment]
-    undos = patching.apply_all([row for row in contract.CHANGES if _is_about_ids(row)])
+    tree: PrefixTree[Any] = PrefixTree(budget or resources.budget())
+    before = resources.tree
+    resources.tree = lambda: tree  # type: ignore[assignment]
     try:
         yield tree
     finally:
-        patching.undo_all(undos)
-        prefix.memory = before
+        resources.tree = before
 
 
-def _is_about_ids(row: patching.Requirement) -> bool:
-    replacement = str(getattr(row, "replacement", ""))
-    return ".kv." in replacement or "hand_on_ids" in replacement
-
-
-def make(kind: str, model: Path) -> Any:
-    """One of the host's engines, not started."""
+def make(kind: str, model: Path, ours: bool = True) -> Any:
+    """Our engine, or that one of the host's, not started."""
+    if ours:
+        return HarmonyEngine(str(model))
     from vllm_mlx.engine.batched import BatchedEngine
     from vllm_mlx.engine.simple import SimpleEngine
 
@@ -150,7 +145,7 @@ async def host_ids(engine: Any, kind: str, prompt: list[int]) -> AsyncIterator[t
 async def our_ids(engine: Any, kind: str, prompt: list[int]) -> AsyncIterator[tuple[int, int]]:
     """The same with the plugin."""
     wanted = Settings(max_tokens=ANSWER, temperature=0.0, top_p=1.0)
-    async with aclosing(generate(engine, tuple(prompt), wanted)) as steps:
+    async with aclosing(engine.engine.generate(tuple(prompt), wanted, "", None)) as steps:
         async for step in steps:
             yield len(step.ids), step.cached_tokens
 
@@ -158,7 +153,7 @@ async def our_ids(engine: Any, kind: str, prompt: list[int]) -> AsyncIterator[tu
 async def said(engine: Any, prompt: list[int]) -> list[int]:
     """The ids themselves, with the plugin."""
     wanted = Settings(max_tokens=ANSWER, temperature=0.0, top_p=1.0)
-    async with aclosing(generate(engine, tuple(prompt), wanted)) as steps:
+    async with aclosing(engine.engine.generate(tuple(prompt), wanted, "", None)) as steps:
         return [token async for step in steps for token in step.ids]
 
 
@@ -237,7 +232,7 @@ def loop(model: Path, kind: str, prompts: list[list[int]], hosts: list[list[int]
     """The tool loop: tokens computed, time to first token at its end, memory."""
     last = len(prompts[-1])
     with plugged(False):
-        host = asyncio.run(run(make(kind, model), kind, hosts, False))
+        host = asyncio.run(run(make(kind, model, False), kind, hosts, False))
     with plugged(True) as tree:
         ours = asyncio.run(run(make(kind, model), kind, prompts, True, tree))
     times = [sum(asked.computed for asked in side) / last for side in (host, ours)]
@@ -273,7 +268,9 @@ def dropped(model: Path, kind: str, prompts: list[list[int]]) -> Iterator[Row]:
     asked = []
     for ours in (False, True):
         with plugged(ours):
-            asked.append(asyncio.run(run(make(kind, model), kind, [*prompts[:4], again], ours))[-1])
+            asked.append(
+                asyncio.run(run(make(kind, model, ours), kind, [*prompts[:4], again], ours))[-1]
+            )
     allowed = len(again) - len(first) + 1
     counts = [float(one.computed) for one in asked]
     name = f"{kind}: second user turn, reasoning dropped"
@@ -291,7 +288,7 @@ def interleaved(model: Path, kind: str) -> Iterator[Row]:
     asked = []
     for ours in (False, True):
         with plugged(ours):
-            asked.append(asyncio.run(run(make(kind, model), kind, rounds, ours)))
+            asked.append(asyncio.run(run(make(kind, model, ours), kind, rounds, ours)))
     least = sum(len(prompt) for prompt in rounds[-CONVERSATIONS:])
     times = [sum(one.computed for one in side) / least for side in asked]
     name = f"{kind}: {CONVERSATIONS} conversations, computed"

@@ -167,26 +167,19 @@ FRONT_ENDS = ("-e", ".[redis,tools]", *TEST_TOOLS, *GATEWAY, "openai-agents>=0.3
 """Without a host, and with all that a front end can be told to use."""
 
 
-def served(engine: str, chosen: str) -> Leg:
-    """A leg with one engine's half of the served tests; those of no engine go with the simple one.
-
-    ``chosen`` is what pytest's ``-k`` looks for in the names of tests, which hold the engine's.
-    """
-    return Leg(
-        name=f"served-{engine}",
-        what=f"the real server, its {engine} engine, official clients",
+LEGS: tuple[Leg, ...] = (
+    Leg(
+        name="served",
+        what="the real server, official clients",
         install=HOSTED,
-        present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents", "uv"),
+        present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
         commands=(
-            (*PYTEST, "tests/served", "tests/cli", "-k", chosen),
-            (*PYTEST, "tests/attack", "-k", chosen),  # thinned, with servers of its own
+            (*PYTEST, "tests/served"),
+            (*PYTEST, "tests/cli", "-m", "served"),
+            (*PYTEST, "tests/attack"),  # thinned, with servers of its own
         ),
         runners=("ubuntu-latest", "macos-14"),
-    )
-
-
-LEGS: tuple[Leg, ...] = (
-    served("simple", "not batched"),
+    ),
     core(NEWEST, MEASURED),
     # Behind one of another environment: the first makes that of all with a host.
     Leg(
@@ -202,7 +195,15 @@ LEGS: tuple[Leg, ...] = (
         ),
         runners=("ubuntu-latest", "macos-14"),
     ),
-    served("batched", "batched"),
+    Leg(
+        name="mlx-lm-0.32",
+        what="our engine on mlx-lm 0.32, which vllm-mlx does not ask for yet",
+        install=("-e", ".[cpu,test]", "mlx-lm>=0.32,<0.33"),
+        without=("vllm-mlx",),
+        present=("mlx", "mlx-lm", "openai-harmony"),
+        absent=("vllm-mlx",),
+        commands=((*PYTEST, "tests/engine"),),
+    ),
     Leg(
         name="packaging",
         what="wheel, editable and tool installs: active, and gone when uninstalled",
@@ -359,7 +360,7 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         name="grammar",
-        what="500 random outputs of every kind, on both engines, held to what was asked for",
+        what="500 random outputs of every kind, held to what was asked for",
         install=("-e", ".[cpu,test]", "pytest-xdist"),
         present=(*HOST, "openai-harmony", "jsonschema", "pytest-xdist"),
         commands=(
@@ -390,6 +391,7 @@ LEGS: tuple[Leg, ...] = (
             ("python", "ci/bench_grammar.py"),
             ("python", "ci/bench_reuse.py"),
             ("python", "ci/bench_decode.py"),
+            ("python", "ci/bench_engine.py"),
         ),
         group="",
         alone=True,

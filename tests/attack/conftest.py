@@ -32,12 +32,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     standin.rescript(directory, apis.SCRIPTS)
     running: list[served.Server] = []
 
-    def started(engine: str, env: Mapping[str, str] | None = None) -> Target:
+    def started(env: Mapping[str, str] | None = None) -> Target:
         home = tmp_path_factory.mktemp("home")
         told = home / "figures.json"
         server = served.start(
             directory,
-            *served.ENGINES[engine],
             *served.FLAG,
             *("--max-tokens", "64", "--cache-memory-mb", str(CACHE_MIB)),
             *size((), ("--default-temperature", "0")),  # to draw is two thirds of a step here
@@ -54,17 +53,17 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         running.append(server)
         with server.client() as client:
             model = client.get("/v1/models").json()["data"][0]["id"]
-        return Target(server, engine, model, inspected.Inspection(server.pid, told))
+        return Target(server, model, inspected.Inspection(server.pid, told))
 
     yield started
     for server in running:
         server.stop()
 
 
-@pytest.fixture(scope=size("module", "session"), params=list(served.ENGINES))
-def target(request: pytest.FixtureRequest, start: Start) -> Iterator[Target]:
-    """A server on each of the host's engines in turn; in full, a new one for each experiment."""
-    one = start(request.param)
+@pytest.fixture(scope=size("module", "session"))
+def target(start: Start) -> Iterator[Target]:
+    """A server; in full, a new one for each experiment."""
+    one = start()
     yield one
     one.server.stop()
 

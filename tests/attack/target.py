@@ -16,9 +16,8 @@ CACHE_MIB = 1
 
 @dataclass(frozen=True)
 class Target:
-    """A server on one of the host's engines, the name of its model, and who asks what is in it."""
+    """A server, the name of its model, and who asks what is in it."""
 
     server: served.Server
-    engine: str
     model: str
     inspection: inspected.Inspection

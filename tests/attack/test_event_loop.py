@@ -53,22 +53,19 @@ SCRIPTS = [
 
 @dataclass(frozen=True)
 class Observed:
-    """A server on ``engine`` that somebody else uses."""
+    """A server that somebody else uses."""
 
     server: served.Server
-    engine: str
     model: str
     observer: Observer
 
 
-@pytest.fixture(scope="module", params=size([*served.ENGINES], ["simple"]))
-def observed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Observed]:
-    """The host with the plugin, on each engine in turn."""
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+    """The host with the plugin."""
     place = tmp_path_factory.mktemp("event_loop")
     directory = standin.write(place / "gpt-oss-standin", SCRIPTS)
-    flags = (*served.ENGINES[request.param], *served.FLAG)
+    flags = served.FLAG
     home = place / "home"
     # In full, as users start it: what a fork shares with others is no part of what is measured.
     forked = size(False, True)
@@ -78,8 +75,8 @@ def observed(
         with closing(Observer(server.base_url, server.pid, model)) as observer:
             observer.waits()
             time.sleep(2)
-            _report(request.param, "nothing", "", observer.waits())
-            yield Observed(server, request.param, model, observer)
+            _report("nothing", "", observer.waits())
+            yield Observed(server, model, observer)
         assert "Traceback" not in server.log
     finally:
         server.stop()
@@ -107,18 +104,18 @@ def test_others_are_answered_meanwhile(observed: Observed, row: str) -> None:
             else:
                 _post(observed.server, inputs.PATHS[way], body)
             waits = observed.observer.waits()
-            _report(observed.engine, row, way, waits)
+            _report(row, way, waits)
             held.append(waits.health.held)
         if min(held) > LIMIT_MS:
             over[way] = held
     assert not over
 
 
-def _report(engine: str, row: str, way: str, waits: Waits) -> None:
+def _report(row: str, way: str, waits: Waits) -> None:
     health, stream = (
         f"{one.held:.0f} of {one.wall:.0f} ms" for one in (waits.health, waits.stream)
     )
-    figures.report("loop", engine, f"{row:30} {way:10} /health {health:>14}, stream {stream:>14}")
+    figures.report("loop", f"{row:30} {way:10} /health {health:>14}, stream {stream:>14}")
 
 
 def _post(server: served.Server, path: str, body: bytes) -> None:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.served
 
 REQUESTS = size(10_000, 200)
-FIRST = {"simple": 0, "batched": size(0, REQUESTS)}
-"""Thinned, the engines have different requests: what is mutated seldom comes to an engine."""
 SLOW = 1.0
 """Seconds from which on an answer is late."""
 
@@ -221,7 +219,7 @@ def test_every_request_is_answered(target: Target) -> None:
     slow, longest, most = [], 0.0, 0.0
     log = Log(target.server.log_path)
     process = psutil.Process(target.server.pid)
-    for index in range(first := FIRST[target.engine], first + REQUESTS):
+    for index in range(REQUESTS):
         sent, answer, problem = mutated(SEED, index), Answer(0), ""
         asked, used = time.monotonic(), sum(process.cpu_times()[:2])
         try:
@@ -250,7 +248,6 @@ def test_every_request_is_answered(target: Target) -> None:
         attacker.connection.close()
     figures.report(
         "fuzz",
-        target.engine,
         f"{sum(statuses.values())} mutated requests (seed {SEED}) in "
         f"{time.monotonic() - began:.0f} s, {len(problems)} answered wrongly, {len(slow)} later "
         f"than {SLOW:.0f} s, the last after {longest:.1f} s; none took more than {most:.1f} s of a "

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import figures
 import httpx
 import pytest
-import server as served
 from apis import ANSWER
-from size import FULL, SEED, size
+from size import SEED, size
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
@@ -29,10 +28,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.served
 
 KILLS = size(20, 1)
-"""For each engine."""
 
 CLIENTS = 8
-ENGINES = list(served.ENGINES) if FULL else ["batched"]
 
 
 class Client:
@@ -104,13 +101,12 @@ class Client:
             self.completed.append(response["id"])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_was_seen_completed_is_kept(start: Start, engine: str, tmp_path: Path) -> None:
+def test_what_was_seen_completed_is_kept(start: Start, tmp_path: Path) -> None:
     chance = random.Random(SEED)
     path = tmp_path / "responses.sqlite"
     env = {"VLLM_MLX_HARMONY_STORE": str(path)}
     seen = unseen = 0
-    target = start(engine, env)
+    target = start(env)
     for _ in range(KILLS):
         clients = [Client(target, number) for number in range(CLIENTS)]
         wanted = chance.randint(10, 60)
@@ -126,7 +122,7 @@ def test_what_was_seen_completed_is_kept(start: Start, engine: str, tmp_path: Pa
         completed = [key for one in clients for key in one.completed]
         assert len(completed) >= wanted
         check_file(path)
-        target = start(engine, env)
+        target = start(env)
         with target.server.client() as client:
             for key in completed:
                 check_whole(client, key)
@@ -139,7 +135,6 @@ def test_what_was_seen_completed_is_kept(start: Start, engine: str, tmp_path: Pa
     target.server.stop()
     figures.report(
         "kill",
-        engine,
         f"{KILLS} times kill -9 while {CLIENTS} clients had answers stored: all {seen} that were "
         f"seen completed are there, {unseen} more that were not, none is half-written",
     )

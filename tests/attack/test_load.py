@@ -65,7 +65,6 @@ def test_nothing_is_left_behind(target: Target) -> None:
     assert "Traceback" not in target.server.log
     figures.report(
         "load",
-        target.engine,
         f"{ROUNDS * STREAMS} streams, {STREAMS} at once, half of them dropped, in "
         f"{time.monotonic() - began:.0f} s: RSS {' '.join(f'{each:.0f}' for each in memory)} MiB, "
         f"tasks {before.tasks} -> {left.tasks}, files {before.files} -> {left.files}, "

@@ -147,7 +147,6 @@ def test_nothing_grows(target: Target) -> None:
     assert "Traceback" not in target.server.log
     figures.report(
         "soak",
-        target.engine,
         f"{agents} agents of {TURNS} turns, {AT_ONCE} at once, {sent} requests in "
         f"{time.monotonic() - began:.0f} s: RSS {settled.rss:.0f} -> {last.rss:.0f} MiB, files "
         f"{settled.files} -> {last.files}, threads {settled.threads} -> {last.threads}, tasks "

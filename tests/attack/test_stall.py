@@ -44,7 +44,6 @@ def test_others_are_answered(target: Target) -> None:
     assert "Traceback" not in target.server.log
     figures.report(
         "stall",
-        target.engine,
         f"{STALLED} clients read nothing of {ROOM // 1024} KiB and more: others waited "
         f"{max(waits):.1f} s at most, all connections were given up after {freed:.1f} s "
         f"(a client's silence may last {SECONDS} s)",

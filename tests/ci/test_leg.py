@@ -153,56 +153,9 @@ def test_environments_of_a_python_share_what_they_compile(
     assert [os.path.exists(each) for each in compiled] == [True, shared]
 
 
-HALVES = """
-import pytest
-
-@pytest.fixture(params=["simple", "batched"])
-def engine(request): pass
-
-def test_on_each(engine): pass
-def test_on_none(): pass
-@pytest.mark.parametrize("engine", ["batched"])
-def test_on_one(engine): pass
-"""
-
-
-@pytest.mark.once
-def test_the_two_halves_of_the_served_tests_are_all_of_them(build: Path) -> None:
-    """Each test is in exactly one, and both look at the same files."""
-    (build / "test_it.py").write_text(HALVES)
-    every, *halves = (
-        {line for line in collected(build, *chosen).splitlines() if "::" in line}
-        for chosen in ((), *(("-k", _chosen(name)) for name in ("simple", "batched")))
-    )
-    assert len(every) == 4
-    assert sorted([*halves[0], *halves[1]]) == sorted(every)
-    paths = [_paths(leg_called(f"served-{name}")) for name in ("simple", "batched")]
-    assert paths[0] == paths[1]
-
-
-def collected(build: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", os.devnull]
-    own = ["-p", "no:cacheprovider", "--rootdir", str(build), str(build / "test_it.py")]
-    return subprocess.run(
-        [*command, *own, *arguments], capture_output=True, text=True, check=True
-    ).stdout
-
-
 def leg_called(name: str) -> Any:
     (found,) = (one for one in legs.LEGS if one.name == name)
     return found
-
-
-def _chosen(name: str) -> str:
-    """What the commands of a half look for, each the same."""
-    (chosen,) = {
-        command[command.index("-k") + 1] for command in leg_called(f"served-{name}").commands
-    }
-    return str(chosen)
-
-
-def _paths(one: Any) -> list[list[str]]:
-    return [[part for part in command if part.startswith("tests/")] for command in one.commands]
 
 
 @pytest.mark.parametrize(

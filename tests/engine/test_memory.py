@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from vllm_mlx_harmony.engine.memory import SMALL, STEP, WASTE, Budget, Layout, may_be_padded
+from vllm_mlx_harmony.engine.memory import (
+    SMALL,
+    STEP,
+    WASTE,
+    Budget,
+    Layout,
+    layout_of,
+    may_be_padded,
+)
 
 GPT_OSS = Layout(per_id=12 * 2 * 8 * 64 * 2, windows=((128, 12 * 2 * 8 * 64 * 2),))
 """gpt-oss-20b: 24 layers, every second of them a window; 8 heads, 64 wide, two bytes an element."""
@@ -37,6 +45,18 @@ def test_the_longest_sequence_fits_and_no_longer_one(nbytes: int) -> None:
     longest = GPT_OSS.longest(nbytes)
     assert not longest or GPT_OSS.nbytes(longest) <= nbytes
     assert GPT_OSS.nbytes(longest + STEP) > nbytes or longest == 0
+
+
+def test_a_configuration_says_what_a_model_takes() -> None:
+    config: dict[str, object] = {
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "sliding_window": 128,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    }
+    assert layout_of(config) == GPT_OSS
+    for name in config:
+        assert layout_of({key: config[key] for key in config if key != name}) is None
 
 
 def test_without_layers_that_keep_all_length_costs_nothing() -> None:

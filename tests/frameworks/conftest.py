@@ -37,8 +37,8 @@ PAGE = {
 }
 """What it says to the examples of docs/clients.md."""
 
-ENGINES = {"simple": ((), "prose"), "batched": (("--continuous-batching",), "another call")}
-"""The flags of each of the host's engines, and what the model wants there."""
+WANTED = ("prose", "another call")
+"""What the model wants, in turn."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,18 @@ class Server:
         return f"{self.root}/v1"
 
 
-@pytest.fixture(scope="session", params=list(ENGINES))
+@pytest.fixture(scope="session", params=WANTED)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """The host with the plugin, on each engine in turn."""
-    flags, want = ENGINES[request.param]
+    """The host with the plugin, and a model that wants something else than is asked for."""
     place = tmp_path_factory.mktemp("server")
     scripts = [Script(f"Wanted: {name}", said) for name, said in WANTS.items()]
     scripts += [Script(*each) for each in PAGE.items()]
     model = standin.write(place / "model", scripts)
-    flags = (*served.FLAG, "--served-model-name", MODEL, *flags)
+    flags = (*served.FLAG, "--served-model-name", MODEL)
     running = served.start(model, *flags, home=place / "home", command=served.HARMONY)
-    yield Server(running.base_url, f"Who is Ada Lovelace? Wanted: {want}")
+    yield Server(running.base_url, f"Who is Ada Lovelace? Wanted: {request.param}")
     running.stop()
 
 

@@ -1,5 +1,5 @@
-"""What is asked for is what comes: random weights, and models that want something else, on the
-host's real engines."""
+"""What is asked for is what comes: random weights, and models that want something else, on our
+engine."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Text
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, Turn, User
-from vllm_mlx_harmony.host import contract, patching
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.engine import generate
-from vllm_mlx_harmony.host.patching import Patch
+from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.messages import MESSAGES
@@ -49,7 +47,6 @@ SEEDS = int(os.environ.get("GRAMMAR_SEEDS", "2"))
 PARTS = range(min(SEEDS, 4))
 """Of the outputs, so that several processes can share them: `pytest -n 2`."""
 
-ENGINES = ["simple", "batched"]
 TOGETHER = 8
 WIDTH = 16
 """Of the model with random weights: what it takes to run is mostly the product with 201,088 ids."""
@@ -268,45 +265,23 @@ def run() -> Iterator[Run]:
     loop.close()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _patched() -> Iterator[None]:
-    packages = ("engine:", "kv.batched:", "kv.simple:")
-    undos = patching.apply_all(
-        [
-            row
-            for row in contract.CHANGES
-            if isinstance(row, Patch)
-            and str(row.replacement).removeprefix("vllm_mlx_harmony.host.").startswith(packages)
-        ]
-    )
-    yield
-    patching.undo_all(undos)
-
-
-def started(kind: str, directory: Path, run: Run) -> Iterator[Any]:
-    from vllm_mlx.engine.batched import BatchedEngine
-    from vllm_mlx.engine.simple import SimpleEngine
-
-    engine = (SimpleEngine if kind == "simple" else BatchedEngine)(str(directory))
+def started(directory: Path, run: Run) -> Iterator[HarmonyEngine]:
+    engine = HarmonyEngine(str(directory))
     run(engine.start())
     yield engine
     run(engine.stop())
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def tiny(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run: Run
-) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[HarmonyEngine]:
     directory = standin.write_tiny(tmp_path_factory.mktemp("tiny"), width=WIDTH)
-    yield from started(request.param, directory, run)
+    yield from started(directory, run)
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def scripted(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run: Run
-) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[HarmonyEngine]:
     directory = standin.write(tmp_path_factory.mktemp("scripted"), SCRIPTS)
-    yield from started(request.param, directory, run)
+    yield from started(directory, run)
 
 
 # --- One answer.
@@ -345,7 +320,8 @@ async def said(engine: Any, api: Any, document: Body, settings: Settings) -> Sai
     deltas = list(context.start())
     finish = None
     prompt = context.render_for_completion()
-    async with aclosing(generate(engine, prompt, settings, "tenant", constraint)) as steps:
+    generated = engine.engine.generate(prompt, settings, "tenant", constraint)
+    async with aclosing(generated) as steps:
         async for step in steps:
             enforcement.check(constraint)
             found.ids += step.ids
@@ -736,7 +712,8 @@ def test_a_failing_grammar_fails_its_own_answer_and_only_where_it_was_promised(
         prompt = vocab.encoding().encode(
             "<|start|>user<|message|>>prose<<|end|><|start|>assistant", allowed_special="all"
         )
-        async with aclosing(generate(scripted, tuple(prompt), FREE, "", constraint)) as steps:
+        generated = scripted.engine.generate(tuple(prompt), FREE, "", constraint)
+        async with aclosing(generated) as steps:
             async for step in steps:
                 enforcement.check(constraint)
                 ids += step.ids

@@ -1,4 +1,4 @@
-"""The host's real engines, with the stand-in loaded, as iterators of token ids."""
+"""The engine that vllm-mlx gets from us, with the stand-in loaded: ids, and text."""
 
 from __future__ import annotations
 
@@ -16,24 +16,20 @@ pytest.importorskip("mlx_lm")
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
+from vllm_mlx_harmony.core.errors import OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Limits, Sampling
-from vllm_mlx_harmony.host import contract, patching
-from vllm_mlx_harmony.host.adapter import MlxEngine, VllmMlx
-from vllm_mlx_harmony.host.engine import IdPrompt, generate, hand_on_ids
-from vllm_mlx_harmony.host.patching import Patch
-from vllm_mlx_harmony.host.prompts import PromptText
+from vllm_mlx_harmony.host.adapter import VllmMlx
+from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server import sampling
-from vllm_mlx_harmony.server.engine import Step
+from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.model_files import length_of
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script
 from vllm_mlx_harmony.standin.cursor import INSTEAD
 from vllm_mlx_harmony.standin.model import WEIGHT
 
-ENGINES = ["simple", "batched"]
 INTERVALS = [2, 7, 64]
-"""Of the batched engine: how many ids it hands on at a time."""
+"""How many ids are handed on at a time."""
 
 GREEDY = Settings(max_tokens=500, temperature=0.0, top_p=1.0)
 COUNT = "<|channel|>final<|message|>" + "".join(f" {n}" for n in range(45)) + "<|return|>"
@@ -79,39 +75,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return standin.write(tmp_path_factory.mktemp("standin"), SCRIPTS)
 
 
-PACKAGES = ("engine:", "kv.batched:", "kv.simple:")
-"""Where what is put into the engines stands."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _patched() -> Iterator[None]:
-    undos = patching.apply_all(
-        [
-            row
-            for row in contract.CHANGES
-            if isinstance(row, Patch)
-            and str(row.replacement).removeprefix("vllm_mlx_harmony.host.").startswith(PACKAGES)
-        ]
-    )
-    yield
-    patching.undo_all(undos)
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest, directory: Path, run: Run) -> Iterator[Any]:
-    engine = make(request.param, directory)
+@pytest.fixture(scope="module")
+def engine(directory: Path, run: Run) -> Iterator[HarmonyEngine]:
+    engine = HarmonyEngine(str(directory))
     run(engine.start())
     yield engine
     run(engine.stop())
 
 
-def make(kind: str, directory: Path, interval: int = 1) -> Any:
-    from vllm_mlx.engine.batched import BatchedEngine
-    from vllm_mlx.engine.simple import SimpleEngine
-
-    if kind == "simple":
-        return SimpleEngine(str(directory))
-    return BatchedEngine(str(directory), stream_interval=interval)
+def generate(engine: HarmonyEngine, ids: tuple[int, ...], settings: Settings) -> Steps:
+    assert engine.engine is not None
+    return engine.engine.generate(ids, settings, "", None)
 
 
 async def steps(engine: Any, name: str, settings: Settings = GREEDY) -> list[Step]:
@@ -146,11 +120,12 @@ def test_every_id_arrives_and_the_one_that_ends_the_turn_is_the_last(
 @pytest.mark.parametrize("interval", INTERVALS)
 def test_any_stream_interval_gives_the_same_ids(directory: Path, run: Run, interval: int) -> None:
     async def test() -> None:
-        engine = make("batched", directory, interval)
+        engine = HarmonyEngine(str(directory), stream_interval=interval)
         await engine.start()
         for name in COMPLETIONS:
             assert said(await steps(engine, name)) == expected(name)
-        assert max(len(step.ids) for step in await steps(engine, "count")) == interval
+        *others, _ = await steps(engine, "count")
+        assert others and all(len(step.ids) % interval == 0 for step in others)
         assert said(await slowly(engine, "count")) == expected("count")
         await engine.stop()
 
@@ -201,9 +176,7 @@ async def begun(engine: Any, name: str) -> AsyncIterator[Any]:
 async def idle(engine: Any) -> None:
     """Returns when the engine has nothing to do any more."""
     while True:
-        lock = getattr(engine, "_generation_lock", None)
-        busy = lock.locked() if lock else engine._engine.engine.scheduler.has_requests()
-        if not busy:
+        if not engine.engine.status():
             return
         await asyncio.sleep(0.01)
 
@@ -230,36 +203,7 @@ def test_cancelled_it_stops_and_frees_the_engine(engine: Any, run: Run) -> None:
     run(test())
 
 
-def test_cancelled_while_it_is_freed_it_is_freed_to_the_end(directory: Path, run: Run) -> None:
-    """A client may go just as its answer ends: the host's own clean-up would be cut off there, and
-    its status would have the request for ever."""
-    engine = make("simple", directory)
-    closing, submit = asyncio.Event(), engine._submit_to_generation_worker
-
-    async def submitted(*arguments: Any, during_shutdown: bool = False) -> Any:
-        if during_shutdown:  # only the closing of an iterator is
-            closing.set()
-            await asyncio.sleep(0.05)
-        return await submit(*arguments, during_shutdown=during_shutdown)
-
-    async def test() -> None:
-        await engine.start()
-        engine._submit_to_generation_worker = submitted
-        task = asyncio.ensure_future(steps(engine, "answer"))
-        await closing.wait()
-        task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled()
-        await asyncio.wait_for(idle(engine), 1.0)
-        assert engine.get_stats()["requests"] == []
-        await engine.stop()
-
-    run(test())
-
-
 def test_several_at_once_do_not_mix(engine: Any, run: Run) -> None:
-    """The simple engine would raise EngineBusy: it waits for its turn instead."""
-
     async def test() -> None:
         names = ["answer", "call", "count", "endoftext", "answer", "count"]
         got = await asyncio.gather(*(steps(engine, name) for name in names))
@@ -318,7 +262,6 @@ def test_each_of_several_at_once_is_sampled_by_its_own_settings(
     run(test())
 
 
-@pytest.mark.parametrize("engine", ["batched"], indirect=True)
 @pytest.mark.parametrize(("ours", "theirs"), [(0.0, 100.0), (100.0, 0.0)])
 def test_a_request_of_the_hosts_own_that_joins_ours_keeps_its_settings(
     engine: Any, run: Run, ours: float, theirs: float
@@ -337,22 +280,6 @@ def test_a_request_of_the_hosts_own_that_joins_ours_keeps_its_settings(
         await running
 
     run(test())
-
-
-@pytest.mark.parametrize(
-    ("held", "joining"), [([], [print]), ([print], []), ([], [])], ids=["ours", "theirs", "both"]
-)
-def test_no_sequence_loses_its_list_of_processors(held: list[Any], joining: list[Any]) -> None:
-    from mlx_lm.models.cache import KVCache
-
-    from vllm_mlx_harmony.host.kv.batched import Prefilling
-
-    first, second = (
-        Prefilling(None, [uid], [[KVCache()]], [[]], logits_processors=[each])
-        for uid, each in enumerate((held, joining))
-    )
-    first.extend(second)
-    assert first.logits_processors == [held, joining]
 
 
 LONG = "".join(f" {n}" for n in range(4_000))
@@ -443,35 +370,6 @@ def test_cached_ids_of_the_prompt_are_counted(engine: Any, run: Run) -> None:
     run(test())
 
 
-def test_a_prompt_as_text_that_knows_its_ids(engine: Any, run: Run) -> None:
-    """What the host's own paths get from us: the simple engine takes the ids out of it."""
-
-    async def test() -> str:
-        text = PromptText.of(prompt(">answer<"))
-        outputs = engine.stream_generate(prompt=text, max_tokens=50, temperature=0.0)
-        return "".join([output.new_text async for output in outputs])
-
-    assert "Hi." in run(test())
-
-
-def test_a_multimodal_engine_takes_no_ids() -> None:
-    async def test() -> None:
-        await anext(generate(SimpleNamespace(is_mllm=True), (1,), GREEDY))
-
-    with pytest.raises(HostError, match="multimodal"):
-        asyncio.run(test())
-
-
-def test_nobody_else_notices_the_seam() -> None:
-    chunks = iter([SimpleNamespace(token=7)])
-    reporting = hand_on_ids(lambda model, prompt, **_: chunks)
-    assert reporting(None, "text") is chunks
-    assert reporting(None, prompt=[1, 2]) is chunks
-    watched = IdPrompt((1, 2))
-    assert [chunk.token for chunk in reporting(None, prompt=watched)] == [7]
-    assert (watched.take(), watched.take(), list(watched)) == ((7,), (), [1, 2])
-
-
 # --- Settings and window.
 
 
@@ -527,7 +425,7 @@ def test_a_flag_comes_before_the_models_file_and_that_before_the_recommendation(
         monkeypatch.setattr(server, f"_default_{name}", value)
     if model is not None:
         (tmp_path / "generation_config.json").write_text(model)
-    engine = MlxEngine(SimpleNamespace(_model_path=str(tmp_path)))
+    engine: Any = SimpleNamespace(model=str(tmp_path))
     assert VllmMlx().defaults(engine).sampling == expected
 
 

@@ -13,6 +13,7 @@ import vllm_mlx.cli
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import activation, flags, summary
+from vllm_mlx_harmony.host.resources import Flags
 
 MB = 1 << 20
 
@@ -72,61 +73,47 @@ def test_a_share_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         flags.budget(given(monkeypatch, "--cache-memory-percent", "1.5"))
 
 
-BOTH, SIMPLE, BATCHED = ("simple", "batched"), ("simple",), ("batched",)
-
 NAMED = [
-    ("--prefix-cache-size 5", "--prefix-cache-size: the prefix cache is bounded in bytes", BOTH),
-    ("--no-memory-aware-cache", "--no-memory-aware-cache: ", BOTH),
-    ("--kv-cache-quantization", "--kv-cache-quantization: attention with sinks", BOTH),
-    ("--kv-cache-quantization-bits 8", "--kv-cache-quantization-bits: ", BOTH),
-    ("--kv-cache-quantization-group-size 64", "--kv-cache-quantization-group-size: ", BOTH),
-    ("--kv-cache-min-quantize-tokens 9", "--kv-cache-min-quantize-tokens: ", BOTH),
-    ("--use-paged-cache", "--use-paged-cache: ", BOTH),
-    ("--paged-cache-block-size 32", "--paged-cache-block-size: ", BOTH),
-    ("--max-cache-blocks 32", "--max-cache-blocks: ", BOTH),
-    ("--prefix-trie-cache", "--prefix-trie-cache: the prefix cache is always on", BOTH),
-    ("--prefix-trie-cache-size 3", "--prefix-trie-cache-size: ", BOTH),
-    ("--specprefill", "--specprefill: it leaves tokens of the prompt out", BOTH),
-    ("--specprefill-threshold 8192", "--specprefill-threshold: ", BOTH),
-    ("--specprefill-keep-pct 0.2", "--specprefill-keep-pct: ", BOTH),
-    ("--specprefill-backbone-pct 0.2", "--specprefill-backbone-pct: ", BOTH),
-    ("--specprefill-draft-model m", "--specprefill-draft-model: ", BOTH),
-    ("--enable-mtp", "--enable-mtp: gpt-oss has no heads", BOTH),
-    ("--mtp-num-draft-tokens 2", "--mtp-num-draft-tokens: ", BOTH),
-    ("--mtp-optimistic", "--mtp-optimistic: ", BOTH),
-    ("--mllm-prefill-step-size 9", "--mllm-prefill-step-size: gpt-oss takes text only", BOTH),
-    ("--reasoning-parser qwen3", "--reasoning-parser qwen3: reasoning is read from", BOTH),
+    ("--prefix-cache-size 5", "--prefix-cache-size: the prefix cache is bounded in bytes"),
+    ("--no-memory-aware-cache", "--no-memory-aware-cache: "),
+    ("--kv-cache-quantization", "--kv-cache-quantization: attention with sinks"),
+    ("--kv-cache-quantization-bits 8", "--kv-cache-quantization-bits: "),
+    ("--kv-cache-quantization-group-size 64", "--kv-cache-quantization-group-size: "),
+    ("--kv-cache-min-quantize-tokens 9", "--kv-cache-min-quantize-tokens: "),
+    ("--use-paged-cache", "--use-paged-cache: "),
+    ("--paged-cache-block-size 32", "--paged-cache-block-size: "),
+    ("--max-cache-blocks 32", "--max-cache-blocks: "),
+    ("--prefix-trie-cache", "--prefix-trie-cache: the prefix cache is always on"),
+    ("--prefix-trie-cache-size 3", "--prefix-trie-cache-size: "),
+    ("--specprefill", "--specprefill: it leaves tokens of the prompt out"),
+    ("--specprefill-threshold 8192", "--specprefill-threshold: "),
+    ("--specprefill-keep-pct 0.2", "--specprefill-keep-pct: "),
+    ("--specprefill-backbone-pct 0.2", "--specprefill-backbone-pct: "),
+    ("--specprefill-draft-model m", "--specprefill-draft-model: "),
+    ("--enable-mtp", "--enable-mtp: gpt-oss has no heads"),
+    ("--mtp-num-draft-tokens 2", "--mtp-num-draft-tokens: "),
+    ("--mtp-optimistic", "--mtp-optimistic: "),
+    ("--mllm-prefill-step-size 9", "--mllm-prefill-step-size: gpt-oss takes text only"),
+    ("--reasoning-parser qwen3", "--reasoning-parser qwen3: reasoning is read from"),
     (
         '--default-chat-template-kwargs {"colour":1,"reasoning_effort":"low"}',
         "--default-chat-template-kwargs colour: ",
-        BOTH,
     ),
-    ("--max-num-seqs 256", "--max-num-seqs: only with --continuous-batching", SIMPLE),
-    ("--prefill-batch-size 4", "--prefill-batch-size: ", SIMPLE),
-    ("--completion-batch-size 4", "--completion-batch-size: ", SIMPLE),
-    ("--chunked-prefill-tokens 512", "--chunked-prefill-tokens: ", SIMPLE),
-    ("--stream-interval 4", "--stream-interval: ", SIMPLE),
-    ("--max-kv-size 4096", "--max-kv-size: ", SIMPLE),
-    ("--gpu-memory-utilization 0.5", "--gpu-memory-utilization: ", SIMPLE),
+    ("--max-kv-size 4096", "--max-kv-size: gpt-oss sees its whole context"),
 ]
 
 
-@pytest.mark.parametrize("engine", BOTH)
-@pytest.mark.parametrize(("line", "said", "engines"), NAMED, ids=[row[0] for row in NAMED])
-def test_what_has_no_effect_is_named(
-    monkeypatch: pytest.MonkeyPatch, engine: str, line: str, said: str, engines: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(("line", "said"), NAMED, ids=[row[0] for row in NAMED])
+def test_what_has_no_effect_is_named(monkeypatch: pytest.MonkeyPatch, line: str, said: str) -> None:
     found = given(monkeypatch, *line.split())
-    sentences = flags.without_effect(found, batched=engine == "batched", replaced=True)
-    if engine in engines:
-        (sentence,) = sentences
-        assert sentence.startswith(said)
-        assert sentence.partition(": ")[2]
-    else:
-        assert sentences == []
+    (sentence,) = flags.without_effect(found, enabled=True)
+    assert sentence.startswith(said)
+    assert sentence.partition(": ")[2]
 
 
 HONOURED = (
+    "--max-num-seqs 256 --prefill-batch-size 4 --completion-batch-size 4 --stream-interval 4 "
+    "--chunked-prefill-tokens 512 --gpu-memory-utilization 0.5 --continuous-batching "
     "--prefill-step-size 64 --cache-memory-mb 5 --cache-memory-percent 0.1 --enable-prefix-cache "
     "--ssd-cache-dir d --ssd-cache-max-gb 10 "
     "--prefix-trie-cache-memory-mb 4 --max-tokens 9 --max-request-tokens 9 --timeout 5 "
@@ -134,28 +121,17 @@ HONOURED = (
 )
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_what_has_an_effect_is_not(monkeypatch: pytest.MonkeyPatch, batched: bool) -> None:
+def test_what_has_an_effect_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     found = given(monkeypatch, *HONOURED.split())
-    assert flags.without_effect(found, batched=batched, replaced=True) == []
-
-
-@pytest.mark.parametrize(
-    "line", ["--ssd-cache-dir d", "--use-paged-cache", "--prefix-cache-size 3"]
-)
-def test_the_hosts_own_cache_takes_its_flags(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    found = given(monkeypatch, *line.split())
-    assert flags.without_effect(found, batched=True, replaced=False) == []
-    assert flags.without_effect(found, batched=False, replaced=False) != []
+    assert flags.without_effect(found, enabled=True) == []
 
 
 @pytest.mark.parametrize("line", ["--ssd-cache-dir d", "--ssd-cache-dir d --ssd-cache-max-gb 9"])
-@pytest.mark.parametrize("batched", [False, True])
 def test_without_any_prefix_cache_nothing_is_on_disk(
-    monkeypatch: pytest.MonkeyPatch, line: str, batched: bool
+    monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     found = given(monkeypatch, "--disable-prefix-cache", *line.split())
-    (sentence,) = flags.without_effect(found, batched=batched, replaced=False)
+    (sentence,) = flags.without_effect(found, enabled=False)
     assert sentence.startswith("--ssd-cache-dir") and sentence.endswith("the prefix cache is off")
 
 
@@ -164,20 +140,25 @@ def test_without_any_prefix_cache_nothing_is_on_disk(
     [
         ("--cache-memory-mb 64", "up to 64 MiB in memory"),
         ("--cache-memory-mb 64 --continuous-batching", "up to 64 MiB in memory"),
-        ("--cache-memory-mb 64 --max-kv-size 4096", "up to 64 MiB in memory"),
-        ("--cache-memory-mb 64 --max-kv-size 4096 --continuous-batching", "vllm-mlx's own"),
-        ("--cache-memory-mb 0 --continuous-batching", "vllm-mlx's own"),
         ("--cache-memory-mb 0", "off"),
         ("--disable-prefix-cache", "off"),
-        ("--disable-prefix-cache --max-kv-size 4096 --continuous-batching", "off"),
     ],
 )
-def test_the_start_says_whose_prefix_cache_is_used(line: str, said: str) -> None:
+def test_the_start_says_how_large_the_prefix_cache_is(line: str, said: str) -> None:
     try:
         activation._apply(parsed(*line.split()))
         assert dict(summary._common())["prefix cache"] == said
     finally:
         activation._apply(parsed())
+
+
+@pytest.mark.parametrize("line", ["", "--continuous-batching"])
+def test_flags_of_an_engine_reach_it(line: str) -> None:
+    given = "--max-num-seqs 9 --prefill-batch-size 4 --completion-batch-size 5 --stream-interval 3"
+    more = "--chunked-prefill-tokens 64 --prefill-step-size 96 --gpu-memory-utilization 0.5"
+    found = flags.of_engine(parsed(*f"{given} {more} {line}".split()))
+    assert found == Flags(9, 4, 5, 96, 64, 3, 0.5)
+    assert flags.of_engine(parsed()) == Flags()
 
 
 ELSEWHERE = {
@@ -194,6 +175,8 @@ ELSEWHERE = {
     *("download_timeout", "download_retries", "offline", "prefill_step_size"),
     *("enable_prefix_cache", "disable_prefix_cache", "cache_memory_mb", "cache_memory_percent"),
     "prefix_trie_cache_memory_mb",
+    *("max_num_seqs", "prefill_batch_size", "completion_batch_size", "chunked_prefill_tokens"),
+    *("stream_interval", "gpu_memory_utilization"),
 }
 """Flags that do what the host says of them, were looked at, and are tested where they act."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,9 @@ import pytest
 
 pytest.importorskip("vllm_mlx", reason="needs the host")
 
-import vllm_mlx.server
-
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import contract, models, patching
+from vllm_mlx_harmony.host import loading, models
 
 
 class Wrapped:
@@ -74,26 +73,6 @@ def test_a_tokenizer_is_asked_once() -> None:
     assert tokenizer.asked == 1
 
 
-def engine(tokenizer: Any) -> Any:
-    from vllm_mlx.engine.simple import SimpleEngine
-
-    bare = SimpleEngine.__new__(SimpleEngine)
-    bare._is_mllm, bare._loaded, bare._model = False, True, SimpleNamespace(tokenizer=tokenizer)
-    return bare
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_native_tool_format_is_on_for_harmony_engines_only(value: bool) -> None:
-    row = next(row for row in contract.CHANGES if row.label.endswith("preserve_native_tool_format"))
-    harmony, other = engine(Harmony()), engine(Harmony(shift=1))
-    undos = patching.apply_all([row])
-    for each in (harmony, other):
-        each.preserve_native_tool_format = value
-    assert (harmony.preserve_native_tool_format, other.preserve_native_tool_format) == (True, value)
-    patching.undo_all(undos)
-    assert harmony.preserve_native_tool_format is value
-
-
 def test_the_tool_parser_is_ours_on_a_harmony_tokenizer_and_else_the_hosts() -> None:
     from vllm_mlx.tool_parsers import HarmonyToolParser as Theirs
     from vllm_mlx.tool_parsers import ToolParser
@@ -112,49 +91,40 @@ def test_the_tool_parser_is_ours_on_a_harmony_tokenizer_and_else_the_hosts() -> 
     assert models.harmony_parser(Ours)(None) is Ours
 
 
-class _Loading:
-    """`load_model` with the host's signature; `_engine` gets the tokenizer when it has run."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
-        self.loaded: list[str] = []
-        self._patch, self._tokenizer = monkeypatch, tokenizer
-
-    def __call__(
-        self, model_name: str, use_batching: bool = False, model_path: str | None = None
-    ) -> str:
-        self.loaded.append(model_name)
-        engine = SimpleNamespace(tokenizer=self._tokenizer)
-        self._patch.setattr(vllm_mlx.server, "_engine", engine)
-        return "loaded"
-
-
-def test_a_model_directory_that_is_not_harmony_is_not_even_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A directory with a tokenizer that is not Harmony's."""
     tokenizers = importlib.import_module("tokenizers")
-    other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
-    other.save(str(tmp_path / "tokenizer.json"))
-    load = _Loading(monkeypatch, None)
-    guarded_load = models.harmony_only(load)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_a_model_directory_that_is_not_harmony_is_not_even_loaded(other: Path) -> None:
+    loaded: list[str] = []
+    load = loading.load_model(lambda model_name, *_, **__: loaded.append(model_name))
     with pytest.raises(models.NotHarmony, match="org/name"):
-        guarded_load("org/name", model_path=str(tmp_path))
+        load("org/name", model_path=str(other))
     with pytest.raises(models.NotHarmony):
-        guarded_load(str(tmp_path))
-    assert load.loaded == []
+        load(str(other))
+    assert loaded == []
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "refused"), [(Harmony(), False), (None, False), (object(), True)]
-)
-def test_what_the_directory_does_not_tell_the_engine_does(
-    monkeypatch: pytest.MonkeyPatch, tokenizer: Any, refused: bool
-) -> None:
-    load = models.harmony_only(_Loading(monkeypatch, tokenizer))
-    if refused:
-        with pytest.raises(models.NotHarmony):
-            load("org/name", use_batching=True)
-    else:
-        assert load("org/name", use_batching=True) == "loaded"
+def test_other_models_get_the_hosts_own_engines(other: Path) -> None:
+    def theirs(*given: Any, **keywords: Any) -> tuple[Any, Any]:
+        return given, keywords
+
+    path = str(other)
+    engine = loading.batched_engine(theirs)(model_name="x", model_path=path, stream_interval=3)
+    assert engine == ((), {"model_name": "x", "model_path": path, "stream_interval": 3})
+    spec = SimpleNamespace(model_name="x", model_path=path)
+    assert loading.build_engine(theirs)(spec) == ((spec,), {})
+
+    async def instantiated(*given: Any) -> Any:
+        return given
+
+    made = loading.instantiate_model(instantiated)(None, "entry", path)
+    assert asyncio.run(made) == (None, "entry", path)
 
 
 def test_an_unreadable_tokenizer_is_named(tmp_path: Path) -> None:

@@ -211,8 +211,8 @@ def test_half_a_surrogate_pair_is_named_without_harm(
     path: str, body: bytes, status: int, half: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer that repeated it could not be encoded: it is U+FFFD from the start."""
-    monkeypatch.setattr(adapter, "is_harmony", lambda _: True)
-    monkeypatch.setattr(Foreign, "_model_path", None, raising=False)
+    ours = SimpleNamespace(model="foreign", context_length=None, one_at_a_time=False, remote=False)
+    monkeypatch.setattr(adapter, "engine_of", lambda _: ours)
     response = send(body.replace(b"HALF", half), path)
     assert response.status_code == status, response.text
     assert response.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Real servers for the tests: one per engine and session, and a way to start others.
+"""Real servers for the tests: one of each kind per session, and a way to start others.
 
 Every server has a home of its own and is stopped by its pid, whatever the tests do.
 """
@@ -45,14 +45,13 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterator[Start]:
     """Starts servers; see `served.start`. Those still running at the end are stopped.
 
-    ``start(*flags, engine="simple", model=standin_dir, command=HOST, env=None, ready=True,
+    ``start(*flags, model=standin_dir, command=HOST, env=None, ready=True,
     preloaded=True, greedy=True)``
     """
     running: list[served.Server] = []
 
     def started(
         *flags: str,
-        engine: str = "simple",
         model: Path | None = None,
         command: Sequence[str] = served.HOST,
         env: Mapping[str, str] | None = None,
@@ -62,7 +61,6 @@ def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterat
     ) -> served.Server:
         one = served.start(
             model or standin_dir,
-            *served.ENGINES[engine],
             *(GREEDY if greedy else ()),
             *flags,
             home=tmp_path_factory.mktemp("home"),
@@ -79,46 +77,46 @@ def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterat
         one.stop()
 
 
-@pytest.fixture(scope="session", params=list(served.ENGINES))
-def engine(request: pytest.FixtureRequest) -> str:
-    """The name of each of the host's engines in turn."""
+@pytest.fixture(scope="session", params=list(served.SPELLINGS))
+def spelling(request: pytest.FixtureRequest) -> str:
+    """The name of each of the host's own engines in turn."""
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
-def bare_host(start: Start, engine: str) -> served.Server:
+def bare_host(start: Start, spelling: str) -> served.Server:
     """The host with the stand-in on one engine, without any Harmony flag: the host's own path."""
-    return start(engine=engine)
+    return start(*served.SPELLINGS[spelling])
 
 
-# One server of each kind per engine and session: starting one takes longer than most modules do.
+# One server of each kind per session: starting one takes longer than most modules do.
 # A module gives it its own scripts (`standin.rescript`), and asks with an API key of its own where
 # it looks at what is reused: keys share nothing.
 
 
 @pytest.fixture(scope="session")
-def open_server(start: Start, engine: str) -> served.Server:
+def open_server(start: Start) -> served.Server:
     """Without an API key: whatever key is sent is a tenant. A process like any user's."""
     command = served.HARMONY
-    return start(*served.FLAG, engine=engine, command=command, preloaded=False, greedy=False)
+    return start(*served.FLAG, command=command, preloaded=False, greedy=False)
 
 
 @pytest.fixture(scope="session")
-def keyed_server(start: Start, engine: str) -> served.Server:
+def keyed_server(start: Start) -> served.Server:
     """With an API key. It says after a second of silence that it is alive."""
     flags = (*served.FLAG, "--api-key", served.KEY)
     env = {"VLLM_MLX_HARMONY_PING_SECONDS": "1"}
-    return start(*flags, engine=engine, command=served.HARMONY, env=env)
+    return start(*flags, command=served.HARMONY, env=env)
 
 
 @pytest.fixture(scope="session")
-def enforcing_server(start: Start, engine: str) -> served.Server:
+def enforcing_server(start: Start) -> served.Server:
     """As it is by default: what is asked for is enforced. It goes by other names, too."""
     env = {
         "VLLM_MLX_HARMONY_GRAMMAR": "auto",
         "VLLM_MLX_HARMONY_MODEL_NAMES": "claude-*,gpt-4o",
     }
-    return start(*served.FLAG, engine=engine, command=served.HARMONY, env=env)
+    return start(*served.FLAG, command=served.HARMONY, env=env)
 
 
 # Of a module's own `server`.
@@ -138,7 +136,7 @@ def model(server: served.Server) -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny_server(start: Start, engine: str, tiny_dir: Path) -> served.Server:
+def tiny_server(start: Start, tiny_dir: Path) -> served.Server:
     """The real architecture with random weights, and room for what it computed."""
     env = {"VLLM_MLX_HARMONY_CACHE": "256M"}
-    return start(*served.FLAG, engine=engine, model=tiny_dir, command=served.HARMONY, env=env)
+    return start(*served.FLAG, model=tiny_dir, command=served.HARMONY, env=env)

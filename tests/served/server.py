@@ -25,8 +25,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 INSTALLED = Path(sysconfig.get_path("purelib"), "vllm_mlx_harmony_startup.pth").exists()
 """Whether the plugin is installed here, and so in every server that is started."""
 
-ENGINES: dict[str, tuple[str, ...]] = {"simple": (), "batched": ("--continuous-batching",)}
-"""Flags that choose each of the host's engines."""
+SPELLINGS: dict[str, tuple[str, ...]] = {"simple": (), "batched": ("--continuous-batching",)}
+"""Flags that choose each of the host's engines: with the plugin, both are served by ours."""
 
 HOST = (str(Path(sys.executable).with_name("vllm-mlx")), "serve")
 """The host's own command. The plugin is in it when it is installed: its `.pth` is read."""

@@ -180,11 +180,11 @@ def test_one_model_is_told_of(client: OpenAI, model: str) -> None:
 
 @pytest.mark.parametrize("interval", [2, 7, 64] if FULL else [64])
 def test_any_stream_interval(start: Start, standin_dir: Path, interval: int) -> None:
-    """Ids that come in groups say the same. Only the batched engine has such an interval; all of
-    them in `tests/host/test_engine.py`."""
+    """Ids that come in groups say the same. All of them in
+    `tests/host/test_engine.py`."""
     standin.rescript(standin_dir, SCRIPTS)
     grouping = ("--stream-interval", str(interval))
-    server = start(*FLAG, *grouping, engine="batched", command=HARMONY)
+    server = start(*FLAG, *grouping, command=HARMONY)
     with server.openai() as client:
         for row in [row for row in SERVED if row.said]:
             check(client, client.models.list().data[0].id, row)

@@ -49,10 +49,10 @@ SLOWLY = 8.0
 
 
 @pytest.fixture(scope="module")
-def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+def server(start: Start, standin_dir: Path) -> Iterator[Server]:
     standin.rescript(standin_dir, SCRIPTS)
     environment = {"VLLM_MLX_HARMONY_QUEUE": str(PLACES)}
-    server = start(*FLAG, engine=engine, command=HARMONY, env=environment)
+    server = start(*FLAG, command=HARMONY, env=environment)
     yield server
     server.stop()
 
@@ -274,20 +274,14 @@ class Visitor(threading.Thread):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_full_line_says_when_to_come_back(
-    server: Server, engine: str, client: httpx.Client, stream: bool
+def test_requests_that_come_together_run_together(
+    server: Server, client: httpx.Client, stream: bool
 ) -> None:
-    """The batched engine has no line: it takes everybody at once."""
     with slow_stream(server):
         waiting = [Visitor(server, stream) for _ in range(PLACES)]
         time.sleep(1.0)
         late = ask(client, "Hi.", stream=stream)
-        if engine == "batched":
-            assert late.status_code == 200
-        else:
-            assert late.status_code == 503
-            assert late.headers["retry-after"].isdigit()
-            assert error(late)["code"] == "queue_full"
+        assert late.status_code == 200
     for visitor in waiting:
         visitor.join(20)
         assert visitor.status == 200
@@ -309,18 +303,6 @@ def test_a_client_that_goes_while_it_waits_frees_its_place(
         assert visitor.status == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_time_that_runs_out_in_the_line(
-    server: Server, engine: str, client: httpx.Client, stream: bool
-) -> None:
-    """Where there is a line; the batched engine answers, if slowly."""
-    with slow_stream(server):
-        late = ask(client, "Hi.", timeout=1 if engine == "simple" else 10, stream=stream)
-    assert late.status_code == (504 if engine == "simple" else 200)
-    if engine == "simple":
-        assert error(late)["code"] == "timeout"
-
-
 @pytest.mark.parametrize("attempt", range(5))
 def test_clients_that_go_at_any_moment_leave_the_engine_free(
     server: Server, client: httpx.Client, attempt: int
@@ -339,9 +321,8 @@ def test_clients_that_go_at_any_moment_leave_the_engine_free(
 
 
 def test_the_hosts_own_routes_and_ours_share_the_engine(
-    server: Server, engine: str, client: httpx.Client
+    server: Server, client: httpx.Client
 ) -> None:
-    """On the simple engine the host refuses while it is busy; ours wait for the host's."""
     model = client.get("/v1/models").json()["data"][0]["id"]
     prompt = "<|start|>user<|message|>Slowly.<|end|><|start|>assistant"
 

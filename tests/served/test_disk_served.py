@@ -232,16 +232,14 @@ class Loops:
 
 
 @pytest.fixture(scope="module")
-def loops(
-    start: Start, engine: str, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Loops:
+def loops(start: Start, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Loops:
     """Every agent's first turn; then the server is killed, and started again."""
     place = tmp_path_factory.mktemp("ssd")
     env = {"VLLM_MLX_HARMONY_STORE": str(place / "store.sqlite")}
     flags = (*FLAG, "--ssd-cache-dir", str(place / "cache"), "--enable-metrics")
 
     def begun() -> Server:
-        return start(*flags, engine=engine, model=model, command=HARMONY, env=env)
+        return start(*flags, model=model, command=HARMONY, env=env)
 
     server = begun()
     turns = {}
@@ -305,12 +303,10 @@ def test_killed_while_it_writes_and_emptied(loops: Loops, model: Path) -> None:
     server.stop()
 
 
-def test_loops_go_on_when_the_model_was_unloaded(
-    start: Start, engine: str, model: Path, tmp_path: Path
-) -> None:
+def test_loops_go_on_when_the_model_was_unloaded(start: Start, model: Path, tmp_path: Path) -> None:
     place = tmp_path / "cache"
     flags = (*FLAG, "--auto-unload-idle-seconds", "2", "--ssd-cache-dir", str(place))
-    server = start(*flags, engine=engine, model=model, command=HARMONY)
+    server = start(*flags, model=model, command=HARMONY)
     agent = Opencode()
     body = recorded(agent.recorded, model, "unloaded")
     first = agent.ask(server, body)
@@ -328,13 +324,11 @@ def status(server: Server) -> str:
 
 
 def test_a_directory_that_cannot_be_used_costs_the_disk_alone(
-    start: Start, engine: str, model: Path, tmp_path: Path
+    start: Start, model: Path, tmp_path: Path
 ) -> None:
     place = tmp_path / "a file"
     place.write_text("of somebody's")
-    server = start(
-        *FLAG, "--ssd-cache-dir", str(place), engine=engine, model=model, command=HARMONY
-    )
+    server = start(*FLAG, "--ssd-cache-dir", str(place), model=model, command=HARMONY)
     assert f"not on disk: {place} cannot be used" in server.log
     agent = Opencode()
     body = recorded(agent.recorded, model, "file")

@@ -54,11 +54,11 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def base(start: Start, engine: str, standin_dir: Path) -> Iterator[str]:
+def base(start: Start, standin_dir: Path) -> Iterator[str]:
     """The URL of a gateway, whose engine is a server that enforces, behind a key."""
     standin.rescript(standin_dir, SCRIPTS)
     env = {"VLLM_MLX_HARMONY_GRAMMAR": "auto", "VLLM_MLX_HARMONY_ID_ENDPOINT": "1"}
-    behind = start(*FLAG, "--api-key", KEY, engine=engine, command=HARMONY, env=env)
+    behind = start(*FLAG, "--api-key", KEY, command=HARMONY, env=env)
     spec = Spec(behind.base_url, key=KEY)
     with served(gateway(GatewaySettings(engines=(spec,), model="gpt-oss-20b"))) as url:
         ready = httpx.get(f"{url}/ready").json()

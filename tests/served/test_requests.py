@@ -32,11 +32,10 @@ SCRIPTS = [
 
 
 @pytest.fixture(scope="module")
-def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+def server(start: Start, standin_dir: Path) -> Iterator[Server]:
     standin.rescript(standin_dir, SCRIPTS)
     server = start(
         *("--tool-call-parser", "harmony", "--prefix-cache-size", "9", "--cache-memory-mb", "64"),
-        engine=engine,
         command=HARMONY,
     )
     yield server
@@ -57,13 +56,9 @@ APIS = {
 }
 
 
-UNKNOWN = {"simple": 404, "batched": 200}
-"""What the host answers to an id that nobody has: its batched engine says that it was cancelled."""
-
-
 @pytest.mark.parametrize("way", ["POST", "DELETE"])
 @pytest.mark.parametrize("path", APIS)
-def test_a_running_answer_is_cancelled(server: Server, engine: str, path: str, way: str) -> None:
+def test_a_running_answer_is_cancelled(server: Server, path: str, way: str) -> None:
     model = str(server.model)
     with server.client() as client:
         slow = body(path, "Slow", stream=True, model=model)
@@ -82,7 +77,7 @@ def test_a_running_answer_is_cancelled(server: Server, engine: str, path: str, w
         quick = client.post(path, json=body(path, "Quick", stream=False, model=model))
         assert "Done." in quick.text
         again = httpx.request(way, server.base_url + target, timeout=20)
-        assert again.status_code == UNKNOWN[engine]
+        assert again.status_code == 404
 
 
 def opened(api: str, url: str, model: str) -> tuple[str, Iterator[Any], type[Exception]]:
@@ -120,12 +115,11 @@ def test_a_client_is_told_that_it_was_cancelled(server: Server, api: str) -> Non
 
 
 @pytest.mark.parametrize("key", ["chatcmpl-0", "resp_ab", "msg_xyz", "what"])
-def test_an_unknown_id_is_answered_by_the_host(server: Server, engine: str, key: str) -> None:
+def test_an_unknown_id_is_answered_by_the_host(server: Server, key: str) -> None:
     answer = httpx.post(f"{server.base_url}/v1/requests/{key}/cancel", timeout=20)
-    assert answer.status_code == UNKNOWN[engine]
-    if engine == "simple":
-        said = f"Request not found or cancellation is unsupported: {key}"
-        assert answer.json() == {"detail": said}
+    assert answer.status_code == 404
+    said = f"Request not found or cancellation is unsupported: {key}"
+    assert answer.json() == {"detail": said}
 
 
 def test_caches_are_shown_and_emptied_without_importing_torch(server: Server) -> None:
@@ -140,12 +134,12 @@ def test_caches_are_shown_and_emptied_without_importing_torch(server: Server) ->
     assert stats["engine_cache"]["harmony_prefix_reuse"]["nbytes"] == 0
 
 
-def test_the_start_says_what_a_user_needs(server: Server, engine: str) -> None:
+def test_the_start_says_what_a_user_needs(server: Server) -> None:
     log = server.log
     assert "\nvllm-mlx-harmony 0." in log
     for expected in (
         f"  model         {server.model}",
-        f"  engine        {engine}, ",
+        "  engine        up to 32 answers at once",
         "  context       131,072 tokens",
         "  prefix cache  up to 64 MiB in memory",
         "  access        open to whoever reaches it: no --api-key",

@@ -178,22 +178,20 @@ def test_a_client_that_leaves_leaves_nothing_wrong(server: Server, client: OpenA
 
 
 @pytest.mark.parametrize("path", ["/v1/cache", "/v1/cache/prefix"])
-def test_emptied_caches_are_empty(server: Server, client: OpenAI, engine: str, path: str) -> None:
-    """The simple engine has no prefix cache of the host's that could be emptied, and says so."""
+def test_emptied_caches_are_empty(server: Server, client: OpenAI, path: str) -> None:
     messages = [{"role": "user", "content": f"{words(6, 60)} I am 2."}]
     ask(client, messages)
     assert cached(ask(client, messages)) > 0
     said = httpx.delete(f"{server.base_url}{path}").json()
-    emptied = said.get("status") != "not_supported"
-    assert emptied or (engine, path) == ("simple", "/v1/cache/prefix")
-    assert (cached(ask(client, messages)) == 0) is emptied
+    assert said["status"] == "cleared"
+    assert cached(ask(client, messages)) == 0
 
 
 def test_real_architecture_says_the_same_with_and_without(
-    start: Start, engine: str, tiny_server: Server, tiny_dir: Path
+    start: Start, tiny_server: Server, tiny_dir: Path
 ) -> None:
     without_cache = {"VLLM_MLX_HARMONY_CACHE": "0"}
-    without = start(*FLAG, engine=engine, model=tiny_dir, command=HARMONY, env=without_cache)
+    without = start(*FLAG, model=tiny_dir, command=HARMONY, env=without_cache)
     answers: list[list[tuple[Any, ...]]] = []
     for server in (tiny_server, without):
         answers.append([])
@@ -210,13 +208,13 @@ def test_real_architecture_says_the_same_with_and_without(
     assert without.stop() in {0, -15}
     assert [one[:2] for one in answers[0]] == [one[:2] for one in answers[1]]
     assert [one[2] for one in answers[0]] == [False, True, True]
-    assert engine == "batched" or not any(one[2] for one in answers[1])
+    assert not any(one[2] for one in answers[1])
 
 
 def test_nothing_is_left_on_disk_and_idle_models_take_all_with_them(
-    start: Start, engine: str, standin_dir: Path
+    start: Start, standin_dir: Path
 ) -> None:
-    server = start(*FLAG, "--auto-unload-idle-seconds", "2", engine=engine, command=HARMONY)
+    server = start(*FLAG, "--auto-unload-idle-seconds", "2", command=HARMONY)
     messages = [{"role": "user", "content": f"{words(8, 60)} I am 4."}]
     with server.openai() as client:
         first = ask(client, messages)
@@ -236,11 +234,11 @@ def _status(server: Server) -> str:
     return httpx.get(f"{server.base_url}/v1/status", timeout=30).text.replace(" ", "")
 
 
-def test_what_was_warmed_up_serves_every_key(start: Start, engine: str, tmp_path: Path) -> None:
+def test_what_was_warmed_up_serves_every_key(start: Start, tmp_path: Path) -> None:
     """A system prompt in the operator's file is computed once, before anybody asks."""
     path = tmp_path / "warm.json"
     path.write_text(json.dumps([[{"role": "system", "content": SYSTEM}]]))
-    server = start(*FLAG, "--warm-prompts", str(path), engine=engine, command=HARMONY)
+    server = start(*FLAG, "--warm-prompts", str(path), command=HARMONY)
     asked = {
         "model": str(server.model),
         "max_tokens": 40,

@@ -76,7 +76,7 @@ GIVEN_UP = "its connection is given up"
 
 
 @pytest.fixture(scope="module")
-def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
+def server(start: Start, standin_dir: Path) -> Iterator[Server]:
     standin.rescript(standin_dir, SCRIPTS)
     env = {
         "VLLM_MLX_HARMONY_STREAM_SECONDS": str(SECONDS),
@@ -84,7 +84,7 @@ def server(start: Start, engine: str, standin_dir: Path) -> Iterator[Server]:
     }
     command = (sys.executable, "-c", SMALL_BUFFERS, "serve")
     # Not greedy: in the seconds until they are given up, answers would be as long as on no Mac.
-    server = start(*FLAG, engine=engine, command=command, env=env, greedy=False)
+    server = start(*FLAG, command=command, env=env, greedy=False)
     yield server
     assert "Traceback" not in server.log
     server.stop()

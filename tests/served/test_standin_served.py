@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from server import SPELLINGS
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -126,7 +127,7 @@ def test_streamed_tokens_arrive_one_by_one(client: httpx.Client) -> None:
     assert times[-1] - times[0] > 0.4
 
 
-def test_second_turn_reuses_the_cached_prefix(bare_host: Server, engine: str) -> None:
+def test_second_turn_reuses_the_cached_prefix(bare_host: Server, spelling: str) -> None:
     system = {"role": "system", "content": "Answer as scripted. " * 300}
     before = len(bare_host.log)
     with bare_host.client() as client:
@@ -135,7 +136,7 @@ def test_second_turn_reuses_the_cached_prefix(bare_host: Server, engine: str) ->
         second = content(chat(client, system, user("First."), said, user("Second.")))
     assert [first, second] == ["The first answer.", "The second answer."]
     fetches = [line for line in bare_host.log[before:].splitlines() if "[cache_fetch]" in line]
-    if engine == "batched":  # the simple engine keeps no prefix of a model with sliding windows
+    if spelling == "batched":  # the simple engine keeps no prefix of a model with sliding windows
         assert ["HIT" in line for line in fetches] == [False, True]
 
 
@@ -157,8 +158,8 @@ def test_server_survives_a_scripted_failure(bare_host: Server) -> None:
     assert "script says: fail here" in bare_host.log
 
 
-def test_eight_at_once_each_get_their_own(bare_host: Server, engine: str) -> None:
-    if engine == "simple":
+def test_eight_at_once_each_get_their_own(bare_host: Server, spelling: str) -> None:
+    if spelling == "simple":
         assert_one_at_a_time(bare_host)
         return
     with bare_host.client() as client, ThreadPoolExecutor(len(PEOPLE)) as pool:
@@ -180,8 +181,8 @@ def assert_one_at_a_time(host: Server) -> None:
     assert (other.status_code, "busy" in other.text) == (503, True)
 
 
-def test_tiny_gpt_oss_generates(start: Start, tiny_dir: Path, engine: str) -> None:
-    host = start(engine=engine, model=tiny_dir)
+def test_tiny_gpt_oss_generates(start: Start, tiny_dir: Path, spelling: str) -> None:
+    host = start(*SPELLINGS[spelling], model=tiny_dir)
     with host.client() as client:
         long = "word " * 300
         runs = [complete(client, long, max_tokens=12, temperature=0.0) for _ in range(2)]

@@ -51,7 +51,7 @@ CALLER_PORT = free_port()
 
 @pytest.fixture(scope="module")
 def server(
-    start: Callable[..., Server], engine: str, tmp_path_factory: pytest.TempPathFactory
+    start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A host that runs tools for every request, with a stand-in of its own."""
     directory = tmp_path_factory.mktemp("tools")
@@ -68,7 +68,6 @@ def server(
         "--mcp-config",
         str(file),
         "--enable-metrics",
-        engine=engine,
         model=model,
         command=HARMONY,
         env={

@@ -24,7 +24,6 @@ from itertools import count
 from typing import Any, TypeAlias
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
@@ -34,6 +33,7 @@ from vllm_mlx_harmony.engine.batch import Answers, Batch, Layers, Row
 from vllm_mlx_harmony.engine.boundaries import boundaries
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.memory import Budget, Layout
+from vllm_mlx_harmony.engine.mlx_lm_compat import evaluate, make_prompt_cache
 from vllm_mlx_harmony.engine.prefix_cache import Match, PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.sampler import Sampler
@@ -43,7 +43,9 @@ from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
 from vllm_mlx_harmony.server.engine import Finish, Step, Steps
 from vllm_mlx_harmony.server.generation import end_of
 from vllm_mlx_harmony.server.model_files import length_of
+from vllm_mlx_harmony.server.queue import PLACES_VARIABLE, RETRY_SECONDS
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.settings import number
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,16 @@ class RequestStatus:
     seconds: float
     speed: float
     expected: float
+
+
+@dataclass(slots=True)
+class Totals:
+    """What an engine has done since it was loaded."""
+
+    steps: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 Item: TypeAlias = "Step | HarmonyFailure"
@@ -170,6 +182,7 @@ class MlxEngine:
         self.budget: Budget | None = None
         self.weights = 0
         self.problem: HarmonyFailure | None = None
+        self.totals = Totals()
         self._module: Any = None
         self._answers = Answers()
         self._scheduler = Scheduler(self.options.limits)
@@ -179,7 +192,6 @@ class MlxEngine:
         self._out = defaultdict(list)
         self._wired: int | None = None
         self._computed = self._steps = 0
-        self._failed_at: dict[int, float] = {}
         self._thread = EngineThread(f"engine of {model}", self._work, self._died)
 
     # --- From any thread
@@ -268,6 +280,10 @@ class MlxEngine:
             loop=asyncio.get_running_loop(),
             since=time.perf_counter(),
         )
+        waiting = sum(not each.begun for each in list(self._requests.values()))
+        if waiting >= number(PLACES_VARIABLE, self.options.limits.sequences):
+            problem = f"{waiting} requests are waiting already; try again later"
+            raise HostError(problem, code="queue_full", retry_after=RETRY_SECONDS)
         if self.cache is not None:
             request.match = await self.cache.load(await self._looked_up(self.cache, prompt, tenant))
         try:
@@ -309,7 +325,7 @@ class MlxEngine:
         layers: Layers = make_prompt_cache(module)
         mx.reset_peak_memory()
         module(mx.array([[vocab.ENDOFTEXT] * PROBE]), cache=layers)
-        mx.eval([layer.state for layer in layers])
+        evaluate(layers)
         layout = _layout(layers)
         self._work_per_id = max(0, mx.get_peak_memory() - self.weights) / PROBE
         self.budget = Budget(limit, layout, self._chunk_work())
@@ -355,6 +371,9 @@ class MlxEngine:
         if self._requests.pop(request.number, None) is None:
             return
         self._scheduler.remove(request.number)
+        self.totals.requests += 1
+        self.totals.prompt_tokens += request.at
+        self.totals.completion_tokens += request.generated
         if request.row is not None:
             self._answers.remove([request.row])
         request.layers = request.row = None
@@ -462,7 +481,7 @@ class MlxEngine:
         chunk = request.prompt[request.at : end]
         started = time.perf_counter()
         self._module(mx.array([chunk], dtype=mx.uint32), cache=layers)
-        mx.eval([layer.state for layer in layers])
+        evaluate(layers)
         if end == request.marks[0]:
             request.marks.popleft()
             self._store(request, request.prompt[:end], layers)
@@ -505,6 +524,7 @@ class MlxEngine:
             except Exception as error:  # noqa: BLE001 - of the model, whatever it is
                 self._fail([self._requests[row.request] for row in batch.rows], error)
         self._steps += 1
+        self.totals.steps += 1
         if self._steps * 8 >= FREED:
             self._steps = 0
             mx.clear_cache()

@@ -16,8 +16,9 @@ A request's end is its prompt and its ``max_tokens``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 WASTE = 0.25
 """Part of a batch that may be padding."""
@@ -60,6 +61,20 @@ class Layout:
         if not self.per_id:
             return 0 if nbytes < self.fixed else 1 << 40
         return max(0, nbytes - self.fixed) // self.per_id // STEP * STEP
+
+
+def layout_of(config: Mapping[str, Any]) -> Layout | None:
+    """The layout of a gpt-oss by its ``config.json``, in two bytes an element; ``None``: unknown.
+
+    A model that is loaded says more exactly what it takes.
+    """
+    layers, window = config.get("layer_types"), config.get("sliding_window")
+    heads, width = config.get("num_key_value_heads"), config.get("head_dim")
+    if not layers or not all(isinstance(each, int) for each in (window, heads, width)):
+        return None
+    each = 2 * int(heads or 0) * int(width or 0) * 2
+    whole = sum(kind == "full_attention" for kind in layers)
+    return Layout(whole * each, ((int(window or 0), (len(layers) - whole) * each),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,20 +192,21 @@ def _check_tools(args: Any) -> None:
 
 def _apply(args: Any) -> None:
     """The flags that mean something else here, or nothing. Raises HostError."""
-    from vllm_mlx_harmony.host import flags, summary
-    from vllm_mlx_harmony.host.kv import opening, prefix
+    from vllm_mlx_harmony.host import flags, resources, summary
 
     given = flags.given(args)
-    prefix.limit(flags.budget(given))
-    batched = bool(getattr(args, "continuous_batching", False))
-    replaced = prefix.enabled() and not (batched and getattr(args, "max_kv_size", None))
+    resources.use(flags.of_engine(args), flags.budget(given))
     directory = getattr(args, "ssd_cache_dir", None)
-    if directory and replaced:
-        prefix.keep_on(opening.opened(directory, args.ssd_cache_max_gb))
+    enabled = resources.budget() > 0
+    if directory and enabled:
+        resources.keep_on(resources.opened(directory, args.ssd_cache_max_gb))
     summary.set_flags(
-        flags.without_effect(given, batched=batched, replaced=replaced),
-        hosts_cache=flags.hosts_own(given, batched=batched, replaced=replaced),
+        flags.without_effect(given, enabled=enabled),
+        key=bool(getattr(args, "api_key", None)),
+        rate=getattr(args, "rate_limit", 0),
     )
+    if path := getattr(args, "models_config", None):
+        summary.of_registry(path)
 
 
 def _warn(message: str) -> None:

@@ -1,36 +1,31 @@
 """vllm-mlx as the front end sees it: its server as a ``Host``, its engines as ``Engine``s.
 
-Knows which of vllm-mlx's functions do what a ``Host`` promises. Refuses to know what an answer
-says, and how an engine is made to take ids (`engine`).
+Knows which of vllm-mlx's functions do what a ``Host`` promises.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
-from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
 from vllm_mlx_harmony.engine.disk.turns import Turns
-from vllm_mlx_harmony.host import engine as engines
-from vllm_mlx_harmony.host import entry_points
-from vllm_mlx_harmony.host.kv import prefix
-from vllm_mlx_harmony.host.models import is_harmony
+from vllm_mlx_harmony.host import entry_points, resources
+from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.host.mount import forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.server import defaults, shutdown
-from vllm_mlx_harmony.server.engine import Engine, Steps
+from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.model_files import GENERATION, configuration, length_of
-from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 T = TypeVar("T")
@@ -39,47 +34,9 @@ METRIC = "vllm_mlx_harmony_reasoning_ended"
 """Counter, by reason: answers that the model was made to begin."""
 
 
-class MlxEngine:
-    """One of vllm-mlx's engines, simple or batched, as the front end's ``Engine``."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.model = str(engine._model_path)
-        self.one_at_a_time = engines.one_at_a_time(engine)
-        self.remote = False
-
-    @property
-    def context_length(self) -> int | None:
-        """Tokens that the model can see; ``None`` when its configuration is not at hand."""
-        return length_of(self.model)
-
-    def generate(
-        self,
-        prompt: tuple[int, ...],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> Steps:
-        """See ``server.engine.Engine``."""
-        return engines.generate(self._engine, prompt, settings, tenant, constraint)
-
-    async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
-        """See ``server.engine.Engine``. A batching engine may run others before."""
-        return await engines.reusable_tokens(self._engine, prompt, tenant)
-
-
-_OURS = "_vllm_mlx_harmony_engine"
-
-
-def engine_of(engine: Any) -> MlxEngine | None:
-    """``engine`` of vllm-mlx, always as the same object; ``None`` when it is not Harmony."""
-    if not is_harmony(engine.tokenizer):
-        return None
-    ours = getattr(engine, _OURS, None)
-    if ours is None or ours.model != str(engine._model_path):
-        ours = MlxEngine(engine)
-        setattr(engine, _OURS, ours)
-    return ours
+def engine_of(engine: Any) -> Engine | None:
+    """The engine within ``engine`` of vllm-mlx; ``None`` when that is not for a Harmony model."""
+    return engine.engine if isinstance(engine, HarmonyEngine) else None
 
 
 @functools.lru_cache(maxsize=1)
@@ -102,9 +59,12 @@ class VllmMlx:
         """Its list, with ``max_model_len``, as vLLM calls it: clients are set up by it."""
         vllm = server()
         listed: dict[str, Any] = (await vllm.list_models()).model_dump(mode="json")
+        ours = engine_of(vllm._engine)
         for entry in listed["data"]:
             path = vllm._model_path if entry["id"] == vllm._model_name else None
             length = length_of(path) if path is not None else None
+            if length is not None and ours is not None:
+                length = ours.context_length
             if length is not None:
                 entry["max_model_len"] = length
         return listed
@@ -160,7 +120,7 @@ class VllmMlx:
     @property
     def archive(self) -> Archive | None:
         """The directory that ``--ssd-cache-dir`` names."""
-        disk = prefix.disk()
+        disk = resources.disk()
         return None if disk is None else _archive(disk)
 
     @property

@@ -7,8 +7,9 @@ the file that its row names; how it is put there, in `patching` and `mount`.
 replaced, and many more used. Each is a promise that nobody made. A plugin that finds out in the
 middle of a request that one was broken is worse than none; one that cannot say which is no help.
 So every name that is used is a row, with the parameters that it must take and what it is for, and
-the whole table is checked before anything is changed: with one row that does not fit, nothing is
-patched, and one message names it (``vllm-mlx-harmony doctor --verbose`` prints all).
+the whole table is checked before anything is changed: with one required row that does not fit,
+nothing is patched, and one message names it (``vllm-mlx-harmony doctor --verbose`` prints all). An
+optional one is left out with a warning: the server works without it.
 
 **Kinds of rows.**
 
@@ -36,18 +37,20 @@ A new version of vllm-mlx: docs/architecture.md says what to do.
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 from dataclasses import dataclass
 from importlib import metadata
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import entry_points, models, patching
+from vllm_mlx_harmony.host import engine_routes, entry_points, models, patching
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.entry_points import FLAGS, Extensions, find
-from vllm_mlx_harmony.host.kv import status
 from vllm_mlx_harmony.host.mount import Around, Installed, Route, SocketRoute
 from vllm_mlx_harmony.host.patching import OTHERS, Attribute, Entry, Fact, Patch, Requirement, Undo
 from vllm_mlx_harmony.server import routes
+
+logger = logging.getLogger("vllm_mlx_harmony")
 
 __all__ = [
     "FLAGS",
@@ -70,179 +73,37 @@ COMMAND = Fact(
     ("args",),
 )
 
-_CHAT = ("self", "messages", "max_tokens", "temperature", "top_p", "tools", "images", "videos")
-
-_STREAM_GENERATE = (
-    "self",
-    "prompt",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "repetition_penalty",
-    "stop",
-    "logits_processors",
-    "prompt_cache",
-    "kwargs",
-)
-
 CHANGES: tuple[Requirement, ...] = (
     Patch(
         "vllm_mlx.server:load_model",
-        models.harmony_only,
-        "a single model that is not Harmony is refused before it is loaded",
-        ("model_name", "model_path", OTHERS),
+        "vllm_mlx_harmony.host.loading:load_model",
+        "a single model has to be a Harmony model; what a user needs to know of it is shown",
+        ("model_name", "use_batching", OTHERS),
     ),
     Patch(
-        "vllm_mlx.server:load_model",
-        "vllm_mlx_harmony.host.summary:of_model",
-        "one line for each fact that a user needs, when the model is there",
+        "vllm_mlx.server:BatchedEngine",
+        "vllm_mlx_harmony.host.loading:batched_engine",
+        "our engine is made for the server's only model",
+        ("model_name", "trust_remote_code", "model_path", OTHERS),
     ),
     Patch(
-        "vllm_mlx.server:load_model_registry",
-        "vllm_mlx_harmony.host.summary:of_registry",
-        "the same, of several models",
-    ),
-    *(
-        Patch(
-            f"vllm_mlx.server:{name}",
-            "vllm_mlx_harmony.host.collector:before_serving",
-            "a collection of garbage that looks at all of it holds up everybody for 200 ms",
-        )
-        for name in ("load_model", "load_model_registry")
+        "vllm_mlx.server:_build_engine",
+        "vllm_mlx_harmony.host.loading:build_engine",
+        "the same where it is loaded when it is asked for, and unloaded",
+        ("spec",),
     ),
     Patch(
-        "vllm_mlx.mlx_streams:importlib",
-        "vllm_mlx_harmony.host.collector:only_loaded",
-        "an engine's first step imports mlx_vlm, for seconds in which everybody is held up",
-    ),
-    *(
-        Patch(
-            target,
-            "vllm_mlx_harmony.host.collector:giving_back",
-            "an engine that is stopped is garbage, and collected: nothing of it may be set aside",
-            ("self",),
-        )
-        for target in (
-            "vllm_mlx.engine.simple:SimpleEngine.stop",
-            "vllm_mlx.engine.batched:BatchedEngine.stop",
-        )
-    ),
-    Patch(
-        "vllm_mlx.engine.base:BaseEngine.preserve_native_tool_format",
-        models.native_tool_format,
-        "tool calls of a Harmony engine stay structured: no `[Calling tool:` reaches a prompt",
-    ),
-    Patch(
-        "vllm_mlx.engine.simple:SimpleEngine._render_chat_prompt",
-        "vllm_mlx_harmony.host.prompts:simple_render_chat_prompt",
-        "whatever else in vllm-mlx builds a prompt for a Harmony engine renders as we do",
-        ("self", "messages", "template_tools", "chat_template_kwargs", "enable_thinking"),
-    ),
-    Patch(
-        "vllm_mlx.engine.simple:SimpleEngine.chat",
-        "vllm_mlx_harmony.host.prompts:simple_chat",
-        "its path without tools applies the model's own chat template",
-        (*_CHAT, "kwargs"),
-    ),
-    Patch(
-        "vllm_mlx.engine.batched:BatchedEngine._apply_chat_template",
-        "vllm_mlx_harmony.host.prompts:batched_apply_chat_template",
-        "as above, in the batched engine",
-        (
-            "self",
-            "messages",
-            "tools",
-            "num_images",
-            "num_audios",
-            "chat_template_kwargs",
-            "enable_thinking",
-        ),
-    ),
-    *(
-        Patch(
-            f"vllm_mlx.engine.{name}.prepare_for_start",
-            "vllm_mlx_harmony.host.kv.opening:identified",
-            "the disk knows a model by its files as they are when it is loaded",
-            ("self",),
-        )
-        for name in ("simple:SimpleEngine", "batched:BatchedEngine")
-    ),
-    Patch(
-        "vllm_mlx.models.llm:MLXLanguageModel.stream_generate",
-        "vllm_mlx_harmony.host.kv.simple:reuse_prefix",
-        "a prompt that continues a known one is computed from where it leaves it",
-        _STREAM_GENERATE,
-    ),
-    Patch(
-        "vllm_mlx.models.llm:MLXLanguageModel.stream_generate",
-        "vllm_mlx_harmony.host.engine:hand_on_ids",
-        "the engine drops the token ids of its chunks (drop when vllm-mlx hands on token ids)",
-        _STREAM_GENERATE,
+        "vllm_mlx.model_registry:ModelManager._instantiate_model",
+        "vllm_mlx_harmony.host.loading:instantiate_model",
+        "the same where it is one of several models",
+        ("self", "entry", "resolved_source"),
     ),
     Patch(
         "vllm_mlx.prompt_warmup:warm_prefix_cache",
         "vllm_mlx_harmony.host.warmup:warm_prefix_cache",
-        "warm-up goes past the engines' own prompt building, and is nobody's",
+        "warm-up renders the model's own chat template, which no prompt of ours begins with",
         ("engine", "prompts", "max_tokens"),
-    ),
-    Patch(
-        "vllm_mlx.scheduler:Scheduler._do_abort_request",
-        "vllm_mlx_harmony.host.engine:forget_waiting",
-        "who goes while a request waits leaves it in the queue, to be generated for nobody",
-        ("self", "request_id"),
-    ),
-    Patch(
-        "vllm_mlx.scheduler:Scheduler.__init__",
-        "vllm_mlx_harmony.host.kv.batched:ours_instead",
-        "vllm-mlx's prefix cache seldom stores after a hit, and writes to the user's disk",
-        ("self", "model", "tokenizer", "config"),
-    ),
-    Patch(
-        "vllm_mlx.scheduler:Scheduler.add_request",
-        "vllm_mlx_harmony.host.kv.batched:keep_known",
-        "the prompt of a request reaches the batch generator as it is",
-        ("self", "request"),
-    ),
-    Patch(
-        "vllm_mlx.scheduler:Scheduler.add_request",
-        "vllm_mlx_harmony.host.kv.batched:own_sampler",
-        "all requests that run together are drawn by the settings of the first",
-        ("self", "request"),
-    ),
-    Patch(
-        "vllm_mlx.scheduler:BatchGenerator",
-        "vllm_mlx_harmony.host.kv.batched:reusing",
-        "sequences start where the known ends, are drawn by their own settings, and remembered",
-        (
-            *("model", "prefill_batch_size", "completion_batch_size", "prefill_step_size"),
-            *("stream", OTHERS),
-        ),
-    ),
-    *(
-        Patch(target, f"vllm_mlx_harmony.host.kv.status:{name}", why, ("self",))
-        for name, why, targets in (
-            (
-                "with_counters",
-                "the counters of prefix reuse, where vllm-mlx shows its own",
-                (
-                    "vllm_mlx.engine.simple:SimpleEngine.get_cache_stats",
-                    "vllm_mlx.engine.batched:BatchedEngine.get_cache_stats",
-                ),
-            ),
-            (
-                "with_ours",
-                "who empties vllm-mlx's caches empties ours",
-                (
-                    "vllm_mlx.engine.simple:SimpleEngine.clear_runtime_caches",
-                    "vllm_mlx.scheduler:Scheduler.clear_runtime_caches",
-                    "vllm_mlx.engine.batched:BatchedEngine._clear_prefix_cache_on_owner",
-                ),
-            ),
-        )
-        for target in targets
+        required=False,
     ),
 )
 
@@ -257,89 +118,42 @@ USED: tuple[Fact | Attribute, ...] = (
     ),
     *(
         Fact(f"{_SERVER}:{name}", "shown at the start")
-        for name in ("_api_key", "_rate_limiter", "_model_name", "_model_path")
+        for name in ("_api_key", "_model_name", "_model_path")
     ),
-    Fact(
-        "vllm_mlx.engine.simple:SimpleEngine.stream_generate",
-        "takes a prompt of token ids",
-        ("self", "prompt", "max_tokens", "temperature", "top_p", "stop", "kwargs"),
-    ),
-    Fact("vllm_mlx.engine.simple:SimpleEngine.start", "loads the model", ("self",)),
-    Fact(
-        "vllm_mlx.engine.simple:SimpleEngine.stream_chat",
-        "answers chats, also those that are not streamed",
-        ("self", "messages", OTHERS),
-    ),
-    Fact(
-        "vllm_mlx.engine.batched:BatchedEngine._clear_runtime_caches_on_owner",
-        "empties its caches on the thread that has them",
-        ("self",),
-    ),
-    Fact("vllm_mlx.engine.base:EngineBusy", "the simple engine runs one request at a time"),
-    Fact(
-        "vllm_mlx.engine_core:EngineCore.add_request",
-        "takes a prompt of token ids",
-        ("self", "prompt", "sampling_params", OTHERS),
-    ),
-    Fact(
-        "vllm_mlx.engine_core:EngineCore.stream_outputs",
-        "its outputs carry new_token_ids",
-        ("self", "request_id", OTHERS),
-    ),
-    Fact(
-        "vllm_mlx.request:SamplingParams",
-        "what a batched request is generated with",
-        (
-            "max_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "stop_token_ids",
-            "logits_processors",
-            OTHERS,
-        ),
-    ),
-    Fact(
-        "vllm_mlx.models.llm:StreamingOutput",
-        "what the simple engine is handed for each id",
-        ("text", "token", "finished", "finish_reason", "prompt_tokens"),
-    ),
-    Fact(
-        "vllm_mlx.scheduler:Scheduler._get_detokenizer",
-        "looks into _detokenizer_pool first",
-        ("self", "request_id"),
-    ),
-    Fact("vllm_mlx.request:RequestOutput", "ids", ("new_token_ids", "finish_reason", OTHERS)),
+    Fact("vllm_mlx.engine.base:BaseEngine", "what every engine of its is", ()),
     Fact("vllm_mlx.engine.base:GenerationOutput", "an answer as text", ("text", OTHERS)),
     Fact(
-        "vllm_mlx.scheduler:SchedulerConfig",
-        "turns vllm-mlx's prefix cache off where ours takes its place",
-        ("enable_prefix_cache", "max_kv_size", OTHERS),
+        "vllm_mlx.model_registry:LoadedModel",
+        "one of several models that is loaded",
+        ("config", "engine", OTHERS),
+    ),
+    Fact(
+        "vllm_mlx.model_registry:ModelManager._resolve_model_config",
+        "what its entry says of it",
+        ("self", "entry", "resolved_source"),
     ),
     *(
-        Fact(f"mlx_lm.{name}", "prefix reuse cuts and joins caches", parameters)
-        for name, parameters in {
-            "generate:BatchGenerator.insert_segments": (
-                *("self", "segments", "max_tokens", "caches", "all_tokens", "samplers"),
-                *("logits_processors", "state_machines"),
+        Fact(f"mlx_lm.{name}", why, parameters)
+        for name, why, parameters in (
+            ("utils:load", "loads a model", ("path_or_hf_repo", "tokenizer_config", OTHERS)),
+            ("models.cache:make_prompt_cache", "new caches of a model", ("model", OTHERS)),
+            ("models.cache:KVCache.merge", "two answers become a batch", ("caches",)),
+            ("models.cache:RotatingKVCache.merge", "the same", ("caches",)),
+            *(
+                (f"models.cache:{batch}.{name}", "rows of a batch come and go", parameters)
+                for batch in ("BatchKVCache", "BatchRotatingKVCache")
+                for name, parameters in (
+                    ("extend", ("self", "other")),
+                    ("filter", ("self", "batch_indices")),
+                    ("extract", ("self", "idx")),
+                )
             ),
-            "generate:BatchGenerator._make_batch": ("self", "n"),
-            "generate:BatchGenerator._next": ("self",),
-            "generate:GenerationBatch": (
-                *("model", "uids", "inputs", "prompt_cache", "tokens", "samplers"),
-                *("fallback_sampler", "logits_processors", "state_machines", "max_tokens"),
+            (
+                "models.cache:RotatingKVCache._temporal_order",
+                "a window, oldest id first",
+                ("self", "v"),
             ),
-            "generate:GenerationBatch._step": ("self",),
-            "generate:GenerationBatch.extract_cache": ("self", "idx"),
-            "generate:GenerationBatch.filter": ("self", "keep"),
-            "generate:PromptProcessingBatch.extend": ("self", "batch"),
-            "generate:PromptProcessingBatch.generate": ("self", "tokens"),
-            "generate:wired_limit": ("model", "streams"),
-            "models.cache:make_prompt_cache": ("model", OTHERS),
-            "models.cache:RotatingKVCache._temporal_order": ("self", "v"),
-            "models.cache:BatchRotatingKVCache.extract": ("self", "idx"),
-        }.items()
+        )
     ),
     Fact("vllm_mlx.api.utils:clean_output_text", "cleans an answer as text", ("text",)),
     *(
@@ -398,59 +212,14 @@ USED: tuple[Fact | Attribute, ...] = (
     *(
         Attribute(f"{owner}.{name}", why)
         for owner, names in {
-            "vllm_mlx.engine.simple:SimpleEngine": {
-                "_generation_lock": "one request at a time; nobody else holds the engine",
-                "_prefill_step_size": "what --prefill-step-size says",
-                "_model_path": "where the files of its model are",
-                "_model": "the model, once it is loaded",
-                "_loaded": "whether it is",
-                "is_mllm": "a multimodal model takes no ids",
-                "tokenizer": "says whether a model is Harmony",
+            "vllm_mlx.model_registry:ResolvedModelConfig": {
+                "prefill_step_size": "a flag that an entry may set for itself",
+                "stream_interval": "another one",
+                "gpu_memory_utilization": "another one",
             },
-            "vllm_mlx.engine.batched:BatchedEngine": {
-                "_engine": "the engine within, asynchronous",
-                "_model": "the model, once it is loaded",
-                "_model_path": "where the files of its model are",
-                "_loaded": "whether it is loaded",
-                "is_mllm": "a multimodal model takes no ids",
-                "tokenizer": "says whether a model is Harmony",
-            },
-            "vllm_mlx.engine_core:AsyncEngineCore": {"engine": "the engine within that one"},
-            "vllm_mlx.engine_core:EngineCore": {"scheduler": "has the model"},
-            "vllm_mlx.scheduler:Scheduler": {
-                "model": "what prefixes are remembered of",
-                "waiting": "a request that is aborted while it waits stays there",
-                "_detokenizer_pool": "a request of ids needs no text",
-            },
-            "mlx_lm.generate:BatchGenerator": {
-                "_unprocessed_sequences": "what has not begun: it is where a prefix is put in",
-                "_prompt_batch": "rows that are prefilled",
-                "_generation_batch": "rows that are generated",
-                "_make_new_cache": "an empty cache in the model's layout",
-            },
-            "vllm_mlx.request:Request": {
-                "request_id": "what its detokenizer is found by",
-                "prompt": "its ids, and whose they are",
-                "prompt_token_ids": "the same ones, when they need not be made of text",
-                "num_prompt_tokens": "how many",
-                "remaining_tokens": "those that are still to be computed",
-                "prompt_cache": "vllm-mlx's own prefix cache has something of them",
-                "sampling_params": "how its ids are drawn",
-            },
-            "mlx_lm.generate:PromptProcessingBatch": {
-                "uids": "whose its rows are",
-                "tokens": "the ids of each row so far",
-                "prompt_cache": "what has been computed of them",
-            },
-            "mlx_lm.generate:PromptProcessingBatch.Response": {
-                "uid": "whose it is",
-                "end_of_segment": "a place where a prefix is remembered",
-                "end_of_prompt": "the whole prompt is computed",
-            },
-            "mlx_lm.generate:GenerationBatch.Response": {
-                "uid": "whose it is",
-                "token": "the id that was drawn",
-                "finish_reason": "why the row ended, or None",
+            "vllm_mlx.lifecycle:ModelSpec": {
+                "model_name": "what is to be loaded",
+                "model_path": "where it is",
             },
             "mlx_lm.models.cache:KVCache": {
                 "keys": "of a layer that sees all",
@@ -471,15 +240,6 @@ USED: tuple[Fact | Attribute, ...] = (
                 "left_padding": "where a row begins",
                 "_idx": "where all rows end",
             },
-            "mlx_lm.generate:GenerationBatch": {
-                "uids": "whose its rows are",
-                "tokens": "the ids of each row so far",
-                "prompt_cache": "what has been computed of them",
-                "_current_tokens": "the ids that were drawn last",
-                "_next_tokens": "the ids that are being drawn",
-                "_next_logprobs": "what they are drawn from",
-                "_token_context": "the ids of each row so far",
-            },
         }.items()
         for name, why in names.items()
     ),
@@ -498,6 +258,7 @@ FRONT_END: tuple[Requirement, ...] = (
         "vllm_mlx_harmony.server.shutdown:at_once",
         "a second SIGTERM is not looked at",
         ("self", "sig", "frame"),
+        required=False,
     ),
     Patch(
         f"{_SERVER}:init_mcp",
@@ -509,7 +270,7 @@ FRONT_END: tuple[Requirement, ...] = (
     *(Around(each, why) for each, why in reversed(routes.MIDDLEWARE)),
     *map(Route.of, routes.ENDPOINTS),
     *map(SocketRoute.of, routes.SOCKETS),
-    *status.ROUTES,
+    *engine_routes.ROUTES,
 )
 """The endpoints of the front end among vllm-mlx's, and what is around all of them."""
 
@@ -587,11 +348,20 @@ def activate(name: str = FLAGS[0]) -> Installation:
         )  # first of all: our own parts import vllm-mlx, too
         found = find(name)
         rows = table(found)
+        rows = tuple(row for row in rows if not _left_out(row))
         undos = patching.apply_all(rows)
         entry_points.use(found)
         applied = tuple(row.label for row in rows if not isinstance(row, (Fact, Attribute)))
         _active = Installation(host_version() or "", found, applied, undos)
     return _active
+
+
+def _left_out(row: Requirement) -> bool:
+    """Whether a row is optional and does not fit, which is warned about."""
+    problem = None if row.required else row.problem()
+    if problem is not None:
+        logger.warning("%s: without it, %s", problem, row.why)
+    return problem is not None
 
 
 def deactivate() -> None:

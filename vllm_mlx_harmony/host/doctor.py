@@ -409,7 +409,37 @@ def _model(name: str) -> Group:
             f"vllm-mlx download {name}",
         ),
     }
-    return Group("model", (Finding(harmony is True, "model", *details[harmony]),))
+    findings = [Finding(harmony is True, "model", *details[harmony])]
+    if harmony and directory is not None:
+        findings += _memory(directory)
+    return Group("model", tuple(findings))
+
+
+UTILIZATION = 0.9
+"""What ``--gpu-memory-utilization`` is by default."""
+
+
+def _memory(directory: Path) -> Iterator[Finding]:
+    """How long a request may be, prompt and answer together, as far as memory allows."""
+    from vllm_mlx_harmony.engine import device
+    from vllm_mlx_harmony.engine.memory import Budget, layout_of
+    from vllm_mlx_harmony.host.units import size
+    from vllm_mlx_harmony.server.model_files import CONFIG, configuration, length_of
+
+    layout = layout_of(configuration(str(directory), CONFIG))
+    if layout is None:
+        return
+    weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    limit = int(device.memory() * UTILIZATION)
+    longest, window = Budget(limit, layout, 0).longest(weights), length_of(str(directory))
+    beside = f"beside {size(weights)} of weights in {size(limit)}"
+    if longest < 1:
+        fix = "take a smaller model, or --gpu-memory-utilization 0.95"
+        yield Finding(False, "memory", f"nothing fits {beside}", fix)
+    elif window is not None and longest >= window:
+        yield Finding(True, "memory", f"all of its {window:,} tokens fit {beside}")
+    else:
+        yield Finding(True, "memory", f"about {longest:,} tokens fit {beside}")
 
 
 def _directory(name: str) -> Path | None:

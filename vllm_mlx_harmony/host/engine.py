@@ -1,245 +1,276 @@
-"""An engine as an asynchronous iterator of token ids: prompt ids in, generated ids out.
+"""vllm-mlx's engine for a Harmony model: its `BaseEngine` over an engine of our own.
 
-Knows the two engines of vllm-mlx, where each loses ids, and how each reports a failure.
-Refuses to know what the ids mean, except those that end a turn.
+Our routes take the ``engine`` within, which takes and returns ids. Whatever else of vllm-mlx meets
+an engine goes through the methods here: raw completions, its own chat path, warm-up, metrics,
+status, caches, loading and unloading.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
-from functools import partial, wraps
+import gc
+import time
+from codecs import getincrementaldecoder
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
+from weakref import WeakSet
+
+from vllm_mlx.engine.base import BaseEngine, GenerationOutput
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.constraint import Constraint
-from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.engine.masks import LogitsMask
-from vllm_mlx_harmony.engine.sampler import LIKELIEST, Sampler
-from vllm_mlx_harmony.host.kv import prefix
-from vllm_mlx_harmony.host.kv.prefix import TenantPrompt
-from vllm_mlx_harmony.host.kv.status import model_of
-from vllm_mlx_harmony.host.prompts import PromptText
-from vllm_mlx_harmony.server import generation
-from vllm_mlx_harmony.server.engine import Finish, Step, Steps
-from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.core.stops import StopStrings
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE
+from vllm_mlx_harmony.engine import device
+from vllm_mlx_harmony.engine.disk import identity
+from vllm_mlx_harmony.engine.engine import MlxEngine
+from vllm_mlx_harmony.engine.mlx_lm_compat import load
+from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
+from vllm_mlx_harmony.host import resources
+from vllm_mlx_harmony.host.models import is_harmony, not_harmony
+from vllm_mlx_harmony.host.prompts import Messages, prompt_ids
+from vllm_mlx_harmony.server.garbage import give_back
+from vllm_mlx_harmony.server.generation import end_of
+from vllm_mlx_harmony.server.sampling import SMALLEST, Settings, capped
 
-logger = logging.getLogger(__name__)
+NAME = "harmony_prefix_reuse"
+"""Of our counters among vllm-mlx's."""
 
-_RETRY_SECONDS = 0.02
-_FAILED = "the engine failed while it was generating: the server's log says why"
+_GIB = 1e9
+"""What vllm-mlx calls a gigabyte in its status."""
+
+_Decoder = getincrementaldecoder("utf-8")
 
 
-async def generate(
-    engine: Any,
-    prompt: tuple[int, ...],
-    settings: Settings,
-    tenant: str = "",
-    constraint: Constraint | None = None,
-) -> Steps:
-    """The ids that follow ``prompt``, up to and with the first that ends the turn.
+loaded: WeakSet[HarmonyEngine] = WeakSet()
+"""Those of this process whose model is loaded."""
 
-    With ``max_tokens`` 0 there are none: the prompt is computed, and what can be reused of it is
-    remembered. Both engines compute a prompt's last id only to choose the next: one is chosen, and
-    is nobody's.
-    What is remembered of the prompt is ``tenant``'s alone (see `kv.prefix`).
-    Of all ids only those come that ``constraint`` lets through.
-    Close the iterator (``aclosing``) to stop earlier: the engine is free again when that returns.
-    Raises ``OutputError`` when the engine fails, ``HostError`` for one that takes no ids.
+
+class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
+    """A Harmony model in vllm-mlx. ``model_name`` is what it is called, ``model_path`` where it is.
+
+    ``changed`` are those of the flags that its entry in a models config sets (`resources.options`).
     """
-    if engine.is_mllm:
-        raise HostError("this engine serves a multimodal model: it takes no token ids", status=500)
-    nothing = settings.max_tokens == 0
-    settings = replace(settings, max_tokens=max(settings.max_tokens, 1))
-    source = _simple if one_at_a_time(engine) else _batched
-    try:
-        processor = None if constraint is None else partial(LogitsMask, constraint)
-        sampler = Sampler(settings, prompt, processor)
-        known = IdPrompt(prompt, tenant)
-        known.match = await prefix.fetch(model_of(engine), known, tenant)
+
+    model_name = ""
+    is_mllm = False
+
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        model_path: str | None = None,
+        trust_remote_code: bool = False,
+        **changed: Any,
+    ) -> None:
+        self.model_name = model_name
+        self.path = str(model_path or model_name)
+        self.engine: MlxEngine | None = None
+        self._trust_remote_code = trust_remote_code
+        self._changed = changed
+        self._weights: bytes | None = None
+        self._since = time.time()
+
+    @property
+    def preserve_native_tool_format(self) -> bool:
+        """Tool calls stay structured, whatever vllm-mlx sets: no ``[Calling tool:`` in a prompt."""
+        return True
+
+    @preserve_native_tool_format.setter
+    def preserve_native_tool_format(self, value: bool) -> None: ...
+
+    # --- Loaded and unloaded
+
+    @property
+    def _loaded(self) -> bool:
+        return self.engine is not None and self.engine.loaded
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model that is loaded; ``None`` before."""
+        return None if self.engine is None else self.engine.tokenizer
+
+    def prepare_for_start(self) -> None:
+        """Loads the model; blocks. Raises ``NotHarmony`` when it is another one."""
+        if self._loaded:
+            return
+        options = resources.options(**self._changed)
+        engine = MlxEngine(self.path, replace(options, cache=self._cache))
         try:
-            async with aclosing(source(engine, known, sampler)) as steps:
-                async for step in steps:
-                    if nothing:
-                        ended = replace(step, ids=(), finish="length" if step.finish else None)
-                    else:
-                        ended = _ended(step)
-                    yield ended
-                    if ended.finish is not None:
-                        return
-        finally:
-            known.match = None  # of one that never had its turn
-    except HarmonyFailure:
-        raise
-    except Exception as error:
-        logger.exception("the engine failed")
-        raise OutputError(_FAILED) from error
-    raise OutputError("the engine ended before the answer did")
+            engine.load(self._load)
+        except BaseException:
+            engine.close()
+            raise
+        self.engine = engine
+        loaded.add(self)
+        resources.show_metrics()
 
-
-def one_at_a_time(engine: Any) -> bool:
-    """Whether the engine refuses a second request while one runs."""
-    return hasattr(engine, "_generation_lock")
-
-
-def _ended(step: Step) -> Step:
-    """The step up to the first id that ends the turn; engines may run on behind it."""
-    for at, token in enumerate(step.ids, start=1):
-        if token in vocab.TURN_ENDS:
-            return replace(step, ids=step.ids[:at], finish="stop")
-    return step
-
-
-async def reusable_tokens(engine: Any, prompt: Sequence[int], tenant: str = "") -> int:
-    """How many ids of ``prompt`` would not be computed if it were generated from now.
-
-    What is true then can be another number: a batching engine may run others before.
-    """
-    model = model_of(engine)
-    return 0 if model is None else await prefix.reach(model, prompt, tenant)
-
-
-async def _batched(engine: Any, prompt: IdPrompt, sampler: Sampler) -> Steps:
-    from vllm_mlx.request import SamplingParams
-
-    params = SamplingParams(
-        max_tokens=sampler.settings.max_tokens,
-        temperature=LIKELIEST,
-        # Counts only when this request is the one vllm-mlx makes its batch generator for.
-        stop_token_ids=sorted(vocab.TURN_ENDS),
-        logits_processors=[sampler],
-    )
-    # The core itself, not its asynchronous wrapper: closing the wrapper leaves the core's
-    # iterator, which aborts the request, to the garbage collector.
-    core = engine._engine.engine
-    request_id = await core.add_request(prompt=prompt, sampling_params=params)
-    async with _closed_whole(core.stream_outputs(request_id)) as outputs:
-        async for output in outputs:
-            finish = _finish(output.finish_reason)
-            yield Step(tuple(output.new_token_ids), finish, prompt.cached)
-            _raise_if_failed(output.finish_reason)
-
-
-async def _simple(engine: Any, prompt: IdPrompt, sampler: Sampler) -> Steps:
-    from vllm_mlx.engine.base import EngineBusy
-
-    started = False
-    while not started:
-        # Until none of vllm-mlx's own routes holds the engine. Another may be quicker than the call
-        # that follows: then the engine says so, and we wait again.
-        async with engine._generation_lock:
-            pass
-        generated = engine.stream_generate(
-            prompt=prompt,
-            prefill_step_size=engine._prefill_step_size,
-            max_tokens=sampler.settings.max_tokens,
-            temperature=LIKELIEST,
-            specprefill=False,  # it reads the prompt as text
-            logits_processors=[sampler],
+    def _load(self) -> tuple[Any, Any]:
+        found, self._weights = identity.while_loading(
+            self.path, partial(load, self.path, trust_remote_code=self._trust_remote_code)
         )
-        try:
-            async with _closed_whole(generated) as outputs:
-                async for output in outputs:
-                    started = True
-                    yield Step(prompt.take(), _finish(output.finish_reason), prompt.cached)
-                    _raise_if_failed(output.finish_reason)
-                return
-        except EngineBusy:
-            if started:
-                raise
-            await asyncio.sleep(_RETRY_SECONDS)
+        module, tokenizer = found
+        if not is_harmony(tokenizer):
+            raise not_harmony(self.model_name)
+        return module, tokenizer
 
+    def _cache(self, module: Any) -> PrefixCache:
+        return PrefixCache(module, resources.tree(), resources.disk(), self._weights)
 
-@asynccontextmanager
-async def _closed_whole(outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
-    """``outputs``, closed behind it to the end: a cancellation waits for that.
+    async def start(self) -> None:
+        """Loads the model, not on the event loop. One that is cancelled waits for that."""
+        loading = asyncio.ensure_future(asyncio.to_thread(self.prepare_for_start))
+        await end_of(loading)
+        loading.result()
 
-    vllm-mlx awaits while it cleans up. Cancelled there, when a client goes just as its answer
-    ends, it would leave out the rest: the request stood in ``/v1/status`` for ever.
-    """
-    try:
-        yield outputs
-    finally:
-        closing = asyncio.ensure_future(outputs.aclose())
-        await generation.end_of(closing)
-        closing.result()
+    async def stop(self) -> None:
+        """Ends all requests and frees the model: it can be started again."""
+        engine, self.engine = self.engine, None
+        loaded.discard(self)
+        if engine is not None:
+            await end_of(asyncio.ensure_future(asyncio.to_thread(engine.close)))
+            give_back()
+            gc.collect()
 
+    def is_healthy(self) -> bool:
+        """Whether its thread is alive, once it is loaded."""
+        return self.engine is None or self.engine.healthy
 
-_FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
+    # --- As vllm-mlx generates: text in, text out
 
+    async def stream_generate(
+        self,
+        prompt: Any,
+        max_tokens: int = 256,
+        temperature: float = 0.7,
+        top_p: float = 0.9,
+        stop: list[str] | str | None = None,
+        **others: Any,
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """What follows ``prompt``, a text or ids, up to a stop string. Control tokens are text."""
+        if self.engine is None:
+            await self.start()
+        assert self.engine is not None
+        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        settings = Settings(
+            max_tokens=max_tokens,
+            temperature=0.0 if min(temperature, top_p or 1.0) < SMALLEST else temperature,
+            top_p=max(top_p or 1.0, SMALLEST),
+            top_k=top_k if 0 < (top_k := others.get("top_k") or 0) < VOCAB_SIZE else 0,
+            min_p=others.get("min_p") or 0.0,
+            presence_penalty=others.get("presence_penalty") or 0.0,
+            repetition_penalty=others.get("repetition_penalty") or 1.0,
+        )
+        settings = capped(settings, len(ids), self.engine.context_length)
+        stops = StopStrings([stop] if isinstance(stop, str) else stop or [])
+        decoder, text, tokens = _Decoder("replace"), "", 0
+        async with aclosing(self.engine.generate(ids, settings, "", None)) as steps:
+            async for step in steps:
+                tokens += len(step.ids)
+                spelled = [each for each in step.ids if each not in vocab.TURN_ENDS]
+                new = decoder.decode(b"".join(map(vocab.token_bytes, spelled)), bool(step.finish))
+                shown, found = stops.feed(new)
+                if step.finish is not None and found is None:
+                    shown += stops.flush()
+                finish = step.finish if found is None else "stop"
+                text += shown
+                yield GenerationOutput(
+                    text=text,
+                    tokens=list(step.ids),
+                    prompt_tokens=len(ids),
+                    completion_tokens=tokens,
+                    finish_reason=finish,
+                    new_text=shown,
+                    finished=finish is not None,
+                )
+                if finish is not None:
+                    return
 
-def _finish(reason: str | None) -> Finish | None:
-    return _FINISHES.get(reason or "")
+    async def generate(self, prompt: Any, *args: Any, **keywords: Any) -> GenerationOutput:
+        """The same, as a whole."""
+        async with aclosing(self.stream_generate(prompt, *args, **keywords)) as outputs:
+            async for output in outputs:
+                last = output
+        return last
 
+    async def stream_chat(  # noqa: PLR0917 - vllm-mlx's own signature
+        self,
+        messages: Messages,
+        max_tokens: int = 256,
+        temperature: float = 0.7,
+        top_p: float = 0.9,
+        tools: list[dict[str, Any]] | None = None,
+        images: Sequence[str] | None = None,
+        videos: Sequence[str] | None = None,
+        **others: Any,
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """What the model says to ``messages``, rendered as our routes render them."""
+        prompt = prompt_ids(messages, tools, others.pop("chat_template_kwargs", None))
+        outputs = self.stream_generate(prompt, max_tokens, temperature, top_p, **others)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
 
-def _raise_if_failed(reason: str | None) -> None:
-    """Any other reason is one: ``error`` (out of memory, say) or ``abort`` (the server stops)."""
-    if reason == "error":
-        raise OutputError(_FAILED)
-    if reason is not None and reason not in _FINISHES:
-        raise OutputError(f"the engine gave the answer up ({reason})")
+    async def chat(self, messages: Messages, *args: Any, **keywords: Any) -> GenerationOutput:
+        """The same, as a whole, cleaned as vllm-mlx cleans it."""
+        from vllm_mlx.api.utils import clean_output_text
 
+        async with aclosing(self.stream_chat(messages, *args, **keywords)) as outputs:
+            async for output in outputs:
+                last = output
+        return replace(last, text=clean_output_text(last.text))
 
-class IdPrompt(TenantPrompt):
-    """A prompt that collects the ids generated for it: the simple engine hands on only their text.
+    # --- What vllm-mlx shows
 
-    Written on the engine's thread, taken on the event loop's.
-    """
+    def get_stats(self) -> dict[str, Any]:
+        """For ``/v1/status`` and the metrics."""
+        import mlx.core as mx
 
-    def __init__(self, ids: tuple[int, ...], tenant: str = "") -> None:
-        super().__init__(ids, tenant)
-        self._generated: deque[int] = deque()
+        engine = self.engine
+        requests = [] if engine is None else engine.status()
+        running = sum(each.place == 0 for each in requests)
+        stats: dict[str, Any] = {
+            "engine_type": "harmony",
+            "model_name": self.model_name,
+            "uptime_seconds": time.time() - self._since,
+            "loaded": self._loaded,
+            "running": self._loaded and self.is_healthy(),
+            "num_running": running,
+            "num_waiting": len(requests) - running,
+            "metal_active_memory_gb": round(device.used() / _GIB, 2),
+            "metal_peak_memory_gb": round(mx.get_peak_memory() / _GIB, 2),
+            "metal_cache_memory_gb": round(mx.get_cache_memory() / _GIB, 2),
+            "requests": [
+                {name: value for name, value in asdict(each).items() if name != "tenant"}
+                for each in requests
+            ],
+        }
+        if engine is not None:
+            totals = engine.totals
+            stats |= {
+                "steps_executed": totals.steps,
+                "num_requests_processed": totals.requests,
+                "total_prompt_tokens": totals.prompt_tokens,
+                "total_completion_tokens": totals.completion_tokens,
+            }
+        return stats
 
-    def watch(self, chunks: Iterator[Any]) -> Iterator[Any]:
-        """``chunks`` as they are, with the id of each collected."""
-        try:
-            for chunk in chunks:
-                self._generated.append(int(chunk.token))
-                yield chunk
-        finally:
-            close = getattr(chunks, "close", None)
-            if close is not None:
-                close()
+    def get_cache_stats(self) -> dict[str, Any]:
+        """The counters of prefix reuse."""
+        cache = None if self.engine is None else self.engine.cache
+        if cache is None:
+            return {NAME: asdict(resources.tree().counters())}
+        counters = asdict(cache.status())
+        return {NAME: {name: value for name, value in counters.items() if value is not None}}
 
-    def take(self) -> tuple[int, ...]:
-        """The ids collected since the last time."""
-        collected = self._generated
-        return tuple(collected.popleft() for _ in range(len(collected)))
+    def clear_runtime_caches(self) -> dict[str, Any]:
+        """Drops what is in memory of prompts of this model."""
+        if self.engine is not None and self.engine.cache is not None:
+            self.engine.cache.clear()
+        return {NAME: True}
 
-
-def hand_on_ids(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """``MLXLanguageModel.stream_generate`` that reports to an ``IdPrompt``, and else is as before.
-
-    A ``PromptText`` goes in as its ids. Drop when vllm-mlx hands on token ids in
-    ``GenerationOutput.tokens``.
-    """
-
-    @wraps(original)
-    def reporting(model: Any, prompt: Any, *args: Any, **keywords: Any) -> Iterator[Any]:
-        if isinstance(prompt, PromptText):
-            prompt = list(prompt.ids)
-        chunks = original(model, prompt, *args, **keywords)
-        return prompt.watch(chunks) if isinstance(prompt, IdPrompt) else chunks
-
-    return reporting
-
-
-def forget_waiting(original: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
-    """``Scheduler._do_abort_request`` that finds a request which still waits, too.
-
-    By the time an abort is carried out vllm-mlx has cleaned the request up, does not find it, and
-    leaves it in the queue: it is generated later, to its end, for nobody. Drop when vllm-mlx looks
-    for it there.
-    """
-
-    @wraps(original)
-    def abort(scheduler: Any, request_id: str) -> bool:
-        for request in [one for one in scheduler.waiting if one.request_id == request_id]:
-            scheduler.waiting.remove(request)
-        return original(scheduler, request_id)
-
-    return abort
+    def clear_prefix_cache(self) -> None:
+        """The same, as another route of vllm-mlx calls it."""
+        self.clear_runtime_caches()

@@ -1,10 +1,9 @@
 """Flags of ``vllm-mlx serve`` that mean something else for a Harmony model, or nothing.
 
-Prompts go to the engines as token ids, and what was computed of them is kept by `kv.prefix` instead
-of vllm-mlx's prefix caches, on both engines. So vllm-mlx's limits on the size of its cache are the
-budget of ours, its directory is where ours outlives the process (`kv.opening`), and what else is
-said of its caches has no effect; the same is true of what works on a prompt's text, and of what
-gpt-oss cannot do. Knows every flag of which that is true and why.
+Prompts go to the engine as token ids, and their keys and values are held by `engine.prefix_cache`.
+So vllm-mlx's limits on the size of its cache are the budget of ours, its directory is where ours
+outlives the process (`resources`), and whatever else is said of its caches has no effect; the same
+is true of what works on a prompt's text, and of what gpt-oss cannot do.
 
 A flag counts when it was *given*: its default says nothing about what anybody expects.
 """
@@ -15,11 +14,12 @@ import argparse
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from io import StringIO
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.host.resources import Flags
 from vllm_mlx_harmony.server.defaults import OPTIONS
 
 BYTES_PER_MB = 1 << 20
@@ -30,15 +30,11 @@ BYTES_PER_MB = 1 << 20
 class Idle:
     """Flags without effect, by their names in the parsed arguments, and the reason to give.
 
-    ``replaced``: only where the plugin's prefix cache takes the place of vllm-mlx's. ``simple``:
-    only on the engine that takes one request at a time. ``off``: only where there is no prefix
-    cache, neither the plugin's nor vllm-mlx's.
+    ``off``: only where there is no prefix cache.
     """
 
     names: tuple[str, ...]
     why: str
-    replaced: bool = False
-    simple: bool = False
     off: bool = False
 
 
@@ -47,7 +43,6 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         ("prefix_cache_size", "no_memory_aware_cache"),
         "the prefix cache is bounded in bytes, not in entries (--cache-memory-mb)",
-        replaced=True,
     ),
     Idle(
         (
@@ -57,17 +52,14 @@ IDLE: tuple[Idle, ...] = (
             "kv_cache_min_quantize_tokens",
         ),
         "attention with sinks, as gpt-oss has it, takes no quantized keys and values",
-        replaced=True,
     ),
     Idle(
         ("use_paged_cache", "paged_cache_block_size", "max_cache_blocks"),
         "the prefix cache shares what prompts have in common without blocks",
-        replaced=True,
     ),
     Idle(
         ("prefix_trie_cache", "prefix_trie_cache_size"),
         "the prefix cache is always on (--cache-memory-mb bounds it)",
-        replaced=True,
     ),
     Idle(
         (
@@ -84,19 +76,7 @@ IDLE: tuple[Idle, ...] = (
         "gpt-oss has no heads for multi-token prediction",
     ),
     Idle(("mllm_prefill_step_size",), "gpt-oss takes text only"),
-    Idle(
-        (
-            "max_num_seqs",
-            "prefill_batch_size",
-            "completion_batch_size",
-            "chunked_prefill_tokens",
-            "stream_interval",
-            "max_kv_size",
-            "gpu_memory_utilization",
-        ),
-        "only with --continuous-batching",
-        simple=True,
-    ),
+    Idle(("max_kv_size",), "gpt-oss sees its whole context; memory is admitted before it is used"),
 )
 
 
@@ -155,23 +135,20 @@ def budget(flags: Mapping[str, Any]) -> int | None:
     return limit
 
 
-def hosts_own(flags: Mapping[str, Any], *, batched: bool, replaced: bool) -> bool:
-    """Whether vllm-mlx's own prefix cache is in use: of the batched engine, unless ours is."""
-    return batched and not replaced and not flags.get("disable_prefix_cache")
+def of_engine(args: Any) -> Flags:
+    """What of ``args``, the parsed command line, is an engine's."""
+    given = {each.name: getattr(args, each.name, None) for each in fields(Flags)}
+    return Flags(**{name: value for name, value in given.items() if value is not None})
 
 
-def without_effect(flags: Mapping[str, Any], *, batched: bool, replaced: bool) -> list[str]:
+def without_effect(flags: Mapping[str, Any], *, enabled: bool) -> list[str]:
     """A sentence for each reason that given flags have no effect: which, and why.
 
-    ``replaced``: the prefix cache of the plugin is in use. Where it is not, vllm-mlx's own may be:
-    then its flags do what they say.
+    ``enabled``: there is a prefix cache.
     """
-    theirs = hosts_own(flags, batched=batched, replaced=replaced)
     sentences = []
     for row in IDLE:
-        acts = (row.simple and batched) or (row.replaced and batched and not replaced)
-        acts |= row.off and (theirs or replaced)
-        names = [] if acts else [option(name) for name in row.names if name in flags]
+        names = [] if row.off and enabled else [option(n) for n in row.names if n in flags]
         if names:
             sentences.append(f"{', '.join(names)}: {row.why}")
     options = [

@@ -6,16 +6,14 @@ tokenizers and model directories; refuses to know engines and routes.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host.server_globals import server
+from vllm_mlx_harmony.server.model_files import path_of
 
 SPECIAL = {
     "<|start|>": vocab.START,
@@ -34,7 +32,7 @@ _known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 class NotHarmony(HostError):
-    """The only model of the server is not a Harmony model, although the flag says so."""
+    """The model is not a Harmony model, although the flag says so."""
 
     code = "not_harmony"
 
@@ -85,42 +83,20 @@ def is_harmony_directory(directory: Path) -> bool | None:
     return _agrees(tokenizer)
 
 
-def harmony_only(load_model: Callable[..., Any]) -> Callable[..., Any]:
-    """vllm-mlx's `load_model`, refusing a model that is not Harmony: before loading, if possible.
-
-    Raises NotHarmony. Lazily loaded and batched models have no tokenizer yet afterwards; for them
-    the directory must tell.
-    """
-
-    @wraps(load_model)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(load_model).bind(*args, **kwargs).arguments
-        name = str(given["model_name"])
-        if is_harmony_directory(Path(given.get("model_path") or name)) is False:
-            raise _not_harmony(name)
-        result = load_model(*args, **kwargs)
-        tokenizer = getattr(server()._engine, "tokenizer", None)
-        if tokenizer is not None and not is_harmony(tokenizer):
-            raise _not_harmony(name)
-        return result
-
-    return load
+def is_harmony_model(model: str) -> bool | None:
+    """The same of a directory, or of a repository in the Hugging Face cache; ``None``: unknown."""
+    try:
+        return is_harmony_directory(path_of(model, "tokenizer.json").parent)
+    except (OSError, ValueError):  # a path that is not there is no repository id either
+        return None
 
 
-def _not_harmony(name: str) -> NotHarmony:
+def not_harmony(name: str) -> NotHarmony:
+    """The error for the model of this name."""
     return NotHarmony(
         f"{name} is not a gpt-oss (Harmony) model: its tokenizer is not o200k_harmony; "
         "serve it without --tool-call-parser harmony"
     )
-
-
-def native_tool_format(original: property) -> property:
-    """`preserve_native_tool_format` of an engine: on for a Harmony one, else as it is set."""
-
-    def preserve(engine: Any) -> bool:
-        return is_harmony(getattr(engine, "tokenizer", None)) or bool(original.__get__(engine))
-
-    return property(preserve, original.fset, original.fdel, original.__doc__)
 
 
 def harmony_parser(ours: type[Any]) -> Callable[[type[Any] | None], type[Any]]:

@@ -55,6 +55,7 @@ class Route(Endpoint):
     """
 
     app: str = APP
+    required: bool = True
 
     @classmethod
     def of(cls, endpoint: Endpoint) -> Route:
@@ -124,6 +125,7 @@ class Around:
     middleware: Any
     why: str
     app: str = APP
+    required: bool = True
 
     @property
     def label(self) -> str:
@@ -159,6 +161,7 @@ class SocketRoute(SocketEndpoint):
     """A WebSocket that is added to vllm-mlx's routes, which has none there."""
 
     app: str = APP
+    required: bool = True
 
     @classmethod
     def of(cls, endpoint: SocketEndpoint) -> SocketRoute:
@@ -200,6 +203,7 @@ class Installed:
     host: Host
     why: str
     app: str = APP
+    required: bool = True
 
     @property
     def label(self) -> str:

@@ -38,6 +38,10 @@ class Requirement(Protocol):
     def why(self) -> str:
         """What it is needed for."""
 
+    @property
+    def required(self) -> bool:
+        """Whether nothing works without it."""
+
     def problem(self) -> str | None:
         """Why it cannot be used in this host, or None. Changes nothing."""
 
@@ -52,6 +56,7 @@ class Fact:
     target: str
     why: str
     parameters: tuple[str, ...] | None = None
+    required: bool = True
 
     @property
     def label(self) -> str:
@@ -76,6 +81,7 @@ class Attribute:
 
     target: str
     why: str
+    required: bool = True
 
     @property
     def label(self) -> str:
@@ -135,6 +141,7 @@ class Patch:
     replacement: Replacement | str
     why: str
     parameters: tuple[str, ...] | None = None
+    required: bool = True
 
     @property
     def label(self) -> str:
@@ -169,6 +176,7 @@ class Entry:
     key: str
     replacement: Replacement | str
     why: str
+    required: bool = True
 
     @property
     def label(self) -> str:
@@ -214,8 +222,9 @@ def apply_all(requirements: Sequence[Requirement]) -> list[Undo]:
 
 
 def check(requirements: Sequence[Requirement]) -> None:
-    """Raises HostError when one of them has a problem, naming every one that has."""
-    if problems := [problem for row in requirements if (problem := row.problem())]:
+    """Raises HostError when a required one has a problem, naming every one that has."""
+    needed = (row for row in requirements if row.required)
+    if problems := [problem for row in needed if (problem := row.problem())]:
         raise HostError("; ".join(problems), code="host_changed")
 
 

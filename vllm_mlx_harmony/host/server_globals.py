@@ -41,7 +41,6 @@ class Server(Protocol):
     _model_manager: Any
     _model_name: str | None
     _model_path: str | None
-    _rate_limiter: Any
     security: Any
 
     async def _acquire_default_engine_for_request(

@@ -1,7 +1,6 @@
 """``--warm-prompts``: what prompts of all begin with is computed before the first request comes.
 
-Knows vllm-mlx's warm-up and what of its prompts every request has. Refuses to know how a prompt is
-remembered (`kv.prefix`).
+Knows vllm-mlx's warm-up and what of its prompts every request has.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from itertools import takewhile
 from time import perf_counter
 from typing import Any
 
+from fastapi import HTTPException
+
 from vllm_mlx_harmony.core.errors import HarmonyFailure
-from vllm_mlx_harmony.host.engine import generate
-from vllm_mlx_harmony.host.kv.prefix import EVERYBODY
-from vllm_mlx_harmony.host.models import is_harmony
+from vllm_mlx_harmony.engine.prefix_cache import EVERYBODY
+from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.host.prompts import Messages, prompt_ids
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -33,17 +33,19 @@ def warm_prefix_cache(original: Callable[..., Awaitable[Any]]) -> Callable[..., 
 
     @wraps(original)
     async def warm(engine: Any, prompts: Sequence[Messages], *, max_tokens: int = 1) -> Any:
-        if not is_harmony(engine.tokenizer):
+        if not isinstance(engine, HarmonyEngine):
             return await original(engine, prompts, max_tokens=max_tokens)
+        assert engine.engine is not None
         started, computed, skipped = perf_counter(), 0, 0
         for index, messages in enumerate(prompts):
             try:
                 prompt = _beginning(messages)
-                async with aclosing(generate(engine, prompt, _NOTHING, EVERYBODY)) as steps:
+                generated = engine.engine.generate(prompt, _NOTHING, EVERYBODY, None)
+                async with aclosing(generated) as steps:
                     async for _ in steps:
                         pass
                 computed += len(prompt)
-            except HarmonyFailure as error:
+            except (HarmonyFailure, HTTPException) as error:
                 logger.warning("warm-up prompt %d was skipped: %s", index, error)
                 skipped += 1
         return {

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+from contextlib import aclosing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("mlx_lm")
 
-from mlx_lm.utils import load_model
+import mlx_lm.utils
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core.errors import HostError
@@ -20,9 +21,10 @@ from vllm_mlx_harmony.engine.disk import identity, index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, DiskCache, Offered
 from vllm_mlx_harmony.engine.disk.identity import Root
 from vllm_mlx_harmony.engine.disk.safetensors import Tensor
-from vllm_mlx_harmony.engine.prefix_tree import PrefixTree, pack
-from vllm_mlx_harmony.host import doctor
-from vllm_mlx_harmony.host.kv import opening, prefix
+from vllm_mlx_harmony.engine.prefix_tree import pack
+from vllm_mlx_harmony.host import doctor, resources
+from vllm_mlx_harmony.host.engine import HarmonyEngine
+from vllm_mlx_harmony.server.sampling import Settings
 
 
 def filled(directory: Path) -> DiskCache:
@@ -58,14 +60,14 @@ def test_doctor_looks_and_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("gigabytes", [0.0, -1.0, float("nan")])
 def test_a_size_that_is_none_is_refused(tmp_path: Path, gigabytes: float) -> None:
     with pytest.raises(HostError, match="ssd-cache-max-gb"):
-        opening.opened(str(tmp_path / "new"), gigabytes)
+        resources.opened(str(tmp_path / "new"), gigabytes)
     assert not (tmp_path / "new").exists()
 
 
 def test_a_directory_that_cannot_be_used_costs_the_disk_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert opening.opened(str(tmp_path / "file"), 1.0) is None
-    assert "cannot be used" in next(opening.found(None))
+    assert resources.opened(str(tmp_path / "file"), 1.0) is None
+    assert "cannot be used" in next(resources.found(None))
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -74,22 +76,28 @@ def test_the_disk_knows_a_model_by_its_files(
 ) -> None:
     path = standin.write_tiny(tmp_path / "model", width=16)
     disk = DiskCache(tmp_path / "ssd", 1 << 30)
-    tree: PrefixTree[Any] = PrefixTree(1 << 30)
-    monkeypatch.setattr(prefix, "memory", lambda: tree)
-    monkeypatch.setattr(prefix, "_disk", disk)
+    monkeypatch.setattr(resources, "_disk", disk)
+    load = mlx_lm.utils.load
 
-    def load(engine: Any) -> None:
-        engine._model = load_model(path)[0]
+    def changing(*arguments: Any, **keywords: Any) -> Any:
+        loaded = load(*arguments, **keywords)
         if changed:
             os.utime(next(path.glob("*.safetensors")), ns=(0, 0))
+        return loaded
 
-    engine = SimpleNamespace(_model=None, _model_path=str(path), is_mllm=False)
-    opening.identified(load)(engine)
-    layers = engine._model.make_cache()
-    import mlx.core as mx
+    monkeypatch.setattr(mlx_lm.utils, "load", changing)
+    engine = HarmonyEngine(str(path))
+    engine.prepare_for_start()
 
-    engine._model(mx.array([[1, 2, 3]]), cache=layers)
-    prefix.remember(engine._model, "", [1, 2, 3], layers)
+    async def computed() -> None:
+        assert engine.engine is not None
+        settings = Settings(max_tokens=0, temperature=0.0, top_p=1.0)
+        async with aclosing(engine.engine.generate((1, 2, 3), settings, "", None)) as steps:
+            async for _ in steps:
+                pass
+        await engine.stop()
+
+    asyncio.run(computed())
     assert disk.flush(10)
     found = disk.found(identity.of_weights(str(path)))
     assert found.pieces == disk.found().pieces == (0 if changed else 1)

@@ -1,0 +1,207 @@
+"""One long prompt beside others, on the engine itself: who waits for whom, and what batching costs.
+
+The models are gpt-oss with random weights: the tiny one of `standin`, and one of 12 layers, 256
+wide. All figures are ratios within one run; the column ``host`` has what a figure is divided by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench_table import Row, printed
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE
+from vllm_mlx_harmony.engine.engine import MlxEngine
+from vllm_mlx_harmony.server.sampling import Settings
+
+LONG, SHORT = 36_000, 60
+"""Ids of the long prompt (12,000 numbers) and of the short one (50 words)."""
+
+DECODED, RUNS = 150, 5
+ENDS = tuple((end, -100.0) for end in sorted(vocab.TURN_ENDS))
+"""Biases that keep a random model from ending its answer."""
+
+
+def main() -> int:
+    """Prints the table; 1 when a goal is not met."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--long", type=int, default=LONG, help="ids of the long prompt")
+    parsed = parser.parse_args()
+    return printed(rows(parsed.long))
+
+
+def rows(long: int) -> Iterator[Row]:
+    """All measurements, as they are made."""
+    with tempfile.TemporaryDirectory() as directory:
+        tiny = standin.write_tiny(Path(directory, "tiny"))
+        engine = MlxEngine(str(tiny))
+        engine.load(lambda: loaded(tiny))
+        try:
+            yield from asyncio.run(beside(engine, long))
+            yield from decoding("tiny", engine)
+            tokenizer = engine.tokenizer
+        finally:
+            engine.close()
+        engine = MlxEngine("12 layers of 256")
+        engine.load(lambda: (wide(), tokenizer))
+        try:
+            yield from decoding("12 layers of 256", engine)
+        finally:
+            engine.close()
+
+
+def loaded(directory: Path) -> tuple[Any, Any]:
+    """A model and its tokenizer, as mlx-lm loads them."""
+    from mlx_lm.utils import load
+
+    model, tokenizer = load(str(directory))
+    return model, tokenizer
+
+
+def wide() -> Any:
+    """A random gpt-oss of 12 layers, 256 wide."""
+    import mlx.core as mx
+    from mlx_lm.models.gpt_oss import Model, ModelArgs
+
+    config = {**standin.tiny.config(256), "num_hidden_layers": 12}
+    config["layer_types"] = ["sliding_attention", "full_attention"] * 6
+    model = Model(ModelArgs.from_dict(config))
+    mx.eval(model.parameters())
+    return model
+
+
+def ids(seed: int, count: int) -> tuple[int, ...]:
+    """``count`` ordinary ids."""
+    source = random.Random(seed)
+    return tuple(source.randrange(1000, VOCAB_SIZE - 2000) for _ in range(count))
+
+
+@dataclass
+class Answer:
+    """When its ids came, by the clock of the process."""
+
+    sent: float = 0.0
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def wait(self) -> float:
+        """Seconds to the first id."""
+        return self.times[0] - self.sent
+
+    def speed(self, start: float, end: float) -> float:
+        """Ids per second from ``start`` to ``end``."""
+        return sum(start <= each < end for each in self.times) / (end - start)
+
+    def longest_pause(self, start: float, end: float) -> float:
+        """Seconds between two ids, as long as they were in that time."""
+        within = [start, *(each for each in self.times if start <= each < end), end]
+        return max(after - before for before, after in pairwise(within))
+
+
+async def ask(
+    engine: MlxEngine, prompt: Sequence[int], most: int, answer: Answer | None = None
+) -> Answer:
+    """An answer, whose ids are drawn without end until there are ``most``."""
+    answer = answer or Answer()
+    settings = Settings(max_tokens=most, temperature=0.0, top_p=1.0, logit_bias=ENDS)
+    answer.sent = time.perf_counter()
+    async with aclosing(engine.generate(tuple(prompt), settings, "", None)) as steps:
+        async for step in steps:
+            answer.times += [time.perf_counter()] * len(step.ids)
+    return answer
+
+
+async def beside(engine: MlxEngine, long: int) -> list[Row]:
+    """The long prompt alone, beside a running answer, and before a short prompt."""
+    await ask(engine, ids(0, 3000), 20)  # warm
+    alone = (await ask(engine, ids(1, long), 1)).wait
+    running = Answer()
+    task = asyncio.ensure_future(ask(engine, ids(2, SHORT), 1_000_000, running))
+    while not running.times:
+        await asyncio.sleep(0.01)
+    begun = time.perf_counter()
+    await asyncio.sleep(3.0)
+    alone_speed = running.speed(begun, time.perf_counter())
+    among = await ask(engine, ids(3, long), 1)
+    end = among.times[0]
+    speed, pause = running.speed(among.sent, end), running.longest_pause(among.sent, end)
+    task.cancel()
+    await asyncio.wait({task})
+    first = asyncio.ensure_future(ask(engine, ids(4, long), 1))
+    await asyncio.sleep(alone / 10)
+    behind = await ask(engine, ids(5, SHORT), 1)
+    before = await first
+    return [
+        at_most(f"longest pause of an answer beside {long:,} ids", among.wait, pause, 0.03),
+        at_least("its speed meanwhile", alone_speed, speed, 0.25),
+        at_most(f"first id of {SHORT} ids sent behind them", before.wait, behind.wait, 0.15),
+        at_most("first id of the long prompt beside an answer", alone, among.wait, 1.5),
+    ]
+
+
+def at_most(what: str, host: float, ours: float, goal: float) -> Row:
+    """A row of seconds, whose ratio must not be more than ``goal``."""
+    return Row(what, "s", host, ours, f"≤ {goal:g}", ours / host <= goal)
+
+
+def at_least(what: str, host: float, ours: float, goal: float) -> Row:
+    """A row of ids per second, whose ratio must not be less than ``goal``."""
+    return Row(what, "ids/s", host, ours, f"≥ {goal:g}", ours / host >= goal)
+
+
+def decoding(name: str, engine: MlxEngine) -> Iterator[Row]:
+    """One answer alone, beside ``mlx_lm.stream_generate`` on the same weights, by turns."""
+    theirs, ours = [], []
+    for run in range(RUNS + 1):
+        prompt = ids(10 + run, SHORT)
+        theirs.append(on_thread(engine, partial(by_mlx_lm, engine, prompt)))
+        answer = asyncio.run(ask(engine, prompt, DECODED))
+        ours.append((DECODED - 1) / (answer.times[-1] - answer.times[0]))
+    host = median(theirs[1:])
+    ratio = median(one / other for one, other in zip(ours[1:], theirs[1:], strict=True))
+    yield at_least(f"one answer alone, {name}", host, host * ratio, 1.0)
+
+
+def on_thread(engine: MlxEngine, function: Callable[[], float]) -> float:
+    """What ``function`` returns where the model is."""
+
+    async def run() -> float:
+        found: float = await engine.run(function)
+        return found
+
+    return asyncio.run(run())
+
+
+def by_mlx_lm(engine: MlxEngine, prompt: Sequence[int]) -> float:
+    """Ids per second behind the first one, as mlx-lm generates and spells them."""
+    import mlx.core as mx
+    from mlx_lm import stream_generate
+
+    banned = mx.array([token for token, _ in ENDS])
+
+    def never_ends(_: Any, logits: Any) -> Any:
+        return logits.at[:, banned].add(-100.0)
+
+    options = {"max_tokens": DECODED, "logits_processors": [never_ends]}
+    chunks = stream_generate(engine.module, engine.tokenizer, list(prompt), **options)
+    times = [time.perf_counter() for _ in chunks]
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

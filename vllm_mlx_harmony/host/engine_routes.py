@@ -1,0 +1,128 @@
+"""Routes of vllm-mlx that show and empty what an engine holds, and say how it is.
+
+`/v1/cache/stats` and `DELETE /v1/cache` of vllm-mlx import mlx_vlm to ask after its caches, with
+it torch: for seconds no other request is answered. A Harmony model has nothing in those caches. So
+they are asked only when mlx_vlm has been imported already; what is answered otherwise is vllm-mlx's
+own answer for when there is no mlx_vlm. Drop when vllm-mlx no longer imports it there.
+
+`/health` says of an engine whose thread has died that it is healthy: not so here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from vllm_mlx_harmony.engine import device
+from vllm_mlx_harmony.engine.engine import RequestStatus
+from vllm_mlx_harmony.host import resources
+from vllm_mlx_harmony.host.engine import HarmonyEngine, loaded
+from vllm_mlx_harmony.host.mount import Route, forward_to_host
+from vllm_mlx_harmony.host.server_globals import server
+
+VISION = "mlx_vlm.utils"
+"""The module that takes seconds to import."""
+
+
+async def cache_stats(request: Request) -> Response:
+    """``GET /v1/cache/stats``."""
+    engine = _harmony_alone()
+    if engine is None:
+        return await forward_to_host(request)
+    missing = "Cache stats not available (mlx_vlm not loaded)"
+    return JSONResponse({"engine_cache": engine.get_cache_stats(), "error": missing})
+
+
+async def clear_cache(request: Request) -> Response:
+    """``DELETE /v1/cache``."""
+    await _empty_disk()
+    engine = _harmony_alone()
+    if engine is None:
+        return await forward_to_host(request)
+    cleared = engine.clear_runtime_caches()
+    missing = "Cache clear not available (mlx_vlm not loaded)"
+    return JSONResponse({"status": "cleared", "engine_cache": cleared, "error": missing})
+
+
+async def clear_prefix_cache(request: Request) -> Response:
+    """``DELETE /v1/cache/prefix``: vllm-mlx's, and the disk."""
+    await _empty_disk()
+    return await forward_to_host(request)
+
+
+async def status(_: Request) -> Response:
+    """``GET /harmony/status``: every request now, and how long its prompt will take."""
+    models = []
+    for each in sorted(loaded, key=lambda one: one.model_name):
+        engine = each.engine
+        if engine is None or engine.budget is None:  # it is being unloaded
+            continue
+        requests = [_shown(request) for request in engine.status()]
+        memory = {
+            "limit": engine.budget.limit,
+            "used": device.used(),
+            "weights": engine.weights,
+            "longest_request": engine.context_length,
+        }
+        models.append({"model": each.model_name, "memory": memory, "requests": requests})
+    return JSONResponse({"models": models})
+
+
+def _shown(request: RequestStatus) -> dict[str, Any]:
+    """A request without its tenant; numbers as a person reads them."""
+    shown = {name: value for name, value in asdict(request).items() if name != "tenant"}
+    shown["state"] = "generating" if request.place == 0 else "waiting"
+    floats = {name: round(value, 3) for name, value in shown.items() if isinstance(value, float)}
+    return {**shown, **floats}
+
+
+async def health(request: Request) -> Response:
+    """``GET /health``: 503 where the engine is not healthy."""
+    response = await forward_to_host(request)
+    engine = server()._engine
+    if not isinstance(engine, HarmonyEngine) or engine.is_healthy():
+        return response
+    return JSONResponse({**json.loads(bytes(response.body)), "status": "unhealthy"}, 503)
+
+
+async def _empty_disk() -> None:
+    """Of all models, and first of all what would be written anew: somebody wants it gone."""
+    disk = resources.disk()
+    if disk is not None:
+        resources.tree().forget(lambda _: True)
+        await asyncio.to_thread(disk.clear)
+
+
+def _harmony_alone() -> HarmonyEngine | None:
+    """The server's engine, when it is Harmony's and nobody here uses mlx_vlm; else ``None``."""
+    engine = server()._engine
+    alone = VISION not in sys.modules and isinstance(engine, HarmonyEngine)
+    return engine if alone else None
+
+
+_WHY = "vllm-mlx imports mlx_vlm, and torch, on the event loop"
+
+ROUTES: tuple[Route, ...] = (
+    Route(
+        *("/health", ("GET",), health, "an engine whose thread has died is not healthy"),
+        required=False,
+    ),
+    Route(
+        *("/harmony/status", ("GET",), status, "who runs and who waits, and for how long"),
+        like=("/v1/status", "GET"),
+        required=False,
+    ),
+    Route("/v1/cache/stats", ("GET",), cache_stats, _WHY, required=False),
+    Route("/v1/cache", ("DELETE",), clear_cache, _WHY, required=False),
+    Route(
+        *("/v1/cache/prefix", ("DELETE",), clear_prefix_cache),
+        "what is on the disk is emptied, too",
+        required=False,
+    ),
+)
