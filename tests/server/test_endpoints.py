@@ -15,14 +15,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_every_endpoint_has_a_row() -> None:
-    """Those of caches are vllm-mlx's: they are read from the file that mounts them."""
+    """Those of an engine are vllm-mlx's: they are read from the file that mounts them."""
     page = (REPOSITORY / "docs" / "api.md").read_text("utf-8")
     section = page.partition("\n## Endpoints\n")[2].partition("\n## ")[0]
     listed = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
     served = {f"{method} {each.path}" for each in ENDPOINTS for method in each.methods}
     served |= {f"WebSocket {each.path}" for each in SOCKETS}
-    status = (REPOSITORY / "vllm_mlx_harmony/host/kv/status.py").read_text("utf-8")
+    status = (REPOSITORY / "vllm_mlx_harmony/host/engine_routes.py").read_text("utf-8")
     routed = re.findall(r'Route\(\s*"([^"]+)", \("(\w+)",\)', status)
-    assert len(routed) == 3
+    assert len(routed) == 5
     served |= {f"{method} {path}" for path, method in routed}
     assert sorted(listed) == sorted(re.sub(r":\w+}", "}", each) for each in served)

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -34,6 +35,7 @@ from vllm_mlx_harmony.host.prompts import Messages, prompt_ids
 from vllm_mlx_harmony.server.garbage import give_back
 from vllm_mlx_harmony.server.generation import end_of
 from vllm_mlx_harmony.server.sampling import SMALLEST, Settings, capped
+from vllm_mlx_harmony.standin import is_standin
 
 NAME = "harmony_prefix_reuse"
 """Of our counters among vllm-mlx's."""
@@ -108,8 +110,9 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         resources.show_metrics()
 
     def _load(self) -> tuple[Any, Any]:
+        trusted = self._trust_remote_code or is_standin(Path(self.path))
         found, self._weights = identity.while_loading(
-            self.path, partial(load, self.path, trust_remote_code=self._trust_remote_code)
+            self.path, partial(load, self.path, trust_remote_code=trusted)
         )
         module, tokenizer = found
         if not is_harmony(tokenizer):

@@ -108,21 +108,15 @@ def _harmony_alone() -> HarmonyEngine | None:
 
 _WHY = "vllm-mlx imports mlx_vlm, and torch, on the event loop"
 
+_HEALTH = "an engine whose thread has died is not healthy"
+_STATUS = "who runs and who waits, and for how long"
+_EMPTY = "what is on the disk is emptied, too"
+_LIKE = ("/v1/status", "GET")
+
 ROUTES: tuple[Route, ...] = (
-    Route(
-        *("/health", ("GET",), health, "an engine whose thread has died is not healthy"),
-        required=False,
-    ),
-    Route(
-        *("/harmony/status", ("GET",), status, "who runs and who waits, and for how long"),
-        like=("/v1/status", "GET"),
-        required=False,
-    ),
+    Route("/health", ("GET",), health, _HEALTH, required=False),
+    Route("/harmony/status", ("GET",), status, _STATUS, like=_LIKE, required=False),
     Route("/v1/cache/stats", ("GET",), cache_stats, _WHY, required=False),
     Route("/v1/cache", ("DELETE",), clear_cache, _WHY, required=False),
-    Route(
-        *("/v1/cache/prefix", ("DELETE",), clear_prefix_cache),
-        "what is on the disk is emptied, too",
-        required=False,
-    ),
+    Route("/v1/cache/prefix", ("DELETE",), clear_prefix_cache, _EMPTY, required=False),
 )
