@@ -196,15 +196,6 @@ LEGS: tuple[Leg, ...] = (
         runners=("ubuntu-latest", "macos-14"),
     ),
     Leg(
-        name="mlx-lm-0.32",
-        what="our engine on mlx-lm 0.32, which vllm-mlx does not ask for yet",
-        install=("-e", ".[cpu,test]", "mlx-lm>=0.32,<0.33"),
-        without=("vllm-mlx",),
-        present=("mlx", "mlx-lm", "openai-harmony"),
-        absent=("vllm-mlx",),
-        commands=((*PYTEST, "tests/engine"),),
-    ),
-    Leg(
         name="packaging",
         what="wheel, editable and tool installs: active, and gone when uninstalled",
         install=("-e", ".[cpu,test]", "--group", "dev"),

@@ -18,7 +18,7 @@ FULL = os.environ.get("SERVED") == "full"
 """Whether all rows go over sockets, for once."""
 
 ON_SOCKETS = 40
-"""Rows of each API that go over sockets, on each engine."""
+"""Rows of each API that go over sockets."""
 
 
 def served_rows(rows: list[Row]) -> list[Row]:

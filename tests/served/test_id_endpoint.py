@@ -1,4 +1,4 @@
-"""A gateway over a real vllm-mlx with this plugin: ids through its endpoint, on both engines."""
+"""A gateway over a real vllm-mlx with this plugin: ids through its endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop on the real host, both engines: real MCP servers, the official clients."""
+"""The loop on the real host: real MCP servers, the official clients."""
 
 from __future__ import annotations
 
