@@ -1,4 +1,4 @@
-"""The demo, run: with both spellings of the flags, at two widths, not on a terminal; interrupted, it is gone."""
+"""The demo, run: with both spellings of the flags, not on a terminal; interrupted, it is gone."""
 
 from __future__ import annotations
 
