@@ -281,6 +281,31 @@ def test_memory_that_runs_out_ends_a_request_and_not_the_engine(
         engine.close()
 
 
+def test_what_breaks_as_an_answer_ends_ends_those_beside_it(tiny: Path, run: Run) -> None:
+    engine = opened(tiny)
+    remove, broken = engine._answers.remove, [True]
+
+    def full(rows: Any) -> None:
+        if broken and broken.pop():
+            raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
+        remove(rows)
+
+    engine._answers.remove = full  # type: ignore[method-assign]
+
+    async def both() -> list[Any]:
+        asked = (answer(engine, words(n, 50), max_tokens=10 + 200 * n) for n in range(2))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    try:
+        first, second = run(both())
+        assert first == of_mlx_lm(engine, words(0, 50), 10)
+        assert isinstance(second, HostError) and second.code == "out_of_memory"
+        assert idle(engine) and engine.healthy
+        assert run(answer(engine, words(3, 50))) == of_mlx_lm(engine, words(3, 50))
+    finally:
+        engine.close()
+
+
 def test_a_thread_that_dies_ends_all_requests(tiny: Path, run: Run) -> None:
     engine = opened(tiny)
 

@@ -139,6 +139,10 @@ class Answers:
             batch.remove(gone)
         self.batches = [batch for batch in self.batches if batch.rows]
 
+    def drop(self, batch: Batch) -> None:
+        """Takes out a batch with all of its rows, whatever state it is in."""
+        self.batches = [each for each in self.batches if each is not batch]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all caches."""

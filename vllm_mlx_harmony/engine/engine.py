@@ -346,7 +346,10 @@ class MlxEngine:
 
     def _died(self, error: BaseException) -> None:
         self.problem = HostError(f"the engine has died: {type(error).__name__}")
-        self._end_all(self.problem)
+        for request in self._requests.values():
+            self._put(request, self.problem)
+        self._requests.clear()
+        self._deliver()
 
     def _end_all(self, failure: HarmonyFailure) -> None:
         for request in list(self._requests.values()):
@@ -516,13 +519,18 @@ class MlxEngine:
     def _step(self) -> None:
         started = time.perf_counter()
         for batch in list(self._answers.batches):
+            together = [self._requests[row.request] for row in batch.rows]
             try:
                 found = self._answers.step(self._module, batch)
                 ended = [(row, finish) for row, token in found if (finish := self._add(row, token))]
                 self._deliver()
-                self._end(batch, ended)
+                if ended:
+                    self._end(batch, ended)
             except Exception as error:  # noqa: BLE001 - of the model, whatever it is
-                self._fail([self._requests[row.request] for row in batch.rows], error)
+                self._answers.drop(batch)  # its caches may be broken
+                for request in together:
+                    request.row = None
+                self._fail(together, error)
         self._steps += 1
         self.totals.steps += 1
         if self._steps * 8 >= FREED:
