@@ -20,11 +20,6 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
 from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server import shutdown
-from vllm_mlx_harmony.server.queue import Queue, queue_before
-
-
-class Engine:
-    """Something with a queue before it."""
 
 
 @pytest.fixture(autouse=True)
@@ -126,49 +121,6 @@ def test_an_answer_is_read_to_its_end_before_uvicorn_hangs_up() -> None:
 
     end(seen, config(), reading)
     assert read == [True]
-
-
-def test_who_waits_is_refused_at_once() -> None:
-    """And nobody's turn is lost or given twice by it."""
-    refusals: list[HostError] = []
-
-    async def waiting() -> None:
-        line = queue_before(engine)
-
-        async def visit() -> None:
-            async with line.slot(10):
-                raise AssertionError("it came to its turn")
-
-        async with line.slot(10):
-            visits = [asyncio.ensure_future(visit()) for _ in range(3)]
-            await asyncio.sleep(0.15)
-            assert not line.waiting
-            results = await asyncio.gather(*visits, return_exceptions=True)
-            refusals.extend(result for result in results if isinstance(result, HostError))
-        async with line.slot(0.01):
-            pass
-
-    engine = Engine()
-    end([], config(), waiting)
-    assert [refusal.code for refusal in refusals] == ["shutting_down"] * 3
-
-
-def test_refused_and_cancelled_at_once() -> None:
-    async def test() -> None:
-        line = Queue(2)
-        async with line.slot(1):
-            waiting = asyncio.ensure_future(line.slot(1).__aenter__())
-            await asyncio.sleep(0.01)
-            line.reject_waiting(HostError("no"))
-            waiting.cancel()
-            with pytest.raises((asyncio.CancelledError, HostError)):
-                await waiting
-            second = asyncio.ensure_future(line.slot(1).__aenter__())
-            await asyncio.sleep(0.01)
-            assert not second.done()
-        await second
-
-    asyncio.run(test())
 
 
 @pytest.mark.parametrize(

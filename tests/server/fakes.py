@@ -39,7 +39,6 @@ class ScriptedEngine:
 
     scripts: dict[str, str]
     at_once: int = 1
-    one_at_a_time: bool = False
     remote: bool = False
     model: str = MODEL
     context_length: int | None = 4096

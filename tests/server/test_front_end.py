@@ -63,11 +63,10 @@ def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     store._opened.cache_clear()
 
 
-@pytest.fixture(params=[(1, False), (3, False), (1000, False), (1, True)], ids=str)
+@pytest.fixture(params=[1, 3, 1000])
 def host(request: pytest.FixtureRequest) -> Alone:
-    """Ids one by one, a few and all at once; and one request at a time."""
-    at_once, one_at_a_time = request.param
-    return Alone(ScriptedEngine(SCRIPTS, at_once, one_at_a_time))
+    """Ids one by one, a few and all at once."""
+    return Alone(ScriptedEngine(SCRIPTS, request.param))
 
 
 async def by_chat(host: Alone, stream: bool, name: str = "weather") -> tuple[str, str, str]:
@@ -505,21 +504,6 @@ def test_an_impossible_format_is_refused_by_its_field(
     error = refused.json()["error"]
     assert where == error["param"] if "param" in error else error["message"].startswith(where)
     assert "not cannot be enforced" in error["message"]
-
-
-def test_one_at_a_time_means_it() -> None:
-    engine = ScriptedEngine(SCRIPTS, one_at_a_time=True)
-    host = Alone(engine)
-
-    async def many() -> list[Any]:
-        client, _ = clients(host)
-        user: Any = [{"role": "user", "content": "Hello!"}]
-        asked = [client.chat.completions.create(model=MODEL, messages=user) for _ in range(8)]
-        return await asyncio.gather(*asked)
-
-    answers = asyncio.run(asyncio.wait_for(many(), 30))
-    assert [one.choices[0].message.content for one in answers] == ["Good day."] * 8
-    assert (engine.most_running, host.lent) == (1, 0)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "the server ends"])

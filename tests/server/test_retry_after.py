@@ -28,7 +28,7 @@ from starlette.testclient import TestClient
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server import answer
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.queue import queue_before
+from vllm_mlx_harmony.server.engine import Steps
 
 USER = [{"role": "user", "content": "Hello!"}]
 
@@ -51,12 +51,15 @@ async def refusing(refusal: Exception) -> AsyncIterator[Alone]:
 
 @asynccontextmanager
 async def full() -> AsyncIterator[Alone]:
-    """Every place in the queue is taken, and so is the engine."""
-    host = Alone(ScriptedEngine({}, one_at_a_time=True))
-    queue = queue_before(host.engine)
-    queue._places = 0
-    async with queue.slot(1.0):
-        yield host
+    """The engine has as many requests in its queue as it may."""
+
+    async def generate(*_: Any) -> Steps:
+        raise HostError("32 requests are waiting already", code="queue_full")
+        yield
+
+    engine = ScriptedEngine({}, remote=True)
+    engine.generate = generate  # type: ignore[method-assign]
+    yield Alone(engine)
 
 
 @asynccontextmanager

@@ -656,7 +656,6 @@ def test_who_goes_away_cancels_the_tool(stream: bool) -> None:
 def test_the_engine_is_free_while_a_tool_runs() -> None:
     server = weather()
     host = serving(server)
-    host.engine.one_at_a_time = True  # type: ignore[misc]
 
     async def both() -> Any:
         sleeping = asyncio.ensure_future(create(host, input="Sleep.", tools=TOOLS[:1]))

@@ -41,13 +41,17 @@ from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
 from vllm_mlx_harmony.engine.scheduler import Step as NextStep
 from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
 from vllm_mlx_harmony.server.engine import Finish, Step, Steps
+from vllm_mlx_harmony.server.errors import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import end_of
 from vllm_mlx_harmony.server.model_files import length_of
-from vllm_mlx_harmony.server.queue import PLACES_VARIABLE, RETRY_SECONDS
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.settings import number
 
 logger = logging.getLogger(__name__)
+
+QUEUE_VARIABLE = "VLLM_MLX_HARMONY_QUEUE"
+"""Environment variable: requests whose prompts may wait; more are rejected with 503. Without it,
+``Limits.sequences``."""
 
 FREED = 2048
 """Ids of prompts, and an eighth as many steps, after which mlx gives back what it has put aside."""
@@ -171,7 +175,6 @@ class MlxEngine:
     of the repository that it comes from.
     """
 
-    one_at_a_time = False
     remote = False
 
     def __init__(self, model: str, options: Options | None = None) -> None:
@@ -281,7 +284,7 @@ class MlxEngine:
             since=time.perf_counter(),
         )
         waiting = sum(not each.begun for each in list(self._requests.values()))
-        if waiting >= number(PLACES_VARIABLE, self.options.limits.sequences):
+        if waiting >= number(QUEUE_VARIABLE, self.options.limits.sequences):
             problem = f"{waiting} requests are waiting already; try again later"
             raise HostError(problem, code="queue_full", retry_after=RETRY_SECONDS)
         if self.cache is not None:

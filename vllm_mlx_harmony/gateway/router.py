@@ -173,7 +173,6 @@ class _Try:
 class Fleet:
     """The engines of one model as one ``Engine``."""
 
-    one_at_a_time = False
     remote = True
 
     def __init__(
@@ -395,7 +394,6 @@ class Fleet:
 class Bounded:
     """A fleet, for one request with a ``deadline``."""
 
-    one_at_a_time = False
     remote = True
 
     def __init__(self, fleet: Fleet, deadline: Deadline) -> None:

@@ -36,7 +36,6 @@ from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.errors import logged_failure
 from vllm_mlx_harmony.server.generation import Deltas, Job, end_of
 from vllm_mlx_harmony.server.host import TIMED_OUT
-from vllm_mlx_harmony.server.queue import reject_all_waiting
 from vllm_mlx_harmony.server.settings import number
 
 logger = logging.getLogger(__name__)
@@ -225,7 +224,7 @@ class Answer:
     async def _generate(self, groups: Deltas) -> None:
         """Writes all groups, each of which may take as long as the whole request (as in the host).
 
-        The first has no such limit: in front of it is the queue, which has one.
+        The first group is limited by the deadline of the request (``serving.respond``).
         """
         self._generating = True
         silence: asyncio.TimerHandle | None = None
@@ -430,8 +429,6 @@ def reject_new(failure: HarmonyFailure | None) -> None:
     """From now on rejects every answer that has not begun; ``None``: accepts them again."""
     global _rejection
     _rejection = failure
-    if failure is not None:
-        reject_all_waiting(failure)
 
 
 def rejection() -> HarmonyFailure | None:

@@ -34,8 +34,7 @@ Steps: TypeAlias = AsyncGenerator[Step, None]
 class Engine(Protocol):
     """A model that is loaded, and whatever runs it.
 
-    The same object for the same model at every request, hashable and weakly referable: it is the
-    key under which requests wait for it.
+    It serves any number of requests at the same time, and has a queue of its own where it cannot.
     """
 
     @property
@@ -45,10 +44,6 @@ class Engine(Protocol):
     @property
     def context_length(self) -> int | None:
         """Tokens of prompt and answer together; ``None`` when it is not known."""
-
-    @property
-    def one_at_a_time(self) -> bool:
-        """Whether it refuses a second request while one runs: then they wait in front of it."""
 
     @property
     def remote(self) -> bool:

@@ -21,11 +21,13 @@ from vllm_mlx_harmony.core.errors import (
 )
 from vllm_mlx_harmony.server.endpoint import Endpoint, Handler
 from vllm_mlx_harmony.server.host import host_of
-from vllm_mlx_harmony.server.queue import RETRY_SECONDS
 
 logger = logging.getLogger(__name__)
 
 TOO_LARGE = 413
+
+RETRY_SECONDS = 5
+"""``Retry-After`` of a rejection whose cause gives no better number."""
 
 LATER = (429, 503)
 """Statuses of a request that may succeed when it is repeated. The SDKs of OpenAI and Anthropic wait

@@ -1,4 +1,4 @@
-"""A turn run on an engine: its deltas, from the queue to the last one.
+"""A turn run on an engine: its deltas, from the first to the last.
 
 Whoever stops reading frees the engine. The life of an answer around it is ``server.answer``.
 """
@@ -6,8 +6,8 @@ Whoever stops reading frees the engine. The life of an answer around it is ``ser
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -20,7 +20,6 @@ from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
-from vllm_mlx_harmony.server.queue import queue_before
 from vllm_mlx_harmony.server.replay import remember
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools
@@ -57,16 +56,6 @@ async def _cached(job: Job) -> int | None:
     return await lease.harmony.reusable_tokens(prompt, lease.tenant)
 
 
-@asynccontextmanager
-async def _engine_slot(lease: Lease, seconds: float) -> AsyncIterator[None]:
-    """A slot for one output: at once where the engine batches; else waits up to ``seconds``."""
-    if not lease.harmony.one_at_a_time:
-        yield
-        return
-    async with queue_before(lease.harmony).slot(seconds):
-        yield
-
-
 async def run(job: Job) -> Deltas:
     """The deltas of a turn, in the groups they come in; an ``Answer`` reads them.
 
@@ -74,9 +63,9 @@ async def run(job: Job) -> Deltas:
     goes on, until it has answered or calls a tool that the client runs. Every output but the first
     continues exactly the ids so far. While a tool runs, the engine is free for others.
 
-    The first group says that the turn has started, as soon as it is this request's turn, before
-    anything is generated. Closing the iterator cancels the tool, or frees the engine.
-    Raises ``HostError`` (queue full, time run out) and ``OutputError`` (the engine failed).
+    The first group says that the turn has started, before anything is generated. Closing the
+    iterator cancels the tool, or frees the engine. Raises what the engine raises: ``HostError``
+    and ``OutputError``.
     """
     context, tools, progress = job.context, job.tools, _Progress()
     settings, constraint = job.settings, job.constraint
@@ -85,18 +74,14 @@ async def run(job: Job) -> Deltas:
     # Calls of the history that have been approved since, or one that the turn was paused before.
     approved = () if tools is None else context.unanswered
     history = list(approved)
-    seconds = job.lease.deadline.left
     if history:
-        async with _engine_slot(job.lease, seconds):
-            progress.started = True
-            yield context.start(await _cached(job))
+        progress.started = True
+        yield context.start(await _cached(job))
     while True:
         if not history:
-            slot = _engine_slot(job.lease, seconds)
-            async with slot, aclosing(_output(job, settings, constraint, progress)) as output:
+            async with aclosing(_output(job, settings, constraint, progress)) as output:
                 async for deltas in output:
                     yield deltas
-            seconds = job.lease.deadline.total
         if tools is None or not (calls := _due(context, tools, history)):
             break
         if tools.pauses:

@@ -413,8 +413,7 @@ async def respond(prepared: Prepared, end: End | None = None) -> Response:
         if not prepared.stream:
             whole = await host.unless_gone(answer.whole(), request, seconds, deadline.total)
             return Response(status_code=CLIENT_CLOSED) if whole is None else JSONResponse(whole)
-        # A second more: the error of the queue, which has the same limit, says what it waited for.
-        if await host.unless_gone(answer.begun(), request, seconds + 1.0, deadline.total):
+        if await host.unless_gone(answer.begun(), request, seconds, deadline.total):
             response = EventStream(request, answer)
         return response or Response(status_code=CLIENT_CLOSED)
     finally:

@@ -4,7 +4,7 @@ uvicorn, which the host runs under, reacts to SIGTERM and SIGINT in ``Server.shu
 listening, hangs up on every WebSocket, and waits without a limit for HTTP responses. The lifespan
 of the application ends after that, too late to end an answer in words. So all this comes before:
 
-1. New requests get 503 (``RejectDuringShutdown``), and so do those that wait for an engine.
+1. New requests get 503 (``RejectDuringShutdown``).
 2. Answers that are being generated go on until shortly before the limit, counted from the signal,
    and then end with an error in their API's shape, over a WebSocket, too. None of them waits for
    its engine to stop (``Answer.end``).

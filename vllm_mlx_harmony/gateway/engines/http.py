@@ -144,7 +144,6 @@ class HttpEngine:
     generated them. ``key`` is the engine's own API key.
     """
 
-    one_at_a_time = False
     remote = True
 
     def __init__(

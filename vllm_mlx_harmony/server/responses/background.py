@@ -20,8 +20,8 @@ from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.answer import Answer
+from vllm_mlx_harmony.server.errors import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import Job, run
-from vllm_mlx_harmony.server.queue import RETRY_SECONDS
 from vllm_mlx_harmony.server.responses.persistence import (
     References,
     StoringEmitter,
