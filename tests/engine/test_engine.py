@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
 from functools import partial
@@ -17,8 +18,8 @@ pytest.importorskip("mlx.core")
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.engine.engine import MlxEngine, Options
-from vllm_mlx_harmony.engine.mlx_lm_compat import load_module
+from vllm_mlx_harmony.engine.engine import QUEUE_VARIABLE, MlxEngine, Options
+from vllm_mlx_harmony.engine.mlx_lm_compat import BatchKVCache, KVCache, load_module
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.scheduler import Limits
@@ -302,6 +303,107 @@ def test_what_breaks_as_an_answer_ends_ends_those_beside_it(tiny: Path, run: Run
         assert isinstance(second, HostError) and second.code == "out_of_memory"
         assert idle(engine) and engine.healthy
         assert run(answer(engine, words(3, 50))) == of_mlx_lm(engine, words(3, 50))
+    finally:
+        engine.close()
+
+
+OUT_OF_MEMORY = RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
+
+
+@pytest.mark.parametrize("change", ["merge", "extend", "filter", "extract"])
+def test_a_batch_that_cannot_be_changed_ends_its_answers_and_no_others(
+    tiny: Path, run: Run, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers have another row by then and others do not: it could only generate nonsense."""
+    kind = KVCache if change == "merge" else BatchKVCache
+    original, calls, failing = getattr(kind, change), [0], [False]
+
+    def broken(*given: Any) -> Any:
+        calls[0] += failing[0]
+        if calls[0] == 2:  # the first layer is done
+            raise OUT_OF_MEMORY
+        return original(*given)
+
+    monkeypatch.setattr(kind, change, staticmethod(broken) if change == "merge" else broken)
+    engine = opened(tiny)
+
+    async def together() -> list[Any]:
+        """Answers of 60 and more ids, and one more that comes or goes when they run."""
+        running = 1 if change in ("merge", "extract") else 2
+        asked = [
+            asyncio.ensure_future(answer(engine, words(n, 20 + n), max_tokens=10_000))
+            for n in range(running)
+        ]
+        more = asyncio.ensure_future(answer(engine, words(9, 30), max_tokens=10_000))
+        if change in ("merge", "extend"):
+            failing[0] = True
+        else:
+            while sum(len(batch.rows) for batch in engine._answers.batches) < running + 1:
+                await asyncio.sleep(0.001)
+            failing[0] = True
+            more.cancel()
+        return await asyncio.gather(*asked, more, return_exceptions=True)
+
+    try:
+        ended = run(together())
+        assert calls[0] >= 2
+        for each in ended:
+            assert isinstance(each, (HostError, asyncio.CancelledError)), each
+        failing[0] = False
+        assert idle(engine) and engine.healthy
+        assert run(answer(engine, words(3, 50))) == of_mlx_lm(engine, words(3, 50))
+    finally:
+        engine.close()
+
+
+def test_who_is_on_the_way_when_the_thread_dies_is_told(tiny: Path, run: Run) -> None:
+    """Its call stands behind the one in which the thread dies."""
+    engine = opened(tiny)
+    held = threading.Event()
+
+    def dies() -> None:
+        held.wait(10)
+        raise AssertionError("a bug")
+
+    async def asking() -> Any:
+        engine._thread.post(dies)
+        asked = asyncio.ensure_future(answer(engine, words(3, 50)))
+        await asyncio.sleep(0.05)
+        held.set()
+        with pytest.raises(HostError) as error:
+            await asyncio.wait_for(asked, 10)
+        return error.value
+
+    assert run(asking()).status == 503
+    assert not engine._requests
+    engine.close()
+    assert not engine.loaded, "what a dead thread leaves is freed"
+
+
+def test_too_many_that_wait_are_rejected_before_anything_is_sent(
+    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the call itself, so that a stream gets a status of its own."""
+    engine = opened(tiny, limits=Limits(answers=1))
+    monkeypatch.setenv(QUEUE_VARIABLE, "2")
+
+    async def test() -> None:
+        running = engine.generate(words(1, 20), GREEDY, "", None)
+        await anext(running)
+        waiting = [asyncio.ensure_future(answer(engine, words(n, 20))) for n in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(HostError) as error:
+            engine.generate(words(1, 20), GREEDY, "", None)
+        assert (error.value.status, error.value.code) == (503, "queue_full")
+        assert [each.place for each in engine.status()] != [0, 0, 0]
+        waiting.pop().cancel()  # whoever goes frees a place
+        await asyncio.sleep(0.1)
+        waiting.append(asyncio.ensure_future(answer(engine, words(2, 20))))
+        await running.aclose()
+        assert all(await asyncio.gather(*waiting))
+
+    try:
+        run(test())
     finally:
         engine.close()
 

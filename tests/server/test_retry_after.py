@@ -53,11 +53,10 @@ async def refusing(refusal: Exception) -> AsyncIterator[Alone]:
 async def full() -> AsyncIterator[Alone]:
     """The engine has as many requests in its queue as it may."""
 
-    async def generate(*_: Any) -> Steps:
+    def generate(*_: Any) -> Steps:
         raise HostError("32 requests are waiting already", code="queue_full")
-        yield
 
-    engine = ScriptedEngine({}, remote=True)
+    engine = ScriptedEngine({})
     engine.generate = generate  # type: ignore[method-assign]
     yield Alone(engine)
 

@@ -12,7 +12,8 @@ id that a row joins with is the last of its prompt. Everything runs on the engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +109,8 @@ class Answers:
         else:
             batch = Batch()
             self.batches.append(batch)
-        batch.join(row, layers)
+        with self._dropped_on_error(batch):
+            batch.join(row, layers)
 
     def step(self, model: Callable[..., Any], batch: Batch) -> list[tuple[Row, int]]:
         """The next id of each row of ``batch`` that has one: a row that has just joined has none.
@@ -135,9 +137,19 @@ class Answers:
     def remove(self, rows: Iterable[Row]) -> None:
         """Takes rows out of their batches."""
         gone = list(rows)
-        for batch in self.batches:
-            batch.remove(gone)
+        for batch in list(self.batches):
+            with self._dropped_on_error(batch):
+                batch.remove(gone)
         self.batches = [batch for batch in self.batches if batch.rows]
+
+    @contextmanager
+    def _dropped_on_error(self, batch: Batch) -> Iterator[None]:
+        """Some of its layers have been changed then, and others have not."""
+        try:
+            yield
+        except BaseException:
+            self.drop(batch)
+            raise
 
     def drop(self, batch: Batch) -> None:
         """Takes out a batch with all of its rows, whatever state it is in."""

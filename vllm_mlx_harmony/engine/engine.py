@@ -18,6 +18,7 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -41,7 +42,6 @@ from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
 from vllm_mlx_harmony.engine.scheduler import Step as NextStep
 from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
 from vllm_mlx_harmony.server.engine import Finish, Step, Steps
-from vllm_mlx_harmony.server.errors import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import end_of
 from vllm_mlx_harmony.server.model_files import length_of
 from vllm_mlx_harmony.server.sampling import Settings
@@ -231,12 +231,11 @@ class MlxEngine:
 
     def close(self) -> None:
         """Ends all requests, frees everything, ends the thread."""
-        try:
-            self._thread.post(partial(self._end_all, HostError(_STOPPED)))
-            self._thread.post(self._free)
-        except Stopped:
-            pass
+        with suppress(Stopped):
+            self._thread.post(self._shut)
         self._thread.close()
+        if self.loaded:  # the thread died and could not free it
+            self._free()
 
     async def run(self, function: Callable[[], Any]) -> Any:
         """What ``function`` returns on the engine's thread, between two pieces of work."""
@@ -253,7 +252,7 @@ class MlxEngine:
             found.append(
                 RequestStatus(
                     tenant=each.tenant,
-                    place=0 if generating else order.get(each.number, 0),
+                    place=0 if generating else order.get(each.number, len(order) + 1),
                     prompt=len(each.prompt),
                     cached=each.cached,
                     computed=len(each.prompt) if generating else each.at,
@@ -265,14 +264,30 @@ class MlxEngine:
             )
         return sorted(found, key=lambda each: each.place)
 
-    async def generate(
+    def generate(
         self,
         prompt: tuple[int, ...],
         settings: Settings,
         tenant: str,
         constraint: Constraint | None,
     ) -> Steps:
-        """See ``server.engine.Engine``."""
+        """See ``server.engine.Engine``. Raises ``HostError`` when too many requests wait, and when
+        the engine has stopped."""
+        if not self._thread.alive:
+            raise self.problem or HostError(_STOPPED)
+        waiting = sum(not each.begun for each in list(self._requests.values()))
+        if waiting >= max(1, number(QUEUE_VARIABLE, self.options.limits.sequences)):
+            problem = f"{waiting} requests are waiting already; try again later"
+            raise HostError(problem, code="queue_full")
+        return self._generated(prompt, settings, tenant, constraint)
+
+    async def _generated(
+        self,
+        prompt: tuple[int, ...],
+        settings: Settings,
+        tenant: str,
+        constraint: Constraint | None,
+    ) -> Steps:
         processor = None if constraint is None else partial(LogitsMask, constraint)
         request = _Request(
             number=next(self._numbers),
@@ -283,17 +298,16 @@ class MlxEngine:
             loop=asyncio.get_running_loop(),
             since=time.perf_counter(),
         )
-        waiting = sum(not each.begun for each in list(self._requests.values()))
-        if waiting >= number(QUEUE_VARIABLE, self.options.limits.sequences):
-            problem = f"{waiting} requests are waiting already; try again later"
-            raise HostError(problem, code="queue_full", retry_after=RETRY_SECONDS)
-        if self.cache is not None:
-            request.match = await self.cache.load(await self._looked_up(self.cache, prompt, tenant))
+        # From now on, so that it ends with the engine, whatever it waits for.
+        self._requests[request.number] = request
         try:
-            self._thread.post(partial(self._admit, request))
-        except Stopped:
-            raise self.problem or HostError(_STOPPED) from None
-        try:
+            if self.cache is not None:
+                found = await self._looked_up(self.cache, prompt, tenant)
+                request.match = await self.cache.load(found)
+            try:
+                self._thread.post(partial(self._admit, request))
+            except Stopped:
+                raise self.problem or HostError(_STOPPED) from None
             while not request.ended:
                 yield await request.next()
         finally:
@@ -314,6 +328,7 @@ class MlxEngine:
         try:
             dropping = self._thread.call(partial(self._forget, request))
         except Stopped:
+            self._requests.pop(request.number, None)
             return
         await end_of(asyncio.ensure_future(asyncio.wrap_future(dropping)))
 
@@ -349,25 +364,29 @@ class MlxEngine:
 
     def _died(self, error: BaseException) -> None:
         self.problem = HostError(f"the engine has died: {type(error).__name__}")
-        for request in self._requests.values():
+        for request in list(self._requests.values()):
             self._put(request, self.problem)
         self._requests.clear()
         self._deliver()
 
-    def _end_all(self, failure: HarmonyFailure) -> None:
+    def _shut(self) -> None:
+        """In one call: a request that comes in between would never end."""
         for request in list(self._requests.values()):
-            self._put(request, failure)
+            self._put(request, HostError(_STOPPED))
             self._forget(request)
         self._deliver()
+        self._free()
 
     # --- On the thread: requests
 
     def _admit(self, request: _Request) -> None:
+        if request.number not in self._requests:  # its client has gone
+            return
         if not self.loaded:
+            del self._requests[request.number]
             self._put(request, HostError(_STOPPED))
             self._deliver()
             return
-        self._requests[request.number] = request
         known = 0 if request.match is None else request.match.cached
         rest = max(0, len(request.prompt) - 1 - known)
         self._scheduler.add(request.number, rest, request.tenant, request.since)
@@ -380,9 +399,24 @@ class MlxEngine:
         self.totals.requests += 1
         self.totals.prompt_tokens += request.at
         self.totals.completion_tokens += request.generated
-        if request.row is not None:
-            self._answers.remove([request.row])
-        request.layers = request.row = None
+        row, request.layers, request.row = request.row, None, None
+        if row is not None:
+            try:
+                self._answers.remove([row])
+            except Exception as error:  # noqa: BLE001 - as in ``_step``
+                self._fail(self._without_batch(), error)
+
+    def _without_batch(self) -> list[_Request]:
+        """Answers whose batch has been dropped: its caches could not be changed as a whole."""
+        rows = {id(row) for batch in self._answers.batches for row in batch.rows}
+        found = [
+            each
+            for each in self._requests.values()
+            if each.row is not None and id(each.row) not in rows
+        ]
+        for request in found:
+            request.row = None
+        return found
 
     def _put(self, request: _Request, item: Item) -> None:
         self._out[request.loop].append((request, item))
@@ -435,7 +469,7 @@ class MlxEngine:
                 try:
                     self._compute(request, ids) if request.begun else self._begin(request)
                 except Exception as error:  # noqa: BLE001 - of the model, whatever it is
-                    self._fail([request], error)
+                    self._fail({request, *self._without_batch()}, error)
             case NextStep():
                 self._step()
             case None:

@@ -74,7 +74,8 @@ class Engine(Protocol):
 
         The last step has a ``finish``. An iterator that ends without one counts as one that ended
         by itself: an engine whose connection breaks must raise.
-        Raises ``OutputError`` when the engine fails, ``HostError`` for one that takes no ids.
+        Raises ``OutputError`` when the engine fails, ``HostError`` for one that takes no ids. An
+        error that the call itself raises, in place of an iterator, is answered with its status.
         """
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
