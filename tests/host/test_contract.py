@@ -8,7 +8,6 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,9 +23,11 @@ from fastapi.testclient import TestClient
 
 from vllm_mlx_harmony import host
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import contract, entry_points, models, mount, patching
-from vllm_mlx_harmony.host.mount import Route
-from vllm_mlx_harmony.host.patching import Attribute, Entry, Fact, Patch
+from vllm_mlx_harmony.host import contract, entry_points, models, mount, patching, server_globals
+from vllm_mlx_harmony.host.adapter import VllmMlx
+from vllm_mlx_harmony.host.mount import FrontEnd, Route
+from vllm_mlx_harmony.host.patching import Attribute, Entry, Name, Patch
+from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.responses import store
 
 APP = vllm_mlx.server.app
@@ -133,26 +134,31 @@ def shout(original: Callable[..., str]) -> Callable[..., str]:
     return lambda *args: original(*args).upper()
 
 
+PARSERS = "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers"
+
+
+def patch(target: str, replacement: patching.Replacement | str, *parameters: str) -> Patch:
+    return Patch(target, "a test", parameters or None, replacement=replacement)
+
+
+def route(
+    path: str, method: str, answer: Callable[..., Any], like: tuple[str, str] | None = None
+) -> Route:
+    return Route(Endpoint(path, (method,), answer, "a test", like=like))
+
+
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> tuple[patching.Requirement, ...]:
     """A small table on the real host, so that these tests say nothing about what we put in."""
     rows: tuple[patching.Requirement, ...] = (
-        Fact("vllm_mlx.cli:main", "is there", ()),
-        Patch("vllm_mlx.server:_sanitize_log_text", shout, "a function"),
-        Patch(
-            "vllm_mlx.engine.simple:SimpleEngine.is_mllm", lambda p: property(p.fget), "a property"
-        ),
-        Patch("vllm_mlx.engine.simple:SimpleEngine.is_healthy", again, "inherited"),
-        Entry(
-            "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers", "harmony", lambda p: p, "had"
-        ),
-        Entry(
-            "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers", "new", lambda p: p, "had not"
-        ),
-        Route("/v1/chat/completions", ["POST"], lambda: {"ours": True}, "in front"),
-        Route(
-            "/v1/models/{model_id}", ["GET"], lambda model_id: model_id, like=("/v1/models", "GET")
-        ),
+        Name("vllm_mlx.cli:main", "is there", ()),
+        patch("vllm_mlx.server:_sanitize_log_text", shout),
+        patch("vllm_mlx.engine.simple:SimpleEngine.is_mllm", lambda p: property(p.fget)),
+        patch("vllm_mlx.engine.simple:SimpleEngine.is_healthy", again),  # inherited
+        Entry(PARSERS, "is there", key="harmony", replacement=lambda p: p),
+        Entry(PARSERS, "is new", key="new", replacement=lambda p: p),
+        route("/v1/chat/completions", "POST", lambda: {"ours": True}),
+        route("/v1/models/{model_id}", "GET", lambda model_id: model_id, ("/v1/models", "GET")),
     )
     monkeypatch.setattr(contract, "table", lambda _: rows)
     monkeypatch.setattr(contract, "find", lambda _: entry_points.Extensions(object, print, object))
@@ -313,8 +319,8 @@ def test_a_host_outside_the_range_is_refused(
 
 
 CHANGED = {
-    "gone": lambda patch: patch.delattr(vllm_mlx.server, "_sanitize_log_text"),
-    "other parameters": lambda patch: patch.setattr(
+    "gone": lambda host: host.delattr(vllm_mlx.server, "_sanitize_log_text"),
+    "other parameters": lambda host: host.setattr(
         vllm_mlx.server, "_sanitize_log_text", lambda text, length: text
     ),
 }
@@ -328,16 +334,59 @@ def test_a_changed_host_is_refused_and_nothing_is_patched(
     change: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
     rows = (
-        Patch("vllm_mlx.server:_is_loopback_host", lambda f: None, "first")
-        if hasattr(vllm_mlx.server, "_is_loopback_host")
-        else Patch("vllm_mlx.server:get_usage", lambda f: None, "first"),
-        Patch("vllm_mlx.server:_sanitize_log_text", shout, "second", ("value", "limit")),
+        patch("vllm_mlx.server:get_usage", lambda f: None),
+        patch("vllm_mlx.server:_sanitize_log_text", shout, "value", "limit"),
     )
     monkeypatch.setattr(contract, "table", lambda _: rows)
     monkeypatch.setattr(contract, "find", lambda _: entry_points.Extensions(object, print, object))
-    with monkeypatch.context() as patch:
-        change(patch)
+    with monkeypatch.context() as changed:
+        change(changed)
         assert "vllm_mlx.server:_sanitize_log_text" in refused(capsys)
+    assert served.calls == []
+
+
+def without_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = APP.router.routes
+    path = "/v1/cache/stats"
+    rest = [each for each in routes if getattr(each, "path", None) != path]
+    monkeypatch.setattr(APP.router, "routes", rest)
+
+
+OPTIONAL = {
+    "warm_prefix_cache": lambda host: host.delattr("vllm_mlx.prompt_warmup.warm_prefix_cache"),
+    "GET /v1/cache/stats": without_route,
+}
+
+
+@pytest.mark.parametrize(("name", "change"), OPTIONAL.items(), ids=OPTIONAL)
+def test_an_optional_row_that_does_not_fit_is_one_warning(
+    served: Served,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    change: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    with pytest.MonkeyPatch.context() as changed:
+        change(changed)
+        host.install()
+        assert vllm_mlx.cli.serve_command(flags("MODEL", "--tool-call-parser=harmony")) == "served"
+        (warning,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+        assert name in warning.getMessage()
+        applied = host.status().requirements
+        assert "POST /v1/chat/completions" in applied
+        assert name not in applied
+        host.uninstall()
+
+
+@pytest.mark.parametrize(
+    "name", ["vllm_mlx.engine.base.BaseEngine", "vllm_mlx.server.app", "mlx_lm.utils.load"]
+)
+def test_a_required_name_that_is_missing_ends_the_start(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Also one that modules of ours import."""
+    with monkeypatch.context() as changed:
+        changed.delattr(name)
+        assert ":".join(name.rsplit(".", 1)) in refused(capsys)
     assert served.calls == []
 
 
@@ -358,7 +407,7 @@ def test_a_bug_of_ours_leaves_the_host_running_unpatched(
     def bug(original: object) -> object:
         raise RuntimeError("a bug")
 
-    rows = (*table, Patch("vllm_mlx.server:get_usage", bug, "last"))
+    rows = (*table, patch("vllm_mlx.server:get_usage", bug))
     monkeypatch.setattr(contract, "table", lambda _: rows)
     host.install()
     args = flags("MODEL", "--tool-call-parser", "harmony")
@@ -464,7 +513,7 @@ def test_what_is_applied_is_in_force_and_taken_back(
 
 def test_two_patches_of_the_same_thing_are_undone_backwards() -> None:
     before = snapshot()
-    rows = [Patch("vllm_mlx.server:_sanitize_log_text", shout, "once")] * 2
+    rows = [patch("vllm_mlx.server:_sanitize_log_text", shout)] * 2
     patching.undo_all(patching.apply_all(rows))
     assert differences(before) == []
 
@@ -492,8 +541,9 @@ def takes(one: int, two: int = 0) -> None:
         (("one",), False),
         (("two", "one"), False),
         (("one", "..."), True),
-        (("two", "..."), True),
-        (("...",), True),
+        (("one", "two", "..."), True),
+        (("two", "..."), False),  # `one` has no default
+        (("...",), False),
         (("one", "three", "..."), False),
     ],
 )
@@ -507,30 +557,37 @@ def test_parameters(
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (Fact("no_such_module_at_all:x", ""), "no_such_module_at_all"),
-        (Fact("vllm_mlx.server:no.such", ""), "vllm_mlx.server:no.such"),
-        (Patch("vllm_mlx.server:_no_such", shout, ""), "_no_such"),
-        (Fact("vllm_mlx.server:__name__", "", ()), "not a function"),
-        (Entry("vllm_mlx.server:app", "key", shout, ""), "not a dictionary"),
-        (Route("/no/such", ["GET"], print), "no route"),
-        (Route("/v1/chat/completions", ["PUT"], print), "no route"),
-        (Route("/new", ["GET"], print, like=("/no/such", "GET")), "no route"),
-        (Route("/x", ["GET"], print, app="vllm_mlx.server:no_app"), "no_app"),
-        (Route("/x", ["GET"], print, app="vllm_mlx.server:_metrics"), "_metrics"),
+        (Name("no_such_module_at_all:x", ""), "no_such_module_at_all"),
+        (Name("vllm_mlx.server:no.such", ""), "vllm_mlx.server:no.such"),
+        (patch("vllm_mlx.server:_no_such", shout), "_no_such"),
+        (Name("vllm_mlx.server:__name__", "", ()), "not a function"),
+        (Entry("vllm_mlx.server:app", "", key="key", replacement=shout), "not a dictionary"),
+        (route("/no/such", "GET", print), "no route"),
+        (route("/v1/chat/completions", "PUT", print), "no route"),
+        (route("/new", "GET", print, ("/no/such", "GET")), "no route"),
     ],
 )
 def test_problems_are_found_before_anything_is_changed(
     row: patching.Requirement, said: str
 ) -> None:
     before = snapshot()
-    first = Patch("vllm_mlx.server:_sanitize_log_text", shout, "fine")
+    first = patch("vllm_mlx.server:_sanitize_log_text", shout)
     with pytest.raises(HostError, match=re.escape(said)):
         patching.apply_all([first, row])
     assert differences(before) == []
 
 
+@pytest.mark.parametrize("name", ["no_app", "_metrics"])
+def test_an_application_that_cannot_be_extended(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(mount, "APP", f"vllm_mlx.server:{name}")
+    front_end = FrontEnd(VllmMlx())
+    for row in (front_end, route("/v1/models", "GET", print)):
+        with pytest.raises(HostError, match=name):
+            patching.apply_all([row])
+
+
 def test_a_replacement_may_be_named() -> None:
-    undos = patching.apply_all([Patch("vllm_mlx.server:get_usage", "builtins:repr", "by name")])
+    undos = patching.apply_all([patch("vllm_mlx.server:get_usage", "builtins:repr")])
     assert vllm_mlx.server.get_usage.startswith("<function get_usage")
     patching.undo_all(undos)
     assert callable(vllm_mlx.server.get_usage)
@@ -556,48 +613,36 @@ def test_every_row_of_the_table_says_why() -> None:
 
 
 class Setting:
-    """Sets attributes in every way that the host's classes do."""
+    """A class with attributes of every kind."""
 
     annotated: int
 
-    def __init__(self, other: Any) -> None:
+    def __init__(self) -> None:
         self.plain = 1
         self.typed: int = 1
-        self.one, self.two = other.pair
-        self.chosen = other.a if other else other.b
-        other.of_another = self
-        other.self.of_its_own = self.only_read
-        local = [self.only_read]
-
-        def later() -> None:
-            self.within = local
-
-        later()
+        self.one, self.two = 1, 2
+        local = 3
+        del local
 
     @property
     def counted(self) -> int:
-        self.by_reading = 1
         return 1
 
-    @counted.setter
-    def counted(self, value: int) -> None:
-        self.by_writing = value
 
-    @contextmanager
-    def decorated(self) -> Iterator[None]:
-        self.wrapped = 1
-        yield
-
-
-SET = "annotated plain typed one two chosen within by_reading by_writing wrapped counted"
-NOT_SET = "of_another of_its_own only_read local value"
+class Inheriting(Setting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = 1
 
 
 @pytest.mark.parametrize(
     ("target", "problem"),
     [
-        *((f"{__name__}:Setting.{name}", None) for name in SET.split()),
-        *((f"{__name__}:Setting.{name}", f"has no {name}") for name in NOT_SET.split()),
+        *(
+            (f"{__name__}:Inheriting.{name}", None)
+            for name in ("annotated", "plain", "typed", "one", "two", "counted", "own")
+        ),
+        (f"{__name__}:Inheriting.local", "has no local"),
         ("vllm_mlx.engine.simple:SimpleEngine._generation_lock", None),
         ("vllm_mlx.scheduler:Scheduler.waiting", None),
         ("vllm_mlx.engine.simple:SimpleEngine._no_such_thing", "has no _no_such_thing"),
@@ -608,51 +653,48 @@ NOT_SET = "of_another of_its_own only_read local value"
 def test_an_attribute_that_objects_have_is_found(
     target: str, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(Setting=Setting))
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(Inheriting=Inheriting))
     row = Attribute(target, "a test")
     found = row.problem()
     assert found is None if problem is None else problem in (found or "")
-    row.apply()()
 
 
-def used(file: Path) -> Iterator[str]:
-    """Targets in the host that a file of ours names: imports, and the server's globals.
-
-    Those are what the protocols in `server_globals` have: mypy knows no others.
-    """
+def imported(file: Path) -> Iterator[str]:
+    """Targets that a file of ours imports from vllm-mlx and mlx-lm."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
             ("vllm_mlx.", "mlx_lm.")
         ):
             yield from (f"{node.module}:{name.name}" for name in node.names)
-        elif isinstance(node, ast.ClassDef) and file.name == "server_globals.py":
-            path = {"Server": "", "Metrics": "_metrics."}[node.name]
-            for each in node.body:
-                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                    yield f"vllm_mlx.server:{path}{each.target.id}"
-                elif isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    yield f"vllm_mlx.server:{path}{each.name}"
 
 
 BASE_CLASS = "vllm_mlx.tool_parsers.abstract_tool_parser"  # its absence cannot be overlooked
 
 
 def test_whatever_is_used_of_the_host_is_in_the_table() -> None:
-    checked = {row.target for row in contract.USED} | {
-        row.target for row in contract.CHANGES if isinstance(row, Patch)
-    }
-    globals_used = set(used(Path(host.__file__).with_name("server_globals.py")))
-    assert len(globals_used) > 25
-    # And nothing of the server is in the table that nobody uses.
-    rows = {name for name in checked if name.startswith("vllm_mlx.server:")}
-    patched = {row.target for row in contract.CHANGES if isinstance(row, Patch)}
-    for row in rows - patched:
-        assert any(row == name or row.startswith(f"{name}.") for name in globals_used), row
+    """The globals of its server are: mypy knows no others than those of the table."""
+    checked = {row.target for row in contract.NAMES}
     for file in sorted([*PACKAGE.glob("host/*.py"), *PACKAGE.rglob("engine/*.py")]):
-        for target in used(file):
+        for target in imported(file):
             assert target.startswith(BASE_CLASS) or any(
                 name == target or name.startswith(f"{target}.") for name in checked
             ), f"{file.name} uses {target}"
+
+
+def test_every_global_in_the_table_is_used() -> None:
+    sources = [file.read_text() for file in PACKAGE.glob("host/*.py")]
+    rows = [row for row in server_globals.names() if row.target.startswith("vllm_mlx.server:")]
+    assert len(rows) > 25
+    for row in rows:
+        name = row.target.rpartition(":")[2].rpartition(".")[2]
+        assert sum(source.count(name) for source in sources) > 1, row
+
+
+def test_names_and_patches_are_few() -> None:
+    """Every name is one that a new version of the host may change."""
+    changed = [row for row in contract.NAMES if isinstance(row, Patch)]
+    assert len(changed) <= 8
+    assert len(contract.NAMES) - len(changed) <= 80
 
 
 PACKAGE = Path(host.__file__).parents[1]
@@ -692,8 +734,7 @@ def attributes_used(file: Path) -> Iterator[str]:
 
 
 def test_every_attribute_of_a_host_object_is_in_the_table() -> None:
-    rows = {row.target for row in (*contract.USED, *contract.CHANGES) if hasattr(row, "target")}
-    names = {re.split(r"[.:]", row)[-1] for row in rows}
+    names = {re.split(r"[.:]", row.target)[-1] for row in contract.NAMES}
     used = {each for name in BORDER for each in attributes_used(PACKAGE / name)}
     assert len(used) > 20
     missing = {each for each in used if each.rpartition(".")[2] not in names}

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.host import mount, patching
 from vllm_mlx_harmony.host.mount import Route, forward_to_host
+from vllm_mlx_harmony.server.endpoint import Endpoint
 
 APP = vllm_mlx.server.app
 
@@ -78,8 +79,8 @@ NEW = "/v1/models/{model_id:path}"
 @pytest.mark.parametrize(
     "route",
     [
-        Route(CHAT, ["POST"], answer),
-        Route("/v1/new", ["POST"], answer, like=(CHAT, "POST")),
+        Route(Endpoint(CHAT, ("POST",), answer)),
+        Route(Endpoint("/v1/new", ("POST",), answer, like=(CHAT, "POST"))),
     ],
     ids=["in front", "new"],
 )
@@ -87,9 +88,9 @@ def test_api_key_and_rate_limit_hold_on_our_routes(
     guarded: None, mount_routes: Callable[..., None], route: Route
 ) -> None:
     mount_routes(route)
-    assert post(route.path, None).status_code == 401
-    assert post(route.path, "wrong").status_code == 401
-    statuses = [post(route.path, n=n).status_code for n in range(5)]
+    assert post(route.endpoint.path, None).status_code == 401
+    assert post(route.endpoint.path, "wrong").status_code == 401
+    statuses = [post(route.endpoint.path, n=n).status_code for n in range(5)]
     assert statuses == [200, 200, 200, 429, 429]
 
 
@@ -97,8 +98,8 @@ def test_our_route_answers_and_the_others_do_not_change(mount_routes: Callable[.
     schema = client().get("/openapi.json").content
     APP.openapi_schema = None
     mount_routes(
-        Route(CHAT, ["POST"], answer),
-        Route(NEW, ["GET"], retrieve, like=("/v1/models", "GET")),
+        Route(Endpoint(CHAT, ("POST",), answer)),
+        Route(Endpoint(NEW, ("GET",), retrieve, like=("/v1/models", "GET"))),
     )
     assert post(CHAT, a="é").json() == {"ours": '{"a":"é"}'}
     assert client().get("/v1/models/org/name").json() == "org/name"
@@ -111,7 +112,7 @@ def test_the_route_has_the_very_dependencies_of_the_one_behind(
 ) -> None:
     original = next(route for route in APP.router.routes if route.path == CHAT)  # type: ignore[attr-defined]
     at = APP.router.routes.index(original)
-    mount_routes(Route(CHAT, ["POST"], answer))
+    mount_routes(Route(Endpoint(CHAT, ("POST",), answer)))
     ours = APP.router.routes[at]
     assert isinstance(ours, mount.Mounted)
     assert APP.router.routes[at + 1] is original
@@ -147,19 +148,19 @@ def test_passed_on_is_answered_as_without_us(
         return got.status_code, got.content, got.headers.get("content-type")
 
     alone = ask()
-    mount_routes(Route(path, ["POST"], behind))
+    mount_routes(Route(Endpoint(path, ("POST",), behind)))
     assert ask() == alone
 
 
 def test_passed_on_counts_once_against_the_rate_limit(
     guarded: None, mount_routes: Callable[..., None]
 ) -> None:
-    mount_routes(Route("/v1/embeddings", ["POST"], behind))
+    mount_routes(Route(Endpoint("/v1/embeddings", ("POST",), behind)))
     statuses = [post("/v1/embeddings", x=1).status_code for _ in range(4)]
     assert statuses == [422, 422, 422, 429]  # the host finds the body wrong, three times
 
 
 def test_nothing_behind_a_new_path(mount_routes: Callable[..., None]) -> None:
-    mount_routes(Route("/v1/new", ["POST"], behind, like=(CHAT, "POST")))
+    mount_routes(Route(Endpoint("/v1/new", ("POST",), behind, like=(CHAT, "POST"))))
     with pytest.raises(LookupError, match="/v1/new"):
         post("/v1/new")

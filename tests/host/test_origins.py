@@ -21,8 +21,8 @@ from starlette.websockets import WebSocket
 from vllm_mlx import server
 
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.mount import Around
-from vllm_mlx_harmony.server.host import install, uninstall
+from vllm_mlx_harmony.host.mount import FrontEnd
+from vllm_mlx_harmony.server.host import install
 from vllm_mlx_harmony.server.origins import HOSTS_VARIABLE, ORIGINS_VARIABLE, OriginCheck
 
 NAME = "Toms-Mac.fritz.box"
@@ -211,12 +211,10 @@ def test_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def around() -> Iterator[TestClient]:
-    row = Around(OriginCheck, "a test")
+    row = FrontEnd(VllmMlx())
     assert row.problem() is None
     undo = row.apply()
-    install(server.app, VllmMlx())
     yield TestClient(server.app)
-    uninstall(server.app)
     undo()
 
 
@@ -231,12 +229,7 @@ def test_around_the_whole_host(around: TestClient) -> None:
 
 def test_taken_away_nothing_is_left() -> None:
     before = list(server.app.user_middleware)
-    Around(OriginCheck, "a test").apply()()
+    FrontEnd(VllmMlx()).apply()()
     assert server.app.user_middleware == before
     answer = TestClient(server.app).get("/v1/models", headers={"origin": "https://evil.example"})
     assert answer.status_code == 200
-
-
-def test_a_host_that_takes_no_middleware() -> None:
-    for name, problem in (("nothing", "missing"), ("security", "takes no middleware")):
-        assert problem in (Around(OriginCheck, "", f"vllm_mlx.server:{name}").problem() or "")

@@ -280,8 +280,7 @@ def _host() -> Iterator[Group]:
         fix = "pip install --force-reinstall vllm-mlx-harmony"
         yield Group("host", (Finding(False, "supported", _message(error), fix),))
         return
-    low, high = (".".join(map(str, each)) for each in contract.SUPPORTED)
-    supported = f"pip install 'vllm-mlx>={low},<{high}'"
+    supported = f"pip install 'vllm-mlx{contract.SUPPORTED}'"
     message = reason or f"vllm-mlx {contract.host_version()} is supported"
     yield Group("host", (Finding(reason is None, "supported", message, supported),))
     if contract.host_version() is None:

@@ -25,6 +25,7 @@ from vllm_mlx_harmony.host import resources
 from vllm_mlx_harmony.host.engine import HarmonyEngine, loaded
 from vllm_mlx_harmony.host.mount import Route, forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
+from vllm_mlx_harmony.server.endpoint import Endpoint
 
 VISION = "mlx_vlm.utils"
 """The module that takes seconds to import."""
@@ -106,17 +107,15 @@ def _harmony_alone() -> HarmonyEngine | None:
     return engine if alone else None
 
 
-_WHY = "vllm-mlx imports mlx_vlm, and torch, on the event loop"
+_CACHES = "vllm-mlx's own route imports mlx_vlm on the event loop"
 
-_HEALTH = "an engine whose thread has died is not healthy"
-_STATUS = "who runs and who waits, and for how long"
-_EMPTY = "what is on the disk is emptied, too"
-_LIKE = ("/v1/status", "GET")
-
-ROUTES: tuple[Route, ...] = (
-    Route("/health", ("GET",), health, _HEALTH, required=False),
-    Route("/harmony/status", ("GET",), status, _STATUS, like=_LIKE, required=False),
-    Route("/v1/cache/stats", ("GET",), cache_stats, _WHY, required=False),
-    Route("/v1/cache", ("DELETE",), clear_cache, _WHY, required=False),
-    Route("/v1/cache/prefix", ("DELETE",), clear_prefix_cache, _EMPTY, required=False),
+ROUTES = tuple(
+    Route(Endpoint(path, (method,), answer, why, like=like), required=False)
+    for path, method, answer, why, like in (
+        ("/health", "GET", health, "reports an engine whose thread has died", None),
+        ("/harmony/status", "GET", status, "lists the requests", ("/v1/status", "GET")),
+        ("/v1/cache/stats", "GET", cache_stats, _CACHES, None),
+        ("/v1/cache", "DELETE", clear_cache, _CACHES, None),
+        ("/v1/cache/prefix", "DELETE", clear_prefix_cache, "empties the disk cache, too", None),
+    )
 )

@@ -1,57 +1,63 @@
-"""Changes to somebody else's program: all checked first, applied in order, undone backwards.
+"""Names of another program: checked all at once, replaced in order, restored in reverse.
 
-Knows attributes, dictionary entries and signatures in general. Refuses to know vllm-mlx's names:
-they are in `contract`, with the theory; how a route is put in front of another is in `mount`.
+Works on modules, classes, dictionaries and signatures in general. The names of vllm-mlx are in
+`contract`, which has the theory; routes and middleware are added in `mount`.
 """
 
 from __future__ import annotations
 
-import dis
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 from vllm_mlx_harmony.core.errors import HostError
 
 Undo = Callable[[], None]
 Replacement = Callable[[Any], Any]
-"""Takes what is there (`None` when nothing is) and gives what shall be there instead."""
+"""Takes the original (`None` if there is none) and returns what takes its place."""
 
 OTHERS = "..."
-"""As the last of the parameters of a requirement: there may be more than the ones named."""
+"""At the end of `Name.parameters`: further parameters are allowed if they have a default."""
 
 _MISSING = object()
 
 
 class Requirement(Protocol):
-    """One thing relied on in vllm-mlx, changed or not."""
+    """A row of the table: something that vllm-mlx must have.
+
+    `label` is its name in reports, `why` what it is needed for. Without a `required` one nothing
+    is changed; one that is not required is left out with a warning.
+    """
 
     @property
-    def label(self) -> str:
-        """How it is called in a log line."""
-
+    def label(self) -> str: ...
     @property
-    def why(self) -> str:
-        """What it is needed for."""
-
+    def why(self) -> str: ...
     @property
-    def required(self) -> bool:
-        """Whether nothing works without it."""
+    def required(self) -> bool: ...
 
     def problem(self) -> str | None:
-        """Why it cannot be used in this host, or None. Changes nothing."""
+        """Why this host does not meet the requirement, or None. Changes nothing."""
+
+
+@runtime_checkable
+class Change(Requirement, Protocol):
+    """A requirement that changes the host."""
 
     def apply(self) -> Undo:
-        """Makes the change, and returns what takes it back, by identity."""
+        """Makes the change and returns a function that reverts it, restoring the same objects."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
-    """Something used as it is: it has to be there and, if named, take these parameters."""
+class Name:
+    """A function, class or global that is used as it is: `package.module:Object.attribute`.
+
+    `parameters` are those of the function, in order, or the ones that are passed by name and
+    `OTHERS`; None if it is not called.
+    """
 
     target: str
     why: str
@@ -64,100 +70,48 @@ class Fact:
         return self.target.partition(":")[2]
 
     def problem(self) -> str | None:
-        """Why it cannot be relied on in this host, or None."""
+        """Why it cannot be used in this host, or None."""
         return find_problem(self.target, self.parameters)
-
-    def apply(self) -> Undo:
-        """Nothing to change, nothing to take back."""
-        return lambda: None
 
 
 @dataclass(frozen=True, slots=True)
-class Attribute:
-    """An attribute of objects of a class, used as it is: somewhere the class has to set it.
-
-    `target` is `package.module:Class.attribute`. Its methods do not have to run for that.
-    """
-
-    target: str
-    why: str
-    required: bool = True
-
-    @property
-    def label(self) -> str:
-        """The name without its module."""
-        return self.target.partition(":")[2]
+class Attribute(Name):
+    """An attribute of the instances of a class: `package.module:Class.attribute`."""
 
     def problem(self) -> str | None:
-        """Why it cannot be relied on in this host, or None."""
+        """Why it cannot be used in this host, or None."""
         path, _, name = self.target.rpartition(".")
         try:
             found = locate(path)
         except (ImportError, AttributeError) as error:
             return f"{path} is missing ({error})"
-        there = hasattr(found, name) or any(name in _assigned(each) for each in found.__mro__)
+        there = hasattr(found, name) or any(name in _attributes(each) for each in found.__mro__)
         return None if there else f"{path} has no {name}"
 
-    def apply(self) -> Undo:
-        """Nothing to change, nothing to take back."""
-        return lambda: None
 
-
-@cache
-def _assigned(owner: type[Any]) -> frozenset[str]:
-    """What the methods of a class assign to `self`, and what its body annotates.
-
-    Read from bytecode: to parse the source of the host's engines took a second of every start.
-    """
-    functions: list[Any] = []
-    for each in vars(owner).values():
-        functions += (each.fget, each.fset) if isinstance(each, property) else (each,)
-    code = [each.__code__ for each in map(inspect.unwrap, functions) if inspect.isfunction(each)]
-    found = set(vars(owner).get("__annotations__", ()))
-    while code:
-        body = code.pop()
-        code += filter(inspect.iscode, body.co_consts)  # functions within
-        before: object = None
-        for each in dis.get_instructions(body):
-            # An object stands directly before its attribute; Python 3.13 loads two at a time.
-            if each.opname == "STORE_ATTR" and before in ("self", ("self",)):
-                found.add(each.argval)
-            before = each.argval[-1:] if isinstance(each.argval, tuple) else each.argval
-            if each.opname == "LOAD_ATTR":
-                before = None  # another object's
-    return frozenset(found)
+def _attributes(owner: type[Any]) -> set[str]:
+    """Attributes that a class annotates, and those that its `__init__` uses."""
+    code = getattr(vars(owner).get("__init__"), "__code__", None)
+    return {*inspect.get_annotations(owner), *(code.co_names if code else ())}
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
+class Patch(Name):
     """An attribute of a module or class that is replaced.
 
-    `target` is `package.module:Object.attribute`. `replacement` takes the original and returns the
-    new one; as a string (`package.module:function`) it is imported when it is applied. `parameters`
-    are the names the original must take, all of them (or those named, when the last is `...`).
+    `replacement` is called with the original; one given as `package.module:function` is imported
+    only when it is applied.
     """
 
-    target: str
-    replacement: Replacement | str
-    why: str
-    parameters: tuple[str, ...] | None = None
-    required: bool = True
-
-    @property
-    def label(self) -> str:
-        """The name without its module."""
-        return self.target.partition(":")[2]
-
-    def problem(self) -> str | None:
-        """Why it cannot be replaced in this host, or None."""
-        return find_problem(self.target, self.parameters)
+    replacement: Replacement | str = field(kw_only=True)
 
     def apply(self) -> Undo:
-        """Replaces it. Taken back, the very same object is where it was."""
+        """Replaces the attribute."""
         path, _, name = self.target.rpartition("." if "." in self.label else ":")
         owner = locate(path)
         before = vars(owner).get(name, _MISSING)
-        setattr(owner, name, load(self.replacement)(inspect.getattr_static(owner, name)))
+        replace = self.replacement if callable(self.replacement) else locate(self.replacement)
+        setattr(owner, name, replace(inspect.getattr_static(owner, name)))
 
         def undo() -> None:
             if before is _MISSING:
@@ -169,14 +123,11 @@ class Patch:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """An entry of a dictionary that is replaced, or added when the key is new."""
+class Entry(Name):
+    """The value of `key` in the dictionary `target`, which is replaced, or added."""
 
-    target: str
-    key: str
-    replacement: Replacement | str
-    why: str
-    required: bool = True
+    key: str = field(kw_only=True)
+    replacement: Replacement = field(kw_only=True)
 
     @property
     def label(self) -> str:
@@ -191,10 +142,10 @@ class Entry:
         return missing
 
     def apply(self) -> Undo:
-        """Replaces it. Taken back, the very same value is there, or none."""
+        """Replaces or adds the value."""
         table: dict[str, Any] = locate(self.target)
         before = table.get(self.key, _MISSING)
-        table[self.key] = load(self.replacement)(None if before is _MISSING else before)
+        table[self.key] = self.replacement(None if before is _MISSING else before)
 
         def undo() -> None:
             if before is _MISSING:
@@ -206,15 +157,15 @@ class Entry:
 
 
 def apply_all(requirements: Sequence[Requirement]) -> list[Undo]:
-    """Applies all of them or none; what to call, last first, to take them back.
+    """Makes all changes or none, and returns the functions that revert them.
 
-    Raises HostError, with nothing touched, when one of them has a problem; whatever applying one
-    of them raises comes out after the others are taken back.
+    Raises HostError, before anything is changed, if a required row has a problem. Reverts the
+    changes made so far if one of them raises.
     """
     check(requirements)
     undos: list[Undo] = []
     try:
-        undos.extend(row.apply() for row in requirements)
+        undos.extend(row.apply() for row in requirements if isinstance(row, Change))
     except BaseException:
         undo_all(undos)
         raise
@@ -222,16 +173,16 @@ def apply_all(requirements: Sequence[Requirement]) -> list[Undo]:
 
 
 def check(requirements: Sequence[Requirement]) -> None:
-    """Raises HostError when a required one has a problem, naming every one that has."""
+    """Raises HostError if a required row has a problem, with the problems of all of them."""
     needed = (row for row in requirements if row.required)
     if problems := [problem for row in needed if (problem := row.problem())]:
         raise HostError("; ".join(problems), code="host_changed")
 
 
 def undo_all(undos: list[Undo]) -> None:
-    """Takes changes back, last first, whatever happens to some; leaves the list empty."""
+    """Reverts changes, the last one first, and empties the list."""
     while undos:
-        with suppress(AttributeError, LookupError):  # somebody else took it away meanwhile
+        with suppress(AttributeError, LookupError):  # other code has removed it already
             undos.pop()()
 
 
@@ -244,16 +195,8 @@ def locate(target: str) -> Any:
     return found
 
 
-def load(replacement: Replacement | str) -> Replacement:
-    """The replacement itself, where only its name is given."""
-    if callable(replacement):
-        return replacement
-    found: Replacement = locate(replacement)
-    return found
-
-
 def find_problem(target: str, parameters: tuple[str, ...] | None) -> str | None:
-    """What is wrong with a target: not there, or with other parameters than the expected ones."""
+    """What is wrong with a target: it is missing, or does not take these parameters."""
     try:
         found = locate(target)
     except (ImportError, AttributeError) as error:
@@ -261,9 +204,16 @@ def find_problem(target: str, parameters: tuple[str, ...] | None) -> str | None:
     if parameters is None:
         return None
     try:
-        actual = tuple(inspect.signature(found).parameters)
+        actual = inspect.signature(found).parameters
     except (TypeError, ValueError):
         return f"{target} is not a function"
-    expected = tuple(name for name in parameters if name != OTHERS)
-    fits = actual == expected if expected == parameters else set(expected) <= set(actual)
+    if OTHERS in parameters:
+        others = [each for name, each in actual.items() if name not in (*parameters, "self")]
+        optional = all(
+            each.default is not each.empty or each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+            for each in others
+        )
+        fits = {*parameters} - {OTHERS} <= {*actual} and optional
+    else:
+        fits = parameters == tuple(actual)
     return None if fits else f"{target} takes ({', '.join(actual)}), not ({', '.join(parameters)})"

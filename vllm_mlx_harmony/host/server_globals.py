@@ -1,59 +1,87 @@
-"""The globals of ``vllm_mlx.server``, typed: vllm-mlx's server is one module of them.
+"""The globals of ``vllm_mlx.server`` that are used: their types, and their rows of the table.
 
-The only place where that module is reached. Its names are looked up when they are used, because the
-host sets them while it loads and unloads models; each stands in the table (`contract`).
+vllm-mlx's server is one module, whose globals change as models are loaded and unloaded; they are
+looked up at each use, through ``server()``. The protocols below are their specification, as
+pluggy's *hookspecs* are: mypy checks our calls against it, and `contract` the installed host.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, Protocol, cast
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from typing import Annotated, Any, Protocol, cast, get_type_hints
 
 from starlette.requests import HTTPConnection, Request
 
+from vllm_mlx_harmony.host.patching import OTHERS, Name
+
+
+class InferenceTracker(Protocol):
+    """vllm-mlx's metrics of one request."""
+
+    def observe_ttft(self) -> None:
+        """records the time to the first token"""
+
+    def finish(self, *, result: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """records the end of a request"""
+
 
 class Metrics(Protocol):
-    """vllm-mlx's metrics; ``_prom`` has those of Prometheus by name, if they are on."""
+    """vllm-mlx's metrics."""
 
-    _prom: dict[str, Any] | None
+    _prom: Annotated[dict[str, Any] | None, "Prometheus metrics by name, None when disabled"]
 
-    def track_inference(self, endpoint: str, *, stream: bool) -> Any:
-        """The accounting of one request."""
+    def track_inference(self, endpoint: str, *, stream: bool) -> InferenceTracker:
+        """records the metrics of a request"""
 
 
 class Server(Protocol):
-    """What is used of the module, as it is in vllm-mlx 0.6."""
+    """The module, as it is in vllm-mlx 0.6; each name with what it is used for."""
 
-    _api_key: str | None
-    _default_chat_template_kwargs: dict[str, Any] | None
-    _default_min_p: float | None
-    _default_presence_penalty: float | None
-    _default_repetition_penalty: float | None
-    _default_temperature: float | None
-    _default_thinking_token_budget: int | None
-    _default_timeout: float
-    _default_top_k: int | None
-    _default_top_p: float | None
-    _engine: Any
-    _mcp_executor: Any
-    _mcp_manager: Any
-    _metrics: Metrics
-    _model_manager: Any
-    _model_name: str | None
-    _model_path: str | None
-    security: Any
+    _api_key: Annotated[str | None, "the key that requests need"]
+    _default_chat_template_kwargs: Annotated[dict[str, Any] | None, "rendering defaults"]
+    _default_min_p: Annotated[float | None, "a sampling default"]
+    _default_presence_penalty: Annotated[float | None, "a sampling default"]
+    _default_repetition_penalty: Annotated[float | None, "a sampling default"]
+    _default_temperature: Annotated[float | None, "a sampling default"]
+    _default_thinking_token_budget: Annotated[int | None, "the default reasoning budget"]
+    _default_timeout: Annotated[float, "the longest grace period at shutdown"]
+    _default_top_k: Annotated[int | None, "a sampling default"]
+    _default_top_p: Annotated[float | None, "a sampling default"]
+    _engine: Annotated[Any, "the engine of the only model"]
+    _mcp_executor: Annotated[Any, "runs a tool for /v1/mcp/execute"]
+    _mcp_manager: Annotated[Any, "lists the tool servers, and stops them at shutdown"]
+    _metrics: Annotated[Metrics, "the metrics"]
+    _model_manager: Annotated[Any, "the models of --models-config"]
+    _model_name: Annotated[str | None, "the name of the only model"]
+    _model_path: Annotated[str | None, "the directory of the only model"]
+    security: Annotated[Any, "reads the API key from the headers"]
 
     async def _acquire_default_engine_for_request(
         self, raw_request: Request, *, total_timeout: float, deadline: float, model: str | None
-    ) -> Any: ...
+    ) -> Any:
+        """lends an engine to a request"""
+
     def _disconnect_guard(
         self, generator: Any, raw_request: Request, *, timeout: float
-    ) -> AsyncIterator[str]: ...
-    def _find_uvicorn_cycle(self, obj: Any) -> Any: ...
-    async def _release_engine_for_request(self, raw_request: Request) -> None: ...
-    def _resolve_request_max_tokens(self, requested_value: int | None) -> int: ...
-    def _start_request_budget(self, timeout: float | None) -> tuple[float, float]: ...
-    def _validate_model_name(self, request_model: str) -> None: ...
+    ) -> AsyncIterator[str]:
+        """ends a stream when the client disconnects"""
+
+    def _find_uvicorn_cycle(self, obj: Any) -> Any:
+        """finds uvicorn's connection of a request"""
+
+    async def _release_engine_for_request(self, raw_request: Request) -> None:
+        """returns the engine of a request"""
+
+    def _resolve_request_max_tokens(self, requested_value: int | None) -> int:
+        """limits max_tokens"""
+
+    def _start_request_budget(self, timeout: float | None) -> tuple[float, float]:
+        """the deadline of a request"""
+
+    def _validate_model_name(self, request_model: str) -> None:
+        """rejects an unknown model"""
+
     async def _wait_with_disconnect(
         self,
         coro: Awaitable[Any],
@@ -61,14 +89,36 @@ class Server(Protocol):
         *,
         timeout: float,
         timeout_detail_seconds: float,
-    ) -> Any: ...
-    async def check_rate_limit(self, request: HTTPConnection) -> None: ...
-    async def list_models(self) -> Any: ...
-    async def verify_api_key(self, credentials: Any) -> Any: ...
+    ) -> Any:
+        """cancels the work when the client disconnects"""
+
+    async def check_rate_limit(self, request: HTTPConnection) -> None:
+        """limits requests, and messages on a WebSocket"""
+
+    async def list_models(self) -> Any:
+        """the models of /v1/models"""
+
+    async def verify_api_key(self, credentials: Any) -> Any:
+        """checks the API key of requests and WebSockets"""
 
 
 def server() -> Server:
-    """The module, imported when it is asked for: most processes never need it."""
+    """The module, imported on first use: most processes never need it."""
     from vllm_mlx import server
 
     return cast(Server, server)
+
+
+def names() -> Iterator[Name]:
+    """A row of the table for each name of the protocols."""
+    for specification, owner in (
+        (Server, "vllm_mlx.server:"),
+        (Metrics, "vllm_mlx.server:_metrics."),
+        (InferenceTracker, "vllm_mlx.metrics:InferenceTracker."),
+    ):
+        for name, hint in get_type_hints(specification, include_extras=True).items():
+            yield Name(f"{owner}{name}", hint.__metadata__[0])
+        for name, function in inspect.getmembers(specification, inspect.isfunction):
+            if not name.startswith("__"):
+                parameters = list(inspect.signature(function).parameters)[1:]
+                yield Name(f"{owner}{name}", inspect.getdoc(function) or "", (*parameters, OTHERS))

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
-from starlette.websockets import WebSocket
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
 Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
 
@@ -39,13 +39,18 @@ class Endpoint:
     other_methods: Callable[[Request], Response] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SocketEndpoint:
-    """What talks over a WebSocket at ``path``; it asks for the API key by itself."""
+class EndpointRoute(Route):
+    """A route whose ``other_methods``, if given, answers methods that its path does not have."""
 
-    path: str
-    converse: Callable[[WebSocket], Awaitable[None]]
-    why: str = ""
+    other_methods: Callable[[Request], Response] | None = None
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.other_methods is None or scope["method"] in (self.methods or ()):
+            await super().handle(scope, receive, send)
+            return
+        response = self.other_methods(Request(scope))
+        response.headers["Allow"] = methods_at(self.path, scope["app"].routes)
+        await response(scope, receive, send)
 
 
 def methods_at(path: str, routes: Iterable[BaseRoute]) -> str:

@@ -5,12 +5,14 @@ Knows no path and no method: each stands with its API (chat, messages, responses
 
 from __future__ import annotations
 
-from typing import Any
+from starlette.middleware import Middleware
+from starlette.routing import WebSocketRoute
 
 from vllm_mlx_harmony.server import cancel, chat, ids, messages
-from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
+from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.origins import OriginCheck
 from vllm_mlx_harmony.server.responses import routes as responses
+from vllm_mlx_harmony.server.responses.websocket import converse
 from vllm_mlx_harmony.server.shutdown import RejectDuringShutdown
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -22,11 +24,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 )
 """What the front end answers over HTTP."""
 
-SOCKETS: tuple[SocketEndpoint, ...] = responses.SOCKETS
-"""What it answers over WebSockets."""
+SOCKETS = (WebSocketRoute("/v1/responses", converse),)
+"""What it answers over WebSockets; each checks the API key by itself."""
 
-MIDDLEWARE: tuple[tuple[Any, str], ...] = (
-    (OriginCheck, "without an API key, any page in a browser could use the server"),
-    (RejectDuringShutdown, "who comes while the server shuts down is told so"),
-)
-"""What is around all of a server's application, from the outside in, and why."""
+MIDDLEWARE = (Middleware(OriginCheck), Middleware(RejectDuringShutdown))
+"""Around the whole application of a server, the outermost first."""

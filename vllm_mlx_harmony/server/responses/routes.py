@@ -16,7 +16,7 @@ from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.body import in_thread
-from vllm_mlx_harmony.server.endpoint import Endpoint, SocketEndpoint
+from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.errors import with_error_body
 from vllm_mlx_harmony.server.host import Context, tenant_of
 from vllm_mlx_harmony.server.responses import lookup
@@ -30,7 +30,6 @@ from vllm_mlx_harmony.server.responses.persistence import (
 )
 from vllm_mlx_harmony.server.responses.shared_background import shared_background
 from vllm_mlx_harmony.server.responses.store import StoreError, server_store
-from vllm_mlx_harmony.server.responses.websocket import converse
 from vllm_mlx_harmony.server.serving import (
     Api,
     Received,
@@ -243,5 +242,3 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         for path in ("/v1/conversations", "/v1/conversations/{path:path}")
     ),
 )
-
-SOCKETS = (SocketEndpoint("/v1/responses", converse, "the same events over a WebSocket"),)
