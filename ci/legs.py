@@ -13,6 +13,7 @@ PYTEST = ("python", "-m", "pytest")
 TEST_TOOLS = (
     "anthropic>=0.40",
     "httpx>=0.27",
+    "httpx-sse>=0.4",
     "hypothesis>=6.100",
     "jsonschema>=4.20",
     "openai>=2",

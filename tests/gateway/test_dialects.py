@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 from fake_engines import EXCHANGES, KINDS, ids
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.gateway.engines.detection import KINDS as DIALECTS
 from vllm_mlx_harmony.gateway.engines.dialect import EngineRequest
@@ -49,6 +50,30 @@ def test_every_id_comes_once(kind: str, finish: str) -> None:
     assert [token for chunk in chunks for token in chunk.ids] == said
     assert [chunk.finish for chunk in chunks if chunk.finish] == [finish]
     assert max(chunk.cached_tokens for chunk in chunks) == 16
+
+
+REPORTED = {"total": 9000, "cache": 1000, "processed": 5000, "time_ms": 1500}
+PROGRESS: dict[str, tuple[str, object, Progress | None]] = {
+    "llama.cpp": ("llamacpp", REPORTED, Progress(9000, 1000, 5000, 1.5)),
+    "vllm-mlx": ("vllm-mlx", REPORTED, Progress(9000, 1000, 5000, 1.5)),
+    "in the queue": ("vllm-mlx", {**REPORTED, "place": 3}, Progress(9000, 1000, 5000, 1.5, 3)),
+    "nothing cached": ("llamacpp", {**REPORTED, "cache": 0}, Progress(9000, 0, 5000, 1.5)),
+    "no number": ("llamacpp", {**REPORTED, "cache": "much"}, Progress(9000, 0, 5000, 1.5)),
+    "no total": ("llamacpp", {}, None),
+    "no object": ("llamacpp", [1, 2], None),
+    "none": ("vllm-mlx", None, None),
+}
+
+
+@pytest.mark.parametrize(("kind", "reported", "expected"), PROGRESS.values(), ids=PROGRESS)
+def test_progress_is_read(kind: str, reported: object, expected: Progress | None) -> None:
+    if kind == "llamacpp":
+        event: dict[str, Any] = {"content": "", "tokens": [], "stop": False, "tokens_predicted": 0}
+        assert DIALECTS[kind].body(REQUEST)["return_progress"] is True
+    else:
+        event = {"ids": [], "finish": None, "cached_tokens": 0}
+    chunk = DIALECTS[kind].reader().read(json.dumps({**event, "prompt_progress": reported}))
+    assert (chunk.ids, chunk.finish, chunk.progress) == ((), None, expected)
 
 
 def test_the_recorded_stream_of_vllm() -> None:
@@ -199,6 +224,7 @@ def test_the_body_for_llamacpp() -> None:
         "prompt": (1, 2, 3),
         "stream": True,
         "return_tokens": True,
+        "return_progress": True,
         "cache_prompt": True,
         "n_predict": 50,
         "temperature": 0.7,

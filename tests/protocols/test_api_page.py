@@ -107,6 +107,7 @@ APIS = {
             "messages": [USER, USER],
             "stream": True,
             "stream_options.include_usage": True,
+            "return_progress": True,
             "max_completion_tokens": 5,
             "max_tokens": 5,
             "min_tokens": 5,
@@ -432,6 +433,7 @@ SENT = frozenset(
         "include_reasoning",
         "model",
         "previous_response_id",
+        "return_progress",
         "reasoning.exclude",
         "reasoning.generate_summary",
         "reasoning.summary",
@@ -548,6 +550,7 @@ def test_every_code_has_a_row() -> None:
     sources = [
         *(package / "protocols").rglob("*.py"),
         *(package / "server").rglob("*.py"),
+        *(package / "engine").rglob("*.py"),
         *(package / "gateway").rglob("*.py"),
         package / "core" / "errors.py",
     ]

@@ -1,7 +1,8 @@
 """Deltas: the parser's output and every emitter's input (semantics B, "Meaning").
 
-A turn is Started, then Opened, Text…, Closed for each message that is shown, then Finished or
-Failed. ToolStarted and ToolFinished follow the message that calls a tool of the server's.
+A turn is Started, then Progress… while its prompt waits and is computed, then Opened, Text…, Closed
+for each message that is shown, then Finished or Failed. ToolStarted and ToolFinished follow the
+message that calls a tool of the server's.
 """
 
 from __future__ import annotations
@@ -53,6 +54,22 @@ class Started:
 
     prompt_tokens: int
     cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the engine is with the prompt, before it generates anything.
+
+    ``processed`` of ``total`` tokens are done, the ``cached`` ones included. ``seconds`` have
+    passed since the engine began to compute it. ``place`` is its place in the queue, from 1; 0 once
+    the engine has begun.
+    """
+
+    total: int
+    cached: int = 0
+    processed: int = 0
+    seconds: float = 0.0
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,5 +152,5 @@ class Failed:
 
 
 Delta: TypeAlias = (
-    "Started | Opened | Text | Closed | ToolStarted | ToolFinished | Finished | Failed"
+    "Started | Progress | Opened | Text | Closed | ToolStarted | ToolFinished | Finished | Failed"
 )

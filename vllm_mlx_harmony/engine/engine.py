@@ -22,12 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
+from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.batch import Answers, Batch, Layers, Row
@@ -62,6 +63,9 @@ PROBE = 64
 HOPELESS = 10.0
 """Seconds after which a prompt is refused that finds no memory although no request runs."""
 
+REPORTED = 0.5
+"""Seconds between two reports of how far the prompts are that wait."""
+
 _FAILED = "the engine failed while it was generating: the server's log says why"
 _STOPPED = "the engine was stopped"
 
@@ -86,21 +90,24 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class RequestStatus:
-    """One request now. ``place`` counts from 1 among those whose prompts wait, 0: it generates.
+    """One request now. ``place`` counts from 1 among those whose prompts are not computed, else 0.
 
-    ``seconds`` since it came, ``speed`` in ids per second, ``expected`` seconds to its first id by
-    the speed so far.
+    ``computed`` of the ``total`` ids of the prompt are done, the ``cached`` ones included.
+    ``seconds`` since it came. ``speed`` in ids per second: of the answer when it generates, of the
+    prompt before. ``expected`` seconds to its first id, by the speed so far, if nothing else comes;
+    ``None`` as long as there is no speed.
     """
 
     tenant: str
+    state: Literal["waiting", "computing", "generating"]
     place: int
-    prompt: int
+    total: int
     cached: int
     computed: int
     generated: int
     seconds: float
     speed: float
-    expected: float
+    expected: float | None
 
 
 @dataclass(slots=True)
@@ -127,7 +134,7 @@ class _Request:
     since: float
     match: Match | None = None
     # On the thread.
-    begun: bool = False
+    begun: float = 0.0
     layers: Layers | None = None
     marks: deque[int] = field(default_factory=deque)
     at: int = 0
@@ -146,13 +153,24 @@ class _Request:
         """Ids of prompt and answer together, at most."""
         return len(self.prompt) + self.settings.max_tokens
 
+    def progress(self, now: float, place: int = 0) -> Progress:
+        """How far its prompt is. Before it has begun: what is known of it, and its place."""
+        total = len(self.prompt)
+        if not self.begun:
+            known = 0 if self.match is None else min(self.match.cached, total - 1)
+            return Progress(total, known, known, place=place)
+        return Progress(total, self.cached, self.at, now - self.begun)
+
     def take(self, item: Item) -> None:
         self.items.append(item)
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
     async def next(self) -> Step:
-        """All that has come since the last time, as one step. Raises what it failed with."""
+        """All ids that have come since the last time, as one step; or how far the prompt is.
+
+        Raises what the request failed with.
+        """
         while not self.items:
             self.waiter = self.loop.create_future()
             await self.waiter
@@ -160,7 +178,7 @@ class _Request:
         if isinstance(first, HarmonyFailure):
             self.ended = True
             raise first
-        while self.items and isinstance(self.items[0], Step):
+        while first.progress is None and self.items and isinstance(self.items[0], Step):
             more = self.items.popleft()
             assert isinstance(more, Step)
             first = replace(more, ids=first.ids + more.ids)
@@ -195,6 +213,7 @@ class MlxEngine:
         self._out = defaultdict(list)
         self._wired: int | None = None
         self._computed = self._steps = 0
+        self._reported = 0.0
         self._thread = EngineThread(f"engine of {model}", self._work, self._died)
 
     # --- From any thread
@@ -243,23 +262,35 @@ class MlxEngine:
 
     def status(self) -> list[RequestStatus]:
         """All requests, those that generate first, then as they are expected to be served."""
-        now = time.perf_counter()
-        order = {number: place for place, number in enumerate(self._scheduler.order(), start=1)}
+        now, scheduler = time.perf_counter(), self._scheduler
+        requests = dict(self._requests)
+        seconds = {key: scheduler.seconds(key) for key in scheduler.order()}
+        places = {key: place for place, key in enumerate(seconds, start=1)}
+        expected: dict[int, float | None] = {}
+        before: float | None = 0.0
+        for key, own in seconds.items():
+            expected[key] = before = None if before is None or own is None else before + own
         found = []
-        for each in list(self._requests.values()):
-            generating = each.row is not None
-            since_first = now - each.first if each.first else 0.0
+        for each in requests.values():
+            progress = each.progress(now)
+            generating = bool(each.begun) and each.number not in places
+            speed = 0.0
+            if generating and now > each.first > 0:
+                speed = each.generated / (now - each.first)
+            elif each.begun and (own := seconds.get(each.number)):
+                speed = (progress.total - progress.processed) / own
             found.append(
                 RequestStatus(
                     tenant=each.tenant,
-                    place=0 if generating else order.get(each.number, len(order) + 1),
-                    prompt=len(each.prompt),
-                    cached=each.cached,
-                    computed=len(each.prompt) if generating else each.at,
+                    state="generating" if generating else "computing" if each.begun else "waiting",
+                    place=0 if generating else places.get(each.number, len(places) + 1),
+                    total=len(each.prompt),
+                    cached=progress.cached,
+                    computed=len(each.prompt) if generating else progress.processed,
                     generated=each.generated,
                     seconds=now - each.since,
-                    speed=each.generated / since_first if since_first else 0.0,
-                    expected=0.0 if generating else self._scheduler.seconds(each.number),
+                    speed=speed,
+                    expected=0.0 if generating else expected.get(each.number),
                 )
             )
         return sorted(found, key=lambda each: each.place)
@@ -418,6 +449,19 @@ class MlxEngine:
             request.row = None
         return found
 
+    def _report(self, request: _Request) -> None:
+        self._put(request, Step((), progress=request.progress(time.perf_counter())))
+
+    def _report_waiting(self) -> None:
+        """Where the prompts are that nothing was computed of just now."""
+        now = time.perf_counter()
+        if now - self._reported < REPORTED:
+            return
+        self._reported = now
+        for place, key in enumerate(self._scheduler.order(), start=1):
+            request = self._requests[key]
+            self._put(request, Step((), progress=request.progress(now, place)))
+
     def _put(self, request: _Request, item: Item) -> None:
         self._out[request.loop].append((request, item))
 
@@ -473,8 +517,10 @@ class MlxEngine:
             case NextStep():
                 self._step()
             case None:
+                self._report_waiting()
                 self._deliver()
                 return IDLE if self._requests else None
+        self._report_waiting()
         self._deliver()
         return 0
 
@@ -506,7 +552,8 @@ class MlxEngine:
         request.layers, known = cache.restore(match, room)
         last = len(request.prompt) - 1
         request.marks = deque(boundaries(request.prompt, known)) if cache.enabled else deque([last])
-        request.begun, request.at, request.cached = True, known, known
+        request.begun, request.at, request.cached = started, known, known
+        self._report(request)
         self._scheduler.begin(request.number, last - known)
         self._scheduler.computed(request.number, 0, time.perf_counter() - started)
         if known == last:
@@ -531,7 +578,9 @@ class MlxEngine:
             self._computed = 0
             mx.clear_cache()
         self._scheduler.computed(request.number, len(chunk), time.perf_counter() - started)
-        if not request.marks:
+        if request.marks:
+            self._report(request)
+        else:
             self._join(request)
 
     def _settle(self) -> None:
@@ -547,6 +596,8 @@ class MlxEngine:
             self._put(request, Step((), "length", request.cached))
             self._forget(request)
             return
+        request.at = len(request.prompt)
+        self._report(request)
         layers, request.layers = request.layers, None
         assert layers is not None
         self._scheduler.answers(request.number)

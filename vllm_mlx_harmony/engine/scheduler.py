@@ -190,10 +190,17 @@ class Scheduler:
         """
         return [each.request for each in self._ranked()]
 
-    def seconds(self, request: int) -> float:
-        """How long the rest of a prompt takes by itself, by the speed so far; 0 when unknown."""
+    def seconds(self, request: int) -> float | None:
+        """How long the rest of a prompt takes beside the answers that run, by the speed so far.
+
+        ``None`` as long as there is no speed.
+        """
         prompt = self._prompts.get(request)
-        return 0.0 if prompt is None else prompt.rest * (prompt.pace or self._pace)
+        if prompt is None or not prompt.rest:
+            return 0.0
+        pace = prompt.pace or self._pace
+        share = self.limits.share if self._answers else 0.0
+        return prompt.rest * pace / (1 - share) if pace else None
 
     def _forget_tenants(self) -> None:
         """Those whose turn would come first in any case."""
@@ -206,9 +213,9 @@ class Scheduler:
             if name in waiting or tenant.turn >= first
         }
 
-    def _oldest(self, tenant: str) -> _Prompt:
+    def _oldest(self, tenant: str) -> _Prompt | None:
         own = (each for each in list(self._prompts.values()) if each.tenant == tenant)
-        return min(own, key=lambda each: (each.since, each.request))
+        return min(own, key=lambda each: (each.since, each.request), default=None)
 
     def _first(self, now: float, fits: Callable[[int], bool]) -> _Prompt | None:
         begun = sum(each.begun for each in self._prompts.values())

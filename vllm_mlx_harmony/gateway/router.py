@@ -271,7 +271,7 @@ class Fleet:
                             if step.ids and not running.first_at:
                                 self.routing.went(key, backend)
                             running.took(step)
-                            if step.ids or step.finish is not None or not taken:
+                            if step.ids or step.finish or step.progress or not taken:
                                 taken = True
                                 yield step
                     return

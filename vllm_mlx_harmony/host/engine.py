@@ -26,10 +26,10 @@ from vllm_mlx_harmony.core.stops import StopStrings
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.disk import identity
-from vllm_mlx_harmony.engine.engine import MlxEngine
+from vllm_mlx_harmony.engine.engine import MlxEngine, RequestStatus
 from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
-from vllm_mlx_harmony.host import resources
+from vllm_mlx_harmony.host import resources, status_line
 from vllm_mlx_harmony.host.models import is_harmony, not_harmony
 from vllm_mlx_harmony.host.prompts import Messages, prompt_ids
 from vllm_mlx_harmony.server.garbage import give_back
@@ -48,6 +48,13 @@ _Decoder = getincrementaldecoder("utf-8")
 
 loaded: WeakSet[HarmonyEngine] = WeakSet()
 """Those of this process whose model is loaded."""
+
+
+def waiting() -> list[tuple[str, list[RequestStatus]]]:
+    """The requests of each model that is loaded, by its name."""
+    models = sorted(loaded, key=lambda each: each.model_name)
+    engines = [(each.model_name, each.engine) for each in models]
+    return [(name, engine.status()) for name, engine in engines if engine is not None]
 
 
 class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
@@ -108,6 +115,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         self.engine = engine
         loaded.add(self)
         resources.show_metrics()
+        status_line.start(waiting)
 
     def _load(self) -> tuple[Any, Any]:
         trusted = self._trust_remote_code or is_standin(Path(self.path))
@@ -171,6 +179,8 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         decoder, text, tokens = _Decoder("replace"), "", 0
         async with aclosing(self.engine.generate(ids, settings, "", None)) as steps:
             async for step in steps:
+                if step.progress is not None:
+                    continue
                 tokens += len(step.ids)
                 spelled = [each for each in step.ids if each not in vocab.TURN_ENDS]
                 new = decoder.decode(b"".join(map(vocab.token_bytes, spelled)), bool(step.finish))

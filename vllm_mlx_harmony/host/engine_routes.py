@@ -58,15 +58,16 @@ async def clear_prefix_cache(request: Request) -> Response:
 
 
 async def status(_: Request) -> Response:
-    """``GET /harmony/status``: every request now, and how long its prompt will take."""
+    """``GET /harmony/status``: every request that runs or waits, and how long its prompt takes."""
     models = []
     for each in sorted(loaded, key=lambda one: one.model_name):
         engine = each.engine
-        if engine is None or engine.budget is None:  # it is being unloaded
+        budget = None if engine is None else engine.budget
+        if engine is None or budget is None:  # it is being unloaded
             continue
         requests = [_shown(request) for request in engine.status()]
         memory = {
-            "limit": engine.budget.limit,
+            "limit": budget.limit,
             "used": device.used(),
             "weights": engine.weights,
             "longest_request": engine.context_length,
@@ -76,11 +77,12 @@ async def status(_: Request) -> Response:
 
 
 def _shown(request: RequestStatus) -> dict[str, Any]:
-    """A request without its tenant; numbers as a person reads them."""
-    shown = {name: value for name, value in asdict(request).items() if name != "tenant"}
-    shown["state"] = "generating" if request.place == 0 else "waiting"
-    floats = {name: round(value, 3) for name, value in shown.items() if isinstance(value, float)}
-    return {**shown, **floats}
+    """A request without its tenant; seconds and speeds to three places."""
+    return {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in asdict(request).items()
+        if name != "tenant"
+    }
 
 
 async def health(request: Request) -> Response:

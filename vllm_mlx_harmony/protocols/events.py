@@ -21,10 +21,14 @@ quote: Callable[[str], str] = encode_basestring_ascii
 
 
 class Event(NamedTuple):
-    """One server-sent event: its ``data`` (one line) and its name, where an API names them."""
+    """One server-sent event: its ``data`` (one line) and its name, where an API names them.
+
+    ``comment``: clients do not see ``data``. It only shows that the connection is alive.
+    """
 
     data: str
     name: str = ""
+    comment: bool = False
 
 
 DONE = Event("[DONE]")
@@ -76,6 +80,8 @@ _AT_ONCE = 2**20
 
 def frame(event: Event) -> str:
     """The event as text, for one write: clients may expect one event per chunk."""
+    if event.comment:
+        return f": {event.data}\n\n"
     if event.name:
         return f"event: {event.name}\ndata: {event.data}\n\n"
     return f"data: {event.data}\n\n"

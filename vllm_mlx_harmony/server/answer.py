@@ -30,9 +30,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol, TypeAlias
 
-from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Usage
+from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.protocols.progress import progress_comment
 from vllm_mlx_harmony.server.errors import logged_failure
 from vllm_mlx_harmony.server.generation import Deltas, Job, end_of
 from vllm_mlx_harmony.server.host import TIMED_OUT
@@ -56,6 +57,9 @@ PING_VARIABLE = "VLLM_MLX_HARMONY_PING_SECONDS"
 never."""
 
 DEFAULT_PING_SECONDS = 5
+
+PROGRESS_SECONDS = 0.5
+"""Seconds between two reports of how far a prompt is."""
 
 CANCELLED = 499
 """nginx's status for a client that has closed its request: here it has asked for the end."""
@@ -81,8 +85,9 @@ class Answer:
     ``end`` writes the last delta in place of the emitter, and may take time (a response is stored).
     ``announced``: a client knows of the answer already, so that every failure is an event. ``keep``
     takes the events in place of the buffer. ``ping`` is read after every ``pings_after`` seconds of
-    silence. ``capacity`` is the bound of the buffer in bytes; the first group of events does not
-    count, because it repeats what the client has sent.
+    silence; comments do not break it. ``comments_progress``: where the emitter has no event for the
+    progress of the prompt, it is written as comments. ``capacity`` is the bound of the buffer in
+    bytes; the first group of events does not count, because it repeats what the client has sent.
 
     Iterating gives the events. There is one reader: ``whole``, or ``begun`` and the iteration.
     """
@@ -98,6 +103,7 @@ class Answer:
         keep: Callable[[list[Event]], None] | None = None,
         ping: Event | None = None,
         pings_after: float | None = None,
+        comments_progress: bool = False,
         capacity: int | None = None,
     ) -> None:
         self._lease, self._tracker = job.lease, job.tracker
@@ -107,6 +113,9 @@ class Answer:
         if pings_after is None:
             pings_after = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
         self._ping, self._pings_after = ping if pings_after else None, pings_after
+        self._silent_since: float | None = None  # for the reader, by the clock of the loop
+        self._comments_progress = comments_progress
+        self._reported: float | None = None  # when progress was shown last
         self._room = number(CAPACITY_VARIABLE, DEFAULT_CAPACITY) if capacity is None else capacity
         self._capacity: int | None = None  # of the buffer, from the first group on
 
@@ -136,15 +145,25 @@ class Answer:
         return self
 
     async def __anext__(self) -> Event:
-        while not self._unread:
+        clock = asyncio.get_running_loop().time
+        if self._silent_since is None:
+            self._silent_since = clock()
+        while True:
+            left = self._silent_since + self._pings_after - clock()
+            silent = self._unread[0].comment if self._unread else not self._complete
+            if self._ping and silent and left <= 0:
+                self._silent_since = clock()
+                return self._ping
+            if self._unread:
+                event = self._taken()
+                if not event.comment:
+                    self._silent_since = clock()
+                return event
             if self._complete:
                 self._read = True
                 _being_read.discard(self)
                 raise StopAsyncIteration
-            await self._next_group(self._pings_after if self._ping else None)
-            if self._ping and not (self._unread or self._complete):
-                return self._ping
-        return self._taken()
+            await self._next_group(left if self._ping else None)
 
     def ready(self) -> list[Event]:
         """The events that can be read now, about ``PIECE`` bytes of them at most.
@@ -224,7 +243,8 @@ class Answer:
     async def _generate(self, groups: Deltas) -> None:
         """Writes all groups, each of which may take as long as the whole request (as in the host).
 
-        The first group is limited by the deadline of the request (``serving.respond``).
+        The first group is limited by the deadline of the request (``serving.respond``). Progress is
+        no group of its own here: the limit is for the whole prompt.
         """
         self._generating = True
         silence: asyncio.TimerHandle | None = None
@@ -234,10 +254,13 @@ class Answer:
                 raise _rejection
             deadline.remaining()
             async for group in groups:
-                if silence is not None:
-                    silence.cancel()
                 if self._stopped:  # an engine may swallow the cancellation
                     return
+                if group and isinstance(group[0], Progress):
+                    self._report(group[0])
+                    continue
+                if silence is not None:
+                    silence.cancel()
                 await self._write(group)
                 silence = loop.call_later(deadline.total, self._silent)
         finally:
@@ -269,6 +292,23 @@ class Answer:
             logger.info("an answer was ended: %d bytes of it were not read", self._bytes)
             problem = "the answer was not read as fast as it was generated, and has been ended"
             raise HostError(problem, code="reader_too_slow")
+
+    def _report(self, progress: Progress) -> None:
+        """Shows how far the prompt is, at most twice a second.
+
+        Clients that asked for events get the first and the last of them at once, as from llama.cpp.
+        """
+        now = asyncio.get_running_loop().time()
+        events = self._emitter.feed(progress)
+        first, complete = self._reported is None, progress.processed >= progress.total
+        at_once = bool(events) and (first or complete)
+        if not events and self._comments_progress:
+            events = [progress_comment(progress)]
+        if self._reported is None:
+            self._reported = now
+        if at_once or now - self._reported >= PROGRESS_SECONDS:
+            self._reported = now
+            self._put(events)
 
     async def _last_events(self, delta: Finished | Failed) -> list[Event]:
         if self._write_last is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core.constraint import Constraint
+from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.server.sampling import Settings
 
 Finish: TypeAlias = Literal["stop", "length"]
@@ -20,12 +21,13 @@ class Step:
     """What an engine generated since the last step: one id as a rule, several at times.
 
     ``finish`` is set on the last step of a turn. ``cached_tokens`` counts the ids of the prompt
-    that were not prefilled.
+    that were not prefilled. ``progress`` is set on steps without ids, before the first id.
     """
 
     ids: tuple[int, ...]
     finish: Finish | None = None
     cached_tokens: int = 0
+    progress: Progress | None = None
 
 
 Steps: TypeAlias = AsyncGenerator[Step, None]
@@ -71,6 +73,11 @@ class Engine(Protocol):
         begins, and ask the matcher for the mask of each id. An engine with grammars of its own
         takes ``constraint.spec.grammar.grammar.text``; forced ids and ``min_tokens`` are not in it,
         and stay the engine's to handle.
+
+        Before the first id, an engine that knows how far it is with the prompt reports it in steps
+        of their own (``Step.progress``): when it begins, after every chunk, when the prompt is
+        computed, and about twice a second while the request waits. The front end decides which of
+        them are shown.
 
         The last step has a ``finish``. An iterator that ends without one counts as one that ended
         by itself: an engine whose connection breaks must raise.

@@ -190,6 +190,11 @@ async def _output(
                 progress.started = True
                 yield context.start(cached)
             async for step in steps:
+                if step.progress is not None:
+                    # Behind a tool's answer the client has had its first token, too.
+                    if progress.outputs == 1 and not progress.generated:
+                        yield [step.progress]
+                    continue
                 progress.finish = step.finish
                 progress.generated += len(step.ids)
                 if progress.outputs == 1:

@@ -7,7 +7,8 @@ it names. It is behind the server's API key like everything else, and under its 
 POST takes a JSON object: ``prompt`` (ids), ``settings`` (those of ``server.sampling.Settings``),
 ``model``, ``tenant`` (what is remembered of the prompt is its alone), ``grammar`` (text for
 llguidance, which the output must match from its first id) and ``min_tokens``. It answers with
-server-sent events ``{"ids": […], "finish": null | "stop" | "length", "cached_tokens": n}``; one
+server-sent events ``{"ids": […], "finish": null | "stop" | "length", "cached_tokens": n}``; before
+the first id they have no ids and ``prompt_progress`` (as llama.cpp's), at most twice a second. One
 that has ``error`` ends a stream that failed. GET says which version of all this it is.
 """
 
@@ -23,12 +24,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
-from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Started, Usage
+from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Started, Usage
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event, encode
+from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 from vllm_mlx_harmony.protocols.validation import Seed, Wire, checked
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.endpoint import Endpoint
@@ -132,6 +134,8 @@ class IdEmitter:
         """The event of a delta."""
         if isinstance(delta, Ids):
             return [_event(delta.ids)]
+        if isinstance(delta, Progress):
+            return [_event((), progress=delta)]
         if isinstance(delta, Finished):
             finish = "length" if delta.reason == "length" else "stop"
             return [_event((), finish, delta.usage.cached_tokens)]
@@ -145,8 +149,16 @@ class IdEmitter:
         return {}
 
 
-def _event(ids: tuple[int, ...], finish: str | None = None, cached_tokens: int = 0) -> Event:
-    return Event(encode({"ids": ids, "finish": finish, "cached_tokens": cached_tokens}))
+def _event(
+    ids: tuple[int, ...],
+    finish: str | None = None,
+    cached_tokens: int = 0,
+    progress: Progress | None = None,
+) -> Event:
+    document: dict[str, Any] = {"ids": ids, "finish": finish, "cached_tokens": cached_tokens}
+    if progress is not None:
+        document[FIELD] = prompt_progress(progress)
+    return Event(encode(document))
 
 
 def _read(body: object, _: Defaults, __: str) -> IdRequest:

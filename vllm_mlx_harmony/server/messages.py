@@ -42,6 +42,7 @@ MESSAGES = Api(
     messages.error_body,
     prefix="/v1/messages",
     ping=messages.PING,
+    comments_progress=True,
     reports_cached=True,
     servers=messages.client_servers,
 )

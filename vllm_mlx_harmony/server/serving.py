@@ -87,6 +87,7 @@ class Api:
     ``servers`` reads the tool servers that a document names by their URLs, where the operator's
     have these labels. ``emitter`` makes the writer of the answer. ``ping`` is sent while a stream
     is silent. ``reports_cached``: a stream begins with the usage of the prompt.
+    ``comments_progress``: until the first token, comments in a stream say how far the prompt is.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Api:
     )
     ping: Event | None = None
     reports_cached: bool = False
+    comments_progress: bool = False
 
 
 # --- The values
@@ -404,8 +406,16 @@ async def respond(prepared: Prepared, end: End | None = None) -> Response:
     received, job = prepared.received, begin(prepared)
     host, request, deadline = received.host, received.request, job.lease.deadline
     keep = None if prepared.stream else dropped
-    ping = received.api.ping
-    answer = Answer(job, run(job), prepared.emitter, end=end, keep=keep, ping=ping)
+    api = received.api
+    answer = Answer(
+        job,
+        run(job),
+        prepared.emitter,
+        end=end,
+        keep=keep,
+        ping=api.ping,
+        comments_progress=api.comments_progress and prepared.stream,
+    )
     response: Response | None = None
     try:
         # Without any time left the answer says so itself, and is accounted for as late.

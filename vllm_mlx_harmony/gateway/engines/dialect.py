@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.sampling import Settings
@@ -65,12 +66,14 @@ class EngineRequest:
 class Chunk:
     """One event: its new ``ids``, and the finish reason if the turn has ended.
 
-    ``cached_tokens`` is the number of prompt ids that the engine had cached.
+    ``cached_tokens`` is the number of prompt ids that the engine had cached. ``progress`` is set
+    while it computes the prompt, by engines that report it.
     """
 
     ids: tuple[int, ...] = ()
     finish: Finish | None = None
     cached_tokens: int = 0
+    progress: Progress | None = None
 
 
 EMPTY = Chunk()
@@ -193,6 +196,16 @@ def ids_of(value: object) -> tuple[int, ...]:
 def count_of(value: object) -> int:
     """``value`` as a number of tokens; 0 for anything but a positive integer."""
     return value if type(value) is int and value > 0 else 0
+
+
+def progress_of(value: object) -> Progress | None:
+    """``prompt_progress`` as llama.cpp and this project's id endpoint write it; else ``None``."""
+    if not isinstance(value, Mapping):
+        return None
+    total, cached, processed, milliseconds, place = (
+        count_of(value.get(name)) for name in ("total", "cache", "processed", "time_ms", "place")
+    )
+    return Progress(total, cached, processed, milliseconds / 1000, place) if total else None
 
 
 def message_of(body: object) -> str:

@@ -210,8 +210,9 @@ class HttpEngine:
                     ids = turn.take(chunk.ids) if settings.max_tokens else ()
                     if turn.forced:
                         break  # what it says from here on is not wanted
-                    if ids or (chunk is ACCEPTED and number == 0):
-                        yield Step(ids, None, cached)
+                    progress = None if turn.ids else chunk.progress
+                    if ids or progress or (chunk is ACCEPTED and number == 0):
+                        yield Step(ids, None, cached, progress)
                     if turn.ended and finish is None:
                         cached = max(cached, await _cached_behind(chunks))
                         break
@@ -286,12 +287,12 @@ class HttpEngine:
             read = self.dialect.reader().read
             async with aclosing(_events(response.content)) as groups:
                 async for group in groups:
-                    chunk, failure = _read(read, group)
-                    if chunk is not None:
+                    found, failure = _read(read, group)
+                    for chunk in found:
                         yield chunk
                     if failure is not None:
                         raise failure
-                    if ending is None and chunk is not None and chunk.finish is not None:
+                    if ending is None and found and found[-1].finish is not None:
                         # What is left is numbers and the end, after which the connection is free:
                         # no engine has a reason to keep us waiting for it.
                         loop = asyncio.get_running_loop()
@@ -395,19 +396,22 @@ def _salt(tenant: str) -> str:
     return blake2b(tenant.encode(), digest_size=16, person=b"cache salt").hexdigest()
 
 
-def _joined(chunks: list[Chunk]) -> Chunk | None:
-    """Chunks that came at once, as one; ``None`` where none said anything."""
+def _joined(chunks: list[Chunk]) -> list[Chunk]:
+    """Chunks that came at once, as one, behind the last progress among them; empty ones are left
+    out."""
+    reported = [Chunk(progress=each.progress) for each in chunks if each.progress][-1:]
     chunks = [each for each in chunks if each.ids or each.finish or each.cached_tokens]
     if len(chunks) < 2:  # noqa: PLR2004
-        return chunks[0] if chunks else None
+        return reported + chunks
     finish = next((each.finish for each in chunks if each.finish is not None), None)
     ids = tuple(token for each in chunks for token in each.ids)
-    return Chunk(ids, finish, max(each.cached_tokens for each in chunks))
+    cached = max(each.cached_tokens for each in chunks)
+    return [*reported, Chunk(ids, finish, cached)]
 
 
 def _read(
     read: Callable[[str], Chunk], group: list[str]
-) -> tuple[Chunk | None, HarmonyFailure | None]:
+) -> tuple[list[Chunk], HarmonyFailure | None]:
     """What came at once, and the failure that ended it: ids before that were generated."""
     chunks: list[Chunk] = []
     try:

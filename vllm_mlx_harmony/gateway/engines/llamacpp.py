@@ -1,7 +1,8 @@
 """llama.cpp's ``llama-server``: ``POST /completion`` with ``prompt: [ids]``.
 
 The sources are ``tools/server/README.md`` and ``tools/server/server-context.cpp`` of
-https://github.com/ggml-org/llama.cpp: ``return_tokens``, ``n_predict``, ``cache_prompt``,
+https://github.com/ggml-org/llama.cpp: ``return_tokens``, ``return_progress`` (events with
+``prompt_progress`` and no tokens, before the first id), ``n_predict``, ``cache_prompt``,
 ``logit_bias`` as pairs; an event is ``{"content", "tokens", "stop", "tokens_predicted", …}``, the
 last one has ``stop: true``, ``stop_type`` (``eos``, ``limit``, ``word``), no tokens, and
 ``timings.cache_n``, the ids of the prompt that were not computed. An error is
@@ -37,6 +38,7 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     garbled,
     ids_of,
     parsed,
+    progress_of,
     sampling,
 )
 from vllm_mlx_harmony.server.engine import Finish
@@ -52,6 +54,7 @@ def _body(request: EngineRequest) -> dict[str, Any]:
         "prompt": request.prompt,
         "stream": True,
         "return_tokens": True,
+        "return_progress": True,
         "cache_prompt": True,
         "n_predict": settings.max_tokens,
         "repeat_penalty": settings.repetition_penalty,
@@ -84,7 +87,7 @@ class LlamaCppReader:
             ids = _recovered(str(event.get("content", "")), ids, missing)
         self._seen += len(ids)
         if event["stop"] is not True:
-            return Chunk(ids)
+            return Chunk(ids, progress=progress_of(event.get("prompt_progress")))
         timings = event.get("timings")
         cached = count_of(timings.get("cache_n")) if isinstance(timings, dict) else 0
         finish = finish_of(event.get("stop_type", "none"), FINISHES)

@@ -1,7 +1,7 @@
 """Another vllm-mlx with this plugin: its own id endpoint, ``POST /harmony/v1/generate``.
 
 The format is this project's own (`server.ids`): the request has the fields of ``Settings``, an
-event has ``ids``, ``finish`` and ``cached_tokens``.
+event has ``ids``, ``finish`` and ``cached_tokens``, or ``prompt_progress`` before the first id.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     finish_of,
     ids_of,
     parsed,
+    progress_of,
 )
 
 
@@ -38,7 +39,8 @@ class PluginReader:
     def read(self, data: str) -> Chunk:
         event = parsed(data)
         finish = finish_of(event.get("finish"))
-        return Chunk(ids_of(event.get("ids")), finish, count_of(event.get("cached_tokens")))
+        cached, progress = event.get("cached_tokens"), event.get("prompt_progress")
+        return Chunk(ids_of(event.get("ids")), finish, count_of(cached), progress_of(progress))
 
 
 PLUGIN = Dialect(

@@ -15,6 +15,7 @@ from vllm_mlx_harmony.core.deltas import (
     FinishReason,
     Kind,
     Opened,
+    Progress,
     Reason,
     Started,
     Text,
@@ -27,6 +28,7 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.events import DONE, REASONING_ENDED_BY, Event, encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
 from vllm_mlx_harmony.protocols.openai_error import error_body
+from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 
 _REASONING, _CONTENT = "reasoning", "content"
 SERVER_CALLS = "server_tool_calls"
@@ -74,7 +76,8 @@ class Emitter:
     A stream has a chunk with the role, a chunk for each text or call, the finish reason, the usage
     if ``include_usage``, and ``[DONE]``. The chunk's JSON is written once per message and each
     delta only quotes its text: its cost does not depend on the length of the answer, and no text
-    is stored. ``freeform`` are the names of the tools that take text.
+    is stored. ``freeform`` are the names of the tools that take text. ``shows_progress``: while the
+    prompt is computed, chunks say how far it is.
     """
 
     def __init__(
@@ -85,12 +88,14 @@ class Emitter:
         include_usage: bool = False,
         shows_reasoning: bool = True,
         freeform: frozenset[str] = frozenset(),
+        shows_progress: bool = False,
     ) -> None:
         self._info = info
         self._stream = stream
         self._include_usage = include_usage
         self._shows_reasoning = shows_reasoning
         self._freeform = freeform
+        self._shows_progress = shows_progress
         self._input: FreeformInput | None = None
         self._hidden = False
         self._head = encode(self._envelope("chat.completion.chunk"))[:-1] + ',"choices":['
@@ -114,6 +119,8 @@ class Emitter:
                 return self._text(delta)
             case Started():
                 return self._send('{"role":"assistant","content":null,"refusal":null}')
+            case Progress():
+                return self._progress(delta)
             case Opened():
                 return self._opened(delta)
             case Closed():
@@ -147,6 +154,13 @@ class Emitter:
         }
         document = self._envelope("chat.completion")
         return {**document, "choices": [choice], "usage": _usage(self._usage)}
+
+    def _progress(self, delta: Progress) -> list[Event]:
+        """Chunks with an empty delta: clients that join roles would join llama.cpp's."""
+        if not self._shows_progress:
+            return []
+        progress = encode(prompt_progress(delta))
+        return [Event(f'{each.data[:-1]},"{FIELD}":{progress}}}') for each in self._send("{}")]
 
     def _opened(self, delta: Opened) -> list[Event]:
         self._hidden = delta.kind is Kind.REASONING and not self._shows_reasoning

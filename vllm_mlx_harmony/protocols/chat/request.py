@@ -60,6 +60,7 @@ class ChatRequest:
     include_usage: bool
     shows_reasoning: bool = True
     freeform: frozenset[str] = frozenset()
+    shows_progress: bool = False
 
     def emitter(self, info: ResponseInfo) -> Emitter:
         """The writer of the answer to this request, which ``info`` is of."""
@@ -69,6 +70,7 @@ class ChatRequest:
             include_usage=self.include_usage,
             shows_reasoning=self.shows_reasoning,
             freeform=self.freeform,
+            shows_progress=self.shows_progress,
         )
 
     def echoed(self, message: Message) -> Message:
@@ -95,6 +97,7 @@ def read(body: object, defaults: Defaults) -> ChatRequest:
         freeform=frozenset(
             tool.custom.name for tool in chat.tools or () if tool.custom and is_freeform(tool)
         ),
+        shows_progress=bool(chat.return_progress),
     )
 
 

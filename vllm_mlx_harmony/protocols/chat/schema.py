@@ -174,6 +174,7 @@ class ChatBody(OpenAISampling):
     messages: list[ChatMessage] = Field(min_length=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
 
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)

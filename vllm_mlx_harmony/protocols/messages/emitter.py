@@ -16,6 +16,7 @@ from vllm_mlx_harmony.core.deltas import (
     FinishReason,
     Kind,
     Opened,
+    Progress,
     Started,
     Text,
     ToolFinished,
@@ -280,6 +281,8 @@ class Emitter:
                 self._error = delta.error
                 body = error_body(delta.error, request_id(self._info))
                 return [Event(encode(body), "error")] if self._stream else []
+            case Progress():  # in a comment: there is no event for it
+                return []
             case ToolStarted():
                 self._server_call = delta.call.id if delta.call else self._server_call
                 return []

@@ -14,6 +14,7 @@ from vllm_mlx_harmony.core.deltas import (
     Finished,
     Kind,
     Opened,
+    Progress,
     Started,
     Text,
     ToolFinished,
@@ -96,7 +97,7 @@ class Emitter:
         self._completed_at: int | None = None
         self._error: HarmonyFailure | None = None
 
-    def feed(self, delta: Delta) -> list[Event]:
+    def feed(self, delta: Delta) -> list[Event]:  # noqa: C901 - a case for each delta
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
             case Text():
@@ -107,6 +108,8 @@ class Emitter:
                 return self._opened(delta)
             case Closed():
                 return self._closed(delta)
+            case Progress():  # in a comment: there is no event for it
+                return []
             case ToolStarted():
                 return self._tool_started(delta)
             case ToolFinished():

@@ -59,6 +59,7 @@ RESPONSES = Api(
     blocks=True,
     servers=responses.client_servers,
     emitter=_emitter,
+    comments_progress=True,
 )
 
 
