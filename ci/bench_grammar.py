@@ -315,8 +315,9 @@ async def step(engine: Any, spec: ConstraintSpec, streams: int, seed: int) -> fl
         first = 0.0
         steps = engine.engine.generate(tuple(prompt), settings, "", held)
         async with aclosing(steps) as generated:
-            async for _ in generated:
-                first = first or time.perf_counter()
+            async for step in generated:
+                if step.ids:
+                    first = first or time.perf_counter()
         return (time.perf_counter() - first) / (TOKENS - 1) * 1e3
 
     return median(await asyncio.gather(*(one() for _ in range(streams))))

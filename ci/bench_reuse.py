@@ -147,7 +147,8 @@ async def our_ids(engine: Any, kind: str, prompt: list[int]) -> AsyncIterator[tu
     wanted = Settings(max_tokens=ANSWER, temperature=0.0, top_p=1.0)
     async with aclosing(engine.engine.generate(tuple(prompt), wanted, "", None)) as steps:
         async for step in steps:
-            yield len(step.ids), step.cached_tokens
+            if step.progress is None:
+                yield len(step.ids), step.cached_tokens
 
 
 async def said(engine: Any, prompt: list[int]) -> list[int]:

@@ -389,7 +389,8 @@ def test_too_many_that_wait_are_rejected_before_anything_is_sent(
 
     async def test() -> None:
         running = engine.generate(words(1, 20), GREEDY, "", None)
-        await anext(running)
+        while not (await anext(running)).ids:
+            pass
         waiting = [asyncio.ensure_future(answer(engine, words(n, 20))) for n in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(HostError) as error:

@@ -90,7 +90,7 @@ def generate(engine: HarmonyEngine, ids: tuple[int, ...], settings: Settings) ->
 
 async def steps(engine: Any, name: str, settings: Settings = GREEDY) -> list[Step]:
     async with aclosing(generate(engine, prompt(f">{name}<"), settings)) as generated:
-        return [step async for step in generated]
+        return [step async for step in generated if step.progress is None]
 
 
 async def slowly(engine: Any, name: str) -> list[Step]:
@@ -98,7 +98,8 @@ async def slowly(engine: Any, name: str) -> list[Step]:
     got: list[Step] = []
     async with aclosing(generate(engine, prompt(f">{name}<"), GREEDY)) as generated:
         async for step in generated:
-            got.append(step)
+            if step.progress is None:
+                got.append(step)
             await asyncio.sleep(0.02)
     return got
 

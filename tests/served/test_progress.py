@@ -1,0 +1,115 @@
+"""The wait for a long prompt, on the real server: what its stream and the status show."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import httpx
+    from server import Server
+
+    Start = Callable[..., Server]
+
+pytestmark = pytest.mark.served
+
+WORDS = " ".join(str(number * 7919 % 99_991) for number in range(3_000))
+"""About 9,000 tokens: five chunks."""
+
+
+@contextmanager
+def streamed(client: httpx.Client, path: str, **body: Any) -> Iterator[Iterator[str]]:
+    """The lines of a streamed answer."""
+    seed = time.time_ns()  # nothing of it is cached
+    content = f"{seed} {WORDS}"
+    if path == "/v1/responses":
+        body |= {"input": content, "store": False, "max_output_tokens": 4}
+    else:
+        body |= {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    with client.stream("POST", path, json={"stream": True, **body}, timeout=240) as response:
+        assert response.status_code == 200
+        yield response.iter_lines()
+
+
+def of_line(line: str) -> dict[str, int] | None:
+    """The progress in a line of a stream."""
+    if line.startswith(": prompt_progress "):
+        return dict(json.loads(line.removeprefix(": prompt_progress ")))
+    if '"prompt_progress"' in line:
+        chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
+        assert chunk["choices"] == [
+            {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
+        ]
+        return dict(chunk["prompt_progress"])
+    return None
+
+
+def test_progress_as_llama_cpp_reports_it(tiny_server: Server, tiny_dir: Any) -> None:
+    """The assertions of llama.cpp's own test of ``return_progress``, and the status meanwhile."""
+    found, seen = [], []
+    asked = {"model": str(tiny_dir), "return_progress": True}
+    with (
+        tiny_server.client() as client,
+        streamed(client, "/v1/chat/completions", **asked) as lines,
+        tiny_server.client() as other,
+    ):
+        for line in lines:
+            if (progress := of_line(line)) is not None:
+                found.append(progress)
+                seen += other.get("/harmony/status").json()["models"][0]["requests"]
+    computed = [each for each in found if "place" not in each]
+    first, last = computed[0], computed[-1]
+    assert first["processed"] == first["cache"] and first["total"] > 9_000
+    assert last["processed"] == last["total"]
+    assert {(each["total"], each["cache"]) for each in found} == {(first["total"], first["cache"])}
+    assert all(a["processed"] <= b["processed"] for a, b in pairwise(computed))
+    assert all(a["time_ms"] <= b["time_ms"] for a, b in pairwise(computed))
+    assert {each["total"] for each in seen} == {first["total"]}
+    assert {"computing"} <= {each["state"] for each in seen} <= {"computing", "generating"}
+    assert all(set(each) == SHOWN for each in seen)
+
+
+SHOWN = {
+    *("state", "place", "total", "cached", "computed", "generated"),
+    *("seconds", "speed", "expected"),
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_who_did_not_ask_gets_comments_or_nothing(
+    tiny_server: Server, tiny_dir: Any, path: str
+) -> None:
+    with (
+        tiny_server.client() as client,
+        streamed(client, path, model=str(tiny_dir)) as lines,
+    ):
+        began, found = time.monotonic(), []
+        for line in lines:
+            assert '"prompt_progress"' not in line
+            if (progress := of_line(line)) is not None:
+                found.append(progress)
+        seconds = time.monotonic() - began
+    assert len(found) <= seconds / 0.5
+    if path == "/v1/chat/completions":
+        assert not found
+    else:
+        assert all(each["processed"] < each["total"] for each in found[:-1])
+
+
+def test_the_status_is_behind_the_key(keyed_server: Server) -> None:
+    import httpx
+
+    url = f"{keyed_server.base_url}/harmony/status"
+    assert httpx.get(url, timeout=60).status_code == 401
+    headers = {"authorization": "Bearer secret"}
+    found = httpx.get(url, headers=headers, timeout=60)
+    assert found.status_code == 200
+    (model,) = found.json()["models"]
+    assert set(model) == {"model", "memory", "requests"}
+    assert model["memory"]["longest_request"] > 0 and model["memory"]["limit"] > 0
