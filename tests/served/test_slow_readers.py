@@ -49,7 +49,7 @@ SCRIPTS = [
     Script("<|message|>Soon over.<|end|>", long_answer(120)),
 ]
 
-SECONDS, BYTES = 4, 50_000
+SECONDS, BYTES = 4, 20_000
 """What the server is set to: how long a client may take nothing, how much may wait for it."""
 
 RECEIVED, SENT = 2048, 16_384
@@ -74,6 +74,9 @@ runpy.run_module("vllm_mlx_harmony", run_name="__main__")
 
 GIVEN_UP = "its connection is given up"
 
+PATIENCE = 300
+"""Seconds that what has to happen may take: hundreds of steps of the engine, on a busy machine."""
+
 
 @pytest.fixture(scope="module")
 def server(start: Start, standin_dir: Path) -> Iterator[Server]:
@@ -83,8 +86,7 @@ def server(start: Start, standin_dir: Path) -> Iterator[Server]:
         "VLLM_MLX_HARMONY_STREAM_BYTES": str(BYTES),
     }
     command = (sys.executable, "-c", SMALL_BUFFERS, "serve")
-    # Not greedy: in the seconds until they are given up, answers would be as long as on no Mac.
-    server = start(*FLAG, command=command, env=env, greedy=False)
+    server = start(*FLAG, command=command, env=env)
     yield server
     assert "Traceback" not in server.log
     server.stop()
@@ -115,7 +117,7 @@ def dial(server: Server) -> socket.socket:
     host, port = server.base_url.removeprefix("http://").split(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED)
-    connection.settimeout(20)
+    connection.settimeout(PATIENCE)
     connection.connect((host, int(port)))
     return connection
 
@@ -145,13 +147,13 @@ def read_to_the_end(connection: socket.socket) -> bytes:
 def read_messages(connection: Connection) -> None:
     """Until the server has hung up."""
     while True:
-        connection.recv(10)
+        connection.recv(PATIENCE)
 
 
-def wait_until(happens: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
+def wait_until(happens: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
     while not happens():
-        assert time.monotonic() < end, f"not within {seconds} s"
+        assert time.monotonic() < end, f"not within {PATIENCE} s"
         time.sleep(0.1)
 
 
@@ -171,7 +173,7 @@ def resident(server: Server) -> int:
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="memory is read from /proc")
 def test_who_reads_nothing_holds_nobody_up(server: Server, model: str) -> None:
-    """One after the other on the engine that serves one at a time, side by side on the other."""
+    """Their answers are generated beside others until they are as long as may be unread."""
     before, given_up = resident(server), server.log.count(GIVEN_UP)
     url = server.base_url.replace("http", "ws") + "/v1/responses"
     with ExitStack() as stack:
@@ -185,12 +187,12 @@ def test_who_reads_nothing_holds_nobody_up(server: Server, model: str) -> None:
         )
         document = {"type": "response.create", "model": model, **WITHOUT_END["/v1/responses"]}
         websocket.send(json.dumps(document))
-        with server.client(120) as client:
+        with server.client(PATIENCE) as client:
             asked = {"model": model, **body("/v1/chat/completions", "Hi.")}
             answer = client.post("/v1/chat/completions", json=asked)
         assert answer.json()["choices"][0]["message"]["content"] == "Hi."
-        wait_until(lambda: is_free(server), 60)  # and nobody has read anything
-        wait_until(lambda: server.log.count(GIVEN_UP) == given_up + 4, 60)
+        wait_until(lambda: is_free(server))  # and nobody has read anything
+        wait_until(lambda: server.log.count(GIVEN_UP) == given_up + 4)
         assert resident(server) - before < 64 * 1024 * 1024
         assert all(len(read_to_the_end(each)) < UNREAD for each in connections)
         with pytest.raises(ConnectionClosed):
@@ -205,8 +207,8 @@ LATE = {**WITHOUT_END, "/v1/responses": body("/v1/responses", "Without end.")}
 def test_who_reads_too_late_is_told_why_it_ended(server: Server, model: str, path: str) -> None:
     """The engine is free long before; the end of what can still be read says so, in words."""
     with ask(server, path, {"model": model, **LATE[path]}) as connection:
-        wait_until(lambda: not is_free(server), 10)
-        wait_until(lambda: is_free(server), 30)  # and nothing has been read
+        wait_until(lambda: not is_free(server))
+        wait_until(lambda: is_free(server))  # and nothing has been read
         read = read_to_the_end(connection)
     assert b"the answer was not read as fast as it was generated" in read
     assert len(read) < UNREAD
@@ -216,7 +218,7 @@ def test_who_does_not_read_the_end_is_given_up(server: Server, model: str) -> No
     """An answer that has ended, and fits into what asyncio buffers, but not into the system's."""
     path, given_up = "/v1/chat/completions", server.log.count(GIVEN_UP)
     with ask(server, path, {"model": model, **body(path, "Soon over.")}):
-        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, SECONDS + 10)
+        wait_until(lambda: server.log.count(GIVEN_UP) > given_up)
 
 
 def test_who_does_not_read_the_end_of_a_websocket_is_given_up(server: Server, model: str) -> None:
@@ -225,7 +227,7 @@ def test_who_does_not_read_the_end_of_a_websocket_is_given_up(server: Server, mo
     with dial(server) as raw:
         websocket = connect(f"{url}/v1/responses", sock=raw, max_queue=1, compression=None)
         websocket.send(json.dumps(asked))
-        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, SECONDS + 10)
+        wait_until(lambda: server.log.count(GIVEN_UP) > given_up)
         with pytest.raises(ConnectionClosed):
             read_messages(websocket)
 
@@ -243,6 +245,6 @@ def test_who_watches_an_answer_in_the_background_and_reads_nothing(
             begin += connection.recv(4096)
             found = re.search(rb"resp_\w+", begin)
         path = f"/v1/responses/{found[0].decode()}"
-        wait_until(lambda: server.log.count(GIVEN_UP) > given_up, 60)
-        wait_until(lambda: client.get(path).json()["status"] == "completed", 60)
+        wait_until(lambda: server.log.count(GIVEN_UP) > given_up)
+        wait_until(lambda: client.get(path).json()["status"] == "completed")
         read_to_the_end(connection)
