@@ -18,6 +18,7 @@ pytest.importorskip("mlx.core")
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
+from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.engine import QUEUE_VARIABLE, MlxEngine, Options
 from vllm_mlx_harmony.engine.mlx_lm_compat import BatchKVCache, KVCache, load_module
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
@@ -455,6 +456,132 @@ def test_two_engines_run_side_by_side(tiny: Path, scripted: MlxEngine, run: Run)
         other.close()
 
 
+# --- Requests in every state at once.
+
+
+async def in_every_state(engine: MlxEngine) -> dict[str, asyncio.Task[Any]]:
+    """Requests to an engine with 2 ``answers`` and 3 ``sequences``: tasks by their states."""
+
+    async def asked(length: int, seed: int) -> tuple[int, ...]:
+        return await answer(engine, words(seed, length), max_tokens=20_000)
+
+    tasks = {"decode": asyncio.ensure_future(asked(20, 1))}
+    while not len(engine._answers):
+        await asyncio.sleep(0.001)
+    tasks["prefill"] = asyncio.ensure_future(asked(30_000, 2))
+    while not any(each.at > 0 and each.row is None for each in engine._requests.values()):
+        await asyncio.sleep(0.001)
+    tasks["waiting"] = asyncio.ensure_future(asked(30_000, 3))
+    while len(engine._scheduler.order()) < 2:
+        await asyncio.sleep(0.001)
+    return tasks
+
+
+@pytest.fixture
+def crowded(tiny: Path) -> Iterator[MlxEngine]:
+    engine = opened(tiny, limits=Limits(answers=2, chunk=256))
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("state", ["decode", "prefill", "waiting"])
+def test_a_client_may_go_in_any_state(crowded: MlxEngine, run: Run, state: str) -> None:
+    async def test() -> None:
+        tasks = await in_every_state(crowded)
+        others = sorted(set(tasks) - {state})
+        tasks[state].cancel()
+        await asyncio.wait({tasks[state]})
+        assert tasks[state].cancelled()
+        assert len(crowded._requests) == 2
+        await asyncio.sleep(0.1)
+        for name in others:
+            assert not tasks[name].done()
+            tasks[name].cancel()
+        await asyncio.wait(tasks.values())
+        assert idle(crowded)
+
+    run(test())
+    assert run(answer(crowded, words(3, 50))) == of_mlx_lm(crowded, words(3, 50))
+
+
+def test_unloaded_under_load_it_ends_requests_in_all_states(crowded: MlxEngine, run: Run) -> None:
+    async def test() -> None:
+        tasks = await in_every_state(crowded)
+        await asyncio.to_thread(crowded.close)
+        for task in tasks.values():
+            with pytest.raises(HostError) as error:
+                await asyncio.wait_for(task, 10)
+            assert error.value.status == 503
+
+    run(test())
+    assert not (crowded.loaded or crowded._requests or len(crowded._answers))
+
+
+# --- Limits.
+
+
+class Watched:
+    """A model, and how it is called: rows, and ids of each, and whether answers run beside."""
+
+    def __init__(self, engine: MlxEngine) -> None:
+        self.engine, self.model = engine, engine.module
+        self.make_cache = engine.module.make_cache
+        self.chunks: list[tuple[bool, int]] = []
+        self.rows: list[int] = []
+        self.begun: list[int] = []
+        self.running: list[int] = []
+
+    def __call__(self, ids: Any, cache: Any) -> Any:
+        requests = list(self.engine._requests.values())
+        answers = len(self.engine._answers)
+        prompts = sum(each.begun and each.row is None for each in requests)
+        self.begun.append(prompts)
+        self.running.append(prompts + answers)
+        if ids.shape[1] > 1:
+            self.chunks.append((answers > 0, ids.shape[1]))
+        else:
+            self.rows.append(ids.shape[0])
+        return self.model(ids, cache=cache)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(sequences=2),
+        Limits(prompts=1),
+        Limits(answers=2),
+        Limits(chunk=64),
+        Limits(chunk_beside=32),
+        Limits(sequences=3, prompts=2, answers=2, chunk=96, chunk_beside=48),
+    ],
+    ids=["sequences", "prompts", "answers", "chunk", "chunk beside", "all"],
+)
+def test_nothing_exceeds_its_limit(
+    tiny: Path, run: Run, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``--max-num-seqs``, ``--prefill-batch-size``, ``--completion-batch-size``,
+    ``--prefill-step-size`` and ``--chunked-prefill-tokens`` set them."""
+    monkeypatch.setenv(QUEUE_VARIABLE, "4")
+    engine = opened(tiny, limits=limits)
+    expected = [of_mlx_lm(engine, words(seed, 200 + seed), 25) for seed in range(4)]
+    watched = engine._module = Watched(engine)
+
+    async def together() -> list[tuple[int, ...]]:
+        asked = (answer(engine, words(seed, 200 + seed), max_tokens=25) for seed in range(4))
+        return await asyncio.gather(*asked)
+
+    try:
+        assert run(together()) == expected
+        assert max(watched.running) <= limits.sequences
+        assert max(watched.begun) <= limits.prompts
+        assert max(watched.rows) <= limits.answers
+        assert max(ids for _, ids in watched.chunks) <= limits.chunk
+        if limits.chunk_beside:
+            assert max(ids for beside, ids in watched.chunks if beside) <= limits.chunk_beside
+    finally:
+        engine.close()
+
+
 # --- Memory.
 
 
@@ -494,6 +621,17 @@ def test_the_context_is_as_long_as_memory_allows(tiny: Path) -> None:
         assert engine.context_length is not None and 4600 < engine.context_length <= 5120
     finally:
         engine.close()
+
+
+def test_a_model_that_leaves_no_room_is_not_loaded(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "memory", lambda: 20_000_000)
+    engine = MlxEngine(str(tiny))
+    with pytest.raises(HostError, match=r"bytes of weights leave no room .* in the 18,000,000"):
+        engine.load(partial(load, tiny))
+    engine.close()
+    assert not engine.loaded
 
 
 # --- Prefix reuse.

@@ -61,7 +61,8 @@ UNREAD = 400_000
 KiB), and in ours; twice that, for what events repeat of the answer at its end."""
 
 SMALL_BUFFERS = f"""
-import runpy, socket
+import runpy, socket, sys
+sys.modules["uvloop"] = None  # uvicorn takes it where it is installed, and it accepts by itself
 accept = socket.socket.accept
 def small(listening):
     connection, address = accept(listening)

@@ -378,6 +378,13 @@ class MlxEngine:
         layout = _layout(layers)
         self._work_per_id = max(0, mx.get_peak_memory() - self.weights) / PROBE
         self.budget = Budget(limit, layout, self._chunk_work())
+        if self.budget.longest(self.weights) < 1:
+            raise HostError(
+                f"{self.weights:,} bytes of weights leave no room for a prompt in the "
+                f"{limit:,} bytes that may be used; take a smaller model, or more of the memory "
+                "(--gpu-memory-utilization)",
+                code="out_of_memory",
+            )
         mx.clear_cache()
         self.cache = self.options.cache(module)
 

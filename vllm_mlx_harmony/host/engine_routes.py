@@ -86,10 +86,9 @@ def _shown(request: RequestStatus) -> dict[str, Any]:
 
 
 async def health(request: Request) -> Response:
-    """``GET /health``: 503 where the engine is not healthy."""
+    """``GET /health``: 503 while the thread of any loaded engine is dead."""
     response = await forward_to_host(request)
-    engine = server()._engine
-    if not isinstance(engine, HarmonyEngine) or engine.is_healthy():
+    if all(engine.is_healthy() for engine in loaded):
         return response
     return JSONResponse({**json.loads(bytes(response.body)), "status": "unhealthy"}, 503)
 
