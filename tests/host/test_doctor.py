@@ -15,7 +15,7 @@ import pytest
 from vllm_mlx_harmony import _startup
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.host import doctor
-from vllm_mlx_harmony.host.versions import versions
+from vllm_mlx_harmony.host.entry_points import versions
 
 
 def found(report: doctor.Report, what: str) -> doctor.Finding:

@@ -1,6 +1,6 @@
-"""The only package that knows vllm-mlx: activation, the patch table, and what the patches do.
+"""The integration into vllm-mlx: activation by flag, the table of its names, our engine in it.
 
-Importing it imports nothing of vllm-mlx and changes nothing in it; `install()` puts the hook into
+Importing this package imports and changes nothing of vllm-mlx; `install()` adds a hook to its
 `serve_command`.
 """
 

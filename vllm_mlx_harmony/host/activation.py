@@ -1,7 +1,7 @@
-"""Activation: looks at the flags of `vllm-mlx serve` and changes vllm-mlx only if they ask.
+"""Activation: reads the flags of `vllm-mlx serve`, and changes vllm-mlx only if they ask for it.
 
-Imports nothing of vllm-mlx, and little else, until then: most processes that come by here do not
-serve gpt-oss. What is changed is written in `contract`.
+Imports nothing of vllm-mlx until then: most processes that install the hook do not serve gpt-oss.
+What is changed is in `contract`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host.entry_points import FLAGS
-from vllm_mlx_harmony.host.versions import versions
+from vllm_mlx_harmony.host.entry_points import FLAGS, versions
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -27,8 +26,9 @@ COMMAND_LINE = "vllm_mlx.cli"
 class Status:
     """What this plugin does in this process.
 
-    `hooked`: `serve_command` waits for the flag; `active`: vllm-mlx is changed now. `parts` says,
-    by entry-point group, which object is used; it is empty, as is `requirements`, when not active.
+    `hooked`: the hook is in front of `serve_command`; `active`: vllm-mlx is changed now.
+    `requirements` are the changes by name, `parts` the source of each part by entry-point group;
+    both are empty when not active.
     """
 
     hooked: bool
@@ -38,76 +38,55 @@ class Status:
     parts: dict[str, str] = field(default_factory=dict)
 
 
-class _ServeHook:
-    """`serve_command` of one namespace: the module's, or `__main__`'s under `python -m`."""
-
-    def __init__(self, namespace: dict[str, Any], command: Callable[[Any], Any]) -> None:
-        self._namespace = namespace
-        self._command = command
-
-        @functools.wraps(command)
-        def hooked(args: Any) -> Any:
-            return self._serve(args)
-
-        self.hooked = hooked
-
-    def put_in(self) -> None:
-        self._namespace["serve_command"] = self.hooked
-
-    def take_out(self) -> None:
-        if self._namespace.get("serve_command") is self.hooked:
-            self._namespace["serve_command"] = self._command
-
-    def is_in(self, namespace: dict[str, Any]) -> bool:
-        return namespace.get("serve_command") is self.hooked
-
-    def _serve(self, args: Any) -> Any:
-        """First of all the original is put back: without the flag, vllm-mlx runs as it is."""
-        remove_hooks()
-        if getattr(args, "tool_call_parser", None) not in FLAGS or not _open(args):
-            return self._command(args)
-        try:
-            return self._command(args)
-        except HostError as error:
-            _exit(error)
-
-
-_hooks: list[_ServeHook] = []
+_hooks: list[tuple[dict[str, Any], Callable[[Any], Any], Callable[[Any], Any]]] = []
+"""Namespaces (the module's, and `__main__`'s under `python -m`), their command, and the hook."""
 
 
 def install(namespace: dict[str, Any] | None = None) -> None:
     """Puts the hook in front of `serve_command`; a second time, nothing happens.
 
-    `namespace` is that of vllm-mlx's command line, `vllm_mlx.cli` when not given. Raises HostError
-    when there is no such command.
+    `namespace` is that of vllm-mlx's command line, by default of `vllm_mlx.cli`. Raises HostError
+    if it has no such command.
     """
     if namespace is None:
         namespace = vars(importlib.import_module(COMMAND_LINE))
-    if any(hook.is_in(namespace) for hook in _hooks):
-        return
     command = namespace.get("serve_command")
+    if any(command is hook for _, _, hook in _hooks):
+        return
     if not callable(command):
         raise HostError(f"{COMMAND_LINE} has no serve_command", code="host_changed")
-    hook = _ServeHook(namespace, command)
-    hook.put_in()
-    _hooks.append(hook)
+
+    @functools.wraps(command)
+    def serve(args: Any) -> Any:
+        remove_hooks()
+        if getattr(args, "tool_call_parser", None) not in FLAGS or not _activate(args):
+            return command(args)
+        try:
+            return command(args)
+        except HostError as error:
+            _exit(error)
+
+    namespace["serve_command"] = serve
+    _hooks.append((namespace, command, serve))
 
 
 def uninstall() -> None:
-    """Restores every attribute and route of vllm-mlx, by identity, and takes the hook out."""
+    """Removes the hook, and restores the very objects that were replaced in vllm-mlx."""
     if contract := sys.modules.get(f"{__package__}.contract"):
         contract.deactivate()
     remove_hooks()
 
 
 def remove_hooks() -> None:
-    """Puts vllm-mlx's own `serve_command` back wherever a hook stands."""
+    """Restores vllm-mlx's own `serve_command` in every namespace."""
     while _hooks:
-        _hooks.pop().take_out()
+        namespace, command, hook = _hooks.pop()
+        if namespace.get("serve_command") is hook:
+            namespace["serve_command"] = command
 
 
 def status() -> Status:
-    """What is in force in this process."""
+    """What this plugin does in this process."""
     contract = sys.modules.get(f"{__package__}.contract")
     installation = contract.active() if contract else None
     if installation is None:
@@ -121,8 +100,8 @@ def status() -> Status:
     )
 
 
-def _open(args: Any) -> bool:
-    """Changes vllm-mlx. False when it runs on unchanged: no Harmony library, or a bug of ours."""
+def _activate(args: Any) -> bool:
+    """Changes vllm-mlx. False if it stays as it is: no Harmony library, or a bug of ours."""
     try:
         importlib.import_module("openai_harmony")
     except ImportError as error:
@@ -139,8 +118,8 @@ def _open(args: Any) -> bool:
         contract.activate(args.tool_call_parser)
         _apply(args)
         enforcement.get_ready()
-        # The flags that go with the one given, for those of vllm-mlx's own paths that look at them.
-        # Not with several models: there, they would change how those that are not Harmony answer.
+        # Flags that belong to the given one, for vllm-mlx's own code. Not with several models:
+        # there they would change the answers of those that are not Harmony models.
         if not getattr(args, "models_config", None):
             args.enable_auto_tool_choice = True
             args.reasoning_parser = args.reasoning_parser or "harmony"
@@ -156,9 +135,9 @@ def _open(args: Any) -> bool:
 
 
 def _check(args: Any) -> None:
-    """Raises HostError for options no request could be answered with, and for an unusable store.
+    """Raises HostError for options that no request can be served with, and an unusable store.
 
-    Template options are not looked at with several models: there, they may be meant for another.
+    With several models, the template options may be those of another model.
     """
     from vllm_mlx_harmony.server import defaults, enforcement
     from vllm_mlx_harmony.server.responses import store
@@ -173,7 +152,7 @@ def _check(args: Any) -> None:
 
 
 def _check_tools(args: Any) -> None:
-    """Raises HostError for a setting or a file of tool servers that cannot be used."""
+    """Raises HostError for unusable settings of tool servers."""
     from vllm_mlx_harmony.server.tools import config
     from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 
@@ -191,7 +170,7 @@ def _check_tools(args: Any) -> None:
 
 
 def _apply(args: Any) -> None:
-    """The flags that mean something else here, or nothing. Raises HostError."""
+    """Configures engines and caches by the flags. Raises HostError for an invalid one."""
     from vllm_mlx_harmony.host import flags, resources, summary
 
     given = flags.given(args)
@@ -214,6 +193,6 @@ def _warn(message: str) -> None:
 
 
 def _exit(error: HostError) -> NoReturn:
-    """The flag asked for what cannot be done here. 2 is what argparse exits with for a bad flag."""
+    """Ends the process with 2, as argparse does for an invalid flag."""
     print(f"vllm-mlx-harmony: error: {error.message}", file=sys.stderr)
     raise SystemExit(2) from error

@@ -1,7 +1,4 @@
-"""vllm-mlx as the front end sees it: its server as a ``Host``, its engines as ``Engine``s.
-
-Knows which of vllm-mlx's functions do what a ``Host`` promises.
-"""
+"""vllm-mlx's server as the ``Host`` of the front end."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from vllm_mlx_harmony.engine.disk.turns import Turns
 from vllm_mlx_harmony.host import entry_points, resources
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.host.mount import forward_to_host
-from vllm_mlx_harmony.host.server_globals import server
+from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
 from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
@@ -31,11 +28,11 @@ from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 T = TypeVar("T")
 
 METRIC = "vllm_mlx_harmony_reasoning_ended"
-"""Counter, by reason: answers that the model was made to begin."""
+"""Counter, by reason: answers whose reasoning was ended by force."""
 
 
 def engine_of(engine: Any) -> Engine | None:
-    """The engine within ``engine`` of vllm-mlx; ``None`` when that is not for a Harmony model."""
+    """The engine of ids within vllm-mlx's ``engine``; ``None`` if that has another model."""
     return engine.engine if isinstance(engine, HarmonyEngine) else None
 
 
@@ -45,18 +42,18 @@ def _archive(disk: DiskCache) -> Archive:
 
 
 class VllmMlx:
-    """vllm-mlx's server as the front end's ``Host``."""
+    """The ``Host``, over the globals and flags of vllm-mlx's server."""
 
     toolbox: Toolbox | None = None
 
     @property
     def model_name(self) -> str | None:
-        """What its only model is called; ``None`` when it has several."""
+        """The name of the only model; ``None`` if there are several."""
         vllm = server()
         return None if vllm._model_manager is not None else str(vllm._model_name or "")
 
     async def models(self) -> dict[str, Any]:
-        """Its list, with ``max_model_len``, as vLLM calls it: clients are set up by it."""
+        """vllm-mlx's list, with ``max_model_len`` as in vLLM, which clients configure."""
         vllm = server()
         listed: dict[str, Any] = (await vllm.list_models()).model_dump(mode="json")
         ours = engine_of(vllm._engine)
@@ -72,7 +69,7 @@ class VllmMlx:
     async def acquire(
         self, request: Request, model: str | None, deadline: Deadline
     ) -> Lease | None:
-        """Its own acquisition. It files what it lent under the request: the same goes back."""
+        """An engine of vllm-mlx, which records it under the request and releases it by that."""
         vllm = server()
         if model is not None:
             vllm._validate_model_name(model)
@@ -85,15 +82,15 @@ class VllmMlx:
         return Lease(engine_of(engine), tenant_of(request), deadline, give_back)
 
     async def forward(self, request: Request) -> Response:
-        """The answer of vllm-mlx's route that ours stands in front of."""
+        """The response of vllm-mlx's own route."""
         return await forward_to_host(request)
 
     def deadline(self, timeout: float | None) -> Deadline:
-        """Its own; ``--timeout`` where a request names none."""
+        """From the request, or else from ``--timeout``."""
         return Deadline(*server()._start_request_budget(timeout))
 
     def defaults(self, engine: Engine | None) -> Defaults:
-        """What its flags say, and the model's ``generation_config.json``."""
+        """From the flags, and the model's ``generation_config.json``."""
         vllm = server()
         flags = Sampling(
             temperature=vllm._default_temperature,
@@ -108,7 +105,7 @@ class VllmMlx:
         return replace(read, sampling=defaults.sampling(flags, model))
 
     def max_tokens(self, requested: int | None) -> int:
-        """Its own limit and default."""
+        """From the request and the flags."""
         return int(server()._resolve_request_max_tokens(requested))
 
     @property
@@ -119,7 +116,7 @@ class VllmMlx:
 
     @property
     def archive(self) -> Archive | None:
-        """The directory that ``--ssd-cache-dir`` names."""
+        """Turns on disk, in ``--ssd-cache-dir``."""
         disk = resources.disk()
         return None if disk is None else _archive(disk)
 
@@ -129,37 +126,34 @@ class VllmMlx:
         return bool(server()._api_key)
 
     async def authenticate(self, connection: HTTPConnection) -> None:
-        """Its own check. Its comparison raises ``TypeError`` for a key that is not ASCII."""
+        """vllm-mlx's check, which raises ``TypeError`` for a key that is not ASCII."""
         vllm = server()
         await vllm.verify_api_key(await vllm.security(connection))
 
     async def check_rate_limit(self, connection: HTTPConnection) -> None:
-        """Its own check."""
+        """vllm-mlx's check."""
         await server().check_rate_limit(connection)
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
-        """Its own metrics, and a counter of ours among them."""
+        """vllm-mlx's metrics of a request, and a counter of ours."""
         return _Tracker(server()._metrics.track_inference(api, stream=stream))
 
     async def unless_gone(
         self, coming: Awaitable[T], request: Request, seconds: float, total: float
     ) -> T | None:
-        """Its own watch over the client."""
-        found: T | None = await server()._wait_with_disconnect(
+        """vllm-mlx's wait, which is cancelled when the client disconnects."""
+        result: T | None = await server()._wait_with_disconnect(
             coming, request, timeout=seconds, timeout_detail_seconds=total
         )
-        return found
+        return result
 
     def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
-        """Its own guard, which would end a silent stream without a word: an answer has its own
-        limit, which says something."""
-        guarded: AsyncIterator[str] = server()._disconnect_guard(
-            _Retrieved(frames), request, timeout=float("inf")
-        )
-        return guarded
+        """vllm-mlx's guard, without its timeout, which would end a stream without an error: an
+        answer has a deadline of its own."""
+        return server()._disconnect_guard(_Retrieved(frames), request, timeout=float("inf"))
 
     def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
-        """Of uvicorn's connection, as far as vllm-mlx can find it."""
+        """That of uvicorn's connection, if vllm-mlx finds it."""
         protocol = server()._find_uvicorn_cycle(connection)  # a WebSocket's looks like a request's
         return None if protocol is None else protocol.transport
 
@@ -176,8 +170,8 @@ class VllmMlx:
 
 
 class _Retrieved:
-    """``frames``, whose end asyncio does not log: vllm-mlx awaits each of them in a task, and when
-    a client goes just when an answer ends, nobody takes the end from that."""
+    """``frames`` whose exceptions are always retrieved: vllm-mlx awaits each frame in a task, and
+    drops the task, and so the end of the stream, if the client disconnects at that moment."""
 
     def __init__(self, frames: AsyncIterable[str]) -> None:
         self._frames = aiter(frames)
@@ -192,11 +186,11 @@ class _Retrieved:
 
 
 class _Tracker:
-    """vllm-mlx's accounting of a request, and what it has no word for."""
+    """vllm-mlx's metrics of a request, and a counter of ours."""
 
-    def __init__(self, tracker: Any) -> None:
-        self.observe_ttft: Callable[[], None] = tracker.observe_ttft
-        self._finish: Callable[..., None] = tracker.finish
+    def __init__(self, tracker: InferenceTracker) -> None:
+        self.observe_ttft = tracker.observe_ttft
+        self._finish = tracker.finish
 
     def finish(
         self,
@@ -207,18 +201,18 @@ class _Tracker:
         cached_tokens: int = 0,
         reasoning_tokens: int = 0,
     ) -> None:
-        """Its own, which knows no more than these."""
+        """Records what vllm-mlx has metrics for."""
         self._finish(
             result=result, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
         )
 
     def reasoning_ended(self, reason: str) -> None:
-        """Counts it among vllm-mlx's metrics, if they are on."""
-        metrics: dict[str, Any] | None = server()._metrics._prom
+        """Counts it, if vllm-mlx's metrics are enabled."""
+        metrics = server()._metrics._prom
         if metrics is None:
             return
         if METRIC not in metrics:
-            from prometheus_client import Counter  # as vllm-mlx does when they are on
+            from prometheus_client import Counter  # as vllm-mlx does when they are enabled
 
             about = "Answers that the model was made to begin, by what ended its reasoning."
             metrics[METRIC] = Counter(METRIC, about, ["reason"], registry=metrics["registry"])
@@ -226,10 +220,10 @@ class _Tracker:
 
 
 def seconds_to_end() -> float:
-    """For how long answers may go on when the server ends: no longer than ``--timeout``."""
+    """The grace period of running answers at shutdown: at most ``--timeout``."""
     return min(shutdown.LONGEST, float(server()._default_timeout))
 
 
 def gracefully(original: shutdown.Shutdown) -> shutdown.Shutdown:
-    """uvicorn's ``Server.shutdown``, when our answers have ended."""
+    """uvicorn's ``Server.shutdown``, after our answers have ended."""
     return shutdown.gracefully(original, seconds_to_end)

@@ -1,8 +1,7 @@
-"""Says what is installed, active and supported here, whether vllm-mlx is as expected, and why not.
+"""The ``doctor`` command: checks what is installed, loaded and supported, and names fixes.
 
-Looks and changes nothing; downloads nothing. One line for each group of findings while all is well,
-a line and what to do about it for everything that is not. Plain text, so that it can be pasted
-anywhere.
+It changes and downloads nothing. A check that passes is one line, or part of one; a check that
+fails is a line of its own and what to do about it.
 """
 
 from __future__ import annotations
@@ -23,31 +22,33 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony import _startup
-from vllm_mlx_harmony.host.versions import LIBRARIES, versions
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.host.entry_points import LIBRARIES, versions
+
+if TYPE_CHECKING:
+    from vllm_mlx_harmony.host.patching import Requirement
 
 STARTUP_FILE = "vllm_mlx_harmony_startup.pth"
 PACKAGE = "vllm_mlx"
+ADDRESS = "127.0.0.1"
 PORT = 8000
-"""Where vllm-mlx listens, unless it is told otherwise."""
+"""vllm-mlx's default port."""
 
 LAST_PORT = 65_535
 
 GATEWAY = "vllm-mlx-harmony gateway"
-"""What a gateway's ``/health`` calls itself (``gateway.app``, which is not imported here)."""
+"""The name in a gateway's ``/health`` (``gateway.app``, which is not imported here)."""
 
-ADDRESS = "127.0.0.1"
 PATIENCE = 2.0
-"""Seconds for whatever listens on the port to say what it is."""
+"""Seconds to wait for the ``/health`` of a server on the port."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. ``ok`` is None for what is neither right nor wrong.
-
-    ``fix`` is what to do about it.
-    """
+    """The result of a check. ``ok`` is None for information; ``fix`` says how to correct it."""
 
     ok: bool | None
     what: str
@@ -57,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Findings that belong together; ``summary`` says in a line that all of them are well."""
+    """Findings that are shown as one line, ``summary``, if all of them are ok."""
 
     name: str
     findings: tuple[Finding, ...]
@@ -65,32 +66,31 @@ class Group:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no check has failed."""
         return all(finding.ok is not False for finding in self.findings)
 
     def lines(self, *, verbose: bool) -> Iterator[tuple[bool | None, str, str]]:
-        """What is shown of it: mark, name and text of each line."""
-        wrong = [finding for finding in self.findings if finding.ok is False]
-        if verbose:
-            wrong = list(self.findings)
-        elif not wrong:
+        """Mark, name and text of each line."""
+        if self.ok and not verbose:
             details = (finding.detail for finding in self.findings if finding.detail)
             yield True, self.name, self.summary or ", ".join(details)
-        for finding in wrong:
-            yield finding.ok, finding.what, finding.detail
+            return
+        for finding in self.findings:
+            if verbose or finding.ok is False:
+                yield finding.ok, finding.what, finding.detail
             if finding.fix and finding.ok is False:
                 yield None, "", f"do: {finding.fix}"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All groups, in the order in which things depend on each other."""
+    """All groups, each after those that it depends on."""
 
     groups: tuple[Group, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no check has failed."""
         return all(group.ok for group in self.groups)
 
     @property
@@ -114,15 +114,21 @@ _CONCLUSIONS = {
 }
 
 
+def _one(name: str, ok: bool | None, detail: str, fix: str = "") -> Group:
+    """A group of one finding."""
+    return Group(name, (Finding(ok, name, detail, fix),))
+
+
 def doctor(
     model: str | None = None,
     port: int = PORT,
     cache: str | None = None,
     tools: str | None = None,
 ) -> Report:
-    """Looks at this installation and a port; if named at a model, a ``--ssd-cache-dir``, and the
-    tool servers of an ``--mcp-config``, each of which is started and asked for its tools."""
-    groups = [_python(), _packages(), _loading(), _vocabulary(), *_host(), _port(port)]
+    """Checks this installation and a port; if given, a model, a ``--ssd-cache-dir``, and the tool
+    servers of an ``--mcp-config``, each of which is started and asked for its tools."""
+    python = _one("python", True, f"{platform.python_version()} ({sys.executable})")
+    groups = [python, _packages(), _loading(), _vocabulary(), *_host(), _port(port)]
     if cache is not None:
         groups.append(_cache(Path(cache).expanduser()))
     if tools is not None:
@@ -133,7 +139,7 @@ def doctor(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the report; 0 when everything is in place, 1 when something is not."""
+    """Prints the report; returns 1 if a check has failed."""
     parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony doctor",
         description="Checks what is installed, active and supported, and names fixes.",
@@ -154,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _port_number(text: str) -> int:
-    """Raises ``ArgumentTypeError`` for what is no port."""
+    """Raises ``ArgumentTypeError`` if the text is not a port."""
     number = int(text) if text.isascii() and text.isdigit() else 0
     if not 0 < number <= LAST_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: 1 to {LAST_PORT}")
@@ -162,59 +168,48 @@ def _port_number(text: str) -> int:
 
 
 def _tools(path: str) -> Group:
-    """Each tool server of the file, started, asked for its tools and ended again."""
-    from vllm_mlx_harmony.core.errors import HostError
+    """Starts each tool server of the file, asks for its tools, and stops it again."""
     from vllm_mlx_harmony.server.tools import config
     from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
     try:
         toolbox = Toolbox.of(config.read(path), config.Use.ON)
     except HostError as error:
-        return Group("tools", (Finding(False, "tools", error.message, f"see {path}"),))
+        return _one("tools", False, error.message, f"see {path}")
 
-    async def tried() -> list[Finding]:
+    async def try_all() -> tuple[Finding, ...]:
         await toolbox.start()
         try:
-            return [
+            return tuple(
                 Finding(
                     bool(each.tools),
                     f"tools: {each.label}",
                     ", ".join(tool.origin[-1] for tool in each.tools) or each.problem,
-                    "" if each.tools else f"see what {path} says of it",
+                    f"see its entry in {path}",
                 )
                 for each in toolbox.namespaces
-            ]
+            )
         finally:
             await toolbox.stop()
 
-    found = asyncio.run(tried()) or [Finding(None, "tools", f"{path} has no servers")]
-    return Group("tools", tuple(found))
-
-
-def _python() -> Group:
-    version, low = platform.python_version(), (3, 10)
-    fine = sys.version_info >= low
-    fix = "" if fine else "install Python 3.10 or later"
-    return Group("python", (Finding(fine, "python", f"{version} ({sys.executable})", fix),))
+    found = asyncio.run(try_all())
+    return Group("tools", found) if found else _one("tools", None, f"{path} has no servers")
 
 
 def _packages() -> Group:
     found = versions()
     findings = [Finding(None, name, version) for name, version in found.items()]
-    if "vllm-mlx" not in found:
-        fix = "pip install vllm-mlx"
-        findings.append(Finding(False, "vllm-mlx", f"not installed: {fix}", fix))
-    if not any(name in found for name in LIBRARIES):
-        fix = "pip install openai-harmony"
-        findings.append(Finding(False, "openai-harmony", f"not installed: {fix}", fix))
+    for names in (("vllm-mlx",), LIBRARIES):
+        if not any(name in found for name in names):
+            fix = f"pip install {names[0]}"
+            findings.append(Finding(False, names[0], f"not installed: {fix}", fix))
     findings.extend(_clashes())
-    return Group(
-        "packages", tuple(findings), ", ".join(f"{name} {at}" for name, at in found.items())
-    )
+    summary = ", ".join(f"{name} {version}" for name, version in found.items())
+    return Group("packages", tuple(findings), summary)
 
 
 def _clashes() -> Iterator[Finding]:
-    """Other distributions with a package of vllm-mlx's name: whichever came last is imported."""
+    """Other distributions with a package of that name: the one installed last is imported."""
     owners = metadata.packages_distributions().get(PACKAGE, ())
     normal = {owner: owner.lower().replace("_", "-").replace(".", "-") for owner in owners}
     for name in sorted(owner for owner in normal if normal[owner] != "vllm-mlx"):
@@ -259,65 +254,62 @@ def _vocabulary() -> Group:
         vocab.encoding()
     except Exception as error:
         fix = "pip install --force-reinstall vllm-mlx-harmony openai-harmony"
-        return Group("vocabulary", (Finding(False, "vocabulary", _message(error), fix),))
+        return _one("vocabulary", False, _message(error), fix)
     pointed, cached = os.environ.get(vocab.BASE_VARIABLE), vocab.cache_dir()
     where = f"not cached: {cached} cannot be written"
     if pointed and (Path(pointed) / vocab.FILE_NAME).is_file():
         where = f"in {pointed}"
     elif (cached / vocab.FILE_NAME).is_file():
         where = f"cached in {cached}"
-    return Group("vocabulary", (Finding(True, "vocabulary", f"o200k_harmony, {where}"),))
+    return _one("vocabulary", True, f"o200k_harmony, {where}")
 
 
 def _host() -> Iterator[Group]:
-    """Of a version that is not supported, too: that is how one finds out what has changed in it."""
+    """Also checks the table on a host that is not supported, to show what has changed in it."""
+    reinstall = "pip install --force-reinstall vllm-mlx-harmony"
     try:
-        from vllm_mlx_harmony.host import contract, entry_points
-        from vllm_mlx_harmony.host.mount import Route
+        from vllm_mlx_harmony.host import contract, entry_points, patching
 
         reason = contract.unsupported()
     except Exception as error:
-        fix = "pip install --force-reinstall vllm-mlx-harmony"
-        yield Group("host", (Finding(False, "supported", _message(error), fix),))
+        yield _one("supported", False, _message(error), reinstall)
         return
-    supported = f"pip install 'vllm-mlx{contract.SUPPORTED}'"
+    fix = f"pip install 'vllm-mlx{contract.SUPPORTED}'"
     message = reason or f"vllm-mlx {contract.host_version()} is supported"
-    yield Group("host", (Finding(reason is None, "supported", message, supported),))
+    yield _one("supported", reason is None, message, fix)
     if contract.host_version() is None:
         return
+    fix = f"{fix}; if that does not help, report it: this host differs from the released one"
+    names = [_requirement(row, fix) for row in contract.NAMES]
+    replaced = sum(isinstance(row, patching.Patch) for row in contract.NAMES)
+    summary = f"{len(names) - replaced} used and {replaced} replaced are as expected"
+    yield Group("names", tuple(names), summary)
     try:
         found = entry_points.in_use()
-        rows = contract.table(found)
+        rows = contract.table(found)[len(names) :]
     except Exception as error:
-        fix = "uninstall what replaces a part, or reinstall vllm-mlx-harmony"
-        yield Group("parts", (Finding(False, "parts", _message(error), fix),))
+        fix = f"uninstall the package that replaces a part, or {reinstall}"
+        yield _one("parts", False, _message(error), fix)
         return
     sources = tuple(Finding(True, group, source) for group, source in found.sources.items())
     yield Group("parts", sources, f"{len(sources)} found")
-    fix = f"{supported}; if it stays, report it: this host is not the one that was released"
-    requirements: dict[bool, list[Finding]] = {False: [], True: []}
-    for row in rows:
-        problem = row.problem()
-        finding = Finding(problem is None, f"requirement {row.label}", problem or row.why, fix)
-        requirements[isinstance(row, Route)].append(finding)
-    yield Group(
-        "names",
-        tuple(requirements[False]),
-        f"{len(requirements[False])} of vllm-mlx are as expected",
-    )
-    yield Group(
-        "routes", tuple(requirements[True]), f"{len(requirements[True])} can be put in place"
-    )
+    added = tuple(_requirement(row, fix) for row in rows)
+    yield Group("routes", added, f"{len(added)} routes and entries can be added")
+
+
+def _requirement(row: Requirement, fix: str) -> Finding:
+    problem = row.problem()
+    return Finding(problem is None, f"requirement {row.label}", problem or row.why, fix)
 
 
 def _port(port: int) -> Group:
     if _free(port):
-        return Group("port", (Finding(True, "port", f"{port} is free"),))
+        return _one("port", True, f"{port} is free")
     if server := _server(port):
-        return Group("port", (Finding(None, "port", f"{port}: {server} answers there already"),))
+        return _one("port", None, f"{port}: {server} is running there")
     other = port + 1 if port < LAST_PORT else port - 1
     fix = f"end it, or serve with --port {other}"
-    return Group("port", (Finding(False, "port", f"{port} is in use by another program", fix),))
+    return _one("port", False, f"{port} is in use by another program", fix)
 
 
 def _free(port: int) -> bool:
@@ -331,7 +323,7 @@ def _free(port: int) -> bool:
 
 
 def _server(port: int) -> str:
-    """What of ours listens there; empty for another program."""
+    """Which of our servers listens on the port; empty for another program."""
     connection = HTTPConnection(ADDRESS, port, timeout=PATIENCE)
     try:
         connection.request("GET", "/health")
@@ -348,110 +340,73 @@ def _server(port: int) -> str:
 
 
 def _cache(directory: Path) -> Group:
-    """The prefix cache on disk: what is in it, or why there can be none."""
+    """The prefix cache on disk: its content, or why it cannot be used."""
     from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES
     from vllm_mlx_harmony.engine.disk.index import NAME, looked_at
-    from vllm_mlx_harmony.host.units import size
+    from vllm_mlx_harmony.host.resources import size
 
+    home = directory / DIRECTORY
     try:
-        home = directory / DIRECTORY
-        _writable(directory, home, home / PIECES)
+        place = next(path for path in (directory, *directory.parents) if path.exists())
+        for path in (place, home, home / PIECES):
+            if path.exists():  # modes do not tell root, nor that a disk is read-only
+                tempfile.TemporaryFile(dir=path).close()
         if (home / NAME).exists():
             os.close(os.open(home / NAME, os.O_RDWR))
     except OSError as error:
         message = f"{error.filename or directory} cannot be used: {error.strerror or error}"
-        fix = "name another directory, or change its mode"
-        return Group("disk cache", (Finding(False, "disk cache", message, fix),))
+        return _one("disk cache", False, message, "use another directory, or change its mode")
     try:
-        found = looked_at(directory / DIRECTORY)
+        found = looked_at(home)
     except (OSError, sqlite3.Error) as error:
-        fix = f"remove {directory / DIRECTORY}: it is made anew"
-        return Group("disk cache", (Finding(False, "disk cache", _message(error), fix),))
+        return _one("disk cache", False, _message(error), f"remove {home}: it is created again")
     message = f"nothing in {directory} yet"
     if found is not None:
         message = (
             f"{size(found.nbytes)}, {found.pieces:,} pieces of {found.conversations:,} "
             f"conversations, {found.turns:,} turns, in {directory}"
         )
-    return Group("disk cache", (Finding(True, "disk cache", message),))
-
-
-def _writable(directory: Path, *below: Path) -> None:
-    """Raises ``OSError`` where a server could not make files in ``directory``, or in what is below.
-
-    Tried with a file that has no name: modes say nothing to root, nor of a disk that is read-only.
-    """
-    place = next(path for path in (directory, *directory.parents) if path.exists())
-    for path in (place, *below):
-        if path.exists():
-            with tempfile.TemporaryFile(dir=path):
-                pass
+    return _one("disk cache", True, message)
 
 
 def _model(name: str) -> Group:
     try:
-        from vllm_mlx_harmony.host.models import is_harmony_directory
+        from vllm_mlx_harmony.host.models import is_harmony_model
 
-        directory = _directory(name)
-        harmony = None if directory is None else is_harmony_directory(directory)
+        harmony = is_harmony_model(name)
     except Exception as error:
-        fix = "download it again: vllm-mlx download"
-        return Group("model", (Finding(False, "model", _message(error), fix),))
-    details = {
-        True: (f"{name} is a Harmony model", ""),
-        False: (
-            f"{name} is not a Harmony model: its tokenizer is not o200k_harmony",
-            "serve it without --tool-call-parser harmony",
-        ),
-        None: (
-            f"{name} is not here: no such directory, or no tokenizer.json in the cache",
-            f"vllm-mlx download {name}",
-        ),
-    }
-    findings = [Finding(harmony is True, "model", *details[harmony])]
-    if harmony and directory is not None:
-        findings += _memory(directory)
-    return Group("model", tuple(findings))
+        return _one("model", False, _message(error), "download it again: vllm-mlx download")
+    if harmony is None:
+        message = "is not here: no such directory, or no tokenizer.json in the cache"
+        return _one("model", False, f"{name} {message}", f"vllm-mlx download {name}")
+    if not harmony:
+        message = f"{name} is not a Harmony model: its tokenizer is not o200k_harmony"
+        return _one("model", False, message, "serve it without --tool-call-parser harmony")
+    return Group("model", (Finding(True, "model", f"{name} is a Harmony model"), *_memory(name)))
 
 
-UTILIZATION = 0.9
-"""What ``--gpu-memory-utilization`` is by default."""
-
-
-def _memory(directory: Path) -> Iterator[Finding]:
-    """How long a request may be, prompt and answer together, as far as memory allows."""
+def _memory(model: str) -> Iterator[Finding]:
+    """The longest request, prompt and output together, for which there is memory."""
     from vllm_mlx_harmony.engine import device
     from vllm_mlx_harmony.engine.memory import Budget, layout_of
-    from vllm_mlx_harmony.host.units import size
-    from vllm_mlx_harmony.server.model_files import CONFIG, configuration, length_of
+    from vllm_mlx_harmony.host.resources import Flags, size
+    from vllm_mlx_harmony.server.model_files import CONFIG, configuration, length_of, path_of
 
-    layout = layout_of(configuration(str(directory), CONFIG))
+    layout = layout_of(configuration(model, CONFIG))
     if layout is None:
         return
-    weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    limit = int(device.memory() * UTILIZATION)
-    longest, window = Budget(limit, layout, 0).longest(weights), length_of(str(directory))
+    files = path_of(model, CONFIG).parent.glob("*.safetensors")
+    weights = sum(path.stat().st_size for path in files)
+    limit = int(device.memory() * Flags().gpu_memory_utilization)
+    longest, window = Budget(limit, layout, 0).longest(weights), length_of(model)
     beside = f"beside {size(weights)} of weights in {size(limit)}"
     if longest < 1:
-        fix = "take a smaller model, or --gpu-memory-utilization 0.95"
+        fix = "use a smaller model, or --gpu-memory-utilization 0.95"
         yield Finding(False, "memory", f"nothing fits {beside}", fix)
     elif window is not None and longest >= window:
         yield Finding(True, "memory", f"all of its {window:,} tokens fit {beside}")
     else:
         yield Finding(True, "memory", f"about {longest:,} tokens fit {beside}")
-
-
-def _directory(name: str) -> Path | None:
-    """Of a model that is on this machine."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        cached = try_to_load_from_cache(name, "tokenizer.json")
-    except ValueError:  # a path that does not exist is no repository id either
-        return None
-    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _message(error: Exception) -> str:

@@ -1,11 +1,9 @@
-"""Routes of vllm-mlx that show and empty what an engine holds, and say how it is.
+"""Routes for the state of engines: their caches, requests and health.
 
-`/v1/cache/stats` and `DELETE /v1/cache` of vllm-mlx import mlx_vlm to ask after its caches, with
-it torch: for seconds no other request is answered. A Harmony model has nothing in those caches. So
-they are asked only when mlx_vlm has been imported already; what is answered otherwise is vllm-mlx's
-own answer for when there is no mlx_vlm. Drop when vllm-mlx no longer imports it there.
-
-`/health` says of an engine whose thread has died that it is healthy: not so here.
+vllm-mlx's `/v1/cache/stats` and `DELETE /v1/cache` import mlx_vlm, and torch with it, on the event
+loop, which blocks all requests for seconds. A Harmony model has nothing in the caches of mlx_vlm:
+unless it is imported already, the answer here is that of vllm-mlx without mlx_vlm. Drop this when
+vllm-mlx no longer imports it there. Its `/health` is healthy even if the engine's thread has died.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.server.endpoint import Endpoint
 
 VISION = "mlx_vlm.utils"
-"""The module that takes seconds to import."""
+"""The module that is slow to import."""
 
 
 async def cache_stats(request: Request) -> Response:
@@ -52,13 +50,13 @@ async def clear_cache(request: Request) -> Response:
 
 
 async def clear_prefix_cache(request: Request) -> Response:
-    """``DELETE /v1/cache/prefix``: vllm-mlx's, and the disk."""
+    """``DELETE /v1/cache/prefix``: vllm-mlx's route, after the disk is emptied."""
     await _empty_disk()
     return await forward_to_host(request)
 
 
 async def status(_: Request) -> Response:
-    """``GET /harmony/status``: every request that runs or waits, and how long its prompt takes."""
+    """``GET /harmony/status``: all requests, with the progress of their prompts."""
     models = []
     for each in sorted(loaded, key=lambda one: one.model_name):
         engine = each.engine
@@ -77,7 +75,7 @@ async def status(_: Request) -> Response:
 
 
 def _shown(request: RequestStatus) -> dict[str, Any]:
-    """A request without its tenant; seconds and speeds to three places."""
+    """A request without its tenant, with rounded numbers."""
     return {
         name: round(value, 3) if isinstance(value, float) else value
         for name, value in asdict(request).items()
@@ -94,7 +92,7 @@ async def health(request: Request) -> Response:
 
 
 async def _empty_disk() -> None:
-    """Of all models, and first of all what would be written anew: somebody wants it gone."""
+    """Empties the disk, and first the memory, which would be written to it again."""
     disk = resources.disk()
     if disk is not None:
         resources.tree().forget(lambda _: True)
@@ -102,7 +100,7 @@ async def _empty_disk() -> None:
 
 
 def _harmony_alone() -> HarmonyEngine | None:
-    """The server's engine, when it is Harmony's and nobody here uses mlx_vlm; else ``None``."""
+    """The only model's engine if that is ours and mlx_vlm is not imported; else ``None``."""
     engine = server()._engine
     alone = VISION not in sys.modules and isinstance(engine, HarmonyEngine)
     return engine if alone else None

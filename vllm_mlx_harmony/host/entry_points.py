@@ -1,7 +1,7 @@
-"""The replaceable parts: tool parser, prompt renderer, streaming context, found by entry point.
+"""Installed distributions: versions, and the parts that another package can replace.
 
-Knows the groups and the names. Another distribution that provides the same name wins over this one,
-so that somebody can replace a part by installing a package.
+The parts are the tool parser, the prompt renderer and the streaming context, each an entry point.
+Another distribution that provides one of the same name takes precedence over this one.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+from vllm_mlx_harmony import __version__
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.patching import locate
 
 DISTRIBUTION = "vllm-mlx-harmony"
 
+LIBRARIES = ("openai-harmony", "oss-harmony")
+"""Distributions that provide `openai_harmony`; the second is a fork of the first."""
+
 FLAGS = ("harmony", "gpt-oss")
-"""Values of `--tool-call-parser` that ask for this plugin, and the names of its entry points."""
+"""Values of `--tool-call-parser` that activate this plugin, and the names of its entry points."""
 TOOL_PARSERS = "vllm_mlx.tool_parsers"
 PROMPT_RENDERERS = "vllm_mlx.prompt_renderers"
 STREAMING_CONTEXTS = "vllm_mlx.streaming_contexts"
@@ -27,12 +31,23 @@ OWN = {
     PROMPT_RENDERERS: "vllm_mlx_harmony.core.render:render",
     STREAMING_CONTEXTS: "vllm_mlx_harmony.core.context:StreamingHarmonyContext",
 }
-"""As in `pyproject.toml`; used by itself where nothing is installed (a checkout on the path)."""
+"""As in `pyproject.toml`; used if this package is not installed (a checkout on the path)."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of this package, vllm-mlx and the Harmony library, if installed."""
+    found = {DISTRIBUTION: __version__}
+    for name in ("vllm-mlx", *LIBRARIES):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Extensions:
-    """What an installation works with. `sources` says, by group, where each part is from."""
+    """The parts of an installation. `sources` describes the origin of each, by group."""
 
     tool_parser: type[Any]
     renderer: Any
@@ -41,7 +56,7 @@ class Extensions:
 
 
 def find(name: str) -> Extensions:
-    """The parts that go by `name` (`harmony`, `gpt-oss`). Raises HostError as `resolve` does."""
+    """The parts of this name (`harmony`, `gpt-oss`). Raises HostError as `resolve` does."""
     return Extensions(
         tool_parser=resolve(TOOL_PARSERS, name),
         renderer=resolve(PROMPT_RENDERERS, name),
@@ -54,7 +69,7 @@ _in_use: Extensions | None = None
 
 
 def use(parts: Extensions | None) -> None:
-    """From now on ``in_use`` gives these; ``None``: the ones that would be found."""
+    """Sets what ``in_use`` returns; with ``None``, what would be found."""
     global _in_use
     _in_use = parts
 
@@ -65,7 +80,7 @@ def in_use() -> Extensions:
 
 
 def resolve(group: str, name: str) -> Any:
-    """The object behind an entry point. Raises HostError when there is none or it cannot load."""
+    """The object of an entry point. Raises HostError if there is none, or it cannot be loaded."""
     entry = _choose(group, name)
     target = entry.value if entry else OWN.get(group)
     if target is None:
@@ -77,7 +92,7 @@ def resolve(group: str, name: str) -> Any:
 
 
 def source(group: str, name: str) -> str:
-    """`distribution version (object)` of what `resolve` gives."""
+    """`distribution version (object)` of what `resolve` returns."""
     entry = _choose(group, name)
     if entry is None:
         return OWN.get(group, "")
@@ -86,12 +101,14 @@ def source(group: str, name: str) -> str:
 
 
 def _choose(group: str, name: str) -> metadata.EntryPoint | None:
+    """The first in alphabetical order of distributions, this one last: the same everywhere."""
     entries = metadata.entry_points(group=group, name=name)
-    # Sorted by name, ours last: two strangers give the same answer on every machine.
-    ranked = sorted(
-        entries, key=lambda entry: (_distribution(entry) == DISTRIBUTION, _distribution(entry))
-    )
-    return ranked[0] if ranked else None
+    return min(entries, key=_rank, default=None)
+
+
+def _rank(entry: metadata.EntryPoint) -> tuple[bool, str]:
+    distribution = _distribution(entry)
+    return distribution == DISTRIBUTION, distribution
 
 
 def _distribution(entry: metadata.EntryPoint) -> str:

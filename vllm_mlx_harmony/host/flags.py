@@ -1,11 +1,8 @@
-"""Flags of ``vllm-mlx serve`` that mean something else for a Harmony model, or nothing.
+"""Flags of ``vllm-mlx serve`` that have another meaning for a Harmony model, or no effect.
 
-Prompts go to the engine as token ids, and their keys and values are held by `engine.prefix_cache`.
-So vllm-mlx's limits on the size of its cache are the budget of ours, its directory is where ours
-outlives the process (`resources`), and whatever else is said of its caches has no effect; the same
-is true of what works on a prompt's text, and of what gpt-oss cannot do.
-
-A flag counts when it was *given*: its default says nothing about what anybody expects.
+vllm-mlx's size and directory of its prefix cache are those of ours (`resources`); its other cache
+flags have no effect, and neither have flags for text prompts and for what gpt-oss cannot do. Only
+flags that were *given* are reported: a default is nothing that a user expects.
 """
 
 from __future__ import annotations
@@ -23,14 +20,14 @@ from vllm_mlx_harmony.host.resources import Flags
 from vllm_mlx_harmony.server.defaults import OPTIONS
 
 BYTES_PER_MB = 1 << 20
-"""As vllm-mlx counts the megabytes of its flags."""
+"""The unit of vllm-mlx's flags."""
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Flags without effect, by their names in the parsed arguments, and the reason to give.
+    """Flags without effect, by their names in the parsed arguments, and the reason.
 
-    ``off``: only where there is no prefix cache.
+    ``off``: only if the prefix cache is disabled.
     """
 
     names: tuple[str, ...]
@@ -81,9 +78,9 @@ IDLE: tuple[Idle, ...] = (
 
 
 def given(args: Any) -> dict[str, Any]:
-    """The flags that ``args``, the parsed command line of this process, was made of, by name.
+    """The flags that were given on the command line of this process, by name.
 
-    Where ``args`` came from elsewhere: those that differ from vllm-mlx's defaults.
+    If ``args`` was not parsed from that: those that differ from vllm-mlx's defaults.
     """
     if sys.argv[1:2] == ["serve"]:
         found = _parsed(sys.argv[1:], argparse.SUPPRESS)
@@ -98,7 +95,7 @@ def given(args: Any) -> dict[str, Any]:
 
 
 def _parsed(line: list[str], default: str | None) -> dict[str, Any]:
-    """A command line, parsed by vllm-mlx; ``default`` replaces every flag's own, if it is given."""
+    """A command line as vllm-mlx parses it; ``default``, if given, replaces all defaults."""
     from vllm_mlx.cli import create_parser
 
     parser = create_parser()
@@ -109,14 +106,14 @@ def _parsed(line: list[str], default: str | None) -> dict[str, Any]:
     try:
         with redirect_stderr(StringIO()):
             return dict(vars(parser.parse_args(line)))
-    except SystemExit:  # not the line that vllm-mlx has parsed before
+    except SystemExit:  # vllm-mlx has parsed another line
         return {}
 
 
 def budget(flags: Mapping[str, Any]) -> int | None:
-    """Bytes that the given flags allow the prefix cache; ``None`` when they say nothing of it.
+    """Size of the prefix cache in bytes by the given flags; ``None`` if none of them sets it.
 
-    A share is one of the memory that is free now, as vllm-mlx takes it. Raises ``HostError``.
+    A percentage is of the free memory, as in vllm-mlx. Raises ``HostError`` for an invalid one.
     """
     from vllm_mlx.memory_cache import MemoryCacheConfig
 
@@ -136,15 +133,15 @@ def budget(flags: Mapping[str, Any]) -> int | None:
 
 
 def of_engine(args: Any) -> Flags:
-    """What of ``args``, the parsed command line, is an engine's."""
+    """The flags in ``args``, the parsed command line, that configure an engine."""
     given = {each.name: getattr(args, each.name, None) for each in fields(Flags)}
     return Flags(**{name: value for name, value in given.items() if value is not None})
 
 
 def without_effect(flags: Mapping[str, Any], *, enabled: bool) -> list[str]:
-    """A sentence for each reason that given flags have no effect: which, and why.
+    """A sentence for each group of given flags that have no effect, with the reason.
 
-    ``enabled``: there is a prefix cache.
+    ``enabled``: whether there is a prefix cache.
     """
     sentences = []
     for row in IDLE:
@@ -155,7 +152,7 @@ def without_effect(flags: Mapping[str, Any], *, enabled: bool) -> list[str]:
         name for name in flags.get("default_chat_template_kwargs") or () if name not in OPTIONS
     ]
     if options:
-        known = f"{', '.join(OPTIONS)} are what there is"
+        known = f"the supported ones are {', '.join(OPTIONS)}"
         sentences.append(f"--default-chat-template-kwargs {', '.join(options)}: {known}")
     parser = flags.get("reasoning_parser")
     if parser not in (None, "harmony", "gpt_oss", "gpt-oss"):
@@ -164,5 +161,5 @@ def without_effect(flags: Mapping[str, Any], *, enabled: bool) -> list[str]:
 
 
 def option(name: str) -> str:
-    """The flag as it is typed."""
+    """The flag on the command line."""
     return f"--{name.replace('_', '-')}"

@@ -1,7 +1,6 @@
 """Which models are Harmony models: those whose tokenizer really is o200k_harmony.
 
-A name or a `model_type` proves nothing (a fine-tune may be called anything); ids do. Knows
-tokenizers and model directories; refuses to know engines and routes.
+A name or a `model_type` proves nothing (a fine-tune may have any); token ids do.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
@@ -28,8 +26,6 @@ SPECIAL = {
 PROBE = "Reasoning: high\n\n// déjà-vu 東京 Привет 12345\tnamespace functions {🙂}"
 """Scripts, digits, white space and an emoji: no other vocabulary splits it into the same ids."""
 
-_known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-
 
 class NotHarmony(HostError):
     """The model is not a Harmony model, although the flag says so."""
@@ -37,24 +33,19 @@ class NotHarmony(HostError):
     code = "not_harmony"
 
 
+def not_harmony(name: str) -> NotHarmony:
+    """The error for the model of this name."""
+    return NotHarmony(
+        f"{name} is not a gpt-oss (Harmony) model: its tokenizer is not o200k_harmony; "
+        "serve it without --tool-call-parser harmony"
+    )
+
+
 def is_harmony(tokenizer: Any) -> bool:
-    """Whether the tokenizer gives o200k_harmony's ids; for one asked about before, a look-up.
+    """Whether the tokenizer gives o200k_harmony's ids.
 
-    Takes what engines hold: mlx-lm's TokenizerWrapper, a transformers or a `tokenizers` tokenizer;
-    None (an engine that has not loaded yet) is not Harmony.
+    Takes mlx-lm's TokenizerWrapper, and tokenizers of `transformers` and `tokenizers`.
     """
-    if tokenizer is None:
-        return False
-    try:
-        known = _known.get(tokenizer)
-    except TypeError:  # neither hashable nor weakly referable
-        return _agrees(tokenizer)
-    if known is None:
-        known = _known[tokenizer] = _agrees(tokenizer)
-    return known
-
-
-def _agrees(tokenizer: Any) -> bool:
     id_of = getattr(tokenizer, "convert_tokens_to_ids", None) or getattr(
         tokenizer, "token_to_id", None
     )
@@ -67,9 +58,9 @@ def _agrees(tokenizer: Any) -> bool:
 
 
 def is_harmony_directory(directory: Path) -> bool | None:
-    """Whether a model directory holds a Harmony tokenizer; None when it has no `tokenizer.json`.
+    """Whether a model directory holds a Harmony tokenizer; None if it has no `tokenizer.json`.
 
-    Raises HostError when that file cannot be read.
+    Raises HostError if that file cannot be read.
     """
     file = directory / "tokenizer.json"
     if not file.is_file():
@@ -80,38 +71,25 @@ def is_harmony_directory(directory: Path) -> bool | None:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust side raises bare Exception
         raise HostError(f"{file} cannot be read: {error}") from error
-    return _agrees(tokenizer)
+    return is_harmony(tokenizer)
 
 
 def is_harmony_model(model: str) -> bool | None:
-    """The same of a directory, or of a repository in the Hugging Face cache; ``None``: unknown."""
+    """The same for a directory or a repository in the Hugging Face cache; None if unknown."""
     try:
         return is_harmony_directory(path_of(model, "tokenizer.json").parent)
-    except (OSError, ValueError):  # a path that is not there is no repository id either
+    except (OSError, ValueError):  # a path that does not exist is no repository id either
         return None
 
 
-def not_harmony(name: str) -> NotHarmony:
-    """The error for the model of this name."""
-    return NotHarmony(
-        f"{name} is not a gpt-oss (Harmony) model: its tokenizer is not o200k_harmony; "
-        "serve it without --tool-call-parser harmony"
-    )
-
-
 def harmony_parser(ours: type[Any]) -> Callable[[type[Any] | None], type[Any]]:
-    """A replacement of a registered parser: `ours` on a Harmony tokenizer, else vllm-mlx's."""
-
-    def replacement(theirs: type[Any] | None) -> type[Any]:
-        return ours if theirs is None else _by_tokenizer(ours, theirs)
-
-    return replacement
+    """A replacement of a registered tool parser: `ours` for Harmony models, else vllm-mlx's."""
+    return lambda theirs: ours if theirs is None else _by_tokenizer(ours, theirs)
 
 
 def _by_tokenizer(ours: type[Any], theirs: type[Any]) -> type[Any]:
     class ByTokenizer(ours):  # type: ignore[misc]
-        """What vllm-mlx asks the class, without a tokenizer, it asks for every model it serves."""
-
+        # vllm-mlx reads this from the class, for every model that it serves.
         SUPPORTS_NATIVE_TOOL_FORMAT = theirs.SUPPORTS_NATIVE_TOOL_FORMAT
 
         def __new__(cls, tokenizer: Any = None) -> Any:

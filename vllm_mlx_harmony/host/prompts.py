@@ -1,4 +1,4 @@
-"""vllm-mlx's own messages, rendered as ours are: for whatever in it asks an engine to chat."""
+"""Prompts for vllm-mlx's own chat messages, rendered as those of our routes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def prompt_ids(
 ) -> tuple[int, ...]:
     """The prompt of vllm-mlx's ``messages`` and ``tools``; ``options`` are its template options.
 
-    Raises HTTPException 400, which vllm-mlx's routes pass on, for what cannot be rendered.
+    Raises HTTPException 400, which vllm-mlx's routes return, for an invalid message.
     """
     known = ("reasoning_effort", "model_identity", "builtin_tools")
     body = {
         "model": "host",
-        "messages": [  # pydantic models, at some places
+        "messages": [  # sometimes pydantic models
             each.model_dump(exclude_none=True) if hasattr(each, "model_dump") else each
             for each in messages
         ],

@@ -1,5 +1,6 @@
-"""What all engines of this process share, as flags and the environment say: options, memory of
-prompts, a disk below it. Set when the plugin is activated, and used by each engine that is loaded.
+"""What all engines of this process share: options, the prefix cache in memory and on disk.
+
+Configured by flags and the environment when the plugin is activated.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from vllm_mlx_harmony.engine.disk.cache import Counters, DiskCache, Failed
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.scheduler import Limits
 from vllm_mlx_harmony.host.server_globals import server
-from vllm_mlx_harmony.host.units import size
 from vllm_mlx_harmony.server.settings import number
 
 if TYPE_CHECKING:
@@ -29,24 +29,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm_mlx_harmony")
 
 VARIABLE = "VLLM_MLX_HARMONY_CACHE"
-"""Environment variable: bytes that the cache may take in memory (``512M``, ``2G``), 0 for none."""
+"""Environment variable: size of the prefix cache in memory (``512M``, ``2G``), 0 for none."""
 
 PAUSE_VARIABLE = "VLLM_MLX_HARMONY_PAUSE_MS"
-"""Environment variable: milliseconds that an answer may pause while a prompt is computed."""
+"""Environment variable: longest pause of an answer while a prompt is computed, in ms."""
 
 MEMORY_DIVISOR = 16
-"""Without the variable: this part of the machine's memory. 1 GiB of 16."""
+"""The default size is this fraction of the machine's memory: 1 GiB of 16."""
 
 BYTES_PER_GB = 1 << 30
-"""As vllm-mlx counts the gigabytes of its flag."""
+"""The unit of ``--ssd-cache-max-gb``."""
 
 LAST = 5.0
-"""Seconds in which what still waits is written when the process ends by itself."""
+"""Seconds to write what is pending when the process exits."""
+
+
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What of vllm-mlx's flags is an engine's: its own defaults, by their names."""
+    """vllm-mlx's flags that configure an engine, by their names, with their defaults."""
 
     max_num_seqs: int = 256
     prefill_batch_size: int = 8
@@ -57,6 +60,14 @@ class Flags:
     gpu_memory_utilization: float = 0.9
 
 
+def size(nbytes: int) -> str:
+    """Bytes in the largest unit that fits."""
+    for unit, name in _UNITS:
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}".replace(".0 ", " ")
+    return f"{nbytes} bytes"
+
+
 _flags = Flags()
 _budget: int | None = None
 _disk: DiskCache | None = None
@@ -64,14 +75,14 @@ _problem = ""
 
 
 def use(flags: Flags, budget: int | None) -> None:
-    """Sets the flags, and the bytes that they allow the prefix cache; what is held goes."""
+    """Sets the flags and the size of the prefix cache in bytes, and empties it."""
     global _flags, _budget
     _flags, _budget = flags, budget
     tree.cache_clear()
 
 
 def options(**changed: Any) -> Options:
-    """How an engine runs: as the flags say, with what is ``changed`` of them for one model."""
+    """The options of an engine: the flags, with those that are ``changed`` for one model."""
     from vllm_mlx_harmony.engine.engine import Options
 
     flags = replace(_flags, **changed)
@@ -91,7 +102,7 @@ def options(**changed: Any) -> Options:
 
 
 def budget() -> int:
-    """Bytes of memory: as flags say, else the environment, else a share of the machine's."""
+    """Size of the prefix cache in bytes: by flags, the environment, or the machine's memory."""
     if _budget is not None:
         return _budget
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -100,25 +111,25 @@ def budget() -> int:
 
 @lru_cache(maxsize=1)
 def tree() -> PrefixTree[Piece]:
-    """What this process holds of prompts of all its models together."""
+    """The prefix cache in memory, of all models."""
     return PrefixTree(budget())
 
 
 def disk() -> DiskCache | None:
-    """The disk below the memory, where there is one."""
+    """The prefix cache on disk, if any."""
     return _disk
 
 
 def keep_on(opened: DiskCache | None) -> None:
-    """Sets the disk below the memory; ``None``: in memory only."""
+    """Sets the prefix cache on disk; ``None`` for none."""
     global _disk
     _disk = opened
 
 
 def opened(directory: str, gigabytes: float) -> DiskCache | None:
-    """The disk in ``directory``; ``None``, and a line at the start, when it cannot be used.
+    """Opens the cache in ``directory``; returns ``None``, with a warning, if it cannot be used.
 
-    Raises ``HostError`` for a size that is none.
+    Raises ``HostError`` for an invalid size.
     """
     global _problem
     if not gigabytes > 0:
@@ -136,7 +147,7 @@ def opened(directory: str, gigabytes: float) -> DiskCache | None:
 
 
 def found(model: str | None) -> Iterator[str]:
-    """What to say at the start: what was found for ``model``, a path, or for all models."""
+    """A line about the cache on disk for the start: of ``model``, a path, or of all models."""
     below = disk()
     if below is None:
         yield from filter(None, [_problem])
@@ -153,8 +164,8 @@ METRICS: dict[str, tuple[str, Callable[[Counters], float]]] = {
         ("bytes", "Bytes of the prefix cache on disk.", lambda now: now.nbytes),
         ("pieces", "Pieces of prompts on disk.", lambda now: now.pieces),
         ("turns", "Generated turns on disk.", lambda now: now.turns),
-        ("waiting_bytes", "Bytes that wait to be written.", lambda now: now.waiting),
-        ("hits", "Prompts that went on from the disk.", lambda now: now.hits),
+        ("waiting_bytes", "Bytes to be written.", lambda now: now.waiting),
+        ("hits", "Prompts that continued from the disk.", lambda now: now.hits),
         ("misses", "Prompts of which the disk had no more than memory.", lambda now: now.misses),
         ("read_bytes", "Bytes read.", lambda now: now.bytes_read),
         ("read_seconds", "Seconds spent reading.", lambda now: now.read_seconds),
@@ -162,18 +173,19 @@ METRICS: dict[str, tuple[str, Callable[[Counters], float]]] = {
         ("write_seconds", "Seconds spent writing.", lambda now: now.write_seconds),
         ("dropped", "Pieces that were not written in time.", lambda now: now.dropped),
         ("damaged", "Pieces and turns that could not be read.", lambda now: now.damaged),
-        ("paused", "1 while the disk is left alone after a failure.", lambda now: now.paused),
+        ("paused", "1 while the disk is not used after a failure.", lambda now: now.paused),
     )
 }
 
 
 def show_metrics() -> None:
-    """Our gauges among vllm-mlx's metrics, if those are on and there is a disk; once."""
+    """Adds our gauges to vllm-mlx's metrics, once, if those are enabled and there is a disk."""
     below = disk()
-    kept: dict[str, Any] | None = server()._metrics._prom
-    if below is None or kept is None or next(iter(METRICS)) in kept:
+    metrics = server()._metrics._prom
+    if below is None or metrics is None or next(iter(METRICS)) in metrics:
         return
-    gauge = type(kept["http_requests_in_flight"])  # of the library that vllm-mlx took
+    from prometheus_client import Gauge  # as vllm-mlx does when metrics are enabled
+
     for name, (about, value) in METRICS.items():
-        kept[name] = gauge(name, about, registry=kept["registry"])
-        kept[name].set_function(lambda value=value: float(value(below.counters())))
+        metrics[name] = Gauge(name, about, registry=metrics["registry"])
+        metrics[name].set_function(lambda value=value: float(value(below.counters())))

@@ -1,6 +1,6 @@
-"""What the server says of itself when it starts: one line for each fact that a user needs.
+"""The lines that a server prints when it starts: what is served, by what, and to whom.
 
-Printed as vllm-mlx prints its own start, when its model is known and before it listens.
+Printed after the model is known and before the server listens.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from vllm_mlx_harmony.host import resources
+from vllm_mlx_harmony.host.entry_points import versions
+from vllm_mlx_harmony.host.resources import size
 from vllm_mlx_harmony.host.server_globals import server
-from vllm_mlx_harmony.host.units import size
-from vllm_mlx_harmony.host.versions import versions
 from vllm_mlx_harmony.server.model_files import length_of
 
 WIDTH = 14
@@ -20,23 +21,23 @@ _access = ""
 
 
 def set_flags(idle: list[str], *, key: bool, rate: int) -> None:
-    """Sets the sentences about flags without effect; whether there is a key, requests a minute."""
+    """Sets what the flags say: those without effect, the API key, requests per minute."""
     global _idle, _access
     _idle = tuple(idle)
-    _access = "API key required" if key else "open to whoever reaches it: no --api-key"
+    _access = "API key required" if key else "open to all clients: no --api-key"
     if rate > 0:
         _access += f", {rate} requests a minute"
 
 
 def of_model(path: str, engine: Any) -> None:
-    """Shows the server's only model, in ``path``, and its ``engine``, unless it is loaded later."""
+    """Prints the only model, in ``path``, and its ``engine``, None if it is loaded on demand."""
     name, given = server()._model_name, server()._model_path
     window = length_of(path)
     context = "unknown: no config.json" if window is None else f"{window:,} tokens"
     facts = [("model", f"{name}" if name == given else f"{name} ({given})")]
     within = None if engine is None else engine.engine
     if within is None:
-        facts.append(("engine", "loaded when it is asked for"))
+        facts.append(("engine", "loaded on demand"))
     else:
         limits = within.options.limits
         budget = within.budget
@@ -50,12 +51,12 @@ def of_model(path: str, engine: Any) -> None:
 
 
 def of_registry(config_path: str) -> None:
-    """Shows that there are several models, of which none is loaded."""
-    show([("models", f"{config_path}, loaded when they are asked for; gpt-oss among them")])
+    """Prints the file of several models, which are loaded on demand."""
+    show([("models", f"{config_path}, loaded on demand; gpt-oss among them")])
 
 
 def show(facts: list[tuple[str, str]]) -> None:
-    """Prints ``facts`` and those that are true of any model."""
+    """Prints ``facts``, and those that do not depend on the model."""
     found = versions()
     ours = f"vllm-mlx-harmony {found.pop('vllm-mlx-harmony')}"
     others = ", ".join(f"{name} {version}" for name, version in found.items())
@@ -65,8 +66,6 @@ def show(facts: list[tuple[str, str]]) -> None:
 
 
 def _common() -> Iterator[tuple[str, str]]:
-    from vllm_mlx_harmony.host import resources
-
     budget = resources.budget()
     yield "prefix cache", f"up to {size(budget)} in memory" if budget else "off"
     yield from (("", line) for line in resources.found(server()._model_path))

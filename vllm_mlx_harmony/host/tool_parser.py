@@ -1,7 +1,7 @@
-"""The text-level tool parser, for callers in vllm-mlx that have only text.
+"""The tool parser for callers in vllm-mlx that have only text.
 
-Knows vllm-mlx's parser interface. Encodes the text, control tokens written out included, and runs
-the same core as our routes: text is the poorer source, end tokens are missing from it as a rule.
+Encodes the text, including control tokens that are written out, and parses it as our routes parse
+ids. Text usually lacks the end tokens.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import ResponseInfo, Tool, Turn
 
 _BEGUN = re.compile(r"<(?:\|\w*\|?)?\Z")
-"""The beginning of what may become a control token, at the end of a piece of text."""
+"""A part of a control token at the end of a piece of text."""
 
 _SHOWN = (Kind.PREAMBLE, Kind.ANSWER)
 
 
 class HarmonyToolParser(ToolParser):  # type: ignore[misc]
-    """Tool calls and content out of a gpt-oss answer as text. Reasoning is left out.
+    """Reads tool calls and content from the text of an answer, without its reasoning.
 
-    One per request: what streams in is kept until `reset()`, or until a piece comes with nothing
-    before it.
+    An instance parses one answer at a time: until `reset()`, or a first piece of text.
     """
 
     SUPPORTS_NATIVE_TOOL_FORMAT = True
     REQUIRES_EAGER_STREAMING = True
-    """Tells vllm-mlx to hand over every piece, not only those from the first call on."""
+    """vllm-mlx passes every piece, not only those after the first call."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         super().__init__(tokenizer)
@@ -44,7 +43,7 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
     def extract_tool_calls(
         self, model_output: str, request: Any = None
     ) -> ExtractedToolCallInformation:
-        """The calls and the content of a whole answer; content is None when there is none."""
+        """The calls and the content (None if there is none) of a whole answer."""
         stream = _Stream(request)
         pieces = [*stream.feed(_encode(model_output)), *stream.end()]
         calls: dict[int, dict[str, Any]] = {}
@@ -66,10 +65,10 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
         delta_token_ids: Sequence[int] | None = None,
         request: Any = None,
     ) -> dict[str, Any] | None:
-        """What is new: ``content``, ``tool_calls``, both, or None when nothing is to be shown.
+        """The delta of a piece: ``content``, ``tool_calls``, both, or None if there is neither.
 
-        Arguments come as they arrive: the first piece of a call has its id and name. Only
-        ``delta_text`` is read, and ``delta_token_ids`` in its place when given.
+        The first delta of a call has its id and name, the others parts of the arguments. Only
+        ``delta_text`` is read, or ``delta_token_ids`` if given.
         """
         if self._stream is None or not previous_text:
             self._stream = _Stream(request)
@@ -78,18 +77,18 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
         return _merged(self._stream.feed(ids))
 
     def finalize_streaming(self, current_text: str) -> dict[str, Any] | None:
-        """What is still to be shown now that the answer has ended, in the same shape."""
+        """The last delta, at the end of the answer."""
         stream, self._stream = self._stream, None
         return None if stream is None else _merged(stream.end())
 
     def reset(self) -> None:
-        """Forgets the answer that streamed in."""
+        """Starts another answer."""
         super().reset()
         self._stream = None
 
 
 class _Stream:
-    """One answer on its way through the core."""
+    """The parser of one answer."""
 
     def __init__(self, request: Any) -> None:
         self._parser = Parser(_names(request))
@@ -100,7 +99,7 @@ class _Stream:
         self._pending = ""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the next piece; the beginning of a control token waits for the rest of it."""
+        """Ids of the next piece; a part of a control token waits for the rest of it."""
         text = self._pending + text
         begun = _BEGUN.search(text)
         self._pending = begun.group() if begun else ""
@@ -148,7 +147,7 @@ def _encode(text: str) -> list[int]:
 
 
 def _names(request: Any) -> Names:
-    """The names of the request's tools. What is not as it should be was let in by vllm-mlx."""
+    """The names of the request's tools; vllm-mlx has not validated them."""
     tools = request.get("tools") if isinstance(request, Mapping) else None
     functions = [tool.get("function") for tool in tools or () if isinstance(tool, Mapping)]
     names = [function.get("name") for function in functions if isinstance(function, Mapping)]

@@ -1,17 +1,16 @@
-"""vllm-mlx's ``--mcp-config`` with our loop around it, where the operator switches that on.
+"""Tool servers of ``--mcp-config`` that the model can call, if ``VLLM_MLX_HARMONY_TOOLS`` is set.
 
-vllm-mlx starts tool servers of its own for the endpoints ``/v1/mcp/…``; no answer of the model ever
-uses them. With ``VLLM_MLX_HARMONY_TOOLS`` the same file is read here instead, so that every server
-runs once, and those endpoints, ``/health`` and the gauges tell of ours. Without it nothing changes.
+vllm-mlx itself starts the servers of that file for its endpoints ``/v1/mcp/…`` only. With the
+setting they are started here instead, once, and vllm-mlx's endpoints, ``/health`` and metrics show
+ours, through the two classes below. Without it nothing changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from enum import Enum
 from functools import wraps
 from json import dumps
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -27,7 +26,7 @@ Init = Callable[[str], Awaitable[None]]
 
 
 def init_mcp(original: Init) -> Init:
-    """vllm-mlx's ``init_mcp``, which its lifespan awaits before the server listens."""
+    """vllm-mlx's ``init_mcp``, which it awaits before the server listens."""
 
     @wraps(original)
     async def init(config_path: str) -> None:
@@ -46,38 +45,8 @@ def init_mcp(original: Init) -> Init:
     return init
 
 
-class _State(Enum):
-    CONNECTED = "connected"
-    ERROR = "error"
-
-
-class _Transport(Enum):
-    ANY = "mcp"
-
-
-@dataclass(frozen=True, slots=True)
-class _Status:
-    name: str
-    state: _State
-    tools_count: int
-    error: str | None
-    transport: _Transport = _Transport.ANY
-
-
-@dataclass(frozen=True, slots=True)
-class _Tool:
-    server_name: str
-    name: str
-    description: str
-    input_schema: dict[str, Any]
-
-    @property
-    def full_name(self) -> str:
-        return f"{self.server_name}__{self.name}"
-
-
 class Manager:
-    """Our tool servers as vllm-mlx's MCP manager: what it is asked for, and its end."""
+    """Our tool servers with the interface of vllm-mlx's ``MCPClientManager``."""
 
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox
@@ -87,67 +56,69 @@ class Manager:
         if self._registry is not None:
             self._registry.register(self._collector)
 
-    def get_server_status(self) -> list[_Status]:
-        """Whether each is there."""
+    def get_server_status(self) -> list[SimpleNamespace]:
+        """The state of each server."""
         return [
-            _Status(
-                each.label,
-                _State.CONNECTED if each.tools else _State.ERROR,
-                len(each.tools),
-                each.problem or None,
+            SimpleNamespace(
+                name=each.label,
+                state=SimpleNamespace(value="connected" if each.tools else "error"),
+                transport=SimpleNamespace(value="mcp"),
+                tools_count=len(each.tools),
+                error=each.problem or None,
             )
             for each in self._toolbox.namespaces
         ]
 
-    def get_all_tools(self) -> list[_Tool]:
-        """The tools of all."""
+    def get_all_tools(self) -> list[SimpleNamespace]:
+        """The tools of all servers."""
         return [
-            _Tool(each.label, tool.origin[-1], tool.description, dict(tool.parameters or {}))
+            SimpleNamespace(
+                server_name=each.label,
+                full_name=f"{each.label}__{tool.origin[-1]}",
+                description=tool.description,
+                input_schema=dict(tool.parameters or {}),
+            )
             for each in self._toolbox.namespaces
             for tool in each.tools
         ]
 
     async def stop(self) -> None:
-        """Ends them."""
+        """Stops all servers."""
         VllmMlx.toolbox = None
         if self._registry is not None:
             self._registry.unregister(self._collector)
         await self._toolbox.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    tool_name: str
-    content: str
-    is_error: bool
-    error_message: str | None
-
-
 class Executor:
-    """One call of one of our tools, as ``POST /v1/mcp/execute`` wants it."""
+    """Calls our tools, with the interface of vllm-mlx's ``ToolExecutor``."""
 
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox
 
     async def execute_tool_calls(
         self, calls: list[dict[str, Any]], parallel: bool = True
-    ) -> list[tuple[_Result, None]]:
-        """Each in turn, whatever ``parallel`` says."""
+    ) -> list[tuple[SimpleNamespace, None]]:
+        """The results, in order. The calls run one after another, whatever ``parallel`` is."""
         return [(await self._run(call["function"]), None) for call in calls]
 
-    async def _run(self, function: dict[str, Any]) -> _Result:
+    async def _run(self, function: dict[str, Any]) -> SimpleNamespace:
         name, arguments = function["name"], function["arguments"]
+        namespaces, limits = self._toolbox.namespaces, self._toolbox.config
+        recipients = {
+            "__".join(tool.origin): recipient
+            for namespace in namespaces
+            for recipient, tool in namespace.by_recipient.items()
+        }
         text = arguments if isinstance(arguments, str) else dumps(arguments)
-        namespaces = self._toolbox.namespaces
-        recipient = name
-        for namespace in namespaces:
-            for known, tool in namespace.by_recipient.items():
-                if "__".join(tool.origin) == name:
-                    recipient = known
-        limits = self._toolbox.config
-        call = ServerCall(f"call_{uuid4().hex[:24]}", recipient, text)
-        most = limits.max_output_tokens
-        answered = await self._toolbox.run(call, namespaces, limits.max_seconds, most)
+        call = ServerCall(f"call_{uuid4().hex[:24]}", recipients.get(name, name), text)
+        answered = await self._toolbox.run(
+            call, namespaces, limits.max_seconds, limits.max_output_tokens
+        )
         failure = answered.failure
-        message = None if failure is None else failure.text
-        return _Result(name, answered.text, failure is not None, message)
+        return SimpleNamespace(
+            tool_name=name,
+            content=answered.text,
+            is_error=failure is not None,
+            error_message=None if failure is None else failure.text,
+        )

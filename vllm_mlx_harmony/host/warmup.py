@@ -1,7 +1,4 @@
-"""``--warm-prompts``: what prompts of all begin with is computed before the first request comes.
-
-Knows vllm-mlx's warm-up and what of its prompts every request has.
-"""
+"""``--warm-prompts``: computes what prompts begin with before the first request."""
 
 from __future__ import annotations
 
@@ -25,11 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 def warm_prefix_cache(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """``prompt_warmup.warm_prefix_cache``: computes what prompts with these messages begin with.
-
-    The original has the engine generate as for nobody; this is remembered for every API key. One
-    that cannot be rendered or computed is skipped, and the log says so.
-    """
+    """vllm-mlx's ``warm_prefix_cache``, for a Harmony model: computes the beginning of prompts
+    with these messages, for all API keys. Those that fail are skipped with a warning."""
 
     @wraps(original)
     async def warm(engine: Any, prompts: Sequence[Messages], *, max_tokens: int = 1) -> Any:
@@ -63,10 +57,7 @@ _NOTHING = Settings(max_tokens=0, temperature=0.0, top_p=1.0)
 
 
 def _beginning(messages: Messages) -> tuple[int, ...]:
-    """What prompts with ``messages`` have in common, whatever the user asks last.
-
-    Raises ``RequestError`` for messages that are none of Chat Completions.
-    """
+    """What all prompts with ``messages`` have in common, whatever the last user message is."""
     ends_with_user = bool(messages) and messages[-1].get("role") == "user"
     before = messages[: -1 if ends_with_user else None]
     one, other = (
