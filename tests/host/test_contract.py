@@ -300,6 +300,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
         ("0.7.0rc1", False),
         ("1.6.0", False),
         ("0.60.0", False),
+        ("unknown", False),
     ],
 )
 def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str, works: bool) -> None:

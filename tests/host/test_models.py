@@ -115,4 +115,4 @@ def test_other_models_get_the_hosts_own_engines(other: Path) -> None:
 def test_an_unreadable_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(HostError, match=r"tokenizer\.json"):
-        models.is_harmony_directory(tmp_path)
+        models.is_harmony_model(str(tmp_path))

@@ -29,10 +29,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import entry_points, patching, server_globals
@@ -204,8 +206,9 @@ def unsupported() -> str | None:
     version = host_version()
     if version is None:
         return f"{HOST} is not installed"
-    if SUPPORTED.contains(version, prereleases=True):
-        return None
+    with suppress(InvalidVersion):
+        if SUPPORTED.contains(version, prereleases=True):
+            return None
     return f"{HOST} {version} is not supported: this package needs {HOST}{SUPPORTED}"
 
 

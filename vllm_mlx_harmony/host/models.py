@@ -6,7 +6,6 @@ A name or a `model_type` proves nothing (a fine-tune may have any); token ids do
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from vllm_mlx_harmony.core import vocab
@@ -57,12 +56,13 @@ def is_harmony(tokenizer: Any) -> bool:
     return list(getattr(encoded, "ids", encoded)) == vocab.encode(PROBE)
 
 
-def is_harmony_directory(directory: Path) -> bool | None:
-    """Whether a model directory holds a Harmony tokenizer; None if it has no `tokenizer.json`.
-
-    Raises HostError if that file cannot be read.
-    """
-    file = directory / "tokenizer.json"
+def is_harmony_model(model: str) -> bool | None:
+    """The same for a directory or a repository in the Hugging Face cache; None if there is no
+    `tokenizer.json`. Raises HostError if that file cannot be read."""
+    try:
+        file = path_of(model, "tokenizer.json")
+    except (OSError, ValueError):  # a path that does not exist is no repository id either
+        return None
     if not file.is_file():
         return None
     from tokenizers import Tokenizer
@@ -72,14 +72,6 @@ def is_harmony_directory(directory: Path) -> bool | None:
     except Exception as error:  # the Rust side raises bare Exception
         raise HostError(f"{file} cannot be read: {error}") from error
     return is_harmony(tokenizer)
-
-
-def is_harmony_model(model: str) -> bool | None:
-    """The same for a directory or a repository in the Hugging Face cache; None if unknown."""
-    try:
-        return is_harmony_directory(path_of(model, "tokenizer.json").parent)
-    except (OSError, ValueError):  # a path that does not exist is no repository id either
-        return None
 
 
 def harmony_parser(ours: type[Any]) -> Callable[[type[Any] | None], type[Any]]:
