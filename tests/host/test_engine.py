@@ -170,7 +170,8 @@ def test_a_failing_engine_is_an_output_error_and_the_next_request_is_served(
 @asynccontextmanager
 async def begun(engine: Any, name: str) -> AsyncIterator[Any]:
     async with aclosing(generate(engine, prompt(f">{name}<"), GREEDY)) as generated:
-        assert (await anext(generated)).ids
+        while not (await anext(generated)).ids:  # how far the prompt is
+            pass
         yield generated
 
 
