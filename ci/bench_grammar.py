@@ -143,7 +143,7 @@ def off() -> Row:
         os.environ.pop(enforcement.GRAMMAR_VARIABLE)
         if before is not None:
             os.environ[enforcement.GRAMMAR_VARIABLE] = before
-    constraint = None if held is None else partial(LogitsMask, held)
+    constraint = None if held is None else LogitsMask(held)
     steps = int(Sampler(settings, (), constraint).adjusts)
     return row("what is done to the logits of a plain request, off", "steps", steps, 0)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from math import prod
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from vllm_mlx_harmony.engine.pieces import (
     Piece,
     cut,
     exported,
-    fits,
     imported,
     join,
     windows,
@@ -162,18 +159,8 @@ def test_a_cache_that_holds_one_token_more(model: Any, length: int, chunk: int, 
 def test_bytes_of_a_piece_are_those_of_this_model(model: Any, length: int) -> None:
     piece = cut(fed(model.make_cache(), 0, length, 50), 0, length)
     content = b"".join(encoded(exported(piece), {}))
-    tensors, layers = decoded(memoryview(content)), windows(model) or ()
-    assert fits(layers, length, tensors)
+    tensors = decoded(memoryview(content))
     assert same(join(model, [imported(length, tensors)]), length)
-    assert not fits(layers, length + 1, tensors) and not fits(layers, length - 1, tensors)
-    assert not fits((WINDOW, 0, 256, 0), length, tensors)
-    for name, tensor in tensors.items():
-        without = {other: kept for other, kept in tensors.items() if other != name}
-        shorter = replace(tensor, shape=(*tensor.shape[:2], tensor.shape[2] - 1, 1))
-        flat = replace(tensor, shape=(prod(tensor.shape),))
-        assert not fits(layers, length, without)
-        assert not fits(layers, length, {**tensors, name: shorter})
-        assert not fits(layers, length, {**tensors, name: flat})
 
 
 @pytest.mark.parametrize("end", [98, 101, 200])

@@ -249,23 +249,6 @@ def test_memory_that_is_too_small_costs_only_the_rest(model: Any, disk: DiskCach
     assert cached == 500 and layers[0].offset == 500
 
 
-def test_pieces_that_are_no_continuation_are_not_used(
-    model: Any, disk: DiskCache, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Memory has bfloat16, the disk float32."""
-    compute(model, new(model, disk), IDS)
-    assert disk.flush(10)
-    cache, layers = new(model, disk), model.make_cache()
-    model(mx.array([IDS[:200]]), cache=layers)
-    for layer in layers:
-        layer.keys, layer.values = (each.astype(mx.bfloat16) for each in (layer.keys, layer.values))
-    cache.store(IDS[:200], layers, "")
-    match = asyncio.run(cache.load(cache.lookup([*IDS, 1], "")))
-    with caplog.at_level(logging.WARNING):
-        assert cache.restore(match)[1] == 200
-    assert "another type" in caplog.text
-
-
 def test_evicted_from_memory_it_stays_on_disk(model: Any, disk: DiskCache) -> None:
     cache = new(model, disk)
     compute(model, cache, IDS)

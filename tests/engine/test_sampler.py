@@ -16,7 +16,7 @@ import mlx.core as mx
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine import sampler as module
-from vllm_mlx_harmony.engine.sampler import Sampler, claimed, draw
+from vllm_mlx_harmony.engine.sampler import Sampler, draw
 from vllm_mlx_harmony.server.sampling import SMALLEST, Settings
 
 KINDS = ["bfloat16", "float16", "float32"]
@@ -27,10 +27,7 @@ def settings(**changed: Any) -> Settings:
 
 
 def samplers(*given: Settings) -> list[Sampler]:
-    made = [Sampler(each) for each in given]
-    for each in made:
-        each.begin()
-    return made
+    return [Sampler(each) for each in given]
 
 
 def drawn(together: Sequence[Sampler], logits: Any, last: Sequence[int] | None = None) -> list[int]:
@@ -137,14 +134,6 @@ def test_seeds_give_different_draws_and_each_the_same_again() -> None:
     assert all(len({*each}) == 6 for each in sequences)
 
 
-def test_a_sequence_that_begins_again_draws_the_same_again() -> None:
-    logits = noise(3, 1, VOCAB_SIZE)
-    (one,) = samplers(settings(seed=5))
-    first = [drawn([one], logits) for _ in range(3)]
-    one.begin()
-    assert first == [drawn([one], logits) for _ in range(3)]
-
-
 MIXED = [
     settings(seed=1),
     settings(seed=1, top_p=0.9),
@@ -227,7 +216,6 @@ def test_penalties_are_over_the_whole_text_and_never_on_control_ids(
 
 def test_an_answer_that_is_continued_begins_with_text() -> None:
     goes_on = Sampler(settings(presence_penalty=2.0), [vocab.START, 8, vocab.MESSAGE, 30])
-    goes_on.begin()
     logits = mx.zeros((1, 100))
     last = [30]
     for token in (40, 41):
@@ -255,17 +243,9 @@ class Ascending:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_constraint_is_asked_once_a_step_with_the_id_that_was_drawn(temperature: float) -> None:
-    made: list[Ascending] = []
-
-    def new() -> Ascending:
-        made.append(Ascending())
-        return made[-1]
-
-    bound = Sampler(settings(temperature=temperature, top_k=50, seed=1), (), new)
-    assert not made  # only where the model is
+    processor = Ascending()
+    bound = Sampler(settings(temperature=temperature, top_k=50, seed=1), (), processor)
     free = Sampler(settings(temperature=0.0))
-    for each in (bound, free):
-        each.begin()
     logits = noise(6, 2, 4000).astype(mx.bfloat16)
     last, said = [vocab.START, vocab.START], []
     for _ in range(5):
@@ -273,12 +253,4 @@ def test_a_constraint_is_asked_once_a_step_with_the_id_that_was_drawn(temperatur
         said.append(last[0])
         assert last[1] == mx.argmax(logits[1]).item()
     assert said == sorted(set(said))
-    assert made[0].seen == [None, *said[:-1]]
-    bound.begin()
-    assert len(made) == 2
-
-
-def test_a_sampler_is_found_among_processors() -> None:
-    one = Sampler(settings())
-    assert claimed([print, one, len]) == (one, [print, len])
-    assert claimed([print]) == (None, [print])
+    assert processor.seen == [None, *said[:-1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -71,7 +72,7 @@ def the_debt_is_paid(scheduler: Scheduler) -> None:
     beside_an_answer_and_behind_a_chunk(scheduler)
     scheduler.stepped(0.06)
     assert scheduler.next(0) == Step()
-    scheduler.stepped(0.01)
+    scheduler.stepped(0.015)
 
 
 def the_answer_has_ended(scheduler: Scheduler) -> None:
@@ -157,6 +158,18 @@ def all_rows_are_taken(scheduler: Scheduler) -> None:
     scheduler.add(5, 60, "", 0.0)
 
 
+def a_long_one_has_begun(scheduler: Scheduler) -> None:
+    """The second place is for prompts of one chunk."""
+    began(scheduler, 0, 9000)
+    scheduler.computed(0, 2048, 2.0)
+    scheduler.add(1, 9000, "b", 0.0)
+
+
+def and_a_short_one_comes(scheduler: Scheduler) -> None:
+    a_long_one_has_begun(scheduler)
+    scheduler.add(2, 2048, "c", 0.0)
+
+
 SMALL = Limits(prompts=2, answers=4)
 
 ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
@@ -180,6 +193,8 @@ ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (a_tenant_that_came_back, 2.2, Chunk(1, CUT)),
     (all_prompts_have_begun, 9.0, Chunk(0, 2048)),
     (all_rows_are_taken, 9.0, Step()),
+    (a_long_one_has_begun, 2 * PATIENCE, Chunk(0, 2048)),
+    (and_a_short_one_comes, 0.0, Chunk(2, 2048)),
 ]
 
 
@@ -215,7 +230,7 @@ def test_what_finds_no_memory_is_overtaken_only_for_a_while() -> None:
     scheduler.stepped(1.0)
     assert scheduler.next(2.0, fits) == Chunk(2, 60)
     assert scheduler.next(PATIENCE + 1, fits) == Step(), "no later one begins any more"
-    assert scheduler.next(PATIENCE + 1) == Chunk(1, CUT), "there is memory"
+    assert scheduler.next(PATIENCE + 1) == Chunk(2, 60), "there is memory for both"
     scheduler.remove(1)
     assert scheduler.next(PATIENCE + 1, fits) == Chunk(2, 60)
 
@@ -268,22 +283,35 @@ class Machine:
 
 
 def simulate(  # noqa: C901 - one loop, as the engine has it
-    requests: Iterable[Request], limits: Limits, machine: Machine, until: float
+    requests: Iterable[Request],
+    limits: Limits,
+    machine: Machine,
+    until: float,
+    memory: float = math.inf,
 ) -> None:
-    """Runs a scheduler over a machine; notes in each request what happened to it."""
+    """Runs a scheduler over a machine; notes in each request what happened to it.
+
+    ``memory`` is in ids, of prompts and answers to their ends.
+    """
     luck, scheduler, now = random.Random(1), Scheduler(limits), 0.0
     coming = sorted(requests, key=lambda each: each.at)
     known: dict[int, Request] = {}
     computed: dict[int, int] = defaultdict(int)
     left: dict[int, int] = {}
     last: dict[int, float] = {}
+
+    def fits(number: int) -> bool:
+        running = {number, *left, *(each for each in computed if computed[each])}
+        running -= {each for each in running if known[each].done}
+        return sum(known[each].prompt + known[each].answer for each in running) <= memory
+
     while now < until:
         while coming and coming[0].at <= now:
             request = coming.pop(0)
             number = len(known)
             known[number] = request
             scheduler.add(number, request.prompt, request.tenant, request.at)
-        match scheduler.next(now):
+        match scheduler.next(now, fits):
             case Chunk(number, ids):
                 request = known[number]
                 if not computed[number]:
@@ -369,6 +397,24 @@ def test_a_tenant_with_many_prompts_gets_no_more_than_one_with_one() -> None:
     simulate([*many, one], Limits(), MACHINE, 1e9)
     assert one.wait < 3 * alone_takes(8_000)
     assert all(each.done for each in many)
+
+
+def test_long_prompts_of_many_tenants_do_not_keep_a_short_one_waiting() -> None:
+    """Each has waited for longer than ``PATIENCE`` when the short one comes."""
+    long = [Request(0.0, 36_000, 1, str(each)) for each in range(12)]
+    short = [Request(20.0 + 10 * each, 60, 1, f"short {each}") for each in range(30)]
+    simulate([*long, *short], Limits(), MACHINE, 1e9)
+    assert max(each.wait for each in short) < 0.15 * alone_takes(36_000)
+    assert all(each.done for each in long)
+
+
+def test_what_needs_much_memory_is_not_starved_by_what_needs_little() -> None:
+    """There is memory for the long prompt, or for ten of the short ones."""
+    short = [Request(0.5 * each, 400, 100) for each in range(1200)]
+    long = Request(5.0, 20_000, 1)
+    simulate([*short, long], Limits(), MACHINE, 1e9, memory=24_000)
+    assert long.wait < 5 * alone_takes(20_000) + PATIENCE
+    assert all(each.done for each in short)
 
 
 def test_a_steady_load_of_one_tenant_does_not_starve_another() -> None:

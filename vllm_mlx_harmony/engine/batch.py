@@ -102,7 +102,6 @@ class Answers:
 
     def join(self, row: Row, layers: Layers) -> None:
         """Adds a row to the first batch that takes it."""
-        row.sampler.begin()
         for batch in self.batches:
             if batch.takes(len(row.ids)):
                 break

@@ -319,13 +319,13 @@ class MlxEngine:
         tenant: str,
         constraint: Constraint | None,
     ) -> Steps:
-        processor = None if constraint is None else partial(LogitsMask, constraint)
+        mask = None if constraint is None else LogitsMask(constraint)
         request = _Request(
             number=next(self._numbers),
             prompt=prompt,
             settings=settings,
             tenant=tenant,
-            sampler=Sampler(settings, prompt, processor),
+            sampler=Sampler(settings, prompt, mask),
             loop=asyncio.get_running_loop(),
             since=time.perf_counter(),
         )

@@ -6,7 +6,7 @@ piece therefore has one buffer for each window that occurs, with its last tokens
 window holds. A long window makes a piece no larger than keeping every token would: the state at the
 end of a piece takes what is missing from the pieces before it.
 
-Everything here runs on the thread that owns the model, except `fits`.
+Everything here runs on the thread that owns the model.
 """
 
 from __future__ import annotations
@@ -166,19 +166,6 @@ def _name(window: int) -> str:
     return "whole" if window == WHOLE else f"window.{window}"
 
 
-def fits(layers: Windows, tokens: int, tensors: Tensors) -> bool:
-    """Whether ``tensors`` can be ``tokens`` ids of a model with these windows. On any thread."""
-    expected = {
-        _name(window): (2 * layers.count(window), min(tokens, window or tokens))
-        for window in set(layers)
-    }
-    if tokens < 1 or any(len(tensor.shape) != 4 for tensor in tensors.values()):  # noqa: PLR2004
-        return False
-    shapes = {name: (tensor.shape[0], tensor.shape[2]) for name, tensor in tensors.items()}
-    elements = {(each.dtype, each.shape[1], each.shape[3]) for each in tensors.values()}
-    return shapes == expected and len(elements) == 1
-
-
 def imported(tokens: int, tensors: Tensors) -> Piece:
     """The piece with these bytes, copied."""
     parts = {
@@ -191,18 +178,6 @@ def imported(tokens: int, tensors: Tensors) -> Piece:
     }
     mx.eval(list(parts.values()))
     return Piece(tokens, parts)
-
-
-def same_kind(one: Piece, other: Piece) -> bool:
-    """Whether the two can be joined: layers, heads, widths and types of both are the same."""
-
-    def kind(piece: Piece) -> dict[int, Any]:
-        return {
-            window: (part.dtype, part.shape[:2], part.shape[3])
-            for window, part in piece.parts.items()
-        }
-
-    return kind(one) == kind(other)
 
 
 def join(model: Any, pieces: Sequence[Piece], headroom: int = 0) -> list[Any]:

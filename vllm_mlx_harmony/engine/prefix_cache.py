@@ -145,8 +145,7 @@ class PrefixCache:
         in_memory = match.in_memory
         try:
             if self._disk is not None and match.on_disk:
-                known, fits = partial(self._reach, match), partial(pieces.fits, self._windows)
-                loaded = await self._disk.load(match.on_disk, known, fits)
+                loaded = await self._disk.load(match.on_disk, partial(self._reach, match))
             whose, shared = (self._id, match.tenant), (self._id, EVERYBODY)
             in_memory, _ = self._tree.find(whose, match.sequence, shared)
         except Exception:
@@ -183,21 +182,14 @@ class PrefixCache:
             sequence = match.sequence[: piece.end * WIDTH]
             if self._tree.reach(whose, sequence) < piece.start:  # evicted meanwhile
                 return
-            before = self._tree.pieces(whose, match.sequence[: piece.start * WIDTH])
 
-            def cut(start: int, end: int, piece: Loaded = piece, before: Any = before) -> Piece:
-                if not piece.start <= start < end == piece.end:
-                    raise Misaligned(f"{start} to {end} of {piece.start} to {piece.end}")
+            def cut(start: int, end: int, piece: Loaded = piece) -> Piece:
+                if start < piece.start:  # between the two calls, for another model
+                    raise Misaligned("what the piece continues was evicted")
                 whole = pieces.imported(piece.end - piece.start, piece.tensors)
-                if before and not pieces.same_kind(whole, before[-1][1]):
-                    raise Misaligned("keys and values of another type")
                 return whole.last(end - start)
 
-            try:
-                if not self._tree.add(whose, sequence, cut):
-                    return
-            except Misaligned as error:
-                logger.warning("what was read from the disk cannot be used: %s", error)
+            if not self._tree.add(whose, sequence, cut):
                 return
 
     def store(self, ids: Sequence[int], layers: Sequence[Any], tenant: str, row: int = 0) -> None:

@@ -4,11 +4,11 @@ A batch runs sequences with settings of their own. Per step, what the settings a
 for all rows that ask for it at once, with temperature, ``top_p`` and so on as columns beside the
 logits; what a row does not ask for costs it nothing. The parts, in this order:
 
-1. The sequence's *processor*, if it has one: the seat of a grammar (see ``LogitsProcessor``).
+1. The sequence's *processor*, if it has one: a grammar, as a mask (see ``LogitsProcessor``).
 2. ``logit_bias``, then the penalties, over the text generated so far: not the prompt, and not what
    stands in headers, where a penalty on a word used before would make the model misspell its own
-   format. How often each id was said is counted on the device, one addition per step; the history
-   is not looked at again. As in vLLM, a repetition penalty divides what is positive and multiplies
+   format. The device counts how often each id was generated, one addition per step; the history is
+   not read again. As in vLLM, a repetition penalty divides what is positive and multiplies
    what is negative, then frequency and presence are subtracted (OpenAI's definition).
 3. ``top_p``, ``min_p`` and ``top_k``. Each leaves the ids whose probability reaches a threshold,
    so that ids of equal probability stay or go together, and the likeliest always stays. Sorting
@@ -20,58 +20,54 @@ logits; what a row does not ask for costs it nothing. The parts, in this order:
    one key per step: the same seed draws the same from the same logits, whoever runs beside it.
    Temperature comes after the filters, as in mlx-lm.
 
-All in float32, whatever the model computes in. Nothing here waits for the device, except for
-sequences with a processor. Everything runs on the thread that owns the model, but for creating a
-``Sampler``.
+Everything is computed in float32, whatever the model computes in. Nothing here waits for the
+device, except for sequences with a processor. A ``Sampler`` may be created on any thread; the rest
+runs on the thread that owns the model.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.server.sampling import Settings
 
 
 class LogitsProcessor(Protocol):
-    """Says at each step of one sequence which ids may come next: a grammar, for instance."""
+    """Restricts which ids may come next in one sequence: a grammar, for instance."""
 
     def __call__(self, last: int | None, logits: Any) -> Any:
-        """``logits`` with -inf for what may not come.
+        """``logits`` with -inf for the ids that may not come next; at least one id must remain.
 
-        ``last`` is the id that was drawn in the step before, ``None`` in the first one. ``logits``
-        is a row of its own, float32 (1, vocabulary), not computed yet: it must not be read. At
-        least one id has to stay. Called once per step, in order, on the engine's thread; once more
-        behind the last id, because an engine runs ahead by one step. What it raises fails the
-        sequence and all that run with it.
+        ``last`` is the id that was drawn in the step before, ``None`` in the first step. ``logits``
+        is float32 (1, vocabulary) and not computed yet: reading it would wait for the device.
+        Called once per step, in order, and once more after the last id, because an engine runs one
+        step ahead. An exception fails all sequences of the batch.
         """
 
 
-NewLogitsProcessor: TypeAlias = Callable[[], LogitsProcessor]
-"""Makes the processor when its sequence begins, on the engine's thread."""
-
 _HEADER = (vocab.START, vocab.CHANNEL, vocab.CONSTRAIN, vocab.END)
-"""What is followed by a header, or goes on with one; `<|message|>` ends it."""
+"""Ids that a header follows, or continues after; `<|message|>` ends it."""
 
 
 class Sampler:
-    """What one sequence is drawn with, and what that depends on so far.
+    """The settings of one sequence, and the state that its next draw depends on.
 
     ``prompt`` is what the sequence continues: it tells whether a header or text comes first.
-    Engines of vllm-mlx hand it through among the processors of logits, and it is found there
-    (``claimed``); it is not one.
     """
 
     def __init__(
         self,
         settings: Settings,
         prompt: Sequence[int] = (),
-        processor: NewLogitsProcessor | None = None,
+        processor: LogitsProcessor | None = None,
     ) -> None:
         self.settings = settings
-        self._new_processor = processor
+        self.processor = processor
         self._seed = secrets.randbits(64) if settings.seed is None else settings.seed
         last_control = next((each for each in prompt[::-1] if each >= vocab.CONTROL.start), None)
         self._opens_with_text = last_control == vocab.MESSAGE
@@ -82,15 +78,9 @@ class Sampler:
             or settings.repetition_penalty != 1
         )
         self.adjusts = processor is not None or self.penalises or bool(settings.logit_bias)
-        self.processor: LogitsProcessor | None = None
         self._steps = 0
         self._counts: Any = None
         self._in_text: Any = None
-
-    def begin(self) -> None:
-        """The sequence starts, or starts again after a failure: nothing is drawn yet."""
-        self.processor = self._new_processor() if self._new_processor else None
-        self._steps, self._counts, self._in_text = 0, None, None
 
     def key(self) -> tuple[int, int]:
         """The key of this step's random numbers; another one at each call."""
@@ -103,8 +93,6 @@ class Sampler:
         ``last`` (1,) is the id this step follows, the prompt's at first; ``read`` is the same,
         known to Python, for sequences with a processor.
         """
-        import mlx.core as mx
-
         if self.processor is not None:
             logits = self.processor(read if self._steps else None, logits)
         if self.settings.logit_bias:
@@ -113,8 +101,6 @@ class Sampler:
         return self._penalised(last, logits) if self.penalises else logits
 
     def _penalised(self, last: Any, logits: Any) -> Any:
-        import mlx.core as mx
-
         if self._counts is None:
             self._counts = mx.zeros((logits.shape[-1],), dtype=mx.float32)
             self._in_text = mx.array([self._opens_with_text])
@@ -138,26 +124,12 @@ class Sampler:
         return logits
 
 
-LIKELIEST = 0.0
-"""The temperature an engine is told, whose own sampler is not asked: the same for all requests,
-because the batched engine makes itself anew when it changes."""
-
-
-def claimed(processors: Iterable[Any]) -> tuple[Sampler | None, list[Any]]:
-    """The sampler among what a request brought as processors of logits, and the others."""
-    given = list(processors)
-    ours = [each for each in given if isinstance(each, Sampler)]
-    return (ours[0] if ours else None), [each for each in given if each not in ours]
-
-
 def draw(samplers: Sequence[Sampler], last: Any, logits: Any) -> Any:
     """The next id of each sequence: ids (rows,) from logits (rows, vocabulary).
 
     ``last`` (rows,) are the ids that led to the logits: of the prompt at a sequence's first step,
     later what was drawn.
     """
-    import mlx.core as mx
-
     logits = _adjusted(samplers, last, logits)
     kinds = [(each.settings.temperature == 0, *each.filters) for each in samplers]
     if len({*kinds}) == 1:
@@ -172,8 +144,6 @@ def draw(samplers: Sequence[Sampler], last: Any, logits: Any) -> Any:
 
 
 def _adjusted(samplers: Sequence[Sampler], last: Any, logits: Any) -> Any:
-    import mlx.core as mx
-
     if not any(each.adjusts for each in samplers):
         return logits
     read: list[int | None] = [None] * len(samplers)
@@ -193,8 +163,6 @@ def _adjusted(samplers: Sequence[Sampler], last: Any, logits: Any) -> Any:
 
 def _drawn(samplers: Sequence[Sampler], logits: Any) -> Any:
     """Ids (rows,) for sequences that ask for the same parts, each with values of its own."""
-    import mlx.core as mx
-
     keys = [each.key() for each in samplers]
     if samplers[0].settings.temperature == 0:
         return mx.argmax(logits, axis=-1).astype(mx.uint32)
@@ -208,8 +176,6 @@ def _drawn(samplers: Sequence[Sampler], logits: Any) -> Any:
 
 def _allowed(samplers: Sequence[Sampler], logits: Any) -> Any:
     """Which ids (rows, vocabulary) the filters leave."""
-    import mlx.core as mx
-
     # Of the likeliest the weight is exactly 1: whatever is left out, it is not.
     weights = mx.exp(logits - mx.max(logits, axis=-1, keepdims=True))
     bits = weights.view(mx.uint32)
@@ -238,8 +204,6 @@ def _threshold(bits: Any, weights: Any | None, wanted: Any) -> Any:
     Counted are the ``weights``, or the ids when there are none. Sums are taken in the same order
     each time and only lose summands, so a higher threshold never sums up to more.
     """
-    import mlx.core as mx
-
     low = mx.zeros(wanted.shape, dtype=mx.uint32)  # reached: by all of them
     high = mx.full(wanted.shape, _ONE + 1, dtype=mx.uint32)  # not reached: by none
     for _ in range(_ONE.bit_length()):
@@ -252,8 +216,6 @@ def _threshold(bits: Any, weights: Any | None, wanted: Any) -> Any:
 
 
 def _column(values: Iterable[float]) -> Any:
-    import mlx.core as mx
-
     return mx.array([[value] for value in values], dtype=mx.float32)
 
 

@@ -27,9 +27,11 @@ times its own time.
 **Tenants** take turns, chunk by chunk: the one whose last chunk is longest ago is next. A tenant
 that sends ten prompts gets no more of the time than one that sends a single prompt.
 
-**Admission.** A prompt for which there is no memory yet (``fits``) waits. When the oldest of those
-that wait has done so for ``PATIENCE`` seconds, it is the next to begin: otherwise small ones would
-take whatever becomes free, for ever.
+**Admission.** A prompt begins when it is its turn, there is memory for it (``fits``), and not too
+many others are running. Of the places for prompts, the last one is for those that take a single
+chunk: otherwise long prompts in all places would keep a short one waiting until one of them is
+done. When there is no memory for the oldest prompt and it has waited for ``PATIENCE`` seconds, no
+other one begins: otherwise small ones would take whatever becomes free, for ever.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 PATIENCE = 10.0
-"""Seconds after which a prompt that has not begun is no longer overtaken by later ones."""
+"""Seconds after which a prompt that lacks memory is no longer overtaken by later ones."""
 
 BY_AGE = 0.25
 """Part of the time of prompts that the oldest of a tenant has."""
@@ -70,7 +72,7 @@ class Limits:
     chunk: int = 2048
     chunk_beside: int = 0
     pause: float = 0.25
-    share: float = 0.25
+    share: float = 0.28
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,20 +220,17 @@ class Scheduler:
         return min(own, key=lambda each: (each.since, each.request), default=None)
 
     def _first(self, now: float, fits: Callable[[int], bool]) -> _Prompt | None:
-        begun = sum(each.begun for each in self._prompts.values())
-        running = begun + len(self._answers)
         limits = self.limits
-        room = begun < limits.prompts and running < min(limits.sequences, limits.answers)
-        if not begun and not room:
-            return None
+        begun = sum(each.begun for each in self._prompts.values())
+        free = min(limits.sequences, limits.answers) - begun - len(self._answers)
         waiting = (each for each in self._prompts.values() if not each.begun)
         oldest = min(waiting, key=lambda each: each.since, default=None)
-        if room and oldest is not None and now - oldest.since > PATIENCE:
-            if fits(oldest.request):
-                return oldest
-            room = False
+        if free > 0 and oldest is not None and now - oldest.since > PATIENCE:
+            free = free if fits(oldest.request) else 0
         for prompt in self._ranked():
-            if prompt.begun or (room and fits(prompt.request)):
+            reserved = limits.prompts > 1 and prompt.rest > limits.chunk
+            may_begin = free > 0 and begun < limits.prompts - reserved
+            if prompt.begun or (may_begin and fits(prompt.request)):
                 return prompt
         return None
 

@@ -71,9 +71,6 @@ _FILE = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.safetensors")
 
 Failed = (OSError, sqlite3.Error)
 
-Fits: TypeAlias = Callable[[int, Tensors], bool]
-"""Whether tensors are a piece of so many ids of the model that asks."""
-
 
 @dataclass(frozen=True, slots=True)
 class Offered:
@@ -457,9 +454,7 @@ class DiskCache:
             self._written.update(row.key for row in best)
         return best
 
-    async def load(
-        self, rows: Sequence[Row], known: Callable[[], int], fits: Fits
-    ) -> tuple[Loaded, ...]:
+    async def load(self, rows: Sequence[Row], known: Callable[[], int]) -> tuple[Loaded, ...]:
         """The pieces of ``rows`` that end behind ``known`` ids, read and checked; first to last.
 
         The first may begin before that; what follows a damaged one is missing. Waits while what was
@@ -470,7 +465,7 @@ class DiskCache:
         async with self._line:
             while self.read_ahead > self._patience:
                 await asyncio.sleep(RETRY)
-            return await loop.run_in_executor(self._reader, self._load, rows, known, fits)
+            return await loop.run_in_executor(self._reader, self._load, rows, known)
 
     @property
     def read_ahead(self) -> int:
@@ -478,14 +473,12 @@ class DiskCache:
         pieces = (reference() for reference in self._recent.valuerefs())
         return sum(piece.nbytes for piece in pieces if piece is not None)
 
-    def _load(
-        self, rows: Sequence[Row], known: Callable[[], int], fits: Fits
-    ) -> tuple[Loaded, ...]:
+    def _load(self, rows: Sequence[Row], known: Callable[[], int]) -> tuple[Loaded, ...]:
         found: list[Loaded] = []
         before = known()
         for row in rows:
             if row.end > before:
-                piece = self._recent.get(row.key) or self._read(row, fits)
+                piece = self._recent.get(row.key) or self._read(row)
                 if piece is None:
                     break
                 found.append(piece)
@@ -496,12 +489,10 @@ class DiskCache:
             self._use("piece", rows[-1].key)
         return tuple(found)
 
-    def _read(self, row: Row, fits: Fits) -> Loaded | None:
+    def _read(self, row: Row) -> Loaded | None:
         began = time.perf_counter()
         try:
             tensors = decoded(memoryview(self._content(row)))
-            if not fits(row.tokens, tensors):
-                raise Damaged(f"not {row.tokens} tokens of this model")
         except (OSError, Damaged) as error:
             self._set_aside(row, error)
             return None
