@@ -37,7 +37,6 @@ from bench_table import Row, printed
 
 from vllm_mlx_harmony.engine.disk import index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Offered
-from vllm_mlx_harmony.engine.disk.identity import Root
 from vllm_mlx_harmony.engine.prefix_tree import pack
 from vllm_mlx_harmony.host import resources
 
@@ -212,7 +211,7 @@ async def _streams(model: Path, directory: Path) -> tuple[list[float], list[floa
                 _put_below(engine, disk)
                 for n in range(200):
                     offered = Offered(4096, piece.nbytes, partial(exported, piece))
-                    disk.offer(Root(b"%d" % n, b""), pack(range(4096)), [offered])
+                    disk.offer(b"%d" % n, pack(range(4096)), [offered])
             else:
                 _put_below(engine, None)
             prompts = [filler(seed, 40) for seed in range(STREAMS)]
@@ -232,7 +231,7 @@ def start() -> Iterator[Row]:
             _fill(Path(directory), count, (10 << 30) // 3000)
             began = time.perf_counter()
             disk = DiskCache(Path(directory), PLENTY)
-            found = disk.found(b"model")
+            found = disk.counters()
             times.append((time.perf_counter() - began) * 1e3)
             assert found.pieces == count
             disk.close(5)
@@ -253,8 +252,8 @@ def _fill(directory: Path, count: int, size: int) -> None:
             name = f"{key.hex()}-00000000.safetensors"
             with (pieces / name).open("wb") as sparse:
                 sparse.truncate(size)
-            values = (key, parent, b"model", 100, 100 * (n % 10), name, size, 0, n)
-            file.execute("INSERT INTO pieces VALUES (?,?,?,?,?,?,?,?,?)", values)
+            values = (key, parent, 100, 100 * (n % 10), name, size, 0, n)
+            file.execute("INSERT INTO pieces VALUES (?,?,?,?,?,?,?,?)", values)
     rows.close()
 
 

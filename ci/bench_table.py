@@ -1,7 +1,4 @@
-"""The table a benchmark prints: a line for each measurement, and whether its goal is met.
-
-Refuses to know what is measured.
-"""
+"""The table that a benchmark prints: a line for each measurement, and whether it meets its goal."""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ from vllm_mlx_harmony.core.turn import Answer, Call, Reasoning
 from vllm_mlx_harmony.engine.disk import cache as disks
 from vllm_mlx_harmony.engine.disk import identity, index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Loaded, Offered
-from vllm_mlx_harmony.engine.disk.identity import Root
 from vllm_mlx_harmony.engine.disk.safetensors import Damaged, decoded
 from vllm_mlx_harmony.engine.disk.turns import Turns
 from vllm_mlx_harmony.engine.pieces import (
@@ -45,7 +44,7 @@ from vllm_mlx_harmony.engine.prefix_tree import pack
 
 Open = Callable[..., DiskCache]
 PLENTY = 1 << 30
-ROOT = Root(b"a root", b"weights")
+ROOT = b"a root"
 IDS = list(range(1000, 1600))
 PLACES = [150, 400, 600]
 
@@ -57,26 +56,26 @@ def offered(pieces: list[Piece], places: list[int] = PLACES) -> list[Offered]:
     ]
 
 
-def write(disk: DiskCache, pieces: list[Piece], root: Root = ROOT, ids: list[int] = IDS) -> None:
+def write(disk: DiskCache, pieces: list[Piece], root: bytes = ROOT, ids: list[int] = IDS) -> None:
     places = PLACES[: len(pieces)]
     disk.offer(root, pack(ids[: places[-1]]), offered(pieces, places))
     assert disk.flush(10)
 
 
 def load(
-    disk: DiskCache, known: int = 0, root: Root = ROOT, ids: Sequence[int] = (*IDS, 1)
+    disk: DiskCache, known: int = 0, root: bytes = ROOT, ids: Sequence[int] = (*IDS, 1)
 ) -> tuple[Loaded, ...]:
     rows = disk.find([root], pack(ids))
     return asyncio.run(disk.load(rows, lambda: known))
 
 
 def fetch(
-    disk: DiskCache, known: int = 0, root: Root = ROOT, ids: Sequence[int] = (*IDS, 1)
+    disk: DiskCache, known: int = 0, root: bytes = ROOT, ids: Sequence[int] = (*IDS, 1)
 ) -> list[tuple[int, int]]:
     return [(piece.start, piece.end) for piece in load(disk, known, root, ids)]
 
 
-def reach(disk: DiskCache, root: Root, ids: Sequence[int]) -> int:
+def reach(disk: DiskCache, root: bytes, ids: Sequence[int]) -> int:
     return max((row.end for row in disk.find([root], pack(ids))), default=0)
 
 
@@ -305,7 +304,7 @@ def test_emptied(disk: DiskCache, pieces: list[Piece]) -> None:
     disk.put_turn(b"k", b"a thought of somebody's")
     assert disk.flush(10)
     with disk.computing():
-        disk.offer(Root(b"other", b""), pack(IDS), offered(pieces))
+        disk.offer(b"other", pack(IDS), offered(pieces))
         disk.clear()
     assert disk.flush(10)
     assert files(disk) == [] and fetch(disk) == [] and disk.turn(b"k") is None
@@ -611,13 +610,15 @@ def test_a_start_writes_nothing_to_an_index_that_is_there(
 def test_an_earlier_version_is_replaced(open_disk: Open, pieces: list[Piece]) -> None:
     disk = open_disk()
     write(disk, pieces)
+    disk.put_turn(b"k", b"turn")
+    assert disk.flush(10)
     path = disk.directory / DIRECTORY / index.NAME
     disk.close(1.0)
     with sqlite3.connect(path) as file:
         file.execute("PRAGMA user_version=0")
     file.close()
     again = open_disk()
-    assert fetch(again) == []
+    assert fetch(again) == [] and again.turn(b"k") == b"turn"
     write(again, pieces)
     assert fetch(again) == ALL
 

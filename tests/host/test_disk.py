@@ -17,9 +17,8 @@ import mlx_lm.utils
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.engine.disk import identity, index
+from vllm_mlx_harmony.engine.disk import index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, DiskCache, Offered
-from vllm_mlx_harmony.engine.disk.identity import Root
 from vllm_mlx_harmony.engine.disk.safetensors import Tensor
 from vllm_mlx_harmony.engine.prefix_tree import pack
 from vllm_mlx_harmony.host import doctor, resources
@@ -32,7 +31,7 @@ def filled(directory: Path) -> DiskCache:
     disk = DiskCache(directory, 1 << 30)
     tensor = Tensor("F32", (4,), memoryview(bytes(16)))
     offered = [Offered(end, 16, lambda: {"whole": tensor}) for end in (1, 2, 3)]
-    disk.offer(Root(b"root", b"weights"), pack([7, 8, 9]), offered)
+    disk.offer(b"root", pack([7, 8, 9]), offered)
     assert disk.flush(10)
     return disk
 
@@ -67,7 +66,7 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path, gigabytes: float) -> Non
 def test_a_directory_that_cannot_be_used_costs_the_disk_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert resources.opened(str(tmp_path / "file"), 1.0) is None
-    assert "cannot be used" in next(resources.found(None))
+    assert "cannot be used" in next(resources.found())
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -99,7 +98,6 @@ def test_the_disk_knows_a_model_by_its_files(
 
     asyncio.run(computed())
     assert disk.flush(10)
-    found = disk.found(identity.of_weights(str(path)))
-    assert found.pieces == disk.found().pieces == (0 if changed else 1)
+    assert disk.counters().pieces == (0 if changed else 1)
     shutil.rmtree(disk.directory)
     disk.close(1.0)

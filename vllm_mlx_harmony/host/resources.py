@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.engine.disk import identity
 from vllm_mlx_harmony.engine.disk.cache import Counters, DiskCache, Failed
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.scheduler import Limits
@@ -146,13 +145,13 @@ def opened(directory: str, gigabytes: float) -> DiskCache | None:
     return found
 
 
-def found(model: str | None) -> Iterator[str]:
-    """A line about the cache on disk for the start: of ``model``, a path, or of all models."""
+def found() -> Iterator[str]:
+    """A line for the start of the server: what the disk has, of all models."""
     below = disk()
     if below is None:
         yield from filter(None, [_problem])
         return
-    there = below.found(None if model is None else identity.of_weights(model) or b"")
+    there = below.counters()
     conversations = f"{there.conversations:,} conversation{'s' * (there.conversations != 1)}"
     limit = f"up to {size(below.budget)} on disk"
     yield f"{limit}: {size(there.nbytes)}, {conversations}, from {below.directory}"

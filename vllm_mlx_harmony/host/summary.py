@@ -68,6 +68,6 @@ def show(facts: list[tuple[str, str]]) -> None:
 def _common() -> Iterator[tuple[str, str]]:
     budget = resources.budget()
     yield "prefix cache", f"up to {size(budget)} in memory" if budget else "off"
-    yield from (("", line) for line in resources.found(server()._model_path))
+    yield from (("", line) for line in resources.found())
     yield "access", _access
     yield from (("no effect", sentence) for sentence in _idle)

@@ -31,17 +31,15 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
 from weakref import WeakValueDictionary
 from zlib import crc32
 
-from vllm_mlx_harmony.engine.disk.identity import Root
-from vllm_mlx_harmony.engine.disk.index import NAME, Found, Index, Row, below
+from vllm_mlx_harmony.engine.disk.index import NAME, Index, Row, below
 from vllm_mlx_harmony.engine.disk.safetensors import SLICE, Damaged, Tensors, decoded, encoded
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH
 
@@ -147,10 +145,6 @@ class _Turn:
         return len(self.content or b"")
 
 
-_Used: TypeAlias = "dict[tuple[Literal['piece', 'turn'], bytes], None]"
-"""Keys that were used, in this order."""
-
-
 class DiskCache:
     """Pieces and turns in ``directory``, at most ``budget`` bytes of them.
 
@@ -167,7 +161,8 @@ class DiskCache:
         self._paused_until = 0.0
         self._queue: deque[_Piece | _Turn] = deque()
         self._waiting = 0
-        self._used: _Used = {}
+        self._used: dict[bytes, None] = {}
+        """Keys of pieces and turns that were used, in this order."""
         self._written: set[bytes] = set()
         """Keys of pieces that are on the disk or in the queue, as far as this process knows. When
         another process has removed some, it is emptied: all are offered again."""
@@ -270,7 +265,7 @@ class DiskCache:
                 self._computing -= 1
                 self._computed = time.monotonic()
 
-    def offer(self, root: Root, sequence: bytes, pieces: Sequence[Offered]) -> None:
+    def offer(self, root: bytes, sequence: bytes, pieces: Sequence[Offered]) -> None:
         """Queues the pieces that are not on the disk; the others count as used. Never waits.
 
         ``pieces`` are all those of ``sequence`` (packed), first to last. A piece is written only
@@ -279,7 +274,7 @@ class DiskCache:
         if self._paused or self._closing:
             return
         ids = memoryview(sequence)
-        key, start, nbytes, last = root.key, 0, 0, None
+        key, start, nbytes, last = root, 0, 0, None
         for piece in pieces:
             parent, key = key, below(key, ids[start * WIDTH : piece.end * WIDTH])
             nbytes += piece.nbytes
@@ -287,14 +282,14 @@ class DiskCache:
                 break
             if key not in self._written:
                 name = f"{key.hex()}-{secrets.token_hex(4)}.safetensors"
-                row = Row(key, parent, root.model, piece.end - start, start, name, 0, 0)
+                row = Row(key, parent, piece.end - start, start, name, 0, 0)
                 if not self._put(_Piece(row, piece.export(), piece.nbytes)):
                     self._counters.dropped += 1
                     break
                 self._written.add(key)
             start, last = piece.end, key
         if last is not None:
-            self._use("piece", last)
+            self._use(last)
 
     def _put(self, job: _Piece | _Turn) -> bool:
         with self._more:
@@ -305,15 +300,15 @@ class DiskCache:
             self._more.notify()
             return True
 
-    def _use(self, kind: Literal["piece", "turn"], key: bytes) -> None:
+    def _use(self, key: bytes) -> None:
         with self._more:
-            self._used[kind, key] = None
+            self._used[key] = None
             self._more.notify()
 
     def _write_on(self) -> None:
         swept = False
         while True:
-            used: _Used = {}
+            used: dict[bytes, None] = {}
             with self._more:
                 while not (self._queue or self._used or self._closing):
                     self._more.wait()
@@ -336,7 +331,7 @@ class DiskCache:
                 with suppress(*Failed):
                     self._sweep()
 
-    def _carry_out(self, job: _Piece | _Turn | None, used: _Used, cleared: int) -> bool:
+    def _carry_out(self, job: _Piece | _Turn | None, used: Iterable[bytes], cleared: int) -> bool:
         """Writes one job, or notes what was used. Returns whether the disk worked."""
         done = False
         if not self._paused:
@@ -346,8 +341,8 @@ class DiskCache:
                     self._write(job, cleared)
                 elif job is not None:
                     self._write_turn(job, cleared)
-                else:
-                    self._touch(used)
+                elif not self._index.touch(used):
+                    self._written.clear()
                 self._found = self._index.found()
                 done = True
         return done
@@ -358,11 +353,6 @@ class DiskCache:
             self._counters.dropped += 1
         elif job is not None:
             self._turns.discard(job.key)
-
-    def _touch(self, used: _Used) -> None:
-        pieces, turns = ([key for kind, key in used if kind == name] for name in ("piece", "turn"))
-        if not self._index.touch(pieces, turns):
-            self._written.clear()
 
     def _write_turn(self, turn: _Turn, cleared: int) -> None:
         with self._changing:
@@ -440,7 +430,7 @@ class DiskCache:
 
     # --- Reading
 
-    def find(self, roots: Sequence[Root], sequence: bytes) -> tuple[Row, ...]:
+    def find(self, roots: Sequence[bytes], sequence: bytes) -> tuple[Row, ...]:
         """The pieces of the longest beginning of ``sequence`` that is shorter than it is.
 
         Of several roots, the one that leads furthest counts. Reads the index; blocks for moments.
@@ -449,7 +439,7 @@ class DiskCache:
         best: tuple[Row, ...] = ()
         with self._trying("reading"):
             self._follow()
-            chains = [self._index.chain(root.key, sequence, limit) for root in roots]
+            chains = [self._index.chain(root, sequence, limit) for root in roots]
             best = max(chains, key=lambda rows: rows[-1].end if rows else 0, default=())
             self._written.update(row.key for row in best)
         return best
@@ -486,7 +476,7 @@ class DiskCache:
         self._counters.misses += not found
         self._counters.tokens_read += sum(each.end - max(each.start, before) for each in found)
         if rows:
-            self._use("piece", rows[-1].key)
+            self._use(rows[-1].key)
         return tuple(found)
 
     def _read(self, row: Row) -> Loaded | None:
@@ -551,14 +541,14 @@ class DiskCache:
         if key in self._turns:
             with suppress(*Failed):
                 if self._index.is_there():
-                    self._use("turn", key)
+                    self._use(key)
                     return self._index.turn(key)
         return None
 
     def use_turn(self, key: bytes) -> None:
         """Notes that a turn was used."""
         if key in self._turns:
-            self._use("turn", key)
+            self._use(key)
 
     def drop_turn(self, key: bytes) -> None:
         """Queues the removal of a damaged turn; never waits."""
@@ -590,14 +580,6 @@ class DiskCache:
                     with suppress(FileNotFoundError):
                         (self._home / PIECES / name).unlink()
             self._found = self._index.found()
-
-    def found(self, model: bytes | None = None) -> Found:
-        """What there is: of the pieces of one model, by the digest of its weights, or of all."""
-        there = Found()
-        with self._trying("reading"):
-            self._follow()
-            there = self._index.found(model)
-        return there  # noqa: RET504  # the block above may end early
 
     def counters(self) -> Counters:
         """The counters now, without waiting for another thread."""

@@ -23,7 +23,6 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -111,14 +110,6 @@ def of_layout(model: str, windows: Windows) -> bytes:
     return key_of(repr((VERSION, version, model, windows)).encode())
 
 
-@dataclass(frozen=True, slots=True)
-class Root:
-    """What the sequences of one tenant begin with: ``key``. ``model`` is the digest of weights."""
-
-    key: bytes
-    model: bytes
-
-
-def root(weights: bytes, layout: bytes, tenant: str) -> Root:
-    """The beginning of a tenant's sequences."""
-    return Root(key_of(weights, layout, tenant.encode()), weights)
+def root(weights: bytes, layout: bytes, tenant: str) -> bytes:
+    """The key that the sequences of a tenant begin with."""
+    return key_of(weights, layout, tenant.encode())

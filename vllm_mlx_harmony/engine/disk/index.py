@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from hashlib import blake2b
@@ -28,8 +28,8 @@ from typing import Any
 
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH
 
-VERSION = 1
-"""Of tables and files, as ``PRAGMA user_version``."""
+VERSION = 2
+"""The format of tables and files, as ``PRAGMA user_version``."""
 
 BUSY = 2.0
 """Seconds that one process waits for another's transaction."""
@@ -38,7 +38,7 @@ NAME = "index.sqlite"
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS pieces (
-    key BLOB PRIMARY KEY, parent BLOB NOT NULL, model BLOB NOT NULL,
+    key BLOB PRIMARY KEY, parent BLOB NOT NULL,
     tokens INTEGER NOT NULL, start INTEGER NOT NULL,
     file TEXT NOT NULL, size INTEGER NOT NULL, crc INTEGER NOT NULL, used INTEGER NOT NULL
 ) WITHOUT ROWID;
@@ -63,6 +63,8 @@ UPDATE pieces SET used = ? WHERE key IN (
 )
 """
 
+_TOUCH_TURN = "UPDATE turns SET used = ? WHERE key = ?"
+
 _OLDEST = """
 SELECT key, file, size FROM (
     SELECT key, file, size, used, start FROM pieces
@@ -78,6 +80,17 @@ WITH RECURSIVE below (key) AS (
 """
 
 
+_NBYTES = """
+SELECT (SELECT COALESCE(SUM(size), 0) FROM pieces) + (SELECT COALESCE(SUM(size), 0) FROM turns)
+"""
+
+_FOUND = f"""{_NBYTES.strip()},
+    (SELECT COUNT(*) FROM pieces), (SELECT COUNT(*) FROM turns),
+    (SELECT COUNT(*) FROM pieces AS one
+        WHERE NOT EXISTS (SELECT 1 FROM pieces WHERE parent = one.key))
+"""
+
+
 class Later(sqlite3.DatabaseError):
     """A later version of this package wrote the database."""
 
@@ -88,7 +101,6 @@ class Row:
 
     key: bytes
     parent: bytes
-    model: bytes
     tokens: int
     start: int
     file: str
@@ -101,7 +113,7 @@ class Row:
         return self.start + self.tokens
 
 
-_COLUMNS = "key, parent, model, tokens, start, file, size, crc"
+_COLUMNS = "key, parent, tokens, start, file, size, crc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +177,7 @@ class Index:
         self._file.execute("PRAGMA secure_delete=ON")  # a turn that was deleted is gone
         if version < VERSION:  # otherwise write nothing: the disk may be full, or in use
             with self.writing() as file:
-                file.execute("DROP TABLE IF EXISTS pieces")
-                file.execute("DROP TABLE IF EXISTS turns")
+                file.execute("DROP TABLE IF EXISTS pieces")  # turns have not changed
                 for statement in filter(None, map(str.strip, _TABLES.split(";"))):
                     file.execute(statement)
                 file.execute(f"PRAGMA user_version={VERSION}")
@@ -240,7 +251,7 @@ class Index:
                 return None
             (used,) = file.execute(_NEXT).fetchone()
             added = file.execute(
-                f"INSERT OR IGNORE INTO pieces ({_COLUMNS}, used) VALUES (?,?,?,?,?,?,?,?,?)",
+                f"INSERT OR IGNORE INTO pieces ({_COLUMNS}, used) VALUES (?,?,?,?,?,?,?,?)",
                 (*astuple(row), used),
             ).rowcount
             if added:
@@ -265,18 +276,18 @@ class Index:
         """The keys of all turns."""
         return {bytes(key) for (key,) in self._read("SELECT key FROM turns")}
 
-    def touch(self, pieces: Iterable[bytes], turns: Iterable[bytes]) -> bool:
-        """Notes a use of pieces, with all those before them, and of turns.
+    def touch(self, keys: Iterable[bytes]) -> bool:
+        """Notes a use of turns, and of pieces with all those before them.
 
-        Returns whether these pieces are still there.
+        Returns whether all of them are still there.
         """
         there = True
         with self.writing() as file:
             (used,) = file.execute(_NEXT).fetchone()
-            for key in pieces:
-                there &= file.execute(_TOUCH, (used, key)).rowcount > 0
-            update = "UPDATE turns SET used = ? WHERE key = ?"
-            file.executemany(update, [(used, key) for key in turns])
+            for key in keys:
+                touched = file.execute(_TOUCH, (used, key)).rowcount
+                touched += file.execute(_TOUCH_TURN, (used, key)).rowcount
+                there &= touched > 0
         return there
 
     def remove(self, key: bytes, name: str) -> list[str]:
@@ -309,9 +320,9 @@ class Index:
         """The names of all files with a row."""
         return {str(name) for (name,) in self._read("SELECT file FROM pieces")}
 
-    def found(self, model: bytes | None = None) -> Found:
-        """What there is: of one model's pieces, or of all."""
-        return _found(self._read, model)
+    def found(self) -> Found:
+        """What there is."""
+        return Found(*self._read(_FOUND)[0])
 
 
 def looked_at(directory: Path) -> Found | None:
@@ -328,29 +339,12 @@ def looked_at(directory: Path) -> Found | None:
         (version,) = file.execute("PRAGMA user_version").fetchone()
         if version > VERSION:
             raise Later(f"a later version of vllm-mlx-harmony wrote {path}")
-        return _found(lambda query, *values: file.execute(query, values).fetchall(), None)
-
-
-def _found(read: Callable[..., list[tuple[Any, ...]]], model: bytes | None) -> Found:
-    whose, values = ("", ()) if model is None else ("WHERE model = ?", (model,))
-    ((nbytes, pieces),) = read(
-        f"SELECT COALESCE(SUM(size), 0), COUNT(*) FROM pieces {whose}", *values
-    )
-    ((more, turns),) = read("SELECT COALESCE(SUM(size), 0), COUNT(*) FROM turns")
-    ((ends,),) = read(
-        f"SELECT COUNT(*) FROM pieces AS one {whose or 'WHERE 1'} AND NOT EXISTS "
-        "(SELECT 1 FROM pieces WHERE parent = one.key)",
-        *values,
-    )
-    return Found(nbytes + more, pieces, turns, ends)
+        return Found(*file.execute(_FOUND).fetchone())
 
 
 def _evicted(file: sqlite3.Connection, budget: int) -> list[str]:
     """Removes rows until the rest is within ``budget`` bytes; returns their files."""
-    (nbytes,) = file.execute(
-        "SELECT (SELECT COALESCE(SUM(size), 0) FROM pieces)"
-        " + (SELECT COALESCE(SUM(size), 0) FROM turns)"
-    ).fetchone()
+    (nbytes,) = file.execute(_NBYTES).fetchone()
     over = nbytes - budget
     gone: list[tuple[bytes, str | None]] = []
     for key, name, size in file.execute(_OLDEST) if over > 0 else ():
