@@ -103,6 +103,14 @@ def a_prompt_of_its_own_speed(scheduler: Scheduler) -> None:
     answering(scheduler)
 
 
+def fast_at_its_beginning(scheduler: Scheduler) -> None:
+    """Five times as many ids would take fourteen times as long."""
+    answering(scheduler)
+    began(scheduler, 1, 36_000)
+    scheduler.computed(1, 224, 0.041)
+    scheduler.stepped(1.0)
+
+
 def both_came_together(scheduler: Scheduler) -> None:
     began(scheduler, 1, 5000)
     began(scheduler, 2, 60)
@@ -184,6 +192,7 @@ ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (of_unknown_speed, 0.0, Chunk(1, FIRST_CHUNK)),
     (slow, 0.0, Chunk(1, GRAIN)),
     (a_prompt_of_its_own_speed, 0.0, Chunk(1, 32)),
+    (fast_at_its_beginning, 0.0, Chunk(1, 320)),
     (both_came_together, 0.0, Chunk(2, 60)),
     (both_came_together, 1.0, Chunk(2, 60)),
     (the_long_one_has_begun, 16.5, Chunk(2, 60)),

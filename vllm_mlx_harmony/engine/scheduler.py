@@ -10,8 +10,9 @@ answers, or answers starve prompts. There chunk and step are fused into one comp
 mlx-lm's models cannot do. So the two alternate, and two numbers bound what each does to the other:
 
 - *Pause.* While an answer runs, a chunk takes no longer than ``pause`` seconds, by the speed that
-  this prompt, or else the last one, was computed with. As long as that is little known, a chunk has
-  at most twice as many ids as the longest before it.
+  this prompt, or else the last one, was computed with. That speed falls with the length of a chunk,
+  because attention within it grows with its square. So chunks of a prompt grow by no more than
+  ``GROWTH`` from one to the next.
 - *Share.* A chunk that took ``c`` seconds is followed by steps that take
   ``c * share / (1 - share)`` seconds together. Answers keep ``share`` of the time, and a prompt
   takes ``1 / (1 - share)`` times as long as it would alone.
@@ -50,7 +51,10 @@ GRAIN = 32
 """Ids. Chunks are multiples of it, where there is more to compute: each is a pass of its own."""
 
 FIRST_CHUNK = 256
-"""Ids of the first chunk beside an answer, when no chunk has been measured yet."""
+"""Ids of a prompt's first chunk beside an answer, at most."""
+
+GROWTH = 1.5
+"""How many times as long as the last chunk of its prompt a chunk beside an answer may be."""
 
 AIM = 0.8
 """Part of the pause that a chunk is cut for: no two chunks take exactly the same time."""
@@ -99,6 +103,7 @@ class _Prompt:
     since: float
     begun: bool = False
     pace: float = 0.0
+    chunk: int = 0
 
 
 @dataclass(slots=True)
@@ -120,7 +125,6 @@ class Scheduler:
         self._turn = 0
         self._owed = 0.0
         self._pace = 0.0
-        self._longest = 0
 
     # --- What happens
 
@@ -147,7 +151,7 @@ class Scheduler:
         if ids >= GRAIN:  # a shorter one says little about a longer one
             prompt.pace = seconds / ids
             self._pace = prompt.pace if not self._pace else (self._pace + prompt.pace) / 2
-        self._longest = max(self._longest, ids)
+        prompt.chunk = ids
         if self._answers:
             share = self.limits.share
             self._owed += seconds * share / (1 - share)
@@ -254,7 +258,7 @@ class Scheduler:
             return min(prompt.rest, limits.chunk)
         pace = prompt.pace or self._pace
         length = int(limits.pause * AIM / pace) if pace else FIRST_CHUNK
-        length = min(length, limits.chunk, max(FIRST_CHUNK, 2 * self._longest))
+        length = min(length, limits.chunk, max(FIRST_CHUNK, int(GROWTH * prompt.chunk)))
         if limits.chunk_beside:
             length = min(length, limits.chunk_beside)
         if length >= prompt.rest:
