@@ -16,6 +16,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Message
 
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.engine import RequestStatus
@@ -88,7 +89,14 @@ async def health(request: Request) -> Response:
     response = await forward_to_host(request)
     if all(engine.is_healthy() for engine in loaded):
         return response
-    return JSONResponse({**json.loads(bytes(response.body)), "status": "unhealthy"}, 503)
+    sent: list[Message] = []
+
+    async def keep(message: Message) -> None:
+        sent.append(message)
+
+    await response(request.scope, request.receive, keep)
+    content = b"".join(message.get("body", b"") for message in sent)
+    return JSONResponse({**json.loads(content), "status": "unhealthy"}, 503)
 
 
 async def _empty_disk() -> None:

@@ -1,0 +1,127 @@
+"""The engine of a real server: its thread dies, its memory is small."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from server import FLAG, HARMONY
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from server import Server
+
+    Start = Callable[..., Server]
+
+pytestmark = pytest.mark.served
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+
+SCRIPTS = [
+    Script("<|message|>Hi.<|end|>", "<|channel|>final<|message|>Hi.<|return|>"),
+    Script(
+        "<|message|>Slowly.<|end|>",
+        "<|channel|>final<|message|>" + " word" * 400 + "<|return|>",
+        delay_ms=100,
+    ),
+]
+
+
+def body(path: str, text: str, **fields: Any) -> dict[str, Any]:
+    """A request of at most 20 ids to ``path``."""
+    if path == RESPONSES:
+        return {"input": text, "max_output_tokens": 20, **fields}
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 20, **fields}
+
+
+# --- Its thread dies.
+
+
+@pytest.fixture
+def dying(start: Start, standin_dir: Path, tmp_path: Path) -> Iterator[tuple[Server, Path]]:
+    """A server with a bug, which shows as soon as the file is there."""
+    standin.rescript(standin_dir, SCRIPTS)
+    file = tmp_path / "die"
+    command = f"""
+import runpy
+from pathlib import Path
+from vllm_mlx_harmony.engine.scheduler import Scheduler
+decide = Scheduler.next
+def broken(self, *given):
+    assert not Path({str(file)!r}).exists(), "a bug"
+    return decide(self, *given)
+Scheduler.next = broken
+runpy.run_module("vllm_mlx_harmony", run_name="__main__")
+"""
+    server = start(*FLAG, command=(sys.executable, "-c", command, "serve"))
+    yield server, file
+    server.stop()
+
+
+def test_a_thread_that_dies_is_seen_everywhere(dying: tuple[Server, Path]) -> None:
+    server, file = dying
+    model = str(server.model)
+    with server.client(300) as client:
+        assert client.get("/health").json()["status"] == "healthy"
+        asked = {"model": model, **body(CHAT, "Slowly.", stream=True, max_tokens=500)}
+        with client.stream("POST", CHAT, json=asked) as running:
+            lines = running.iter_lines()
+            assert "word" in next(line for line in lines if "word" in line)
+            file.touch()
+            said = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert "the engine has died" in said[-1]["error"]["message"]
+        health = client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "unhealthy")
+        for path in (CHAT, RESPONSES, MESSAGES):
+            for stream in (False, True):
+                asked = {"model": model, **body(path, "Hi.", stream=stream)}
+                refused = client.post(path, json=asked)
+                assert refused.status_code == 503, refused.text
+                assert "the engine has died" in refused.json()["error"]["message"]
+                assert refused.headers["retry-after"]
+        assert client.get("/v1/models").status_code == 200
+    assert server.stop() in (0, -signal.SIGTERM), "it ends by itself"
+
+
+# --- Its memory is small.
+
+MEMORY = 32_000_000
+"""Bytes: 25,844,832 of weights, and room for about 5,000 ids in nine tenths of them."""
+
+WORD = " word"
+
+
+def test_what_can_never_fit_is_rejected_and_what_does_not_fit_now_waits(
+    start: Start, tiny_dir: Path
+) -> None:
+    env = {"VLLM_MLX_HARMONY_MEMORY": str(MEMORY), "VLLM_MLX_HARMONY_CACHE": "1M"}
+    server = start(*FLAG, "--prefill-step-size", "64", model=tiny_dir, command=HARMONY, env=env)
+    model = str(server.model)
+    with server.client(300) as client, ThreadPoolExecutor(3) as pool:
+        longest = client.get("/v1/models").json()["data"][0]["max_model_len"]
+        assert 1_000 < longest < 10_000
+        assert f"{longest:,} tokens fit in memory, of 131,072" in server.log
+        for path in (CHAT, RESPONSES, MESSAGES):
+            refused = client.post(path, json={"model": model, **body(path, WORD * 10_000)})
+            assert refused.status_code == 400, refused.text
+            problem = refused.json()["error"]
+            assert str(longest) in problem["message"].replace(",", "")
+            assert problem.get("code") == "context_length_exceeded" or path == MESSAGES
+
+        def answered(number: int) -> httpx.Response:
+            text = f"{number}" + WORD * (longest * 2 // 3)
+            return client.post(CHAT, json={"model": model, **body(CHAT, text)})
+
+        for response in pool.map(answered, range(3)):
+            assert response.status_code == 200, response.text
+            assert response.json()["usage"]["prompt_tokens"] > longest // 2
+    server.stop()
