@@ -38,8 +38,8 @@ from vllm_mlx_harmony.core.grammar import (
     Mask,
     Policy,
     compiled,
-    expressible,
     grammar_of,
+    json_schema,
     language,
     matching,
     unordered,
@@ -123,10 +123,10 @@ def made(turn: Turn) -> Grammar:
 def cold(turn: Turn) -> float:
     """With everything that is remembered forgotten."""
     for remembered in (
-        expressible._remembered,
-        language._expressed,
+        json_schema._cache,
+        language._fitting,
         matching._compiled,
-        unordered._remembered,
+        unordered._cache,
     ):
         remembered.cache_clear()
     return timed(partial(made, turn))

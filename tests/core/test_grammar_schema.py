@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.grammar import (
     property_names,
     spellings,
 )
-from vllm_mlx_harmony.core.grammar.expressible import express
+from vllm_mlx_harmony.core.grammar.json_schema import strict_schema
 from vllm_mlx_harmony.core.grammar.unordered import rules_of
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.schema import Object, parameters
@@ -201,14 +201,6 @@ ROWS = [
     Row("no names", {"type": "object", "propertyNames": False}, ("{}",), ('{"a":1}',)),
     Row("names that are none", {"type": "object", "propertyNames": {"type": "integer"}}, ("{}",),
         ('{"1":1}',)),
-    Row("names of a pattern", {"type": "object", "propertyNames": {"type": "string", "pattern":
-        "^[a-z]+$"}, "properties": {"a": {"type": "string"}, "B": {}}, "additionalProperties":
-        {"type": "integer"}}, ('{"a":"x","b":1}', "{}"),
-        ('{"B":1}', '{"a":1}', '{"b":"x"}', '{"b1":1}', '{"":1}')),
-    Row("names of a length", {"type": "object", "propertyNames": {"minLength": 1, "maxLength": 3},
-        "minProperties": 1}, ('{"a":1}', '{"é\\n😀":1}'), ("{}", '{"":1}', '{"abcd":1}')),
-    Row("names of a pattern within", {"type": "object", "propertyNames": {"pattern": "_id"},
-        "additionalProperties": {"type": "string"}}, ('{"a_id":"x","_idb":"y"}',), ('{"id":"x"}',)),
     Row("nothing unevaluated", {"type": "object", "properties": {"a": {}}, "patternProperties":
         {"^x": {"type": "integer"}}, "unevaluatedProperties": False},
         ('{"a":1,"xb":2}',), ('{"b":1}', '{"xb":"2"}')),
@@ -256,7 +248,7 @@ ROWS = [
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_row(row: Row, strict: bool) -> None:
-    assert (express(row.schema) if strict else rules_of(row.schema)).dropped == ()
+    assert (strict_schema(row.schema).unsupported if strict else rules_of(row.schema).dropped) == ()
     for text in row.valid:
         assert is_valid(row.schema, json.loads(text))
         assert taken(row.schema, text, strict=strict), text
@@ -309,7 +301,7 @@ def test_null_where_openapi_allows_it(
     schema: dict[str, Any], valid: tuple[str, ...], invalid: tuple[str, ...]
 ) -> None:
     """OpenAPI 3.0's keyword, which JSON Schema does not have: as the prompt shows it."""
-    assert express(schema).dropped == ()
+    assert strict_schema(schema).unsupported == ()
     assert [text for text in valid if not taken(schema, text)] == []
     assert [text for text in invalid if taken(schema, text)] == []
 
@@ -324,7 +316,7 @@ def test_tool(name: str, dialect: Dialect) -> None:
     shape = SHAPES[name]
     schema = schema_of(shape, dialect)
     jsonschema.Draft202012Validator.check_schema(schema)
-    assert express(schema, of_object=True).dropped == ()
+    assert strict_schema(schema, of_object=True).unsupported == ()
     assert rules_of(schema, of_object=True).dropped == ()
     has_formats = '"format"' in json.dumps(schema)  # those are annotations, but under strict
     chance = random.Random(f"{name} {dialect.name}")
@@ -377,6 +369,14 @@ def test_printable_characters_may_be_escaped() -> None:
 # --- what was not asked to be strict: the same value in other words ---
 
 SPELLED = [
+    Row("names of a pattern", {"type": "object", "propertyNames": {"type": "string", "pattern":
+        "^[a-z]+$"}, "properties": {"a": {"type": "string"}, "B": {}}, "additionalProperties":
+        {"type": "integer"}}, ('{"a":"x","b":1}', "{}"),
+        ('{"B":1}', '{"a":1}', '{"b":"x"}', '{"b1":1}', '{"":1}')),
+    Row("names of a length", {"type": "object", "propertyNames": {"minLength": 1, "maxLength": 3},
+        "minProperties": 1}, ('{"a":1}', '{"é\\n😀":1}'), ("{}", '{"":1}', '{"abcd":1}')),
+    Row("names of a pattern within", {"type": "object", "propertyNames": {"pattern": "_id"},
+        "additionalProperties": {"type": "string"}}, ('{"a_id":"x","_idb":"y"}',), ('{"id":"x"}',)),
     Row("integers", {"type": "integer"},
         ("1", "-0", "1.0", "1e3", "1E+03", "1.50e1", "100e-2", "-2.5e1", "0e-9", "12345678901e0"),
         ("1.5", "1e-1", "15e-1", "1.25e1", "01", "1.", "+1", "1e", "1e400")),
@@ -551,6 +551,12 @@ DROPPED = {
     "contains": ({"type": "array", "contains": {"type": "null"}}, ("contains",)),
     "names": ({"type": "object", "propertyNames": {"pattern": "x", "maxLength": 3}},
         ("propertyNames",)),
+    "names of a pattern": ({"type": "object", "propertyNames": {"pattern": "^x"}},
+        ("propertyNames",)),
+    "names of a length": ({"type": "object", "propertyNames": {"maxLength": 3}},
+        ("propertyNames",)),
+    "too many names": ({"type": "object", "propertyNames": {"enum": [f"n{n}" for n in range(201)]}},
+        ("propertyNames",)),
     "names of a format": ({"type": "object", "propertyNames": {"format": "date"}},
         ("propertyNames",)),
     "names beside patterns": ({"propertyNames": {"pattern": "^a"}, "patternProperties": {"b": {}}},
@@ -559,7 +565,7 @@ DROPPED = {
     "unevaluated by a branch": ({"oneOf": [of(a={"type": "string"}), of(a={"type": "null"}, b={})],
         "unevaluatedProperties": False}, ("unevaluatedProperties",)),
     "unevaluated by what is dropped": ({"if": {}, "then": of(a={}), "unevaluatedProperties": False},
-        ("if", "then", "unevaluatedProperties")),
+        ("if", "then")),
     "overlapping patterns": ({"patternProperties": {"^a": {}, "b$": {}}}, ("patternProperties",)),
     "foreign": ({"$ref": "https://example.com/schema"}, ("$ref as it stands there",)),
     "malformed": ({"type": "str"}, ("type as it stands there",)),
@@ -574,6 +580,9 @@ DROPPED = {
 
 IN_ANY_ORDER = {
     "names",
+    "names of a pattern",
+    "names of a length",
+    "too many names",
     "names of a format",
     "names beside patterns",
     "unevaluated by a branch",
@@ -586,7 +595,7 @@ IN_ANY_ORDER = {
 @pytest.mark.parametrize("case", DROPPED)
 def test_dropped(case: str) -> None:
     schema, dropped = DROPPED[case]
-    assert express(schema).dropped == dropped
+    assert strict_schema(schema).unsupported == dropped
     wrapped = {"type": "object", "properties": {"v": schema, "w": {"type": "integer"}}}
     tool = Tool("lookup", parameters=wrapped)
     asked = Turn((User("Hi."),), tools=(tool,))
@@ -613,7 +622,7 @@ def test_dropped(case: str) -> None:
     ],
 )
 def test_what_says_nothing_is_left_out_silently(schema: dict[str, Any]) -> None:
-    assert express(schema).dropped == ()
+    assert strict_schema(schema).unsupported == ()
 
 
 @pytest.mark.parametrize(
@@ -632,7 +641,7 @@ def test_what_says_nothing_is_left_out_silently(schema: dict[str, Any]) -> None:
 def test_weaker_and_never_stricter(
     schema: Any, valid: tuple[str, ...], invalid: tuple[str, ...]
 ) -> None:
-    assert express({"type": "object", **schema}).dropped
+    assert strict_schema({"type": "object", **schema}).unsupported
     for text in valid:
         assert is_valid(schema, json.loads(text))
         assert taken({"type": "object", **schema}, text), text
@@ -674,16 +683,16 @@ def test_properties_come_as_the_prompt_shows_them() -> None:
 
 
 def test_nothing_is_valid() -> None:
-    assert express({"enum": []}).dropped == ("enum",)
+    assert strict_schema({"enum": []}).unsupported == ("enum",)
     optional = {"type": "object", "properties": {"a": {"enum": []}}}
-    assert express(optional).dropped == ()
+    assert strict_schema(optional).unsupported == ()
     assert taken(optional, "{}")
     assert not taken(optional, '{"a":1}')
 
 
 def test_one_pattern_of_two_stays() -> None:
     schema = of(a={"type": "string", "pattern": "(?=x)"}, b={"type": "string", "pattern": "^b$"})
-    assert express(schema).dropped == ("pattern",)
+    assert strict_schema(schema).unsupported == ("pattern",)
     assert taken(schema, '{"a":"y","b":"b"}')
     assert not taken(schema, '{"a":"x","b":"c"}')
 
@@ -718,7 +727,7 @@ def test_depth_and_size_are_bounded() -> None:
         deep = {"type": "object", "properties": {"a": deep}}
     wide = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(10_500)}}
     for schema in (deep, wide):
-        assert express(schema).dropped
+        assert strict_schema(schema).unsupported
 
 
 def chain(length: int, link: Callable[[Any], Any]) -> dict[str, Any]:
@@ -861,7 +870,7 @@ def test_suite(keyword: str) -> None:
             continue
         schema = case["schema"]
         chance = random.Random(case["description"])
-        strictly = not express(schema).dropped
+        strictly = not strict_schema(schema).unsupported
         for description, value, valid in case["tests"]:
             where = f"{case['description']}: {description}"
             text = respelled(value, chance)

@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 ROLES = frozenset({"assistant", "user", "system", "developer", "tool"})
 CHANNELS = frozenset({"analysis", "commentary", "final"})
 CONTENT_TYPES = frozenset({"json", "code", "text", "python"})
-NOBODY = frozenset({"assistant", "user", "all"})
+NOT_TOOLS = frozenset({"assistant", "user", "all"})
 """Recipients that are none."""
 
 LOOSE_LIMIT = 32
@@ -219,7 +219,7 @@ class HeaderReader:
     def _recipient(self, word: str) -> str:
         self._wants_name = not word
         name = _AROUND_NAME.sub("", word)
-        if name.casefold() in NOBODY:
+        if name.casefold() in NOT_TOOLS:
             if self._unknown_author and not self._in_channel:  # `x to=assistant`, as tools write it
                 self._read = replace(self._read, role="tool")
         elif name and not self._read.recipient:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.core.header import NAME_LIMIT, NOBODY
+from vllm_mlx_harmony.core.header import NAME_LIMIT, NOT_TOOLS
 from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool, Turn
 
 FUNCTIONS = "functions"
@@ -100,7 +100,7 @@ class Names:
 
         An undeclared one comes back as it is, without the ``functions.`` prefix.
         """
-        if recipient in NOBODY:
+        if recipient in NOT_TOOLS:
             return ""
         return self._known(recipient)[0] or recipient.removeprefix(_PREFIX) or recipient
 

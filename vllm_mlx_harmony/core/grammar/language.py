@@ -1,32 +1,33 @@
-"""A turn into the Lark text of its grammar.
-
-Knows which messages a turn may have and how their headers are written. Refuses to know what JSON
-Schema means (`expressible`) and how a grammar is followed (`matching`).
-"""
+"""A turn in, the Lark text of its grammar out: which messages it may have, and their headers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import escaped, unordered
-from vllm_mlx_harmony.core.grammar.expressible import Check, compile_error, express
+from vllm_mlx_harmony.core.grammar.json_schema import Check, compile_error, strict_schema
 from vllm_mlx_harmony.core.grammar.unordered import ANY_OBJECT, Rules, rules_of
-from vllm_mlx_harmony.core.header import CHANNELS, NOBODY
+from vllm_mlx_harmony.core.header import CHANNELS, NOT_TOOLS
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
-from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ResponseFormat, Syntax, Tool, Turn
+from vllm_mlx_harmony.core.turn import PYTHON, ResponseFormat, Syntax, Tool, Turn
+
+MAX_TEXT = 500_000
+"""Characters of the longest grammar that is compiled."""
+
+MAX_CHECKED = 20
+"""The number of schemas up to which each is compiled by itself if all of them together fail."""
 
 
 class Policy(str, Enum):
-    """How much of what could be enforced is enforced; the value is the setting's word.
+    """How much is enforced; the value is the word in the server's setting.
 
-    ``AUTO``: arguments and answers as far as their schemas can be expressed, strict ones wholly or
-    not at all. ``STRICT``: every tool and format as if its caller had asked for strictness.
+    ``AUTO``: arguments and answers as far as their schemas can be enforced; strict ones completely
+    or not at all. ``STRICT``: every tool and format as if its caller had asked for strictness.
     """
 
     AUTO = "auto"
@@ -34,38 +35,13 @@ class Policy(str, Enum):
     OFF = "off"
 
 
-MAX_TEXT = 500_000
-"""Characters of a grammar of which llguidance is asked whether it takes it."""
-
-MAX_CHECKED = 20
-"""Schemas of which each is tried by itself when it does not take all of them together."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """JSON of which no order is asked, and what it is for."""
-
-    what: str
-    rules: Rules
-
-
-def _alone(rules: Rules) -> str:
-    return "".join(
-        f"{line}\n" for line in (f"start: {rules.symbol}", *rules.lines, unordered.COMMON)
-    )
-
-
-_expressed: lru.ByteLRU[tuple[str, str], tuple[str, tuple[str, ...]]] = lru.ByteLRU(2**24)
-"""Grammars as they were wanted, what llguidance takes of them, and the notes on the difference."""
-
-
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a turn may say. Equal turns have equal grammars: one is its own key.
+    """The grammar of one turn. Equal turns have equal grammars, so a grammar is its own cache key.
 
-    ``text`` is llguidance's: Lark, or a list of grammars in JSON. ``begun`` are the ids of the
-    message that the prompt has begun already and that count as said. ``notes`` are sentences about
-    what could not be enforced, one for each schema.
+    ``text`` is llguidance's: Lark, or a list of grammars in JSON. ``begun`` are ids of the message
+    body that the prompt already contains; they are fed to the matcher first. ``notes`` are
+    sentences about what could not be enforced, one for each schema.
     """
 
     text: str
@@ -74,13 +50,13 @@ class Grammar:
 
     @property
     def without_analysis(self) -> str:
-        """``text`` of what may follow behind reasoning that was ended, and another
-        ``<|start|>assistant``: everything but more of it.
+        """``text`` for what follows reasoning that was cut short and another
+        ``<|start|>assistant``: anything but more analysis.
 
-        For engines that are given a grammar, and do not take part in following it. A rule must
-        have something: here a reserved id, which no model writes.
+        For engines that follow a grammar themselves. A rule cannot be empty, so this one becomes a
+        reserved id, which no model writes.
         """
-        return self.text.replace(_ANALYSIS, f"analysis: <[{_RESERVED}]>\n")
+        return self.text.replace(_ANALYSIS, f"analysis: <[{vocab.CONTROL[-2]}]>\n")
 
 
 _START, _END, _MESSAGE, _CHANNEL, _CONSTRAIN, _CALL, _RETURN = (
@@ -95,8 +71,6 @@ _START, _END, _MESSAGE, _CHANNEL, _CONSTRAIN, _CALL, _RETURN = (
         vocab.RETURN,
     )
 )
-
-_RESERVED = vocab.CONTROL[-2]
 
 _ANALYSIS = f'analysis: {_CHANNEL} "analysis" {_MESSAGE} text {_END}\n'
 
@@ -119,14 +93,15 @@ def grammar_of(
     *,
     check: Check = compile_error,
 ) -> Grammar | None:
-    """The grammar of what may follow the prompt of ``turn``; ``None``: whatever the model likes.
+    """The grammar of what may follow the prompt of ``turn``; ``None`` if anything may.
 
-    ``names`` are those the turn was rendered with. Schemas are remembered, but new ones take up to
-    some milliseconds each: not for an event loop. ``check`` says why a text cannot be compiled, for
-    every text of which that is not known; the default compiles it in this process.
+    ``names`` are those that the turn was rendered with. A schema that is not cached takes up to
+    some milliseconds, so this is not for an event loop. The default ``check`` compiles in this
+    process.
 
-    Raises ``RequestError`` naming tool and keyword when a strict schema, or a syntax, cannot be
-    enforced; and naming ``tool_choice`` when a call is required that nothing can make.
+    Raises ``RequestError`` naming the tool and the keyword if a strict schema or a syntax cannot
+    be enforced, and ``RequestError`` naming ``tool_choice`` if a call is required and there is
+    nothing to call.
     """
     if policy is Policy.OFF:
         return None
@@ -140,102 +115,101 @@ class _Writer:
         self._turn = turn
         self._check = check
         self._names = names
-        self._strict = policy is Policy.STRICT
+        self._all_strict = policy is Policy.STRICT
         self._rules: list[str] = []
         self._notes: list[str] = []
-        self._values: list[_Value] = []
+        # JSON whose order is free, as ``json_0``, ``json_1``, …: its rules, and what it is called
+        # in notes. These rules may be weakened at the end, so they are not among ``_rules`` yet.
+        self._values: list[tuple[str, Rules]] = []
 
     def grammar(self) -> Grammar:
-        turn = self._turn
         begun: tuple[int, ...] = ()
-        if turn.prefill is not None:
-            if turn.tool_choice.required:
-                raise RequestError(
-                    "an answer that has begun already cannot become the call that is required",
-                    param="tool_choice",
-                )
-            self._rule("start", f"body {_RETURN}")
-            self._body(turn.answer_format)
-            begun = tuple(vocab.encode(turn.prefill))
+        turn = self._turn
+        if turn.prefill is None:
+            self.turn_rules()
+        elif turn.tool_choice.required:
+            raise RequestError(
+                "an answer that has already begun cannot become the call that is required",
+                param="tool_choice",
+            )
         else:
-            self._turn_rules()
-        text = self._text(self._values)
+            self.rule("start", f"body {_RETURN}")
+            self.body(turn.answer_format)
+            begun = tuple(vocab.encode(turn.prefill))
+        text = self.text([rules for _, rules in self._values])
         if self._values:
-            text = self._expressible(text)
+            text = self.weakened(text)
         return Grammar(text, begun, tuple(self._notes))
 
-    def _text(self, values: Sequence[_Value]) -> str:
+    def text(self, values: list[Rules]) -> str:
+        """The whole grammar, with ``values`` as the rules of ``json_0``, ``json_1``, …"""
         rules = [*self._rules]
-        rules += (f"json_{at}: JSON_BLANK? {one.rules.symbol}" for at, one in enumerate(values))
-        rules += dict.fromkeys(line for one in values for line in one.rules.lines)
+        rules += (f"json_{at}: JSON_BLANK? {one.symbol}" for at, one in enumerate(values))
+        rules += dict.fromkeys(line for one in values for line in one.lines)
         common = unordered.COMMON if values else ""
         return "".join(f"{rule}\n" for rule in rules) + _COMMON + common
 
-    def _expressible(self, text: str) -> str:
-        """``text``, with less of the schemas that were not asked to be strict if it is too large,
-        or if llguidance refuses it: those that it refuses by themselves become any JSON object,
-        then the largest ones, then any text."""
+    def weakened(self, text: str) -> str:  # noqa: C901 - one attempt after the other
+        """``text``, or if it is too large or llguidance rejects it, a grammar with weaker values.
+
+        First the schemas that are rejected by themselves become any JSON object, then the largest
+        ones, half of the rest at a time; at last every value becomes any text.
+        """
         key = self._turn.tenant, text
-        known = _expressed.get(key)
-        if known is None:
-            known = self._weakened(text)
-            size = sum(map(len, known[1])) + len(text) + (0 if known[0] is text else len(known[0]))
-            _expressed.put(key, known, size)
-        self._notes += known[1]
-        return known[0]
-
-    def _weakened(  # noqa: C901 - one attempt after the other
-        self, text: str
-    ) -> tuple[str, tuple[str, ...]]:
-        weakened: dict[int, Rules] = {}
-
-        def written() -> str:
-            return self._text(
-                [
-                    _Value(one.what, weakened.get(at, one.rules))
-                    for at, one in enumerate(self._values)
-                ]
-            )
+        cached = _fitting.get(key)
+        if cached is not None:
+            self._notes += cached[1]
+            return cached[0]
+        values = [rules for _, rules in self._values]
+        sizes = {at: sum(map(len, rules.lines)) for at, rules in enumerate(values) if rules.lines}
+        largest_first = sorted(sizes, key=lambda at: -sizes[at])
+        weak: set[int] = set()
 
         def fits(text: str) -> bool:
             return len(text) <= MAX_TEXT and not self._check(text)
 
-        typed = [at for at, one in enumerate(self._values) if one.rules.lines]
-        typed.sort(key=lambda at: -sum(map(len, self._values[at].rules.lines)))
-        if fits(text):
-            return text, ()
-        if len(text) <= MAX_TEXT and len(typed) <= MAX_CHECKED:
-            for at in typed:
-                if self._check(_alone(self._values[at].rules)):
-                    weakened[at] = ANY_OBJECT
-        excess = len(text) - MAX_TEXT
-        for at in typed:
-            if excess > 0:
-                weakened[at] = ANY_OBJECT
-                excess -= sum(map(len, self._values[at].rules.lines))
-        while typed and not (weakened and fits(written())):
-            left = [at for at in typed if at not in weakened]
-            if not left:
-                weakened = {at: Rules("text") for at in range(len(self._values))}
-                break
-            weakened |= dict.fromkeys(left[: (len(left) + 1) // 2], ANY_OBJECT)
-        notes = (
-            f"{self._values[at].what}: its schema cannot be enforced"
-            f" ({'any JSON object' if rules is ANY_OBJECT else 'anything'} may come)"
-            for at, rules in sorted(weakened.items())
-        )
-        return written(), tuple(notes)
+        def written() -> str:
+            return self.text([ANY_OBJECT if at in weak else one for at, one in enumerate(values)])
 
-    def _rule(self, name: str, *alternatives: str) -> None:
+        fitting = text
+        if not fits(text):
+            if len(text) <= MAX_TEXT and len(largest_first) <= MAX_CHECKED:
+                for at in largest_first:
+                    lines = (f"start: {values[at].symbol}", *values[at].lines, unordered.COMMON)
+                    if self._check("".join(f"{line}\n" for line in lines)):
+                        weak.add(at)
+            excess = len(text) - MAX_TEXT
+            for at in largest_first:
+                if excess > 0:
+                    weak.add(at)
+                    excess -= sizes[at]
+            fitting = written()
+            while sizes and not (weak and fits(fitting)):
+                left = [at for at in largest_first if at not in weak]
+                if not left:
+                    values = [Rules("text")] * len(values)
+                    weak = set()
+                    fitting = written()
+                    break
+                weak.update(left[: (len(left) + 1) // 2])
+                fitting = written()
+        notes = []
+        for at, (what, rules) in enumerate(self._values):
+            if at in weak or values[at] is not rules:
+                instead = "any JSON object" if at in weak else "anything"
+                notes.append(f"{what}: its schema cannot be enforced ({instead} may come)")
+        size = sum(map(len, notes)) + len(text) + (0 if fitting is text else len(fitting))
+        _fitting.put(key, (fitting, tuple(notes)), size)
+        self._notes += notes
+        return fitting
+
+    def rule(self, name: str, *alternatives: str) -> None:
         self._rules.append(f"{name}: {' | '.join(alternatives)}")
 
-    # Which messages
-
-    def _turn_rules(self) -> None:
-        """A preamble is content: it would stand before the JSON of a typed answer, and be part of
-        it. So there it is only for a turn that goes on to a call."""
+    def turn_rules(self) -> None:
+        """The rules of a whole turn: messages that leave it open, and one that ends it."""
         turn = self._turn
-        callable_ = list(self._calls())
+        callable_ = list(self.callable())
         thinking = ["analysis"] if turn.thinking else []
         opening = " | ".join([*thinking, "preamble"] if thinking or callable_ else [])
         opened = f"(({opening}) next)*" if opening else ""
@@ -244,164 +218,175 @@ class _Writer:
         if not ends:
             raise RequestError("a call is required, and there is no tool", param="tool_choice")
         if turn.answer_format is None or ends == ["call"]:
-            self._rule("start", f"{opened} ({' | '.join(ends)})")
+            self.rule("start", f"{opened} ({' | '.join(ends)})")
         else:
+            # A preamble is content. Before a typed answer it would become part of the answer's
+            # JSON, so only a turn that goes on to a call may have one.
             reasoned = "(analysis next)*" if thinking else ""
             called = f"| preamble next {opened} call | call" if callable_ else ""
-            self._rule("start", f"{reasoned} (answer {called})")
+            self.rule("start", f"{reasoned} (answer {called})")
         if "answer" in ends:
-            self._rule("answer", f'{_CHANNEL} "final" type? {_MESSAGE} body {_RETURN}')
-            self._body(turn.answer_format)
-        if callable_:
-            self._call(callable_)
-
-    # The answer
-
-    def _body(self, requested: ResponseFormat | None) -> None:
-        if requested is None:
-            self._rule("body", "text")
+            self.rule("answer", f'{_CHANNEL} "final" type? {_MESSAGE} body {_RETURN}')
+            self.body(turn.answer_format)
+        if not callable_:
             return
-        what, where = "the response format", requested.where
-        if requested.syntax is None:
-            has_word = not requested.strict_implied
-            body = self._json(requested.schema, requested.strict, what, where, has_word=has_word)
-            self._rule("body", body)
-            return
+        after_role, after_channel = [], []
+        for at, (recipient, arguments) in enumerate(callable_):
+            self.rule(f"name_{at}", recipient)
+            self.rule(f"rest_{at}", f"typed? {_MESSAGE} args_{at} {_CALL}")
+            self.rule(f"args_{at}", arguments)
+            after_role.append(f'name_{at} (" "? {_CHANNEL} channel)? rest_{at}')
+            after_channel.append(f"name_{at} rest_{at}")
+        self.rule("call", '" to=" role_call', f'{_CHANNEL} channel " to=" channel_call')
+        self.rule("role_call", *after_role)
+        self.rule("channel_call", *after_channel)
+
+    def callable(self) -> Iterator[tuple[str, str]]:  # noqa: C901 - one kind of tool after the other
+        """What the turn may call: the rule of each recipient, and that of its arguments."""
+        turn, names = self._turn, self._turn.tool_choice.names
+        for tool in turn.callable_tools:
+            if names is not None and tool.name not in names:
+                continue
+            # ``functions.x``, or ``x`` alone where the parser reads that as this very tool.
+            alias = self._names.alias(tool.name)
+            forms = [f"{FUNCTIONS}.{alias}"]
+            if alias not in NOT_TOOLS and alias.partition(".")[0] not in turn.trained_namespaces:
+                forms.append(alias)
+            meant = [form for form in forms if self._names.addressee(form) == tool.name]
+            yield " | ".join(map(json.dumps, meant or forms[:1])), self.arguments(tool)
+        served = {namespace.name for namespace in turn.namespaces}
+        for builtin in turn.builtin_tools if names is None else ():
+            if builtin == PYTHON and builtin not in served:
+                yield json.dumps(builtin), "text"  # gpt-oss writes code to it, not JSON
+            elif builtin == "browser" and builtin not in served:
+                for function in ("search", "open", "find"):
+                    name = f"{builtin}.{function}"
+                    what = f"the parameters of tool {name!r}"
+                    yield json.dumps(name), self.in_any_order(ANY_OBJECT, what)
+        for namespace in turn.namespaces:
+            for recipient, tool in namespace.by_recipient.items():
+                if names is not None and recipient not in names:
+                    continue
+                if namespace.name == PYTHON:
+                    yield json.dumps(recipient), "text"
+                else:
+                    shown = as_trained(tool) if namespace.trained else tool
+                    yield json.dumps(recipient), self.arguments(shown)
+
+    def arguments(self, tool: Tool) -> str:
+        """The rule of the arguments of ``tool``."""
+        syntax, what = tool.syntax, f"the parameters of tool {tool.name!r}"
+        if syntax is None:
+            schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
+            return self.json(schema, tool.strict, what, tool.where, of_object=True)
+        what = f"the format of tool {tool.name!r}"
+        if syntax.kind == "regex":
+            pattern = {"type": "string", "pattern": f"^(?:{syntax.definition})$"}
+            return self.json(_with_input(pattern), tool.strict, what, tool.where)
         try:
-            body = _text_of(requested.syntax, self._turn.tenant, self._check)
+            return self.compiled_syntax(syntax, as_input=True)
         except escaped.NotExpressible as error:
             problem = f"{what}: {error} cannot be enforced"
-            self._cannot(problem, requested.strict, where, has_word=False)
-            body = "text"
-        self._rule("body", body)
+            self.report(problem, tool.strict, tool.where, can_be_relaxed=False)
+            return self.json(_with_input({"type": "string"}), False, "", tool.where)
 
-    def _json(
+    def body(self, requested: ResponseFormat | None) -> None:
+        """The rule of the final answer."""
+        what, body = "the response format", "text"
+        if requested is not None and requested.syntax is None:
+            body = self.json(
+                requested.schema,
+                requested.strict,
+                what,
+                requested.where,
+                can_be_relaxed=not requested.strict_implied,
+            )
+        elif requested is not None and requested.syntax is not None:
+            try:
+                body = self.compiled_syntax(requested.syntax, as_input=False)
+            except escaped.NotExpressible as error:
+                problem = f"{what}: {error} cannot be enforced"
+                self.report(problem, requested.strict, requested.where, can_be_relaxed=False)
+        self.rule("body", body)
+
+    def json(
         self,
-        schema: Mapping[str, Any] | None,
+        schema: Mapping[str, object] | None,
         strict: bool,
         what: str,
         where: str,
         *,
         of_object: bool = False,
-        has_word: bool = True,
+        can_be_relaxed: bool = True,
     ) -> str:
-        """The JSON that is valid for ``schema``; the note or the error when it cannot be exact."""
-        if not (strict or self._strict):
-            rules = ANY_OBJECT
-            if schema is not None:
-                rules = rules_of(schema, of_object=of_object, tenant=self._turn.tenant)
-            if rules.dropped:
-                self._notes.append(
-                    f"{what}: {', '.join(rules.dropped)} cannot be enforced; all the rest is"
-                )
-            return self._any_order(rules, what)
-        if schema is None:
-            return self._any_order(ANY_OBJECT, what)
-        expressed = express(
-            schema, of_object=of_object, tenant=self._turn.tenant, check=self._check
-        )
-        if expressed.dropped:
-            names = ", ".join(expressed.dropped)
-            problem = f"{what}: {names} cannot be enforced"
-            self._cannot(problem, strict, where, has_word=has_word)
-        return f"%json {expressed.text}"
+        """The rule of JSON that is valid for ``schema``: any object if that is ``None``.
 
-    def _any_order(self, rules: Rules, what: str) -> str:
-        """The rule of what ``rules`` say."""
-        self._values.append(_Value(what, rules))
+        ``can_be_relaxed`` tells whether the request has a ``strict`` that its caller could leave
+        out.
+        """
+        tenant = self._turn.tenant
+        if schema is None:
+            return self.in_any_order(ANY_OBJECT, what)
+        if strict or self._all_strict:
+            found = strict_schema(schema, of_object=of_object, tenant=tenant, check=self._check)
+            if found.unsupported:
+                problem = f"{what}: {', '.join(found.unsupported)} cannot be enforced"
+                self.report(problem, strict, where, can_be_relaxed=can_be_relaxed)
+            return f"%json {found.text}"
+        rules = rules_of(schema, of_object=of_object, tenant=tenant)
+        if rules.dropped:
+            problem = f"{what}: {', '.join(rules.dropped)} cannot be enforced"
+            self.report(problem, False, where, can_be_relaxed=False)
+        return self.in_any_order(rules, what)
+
+    def in_any_order(self, rules: Rules, what: str) -> str:
+        self._values.append((what, rules))
         return f"json_{len(self._values) - 1}"
 
-    def _cannot(self, problem: str, strict: bool, where: str, *, has_word: bool) -> None:
-        """The error or the note. ``has_word``: there is a ``strict`` that can be left out."""
-        if strict or self._strict:
-            helps = has_word and strict and not self._strict
-            hint = "; without strict, all the rest is" if helps else ""
+    def report(self, problem: str, strict: bool, where: str, *, can_be_relaxed: bool) -> None:
+        """Raises an error for what must be strict, and adds a note otherwise."""
+        if strict or self._all_strict:
+            relaxable = can_be_relaxed and strict and not self._all_strict
+            hint = "; without strict, everything else is enforced" if relaxable else ""
             raise RequestError(f"{problem}{hint}", param=where)
-        self._notes.append(f"{problem}; all the rest is")
+        self._notes.append(f"{problem}; everything else is")
 
-    # Calls
+    def compiled_syntax(self, syntax: Syntax, *, as_input: bool) -> str:
+        """The rule of a text that matches ``syntax``, by itself or ``as_input`` within the JSON of
+        a freeform tool: ``{"input": "…"}``. Raises ``NotExpressible``."""
+        key = self._turn.tenant, syntax, as_input
+        rule = _syntaxes.get(key)
+        if rule is not None:
+            return rule
+        if as_input:
+            for written in escaped.lark(syntax.definition):
+                if "R_START" in written:
+                    start = "start: ALL\nALL: OPENING R_START CLOSING"
+                else:
+                    start = "start: OPENING r_start CLOSING"
+                rule = f"%lark {{\n{start}{_INPUT}{written}\n}}"
+                if not self._check(f"start: {rule}"):
+                    break
+            else:
+                problem = "a Lark grammar that is recursive or that llguidance rejects"
+                raise escaped.NotExpressible(problem)
+        else:
+            if syntax.kind == "regex":
+                rule = f"/{escaped.between_slashes(syntax.definition)}/"
+            else:
+                rule = f"%lark {{\n{escaped.plain_lark(syntax.definition)}\n}}"
+            if problem := self._check(f"start: {rule}"):
+                raise escaped.NotExpressible(f"its syntax ({problem})")
+        _syntaxes.put(key, rule, len(rule))
+        return rule
 
-    def _calls(self) -> Iterator[tuple[str, str]]:
-        """What may be called: the recipient, quoted, and the rule of its arguments."""
-        names = self._turn.tool_choice.names
-        for tool in self._turn.callable_tools:
-            if names is None or tool.name in names:
-                yield self._recipient(tool), self._arguments(tool)
-        served = {each.name for each in self._turn.namespaces}
-        if names is None:
-            for builtin in self._turn.builtin_tools:
-                if builtin not in served:
-                    yield from self._trained(builtin)
-        for namespace in self._turn.namespaces:
-            for recipient, tool in namespace.by_recipient.items():
-                if names is None or recipient in names:
-                    yield _quoted(recipient), self._served(namespace, tool)
 
-    def _served(self, namespace: Namespace, tool: Tool) -> str:
-        """The arguments of a tool that the server runs; of a built-in, as the prompt shows it."""
-        if namespace.name == PYTHON:
-            return "text"
-        return self._arguments(trained(tool) if namespace.trained else tool)
+_fitting: lru.ByteLRU[tuple[str, str], tuple[str, tuple[str, ...]]] = lru.ByteLRU(2**24)
+"""By tenant and grammar: the strongest grammar that fits, and notes on what it does not enforce."""
 
-    def _trained(self, builtin: str) -> Iterator[tuple[str, str]]:
-        """The tools that gpt-oss was trained with, and what it writes to them: JSON, and code."""
-        if builtin == PYTHON:
-            yield _quoted(builtin), "text"
-        elif builtin == "browser":
-            for function in ("search", "open", "find"):
-                name = f"{builtin}.{function}"
-                yield _quoted(name), self._any_order(ANY_OBJECT, f"the parameters of tool {name!r}")
-
-    def _recipient(self, tool: Tool) -> str:
-        """``functions.x``, or ``x`` alone: what the parser reads as this very tool."""
-        alias = self._names.alias(tool.name)
-        forms = [f"{FUNCTIONS}.{alias}"]
-        if alias not in NOBODY and alias.partition(".")[0] not in self._turn.trained_namespaces:
-            forms.append(alias)
-        meant = [form for form in forms if self._names.addressee(form) == tool.name]
-        return " | ".join(map(_quoted, meant or forms[:1]))
-
-    def _arguments(self, tool: Tool) -> str:
-        schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
-        what = f"the parameters of tool {tool.name!r}"
-        if tool.syntax is None:
-            return self._json(schema, tool.strict, what, tool.where, of_object=True)
-        if tool.syntax.kind == "regex":
-            matching = {"type": "string", "pattern": f"^(?:{tool.syntax.definition})$"}
-            what = f"the format of tool {tool.name!r}"
-            return self._json(_with_input(matching), tool.strict, what, tool.where)
-        try:
-            return _input_of(tool.syntax, self._turn.tenant, self._check)
-        except escaped.NotExpressible as error:
-            problem = f"the format of tool {tool.name!r}: {error} cannot be enforced"
-            self._cannot(problem, tool.strict, tool.where, has_word=False)
-            return self._json(_with_input({"type": "string"}), False, "", tool.where)
-
-    def _call(self, callable_: Sequence[tuple[str, str]]) -> None:
-        roles, channels = [], []
-        for index, (recipient, arguments) in enumerate(callable_):
-            self._rule(f"name_{index}", recipient)
-            self._rule(f"rest_{index}", f"typed? {_MESSAGE} args_{index} {_CALL}")
-            self._rule(f"args_{index}", arguments)
-            roles.append(f'name_{index} (" "? {_CHANNEL} channel)? rest_{index}')
-            channels.append(f"name_{index} rest_{index}")
-        self._rule("call", '" to=" role_call', f'{_CHANNEL} channel " to=" channel_call')
-        self._rule("role_call", *roles)
-        self._rule("channel_call", *channels)
-
+_syntaxes: lru.ByteLRU[tuple[str, Syntax, bool], str] = lru.ByteLRU(2**23, most=64)
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-def trained(tool: Tool) -> Tool:
-    """``tool`` of the browser with the parameters that gpt-oss knows it by."""
-    from openai_harmony import ToolNamespaceConfig
-
-    known = {each.name: each.parameters for each in ToolNamespaceConfig.browser().tools}
-    return replace(tool, parameters=known.get(tool.name, tool.parameters))
-
-
-# --- freeform tools, and answers with a syntax ---
 
 _INPUT = r"""
 OPENING: /\{[ \n]{0,4}"input"[ ]?:[ ]?"/
@@ -409,7 +394,7 @@ CLOSING: /"[ \n]{0,4}\}/
 """
 
 
-def _with_input(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_input(schema: Mapping[str, object]) -> Mapping[str, object]:
     return {
         "type": "object",
         "properties": {"input": schema},
@@ -418,43 +403,9 @@ def _with_input(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _input_of(syntax: Syntax, tenant: str, check: Check) -> str:
-    """``{"input": "…"}``, where the string stands for a text that a Lark grammar has.
+def as_trained(tool: Tool) -> Tool:
+    """A ``tool`` of the browser with the parameters that gpt-oss was trained on."""
+    from openai_harmony import ToolNamespaceConfig
 
-    Remembered for ``tenant``."""
-    known = _inputs.get((tenant, syntax))
-    if known is not None:
-        return known
-    for written in escaped.lark(syntax.definition):
-        if "R_START" in written:
-            start = "start: ALL\nALL: OPENING R_START CLOSING"
-        else:
-            start = "start: OPENING r_start CLOSING"
-        nested = f"%lark {{\n{start}{_INPUT}{written}\n}}"
-        if not check(f"start: {nested}"):
-            _inputs.put((tenant, syntax), nested, len(nested))
-            return nested
-    raise escaped.NotExpressible("a Lark grammar that is recursive or that llguidance refuses")
-
-
-def _text_of(syntax: Syntax, tenant: str, check: Check) -> str:
-    """The text itself. Remembered for ``tenant``."""
-    known = _texts.get((tenant, syntax))
-    if known is not None:
-        return known
-    if syntax.kind == "regex":
-        written = f"/{escaped.between_slashes(syntax.definition)}/"
-    else:
-        written = f"%lark {{\n{escaped.plain_lark(syntax.definition)}\n}}"
-    if problem := check(f"start: {written}"):
-        raise escaped.NotExpressible(f"its syntax ({problem})")
-    _texts.put((tenant, syntax), written, len(written))
-    return written
-
-
-_inputs: lru.ByteLRU[tuple[str, Syntax], str] = lru.ByteLRU(2**22, most=32)
-_texts: lru.ByteLRU[tuple[str, Syntax], str] = lru.ByteLRU(2**22, most=32)
-
-
-def _quoted(name: str) -> str:
-    return json.dumps(name)
+    known = {each.name: each.parameters for each in ToolNamespaceConfig.browser().tools}
+    return replace(tool, parameters=known.get(tool.name, tool.parameters))

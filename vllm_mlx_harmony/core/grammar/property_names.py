@@ -1,31 +1,28 @@
-r"""What a schema says of the names of an object's properties, in the words that llguidance has.
+r"""Keywords about property names, rewritten into those that llguidance supports.
 
-Knows how JSON Schema's applicators go together. Refuses to know what is told about it
-(`expressible`). Everything here takes and gives schemas as `expressible` copies them: known,
-well-formed keywords, every ``$ref`` to ``#`` or to a definition at the root. Pure.
+Every schema here is one that `json_schema.SchemaReader` has copied: known, well-formed keywords,
+and each ``$ref`` is ``#`` or a definition at the root.
 
-**propertyNames and unevaluatedProperties** are both a conjunct: an object that has these names and
-no others. So each becomes a member of ``allOf`` with ``properties``, ``patternProperties`` and
-``additionalProperties``, and what it means beside the other keywords is what ``allOf`` means.
+**propertyNames and unevaluatedProperties.** Both are equivalent to one more member of ``allOf``: an
+object with certain ``properties`` and ``patternProperties``, and an ``additionalProperties``.
 
-- ``propertyNames`` with finitely many names (``enum``, ``const``, references to such and unions)
-  has those as properties of which nothing is asked; with a pattern, or lengths, it has the pattern.
-  A ``format`` beside a pattern is an annotation, as for JSON Schema it may be.
-- ``unevaluatedProperties`` is about the names that no other keyword in place has looked at
-  (https://json-schema.org/draft/2020-12/json-schema-core, 11.3). Those of ``allOf`` and ``$ref``
-  are evaluated always; those of a branch of ``anyOf`` or ``oneOf`` when the branch holds. The
-  conjunct has them all: what it allows is exact when the branches evaluate nothing of their own,
-  and too much otherwise.
+- ``propertyNames`` is supported if it allows finitely many names (``enum``, ``const``, references
+  to such schemas, unions of them). Each becomes a property with any value, and no others may come.
+- ``unevaluatedProperties`` applies to the names that no other keyword of the same object has
+  evaluated (https://json-schema.org/draft/2020-12/json-schema-core, 11.3). ``allOf`` and ``$ref``
+  always evaluate theirs; a branch of ``anyOf`` or ``oneOf`` only if it holds. The new member lists
+  the names of all branches. That is exact when the branches add no names of their own, and too
+  permissive otherwise.
 
-**Names in another spelling.** JSON may write ``a`` as ``\u0061``. llguidance knows a declared name
-by its letters, and takes the escaped one for an additional property, so that a value could come in
-for which the schema says something else. What matches a pattern it takes without such escapes: so
-additional properties become those whose name matches a pattern, of all names but the declared ones.
-Two of those patterns must not meet, nor one the schema's own, because they overlap. So a schema in
-which objects are laid over one another loses escapes altogether, in values, too.
+**Escaped names.** JSON may write ``a`` as ``\u0061``. llguidance compares a declared name letter by
+letter, and would accept the escaped name as an additional property, with a value that the schema
+does not allow for ``a``. A name that has to match a pattern cannot contain such escapes. So
+additional properties become pattern properties, for all names but the declared ones. llguidance
+rejects two patterns that overlap, so this does not work where objects are merged (``allOf``) or
+have patterns already. There, the option ``NO_ESCAPES`` forbids ``\u`` everywhere, in values too.
 
-llguidance 1.9 loses the patterns of an object that is laid over one without (they are intersected
-with its own ``additionalProperties``). So a conjunct with patterns comes first.
+llguidance 1.9 loses the patterns of an object that is merged with one without patterns (it
+intersects them with the other's ``additionalProperties``). So a member with patterns comes first.
 """
 
 from __future__ import annotations
@@ -36,35 +33,22 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 Schema: TypeAlias = "dict[str, Any]"
+"""A schema other than ``true`` and ``false``."""
+
+AnySchema: TypeAlias = "Schema | bool"
 
 KEYWORDS = ("propertyNames", "unevaluatedProperties")
-"""Those that are rewritten, in the order in which they are given up."""
+"""The rewritten keywords."""
 
-NO_ESCAPES: Mapping[str, Any] = {"json_allowed_escapes": 'nrbtf\\"'}
-"""An option of llguidance's: no character is written as ``\\u`` and four digits."""
+NO_ESCAPES: Mapping[str, str] = {"json_allowed_escapes": 'nrbtf\\"'}
+"""The llguidance option that forbids ``\\u`` escapes."""
 
 _MAX_NAMES = 200
 _MAX_CHECKED = 50
 _MAX_LENGTH = 80
 
-
-def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """``value`` with ``function`` of each schema that stands in it; a boolean as it is."""
-    if not isinstance(value, dict):
-        return value
-    out: Schema = {}
-    for key, content in value.items():
-        if key in _NAMED:
-            out[key] = {name: function(one) for name, one in content.items()}
-        elif key in _NESTED and isinstance(content, list):
-            out[key] = [function(one) for one in content]
-        else:
-            out[key] = function(content) if key in _NESTED else content
-    return out
-
-
-_NAMED = frozenset({"properties", "patternProperties", "$defs"})
-_NESTED = frozenset(
+_MAPPINGS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs"})
+_SCHEMAS = frozenset(
     {
         "anyOf",
         "oneOf",
@@ -78,74 +62,106 @@ _NESTED = frozenset(
 )
 
 
-def without(value: Any, keywords: Iterable[str]) -> Any:
-    """``value`` without ``keywords``, however deep."""
-    dropping = frozenset(keywords)
+def mapped(schema: Schema, function: Callable[[Schema], object]) -> Schema:
+    """A copy of ``schema`` with ``function`` applied to each of its direct subschemas.
 
-    def walk(one: Any) -> Any:
-        if isinstance(one, dict):
-            one = {key: content for key, content in one.items() if key not in dropping}
-        return mapped(one, walk)
+    Subschemas that are booleans stay as they are.
+    """
 
-    return walk(value)
+    def applied(each: object) -> object:
+        return function(each) if isinstance(each, dict) else each
+
+    copy: Schema = {}
+    for key, content in schema.items():
+        if key in _MAPPINGS_OF_SCHEMAS:
+            copy[key] = {name: applied(each) for name, each in content.items()}
+        elif key in _SCHEMAS:
+            is_list = isinstance(content, list)
+            copy[key] = [applied(each) for each in content] if is_list else applied(content)
+        else:
+            copy[key] = content
+    return copy
+
+
+def target(root: Schema, ref: str) -> AnySchema:
+    """The schema that ``ref`` refers to."""
+    if ref == "#":
+        return root
+    found: AnySchema = root.get("$defs", {}).get(ref.removeprefix("#/$defs/"), True)
+    return found
+
+
+def without(schema: Schema, keywords: Iterable[str]) -> Schema:
+    """A copy of ``schema`` without ``keywords``, at any depth."""
+    dropped = frozenset(keywords)
+    remaining = {key: content for key, content in schema.items() if key not in dropped}
+    return mapped(remaining, lambda each: without(each, dropped))
 
 
 def rewritten(root: Schema, is_rejected: Callable[[Schema], bool]) -> tuple[Schema, list[str]]:
-    """``root`` without ``KEYWORDS``, and those of them that it does not wholly stand for.
+    """``root`` without ``KEYWORDS``, and those of them that are not fully enforced any more.
 
-    It never allows less than ``root``. ``is_rejected`` says of a schema whether nothing is valid.
+    The result accepts everything that ``root`` accepts. ``is_rejected`` tells whether llguidance
+    rejects a schema, as it does when no value is valid.
     """
-    rewriting = _Rewriting(root, is_rejected)
-    return rewriting.schema(root), list(dict.fromkeys(rewriting.inexact))
+    rewriter = _Rewriter(root, is_rejected)
+    return rewriter.schema(root), list(dict.fromkeys(rewriter.inexact))
 
 
-def spelled(root: Schema) -> Schema | None:
-    """``root``, in which no declared name can be spelled otherwise.
-
-    ``None`` when there are too many names, too long ones, patterns, or objects laid over others.
-    """
-    fits = not any(map(_is_merged, _schemas(root)))
-
-    def walk(value: Any) -> Any:
-        nonlocal fits
-        out = mapped(value, walk)
-        if isinstance(out, dict) and _is_open(out):
-            declared = [*out.get("properties", ()), *out.get("required", ())]
-            fits = fits and len(declared) <= _MAX_NAMES and "patternProperties" not in out
-            if not fits or max(map(len, declared)) > _MAX_LENGTH:
-                fits = False
-                return out
-            rest = out.get("additionalProperties", True)
-            other = f"^(?:{_other_than(declared)})$"
-            named = {**out.get("properties", {})}
-            named.update((name, rest) for name in declared if name not in named)
-            out.update(
-                properties=named, patternProperties={other: rest}, additionalProperties=False
-            )
-        return out
-
-    walked: Schema = walk(root)
-    return walked if fits else None
-
-
-def _is_merged(schema: Schema) -> bool:
-    """Whether several keywords may say something of one object."""
-    members = len(schema.get("allOf", ())) + sum(
-        key in schema for key in ("anyOf", "oneOf", "$ref")
-    )
-    return members > 1 or (members == 1 and not _OF_OBJECTS.isdisjoint(schema))
-
-
-_OF_OBJECTS = frozenset({"properties", "patternProperties", "additionalProperties", "required"})
-
-
-def can_be_misspelled(root: Schema) -> bool:
-    """Whether a declared name may come in another spelling, with a value that is not its own."""
+def can_be_escaped(root: Schema) -> bool:
+    """Whether some declared name, escaped, would be accepted as an additional property."""
     return any(map(_is_open, _schemas(root)))
 
 
+def with_unescaped_names(root: Schema) -> Schema | None:
+    """``root`` with additional properties as pattern properties, which cannot be escaped.
+
+    ``None`` when that is impossible: too many or too long names, patterns, merged objects.
+    """
+    for schema in _schemas(root):
+        members = len(schema.get("allOf", ())) + sum(map(schema.__contains__, _IN_PLACE))
+        if members > 1 or (members == 1 and not _OF_OBJECTS.isdisjoint(schema)):
+            return None
+        names = [*schema.get("properties", ()), *schema.get("required", ())]
+        too_large = len(names) > _MAX_NAMES or max(map(len, names), default=0) > _MAX_LENGTH
+        if _is_open(schema) and (too_large or "patternProperties" in schema):
+            return None
+
+    def walk(schema: Schema) -> Schema:
+        copy = mapped(schema, walk)
+        if _is_open(copy):
+            additional = copy.get("additionalProperties", True)
+            declared = dict.fromkeys(copy.get("required", ()), additional)
+            properties = copy.get("properties", {})
+            copy["properties"] = {**properties, **declared, **properties}
+            pattern = f"^(?:{_other_than(copy['properties'])})$"
+            copy["patternProperties"] = {pattern: additional}
+            copy["additionalProperties"] = False
+        return copy
+
+    return walk(root)
+
+
+_IN_PLACE = ("anyOf", "oneOf", "$ref")
+_OF_OBJECTS = frozenset({"properties", "patternProperties", "additionalProperties", "required"})
+
+
+def _is_open(schema: Schema) -> bool:
+    """Whether ``schema`` declares names and allows others beside them."""
+    declares = any(schema.get(key) for key in ("properties", "patternProperties", "required"))
+    return declares and schema.get("additionalProperties") is not False
+
+
+def _schemas(schema: Schema) -> Iterator[Schema]:
+    """``schema`` and all its subschemas that are not booleans."""
+    found = [schema]
+    for each in found:  # which grows meanwhile
+        mapped(each, found.append)
+    return iter(found)
+
+
 def _other_than(names: Iterable[str]) -> str:
-    """A regular expression of all texts but ``names``."""
+    """A regular expression that matches every string but ``names``."""
     ends: dict[str, list[str]] = {}
     for name in names:
         ends.setdefault(name[:1], []).append(name[1:])
@@ -155,175 +171,125 @@ def _other_than(names: Iterable[str]) -> str:
     return "|".join([*([] if "" in ends else [""]), other, *longer])
 
 
-def _is_open(schema: Schema) -> bool:
-    declares = any(schema.get(key) for key in ("properties", "patternProperties", "required"))
-    return declares and schema.get("additionalProperties") is not False
-
-
-def _schemas(value: Any) -> Iterator[Schema]:
-    """``value`` and all schemas in it that are no booleans."""
-    found: list[Schema] = []
-
-    def walk(one: Any) -> Any:
-        if isinstance(one, dict):
-            found.append(one)
-            mapped(one, walk)
-        return one
-
-    walk(value)
-    yield from found
-
-
 @dataclass
 class _Evaluated:
-    """The properties that a schema's keywords look at: those of every instance, and those that may
-    be looked at or not."""
+    """Properties that keywords evaluate."""
 
     names: dict[str, None] = field(default_factory=dict)
     patterns: dict[str, None] = field(default_factory=dict)
     all: bool = False
-    """Whatever their names are."""
-    refs: set[str] = field(default_factory=set)
-    """What was followed already."""
+    """Whether every property is evaluated, whatever its name."""
 
 
-class _Rewriting:
+class _Rewriter:
+    """Rewrites one schema. ``inexact`` lists keywords that are enforced only in part."""
+
     def __init__(self, root: Schema, is_rejected: Callable[[Schema], bool]) -> None:
         self._root = root
         self._is_rejected = is_rejected
-        self._known: dict[str, Mapping[str, None] | None] = {}
+        self._names_of_ref: dict[str, list[str] | None] = {}
         self.inexact: list[str] = []
 
-    def schema(self, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        out: Schema = mapped({k: v for k, v in value.items() if k not in KEYWORDS}, self.schema)
-        conjuncts: list[Schema] = []
-        if "propertyNames" in value:
-            conjuncts += self._property_names(value)
-        if "unevaluatedProperties" in value:
-            conjuncts += self._unevaluated(value)
-        if not conjuncts:
-            return out
-        kind = {"type": value["type"]} if "type" in value else {}
-        conjuncts = [{**kind, **one} for one in conjuncts]
-        first = [one for one in conjuncts if "patternProperties" in one]
-        last = [one for one in conjuncts if "patternProperties" not in one]
-        members = [*first, *out.pop("allOf", ()), *last]
-        return {"allOf": members, **out} if first else {**out, "allOf": members}
+    def schema(self, schema: Schema) -> Schema:
+        rest = {key: content for key, content in schema.items() if key not in KEYWORDS}
+        copy = mapped(rest, self.schema)
+        added = []
+        if "propertyNames" in schema:
+            added.append(self.property_names(schema))
+        if "unevaluatedProperties" in schema:
+            added.append(self.unevaluated_properties(schema))
+        kind = {"type": schema["type"]} if "type" in schema else {}
+        members = [{**kind, **each} for each in added if each is not None]
+        first = [each for each in members if "patternProperties" in each]
+        last = [each for each in members if "patternProperties" not in each]
+        if not members:
+            return copy
+        all_of = [*first, *copy.pop("allOf", ()), *last]
+        return {"allOf": all_of, **copy} if first else {**copy, "allOf": all_of}
 
-    # unevaluatedProperties
-
-    def _unevaluated(self, value: Schema) -> Iterator[Schema]:
-        rest = value["unevaluatedProperties"]
-        own = {key: content for key, content in value.items() if key != "unevaluatedProperties"}
-        always, perhaps = _Evaluated(), _Evaluated()
-        self._evaluate(own, always, perhaps)
-        if rest in (True, {}) or always.all:
-            return
-        certain = perhaps.names.keys() <= always.names.keys()
-        certain = certain and perhaps.patterns.keys() <= always.patterns.keys()
-        if perhaps.all or not certain:
-            self.inexact.append("unevaluatedProperties")
-        if not perhaps.all:
-            names, patterns = always.names | perhaps.names, always.patterns | perhaps.patterns
-            yield _only(names, patterns, self.schema(rest))
-
-    def _evaluate(self, value: Any, always: _Evaluated, perhaps: _Evaluated) -> None:
-        """Adds what ``value`` evaluates in place."""
-        if not isinstance(value, dict):
-            return
-        for one in (*value.get("anyOf", ()), *value.get("oneOf", ())):
-            self._evaluate(one, perhaps, perhaps)
-        ref = value.get("$ref")
-        if ref is not None and ref not in always.refs:
-            always.refs.add(ref)
-            self._evaluate(self._target(ref), always, perhaps)
-        for one in value.get("allOf", ()):
-            self._evaluate(one, always, perhaps)
-        always.names.update(dict.fromkeys(value.get("properties", ())))
-        always.patterns.update(dict.fromkeys(value.get("patternProperties", ())))
-        always.all |= "additionalProperties" in value or "unevaluatedProperties" in value
-
-    def _target(self, ref: str) -> Any:
-        name = ref.removeprefix("#/$defs/")
-        return self._root if ref == "#" else self._root.get("$defs", {}).get(name, True)
-
-    # propertyNames
-
-    def _property_names(self, value: Schema) -> Iterator[Schema]:
-        requested = value["propertyNames"]
-        names = self._names(requested)
-        if names is not None:
-            is_plain = isinstance(requested, dict) and requested.keys() <= {"type", "enum"}
-            if len(names) <= (_MAX_NAMES if is_plain else _MAX_CHECKED):
-                allowed = [name for name in names if is_plain or self._is_allowed(name, requested)]
-                declared = [name for name in value.get("properties", ()) if name in allowed]
-                yield _only([*declared, *allowed], (), False)
-                return
-        pattern, exact = self._pattern(requested)
-        if names is not None or not exact:
+    def property_names(self, schema: Schema) -> Schema | None:
+        """The member of ``allOf`` that stands for ``propertyNames``."""
+        requested = schema["propertyNames"]
+        names = self.finite_names(requested)
+        keywords = requested.keys() if isinstance(requested, dict) else set()
+        if names is None and keywords <= {"type"}:
+            return None  # any name
+        is_list = keywords <= {"type", "enum"}
+        if names is None or len(names) > (_MAX_NAMES if is_list else _MAX_CHECKED):
             self.inexact.append("propertyNames")
-        if pattern is not None:
-            yield _only((), [pattern], False)
-
-    def _names(self, requested: Any) -> Mapping[str, None] | None:
-        """Names among which are all that may be; ``None`` when there is no end of them."""
-        if requested is False or not _has_texts(requested):
-            return {}
-        if not isinstance(requested, dict):
             return None
-        if "const" in requested or "enum" in requested:
-            listed = [requested["const"]] if "const" in requested else requested["enum"]
-            return dict.fromkeys(name for name in listed if isinstance(name, str))
-        found = [self._names(one) for one in requested.get("allOf", ())]
-        if "$ref" in requested:
-            found.append(self._names_of(requested["$ref"]))
-        for branches in (requested.get("anyOf"), requested.get("oneOf")):
-            if branches:
-                united = [self._names(one) for one in branches]
-                finite = [names for names in united if names is not None]
-                if len(finite) == len(united):
-                    found.append({name: None for names in finite for name in names})
+        if not is_list:  # there may be other keywords, which exclude some of the names
+            definitions = {"$defs": self._root["$defs"]} if "$defs" in self._root else {}
+            names = [
+                name
+                for name in names
+                if not self._is_rejected({"allOf": [{"const": name}, requested], **definitions})
+            ]
+        # Properties come in the order in which they are declared.
+        declared = [name for name in schema.get("properties", ()) if name in names]
+        return _object([*declared, *names], (), False)
+
+    def finite_names(self, schema: object) -> list[str] | None:
+        """Names that include all that ``schema`` allows; ``None`` if there are infinitely many."""
+        if not isinstance(schema, dict):
+            return [] if schema is False else None
+        if "string" not in schema.get("type", "string"):
+            return []
+        if "const" in schema or "enum" in schema:
+            listed = [schema["const"]] if "const" in schema else schema["enum"]
+            return [name for name in listed if isinstance(name, str)]
+        found = [self.finite_names(each) for each in schema.get("allOf", ())]
+        if "$ref" in schema:
+            ref = schema["$ref"]
+            if ref not in self._names_of_ref:
+                self._names_of_ref[ref] = None  # for references that lead back here
+                self._names_of_ref[ref] = self.finite_names(target(self._root, ref))
+            found.append(self._names_of_ref[ref])
+        for keyword in ("anyOf", "oneOf"):
+            branches = [self.finite_names(each) for each in schema.get(keyword, ())]
+            finite = [names for names in branches if names is not None]
+            if branches and len(finite) == len(branches):
+                found.append(list(dict.fromkeys(name for names in finite for name in names)))
         return next((names for names in found if names is not None), None)
 
-    def _names_of(self, ref: str) -> Mapping[str, None] | None:
-        if ref not in self._known:
-            self._known[ref] = None
-            self._known[ref] = self._names(self._target(ref))
-        return self._known[ref]
+    def unevaluated_properties(self, schema: Schema) -> Schema | None:
+        """The member of ``allOf`` that stands for ``unevaluatedProperties``."""
+        always, maybe = _Evaluated(), _Evaluated()
+        followed: set[tuple[str, int]] = set()
 
-    def _is_allowed(self, name: str, requested: Any) -> bool:
-        definitions = {"$defs": self._root["$defs"]} if "$defs" in self._root else {}
-        return not self._is_rejected({"allOf": [{"const": name}, requested], **definitions})
+        def evaluate(each: object, always: _Evaluated) -> None:
+            if not isinstance(each, dict):
+                return
+            for branch in (*each.get("anyOf", ()), *each.get("oneOf", ())):
+                evaluate(branch, maybe)
+            ref = each.get("$ref")
+            if ref is not None and (ref, id(always)) not in followed:
+                followed.add((ref, id(always)))
+                evaluate(target(self._root, ref), always)
+            for member in each.get("allOf", ()):
+                evaluate(member, always)
+            always.names.update(dict.fromkeys(each.get("properties", ())))
+            always.patterns.update(dict.fromkeys(each.get("patternProperties", ())))
+            always.all |= "additionalProperties" in each or "unevaluatedProperties" in each
 
-    def _pattern(self, requested: Any, hops: int = 9) -> tuple[str | None, bool]:
-        """The pattern of the names, if there is one, and whether it is all that is asked."""
-        if not isinstance(requested, dict):
-            return None, requested is True
-        if requested.keys() - {"type"} == {"$ref"} and hops:
-            return self._pattern(self._target(requested["$ref"]), hops - 1)
-        rest = requested.keys() - {"type", "pattern", "minLength", "maxLength", "format"}
-        is_bounded = "minLength" in requested or "maxLength" in requested
-        if "pattern" in requested:
-            return requested["pattern"], not rest and not is_bounded
-        exact = not rest and "format" not in requested
-        if not is_bounded:
-            return None, exact
-        least, most = requested.get("minLength", 0), requested.get("maxLength", "")
-        return rf"^[\s\S]{{{least},{most}}}$", exact
+        unevaluated = schema["unevaluatedProperties"]
+        evaluate({k: v for k, v in schema.items() if k != "unevaluatedProperties"}, always)
+        if unevaluated in (True, {}) or always.all:
+            return None
+        only_maybe = maybe.names.keys() - always.names or maybe.patterns.keys() - always.patterns
+        if maybe.all or only_maybe:
+            self.inexact.append("unevaluatedProperties")
+        if maybe.all:
+            return None
+        rest = self.schema(unevaluated) if isinstance(unevaluated, dict) else unevaluated
+        return _object(always.names | maybe.names, always.patterns | maybe.patterns, rest)
 
 
-def _has_texts(schema: Any) -> bool:
-    kinds = schema.get("type", "string") if isinstance(schema, dict) else "string"
-    return "string" in ([kinds] if isinstance(kinds, str) else kinds)
-
-
-def _only(names: Iterable[str], patterns: Iterable[str], rest: Any) -> Schema:
-    """Properties of these names and patterns, whatever they are; of others what ``rest`` says."""
-    conjunct: Schema = {"additionalProperties": rest}
-    if found := dict.fromkeys(names, True):
-        conjunct["properties"] = found
-    if found := dict.fromkeys(patterns, True):
-        conjunct["patternProperties"] = found
-    return conjunct
+def _object(names: Iterable[str], patterns: Iterable[str], additional: object) -> Schema:
+    """An object with any value for ``names`` and ``patterns``, and ``additional`` for others."""
+    schema: Schema = {"additionalProperties": additional}
+    if properties := dict.fromkeys(names, True):
+        schema["properties"] = properties
+    if of_patterns := dict.fromkeys(patterns, True):
+        schema["patternProperties"] = of_patterns
+    return schema

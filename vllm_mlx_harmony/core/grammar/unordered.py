@@ -1,30 +1,30 @@
-"""JSON Schema as rules of a Lark grammar, in which properties come in any order.
+"""JSON Schema as rules of a Lark grammar, in which properties may come in any order.
 
 **The normal form.** A schema is a conjunction of keywords, some of which are conjunctions and
-disjunctions of schemas. It is brought into a disjunction of alternatives (`_Alternative`), in each
-of which every keyword speaks of one JSON type: ``allOf``, ``$ref`` and the keywords beside them are
-merged, ``anyOf``, ``oneOf`` and ``enum`` multiply the alternatives. What a property must be is a
-conjunction of schemas again, of all those that speak of its name; it becomes a rule of its own, so
-that references may be recursive.
+disjunctions of schemas. It is brought into a disjunction of alternatives (`_Alternative`), whose
+keywords each concern a single JSON type: ``allOf``, ``$ref`` and the keywords next to them are
+merged; ``anyOf``, ``oneOf`` and ``enum`` multiply the alternatives. The value of a property has to
+satisfy all schemas that apply to its name, which is another conjunction. Each such conjunction
+becomes a rule, so references may be recursive.
 
-**An object** is a walk over its members that remembers which names have come: a rule with a
-parameter of 64 bits (https://github.com/guidance-ai/llguidance/blob/main/docs/parametric.md), one
-for each name, those that are required first. A name whose bit is set may not come again, and ``}``
-may come when all bits of the required names are set. ``n`` names make ``n`` alternatives, however
-many subsets there are, because a rule is only made for the subsets that an output really comes to.
-Names that are not declared come in loops between, so that the depth of the parse does not grow with
-them. In an object with required names such a loop is bounded, so that a model which keeps inventing
-names reaches a required one before its output is cut. Names are lexemes: a declared one is a
-literal in all its spellings (`spellings`), any other a string without those.
+**An object** is a walk over its members that remembers which names have come: a rule with a 64-bit
+parameter (https://github.com/guidance-ai/llguidance/blob/main/docs/parametric.md), with one bit for
+each name, required names first. A name whose bit is set may not come again, and ``}`` may come once
+the bits of all required names are set. ``n`` names make ``n`` alternatives, not ``n!``, because
+llguidance instantiates a rule only for the subsets that an output reaches. Undeclared names come in
+loops between the declared ones, so that they do not deepen the parse. In an object with required
+names such a loop is bounded: a model that keeps inventing names reaches a required one before its
+output is cut. Names are lexemes. A declared name is a literal in all its spellings (`spellings`);
+any other is a string that is not one of those.
 
-**White space** belongs to the lexeme before it, and has a bound of 256 characters in each place:
-ten levels of indentation with room for columns, while a model that writes nothing else comes to an
-end of it within some dozens of tokens.
+**White space** belongs to the lexeme before it, up to 256 characters in each place: room for ten
+levels of indentation and for columns, while a model that writes nothing else is stopped after a few
+dozen tokens.
 
-**What is not expressed** is left out, which only ever allows more, and is named in ``dropped``.
-``format`` is an annotation, as JSON Schema has it. The size of what is made is bounded in every
-direction (depth of rules along references, alternatives, text), because a grammar that is too deep
-ends llguidance's process, and one that is too large fills its memory.
+**What is not supported** is left out, which only ever accepts more, and is listed in ``dropped``.
+``format`` is an annotation, as JSON Schema has it. Depth along references, alternatives and text
+are all bounded, since a grammar that is too deep crashes llguidance's process, and one that is too
+large exhausts its memory.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from math import lcm
-from typing import Any
+from typing import TypeVar
 
 from vllm_mlx_harmony.core import lru
-from vllm_mlx_harmony.core.grammar import spellings
+from vllm_mlx_harmony.core.grammar import property_names, spellings
 from vllm_mlx_harmony.core.grammar.escaped import NotExpressible
-from vllm_mlx_harmony.core.grammar.expressible import EVALUATING_NOTHING, Reading
+from vllm_mlx_harmony.core.grammar.json_schema import EVALUATING_NOTHING, SchemaReader
+from vllm_mlx_harmony.core.grammar.property_names import AnySchema, Schema
 
 MAX_DEPTH = 64
 """Rules within rules, along references: four levels of llguidance's each."""
@@ -67,13 +68,13 @@ MAX_ORDER = 30
 """Powers of ten of bounds of numbers, to either side."""
 
 BITS = 64
-REMEMBERED = 16 * 2**20
+CACHE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a schema becomes: the symbol of its values, the lines of the rules that it needs, and
-    the keywords that are not in them."""
+    """The symbol that matches a schema's values, the rules it needs, one a line, and the keywords
+    that these do not enforce."""
 
     symbol: str
     lines: tuple[str, ...] = ()
@@ -107,56 +108,63 @@ _COMMON = {
 }
 
 COMMON = "".join(f"{name}: {body}\n" for name, body in _COMMON.items())
-"""The rules that those of every schema may refer to."""
+"""Rules that are shared by all schemas."""
 
 ANY_OBJECT = Rules("json_object")
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
-def rules_of(value: Mapping[str, Any], *, of_object: bool = False, tenant: str = "") -> Rules:
-    """The rules of the values that are valid for ``value``. ``of_object``: it is the schema of an
-    object even where it does not say so. Never raises. Remembered for ``tenant``."""
+def rules_of(schema: Mapping[str, object], *, of_object: bool = False, tenant: str = "") -> Rules:
+    """The rules of the values that ``schema`` accepts.
+
+    With ``of_object`` it describes an object even if it does not say so. Never raises. Cached per
+    ``tenant``.
+    """
     try:
-        key = json.dumps([tenant, of_object, value], separators=(",", ":"))
+        key = json.dumps([tenant, of_object, schema], separators=(",", ":"))
     except (RecursionError, TypeError, ValueError):
-        return replace(ANY_OBJECT, dropped=("a schema that is no JSON",))
-    known = _remembered.get(key)
+        return replace(ANY_OBJECT, dropped=("a schema that is not JSON",))
+    known = _cache.get(key)
     if known is None:
         name = hashlib.blake2b(key.partition(",")[2].encode(), digest_size=6).hexdigest()
-        translating = _Translating(Reading(value), of_object, name)
-        known = translating.rules()
-        _remembered.put(key, known, 2 * (len(key) + sum(map(len, known.lines))) + 512)
+        known = _Translator(SchemaReader(schema), of_object, name).rules()
+        _cache.put(key, known, 2 * (len(key) + sum(map(len, known.lines))) + 512)
     return known
 
 
-_remembered: lru.ByteLRU[str, Rules] = lru.ByteLRU(REMEMBERED)
+_cache: lru.ByteLRU[str, Rules] = lru.ByteLRU(CACHE_BYTES)
+
+
+_Value = TypeVar("_Value")
 
 
 class _TooLarge(Exception):
-    """There would be too many rules."""
+    """The rules exceed ``MAX_TEXT``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """What ``properties``, ``patternProperties`` and ``additionalProperties`` of one schema say of
-    the members of an object. ``is_open``: ``rest`` is not said."""
+    """``properties``, ``patternProperties`` and ``additionalProperties`` (``rest``) of one schema.
 
-    names: Mapping[str, Any] = field(default_factory=dict)
-    patterns: Mapping[str, Any] = field(default_factory=dict)
-    rest: Any = True
+    ``is_open``: it has no ``additionalProperties``.
+    """
+
+    names: Mapping[str, AnySchema] = field(default_factory=dict)
+    patterns: Mapping[str, AnySchema] = field(default_factory=dict)
+    rest: AnySchema = True
     is_open: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    prefix: Sequence[Any] = ()
-    rest: Any = True
+    prefix: Sequence[AnySchema] = ()
+    rest: AnySchema = True
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A number that others are compared with."""
+    """A ``minimum`` or ``maximum``, exclusive if ``strictly``."""
 
     value: Decimal
     strictly: bool
@@ -175,9 +183,10 @@ class _Bound:
 
 @dataclass(frozen=True, slots=True)
 class _Alternative:
-    """A conjunction of keywords none of which is an applicator in place.
+    """A conjunction of keywords that do not combine schemas (as ``allOf`` and ``anyOf`` do).
 
-    ``texts`` and ``values`` are the strings and numbers among which a value must be.
+    ``texts`` and ``values`` are the strings and numbers of an ``enum``; ``length``, ``many_items``
+    and ``many_members`` are the least and the greatest count.
     """
 
     types: frozenset[str] = _TYPES
@@ -193,10 +202,11 @@ class _Alternative:
     many_items: tuple[int, int | None] = (0, None)
     members: tuple[_Members, ...] = ()
     required: tuple[str, ...] = ()
-    of_names: tuple[Any, ...] = ()
+    of_names: tuple[AnySchema, ...] = ()
     many_members: tuple[int, int | None] = (0, None)
     is_one_of_any: bool = False
-    """Others beside it may hold as well, and have evaluated other properties."""
+    """Whether it is a branch of an ``anyOf``: other branches, which evaluate other properties, may
+    hold at the same time."""
 
     def merged(self, other: _Alternative) -> _Alternative:
         return _Alternative(
@@ -228,7 +238,7 @@ class _Alternative:
 
     @property
     def numbers(self) -> tuple[Decimal, ...] | None:
-        """Its numbers, when they are listed."""
+        """The numbers of its ``enum`` that satisfy the other keywords."""
         if self.values is None:
             return None
         return tuple(
@@ -241,11 +251,13 @@ class _Alternative:
 
     @property
     def strings(self) -> tuple[str, ...] | None:
-        """Its strings, when they are listed."""
+        """The strings of its ``enum`` that satisfy the other keywords."""
         return None if self.texts is None else tuple(filter(self.allows_text, self.texts))
 
 
-def _common(one: Any, other: Any) -> Any:
+def _common(
+    one: tuple[_Value, ...] | None, other: tuple[_Value, ...] | None
+) -> tuple[_Value, ...] | None:
     if one is None or other is None:
         return one if other is None else other
     return tuple(value for value in one if value in other)
@@ -256,7 +268,7 @@ def _narrowed(one: tuple[int, int | None], other: tuple[int, int | None]) -> tup
     return max(one[0], other[0]), min(most, default=None)
 
 
-def _united(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
+def _united(one: tuple[_Value, ...], other: tuple[_Value, ...]) -> tuple[_Value, ...]:
     return tuple(dict.fromkeys((*one, *other)))
 
 
@@ -267,12 +279,12 @@ def _found(pattern: str, text: str) -> bool:
         return True
 
 
-class _Translating:
-    """One walk through a schema, rule by rule."""
+class _Translator:
+    """Writes the rules of one schema."""
 
-    def __init__(self, reading: Reading, of_object: bool, name: str) -> None:
-        self._root = reading.root(of_object)
-        self.dropped = reading.dropped
+    def __init__(self, reader: SchemaReader, of_object: bool, name: str) -> None:
+        self._root = reader.root(of_object)
+        self.dropped = reader.dropped
         lost = self.dropped.keys() - EVALUATING_NOTHING
         self._evaluated_is_known = not lost
         self._name = name
@@ -283,57 +295,58 @@ class _Translating:
         self._referred: set[frozenset[int]] = set()
         self._expanded: dict[int, tuple[_Alternative, ...]] = {}
         self._expanding: set[int] = set()
-        self._schemas: dict[str, Any] = {}
+        self._schemas: dict[str, Schema] = {}
 
     def rules(self) -> Rules:
         of_object = isinstance(self._root, dict) and self._root.get("type") == "object"
         any_ = ANY_OBJECT if of_object else Rules("json_value")
         try:
-            symbol = self._value([self._root], 0)
+            symbol = self.value([self._root], 0)
         except (_TooLarge, RecursionError):
             return replace(any_, dropped=(*self.dropped, "a schema of this size"))
         if symbol is None:
             return replace(any_, dropped=(*self.dropped, "the schema as a whole"))
         return Rules(symbol, tuple(self._lines), tuple(self.dropped))
 
-    def _drop(self, what: str) -> None:
+    def drop(self, what: str) -> None:
         self.dropped[what] = None
 
-    def _rule(self, head: str, alternatives: Iterable[str]) -> None:
+    def rule(self, head: str, alternatives: Iterable[str]) -> None:
         line = f"{head}: " + "\n | ".join(alternatives)
         self._size += len(line)
         if self._size > MAX_TEXT:
             raise _TooLarge
         self._lines[line] = None
 
-    def _terminal(self, expression: str) -> str:
-        """The name of a terminal. It tells what it is, so that all schemas can share it."""
+    def terminal(self, expression: str) -> str:
+        """The name of a terminal: a digest of ``expression``, so that schemas can share it."""
         known = self._terminals.get(expression)
         if known is None:
             digest = hashlib.blake2b(expression.encode("utf-8", "replace"), digest_size=6)
             known = self._terminals[expression] = f"J_{digest.hexdigest().upper()}"
-            self._rule(known, [expression])
+            self.rule(known, [expression])
         return known
 
     # Values
 
-    def _value(self, schemas: Iterable[Any], depth: int) -> str | None:
-        """The symbol of what is valid for all of ``schemas``; ``None`` when nothing is."""
+    def value(self, schemas: Iterable[AnySchema], depth: int) -> str | None:
+        """The symbol of the values that all ``schemas`` accept; ``None`` if there are none."""
         wanted = {id(one): one for one in schemas if one is not True and one != {}}
         if not wanted:
             return "json_value"
         if any(one is False for one in wanted.values()):
             return None
         if depth >= MAX_DEPTH:
-            self._drop("a schema of this depth")
+            self.drop("a schema of this depth")
             return "json_value"
         key = frozenset(wanted)
         if key in self._symbols:
             self._referred.add(key)
             return self._symbols[key]
         self._symbols[key] = symbol = f"v_{self._name}_{len(self._symbols)}"
-        alternatives = self._all(list(wanted.values()), depth)
-        written = list(dict.fromkeys(self._written(alternatives, depth)))
+        alternatives = self.conjunction(list(wanted.values()), depth)
+        symbols = (symbol for one in alternatives for symbol in self.symbols(one, depth))
+        written = list(dict.fromkeys(each for each in symbols if each is not None))
         if "json_value" in written:
             written = ["json_value"]
         if not written:
@@ -341,96 +354,96 @@ class _Translating:
         elif len(written) == 1 and written[0].isidentifier() and key not in self._referred:
             self._symbols[key] = written[0]
         else:
-            self._rule(symbol, written)
+            self.rule(symbol, written)
         return self._symbols[key]
 
-    def _written(self, alternatives: Iterable[_Alternative], depth: int) -> Iterator[str]:
-        for one in alternatives:
-            if one == _Alternative():
-                yield "json_value"
-                continue
-            if "null" in one.types:
-                yield "JSON_NULL"
-            if "boolean" in one.types:
-                yield from (f"JSON_{str(value).upper()}" for value in sorted(one.booleans))
-            if "string" in one.types and (string := self._string(one)):
-                yield string
-            if "number" in one.types and (number := self._number(one)):
-                yield number
-            if "array" in one.types and (array := self._array(one, depth)):
-                yield array
-            if "object" in one.types and (object_ := self._object(one, depth)):
-                yield object_
+    def symbols(self, one: _Alternative, depth: int) -> Iterator[str | None]:
+        """A symbol for each type, ``None`` for one that has no value."""
+        if one == _Alternative():
+            yield "json_value"
+            return
+        if "null" in one.types:
+            yield "JSON_NULL"
+        if "boolean" in one.types:
+            yield from (f"JSON_{str(value).upper()}" for value in sorted(one.booleans))
+        if "string" in one.types:
+            yield self.string(one)
+        if "number" in one.types:
+            yield self.number(one)
+        if "array" in one.types:
+            yield self.array(one, depth)
+        if "object" in one.types:
+            yield self.members(one, depth)
 
-    def _string(self, one: _Alternative) -> str | None:
+    def string(self, one: _Alternative) -> str | None:
         if one.strings is not None:
             if not one.strings:
                 return None
-            return self._terminal(f"/{spellings.any_of(one.strings)}{_SPACE}/")
-        least, most = self._counted(one.length, "minLength", "maxLength", MAX_LENGTH)
-        patterns = self._patterns(one.patterns)
+            return self.terminal(f"/{spellings.any_of(one.strings)}{_SPACE}/")
+        least, most = self.countable(one.length, "minLength", "maxLength", MAX_LENGTH)
+        patterns = self.patterns(one.patterns)
         if not least and most is None and not patterns:
             return "JSON_STRING"
         if least or most is not None:
             patterns.append(f"/{spellings.string(least, most)}/")
-        return self._terminal(f"({' & '.join(patterns)}) JSON_SPACE")
+        return self.terminal(f"({' & '.join(patterns)}) JSON_SPACE")
 
-    def _patterns(self, patterns: Iterable[str]) -> list[str]:
+    def patterns(self, patterns: Iterable[str]) -> list[str]:
         written = []
         for pattern in patterns:
             with suppress(NotExpressible):
                 written.append(f"/{spellings.matching(pattern)}/")
                 continue
-            self._drop("pattern")
+            self.drop("pattern")
         if len(written) > MAX_PATTERNS:
-            self._drop("pattern")
+            self.drop("pattern")
         return written[:MAX_PATTERNS]
 
-    def _counted(
+    def countable(
         self, many: tuple[int, int | None], least: str, most: str, limit: int
     ) -> tuple[int, int | None]:
-        """Bounds that are not too large to count to."""
+        """``many`` without bounds above ``limit``, which a grammar cannot count to."""
         low, high = many
         if low > limit:
-            self._drop(least)
+            self.drop(least)
             low = 0
         if high is not None and high > limit:
-            self._drop(most)
+            self.drop(most)
             high = None
         return low, high
 
-    def _number(self, one: _Alternative) -> str | None:
+    def number(self, one: _Alternative) -> str | None:
         if one.numbers is not None:
             if not one.numbers:
                 return None
             equal = "|".join(map(spellings.equal_to, one.numbers))
-            return self._terminal(f"/(?:{equal}){_SPACE}/")
+            return self.terminal(f"/(?:{equal}){_SPACE}/")
         bounds = []
         for bound in one.bounds:
             if bound.value and abs(bound.value.adjusted()) > MAX_ORDER:
-                self._drop("minimum" if bound.is_least else "maximum")
+                self.drop("minimum" if bound.is_least else "maximum")
             else:
                 bounds.append(bound)
-        parts = [self._terminal(f"/{bound.pattern}/") for bound in bounds]
+        parts = [self.terminal(f"/{bound.pattern}/") for bound in bounds]
         others = []
         for step in one.steps:
             pattern = spellings.multiple_of(step)
             if pattern is None:
                 others.append(step)
             else:
-                parts.append(self._terminal(f"/{pattern}/"))
-        if others and (multiple := self._multiple(one, bounds, others)):
+                parts.append(self.terminal(f"/{pattern}/"))
+        if others and (multiple := self.multiple(one, bounds, others)):
             return multiple
         if not parts:
             return "JSON_INTEGER" if one.is_integer else "JSON_NUMBER"
         base = spellings.INTEGER if one.is_integer else spellings.NUMBER
-        parts.insert(0, self._terminal(f"/{base}/"))
-        return self._terminal(f"({' & '.join(parts)}) JSON_SPACE")
+        parts.insert(0, self.terminal(f"/{base}/"))
+        return self.terminal(f"({' & '.join(parts)}) JSON_SPACE")
 
-    def _multiple(
+    def multiple(
         self, one: _Alternative, bounds: Sequence[_Bound], steps: Sequence[Decimal]
     ) -> str | None:
-        """Multiples that take arithmetic, which llguidance has for numbers without an exponent."""
+        """Multiples that need arithmetic. ``%json`` has it, for numbers without an exponent."""
         whole = all(not step % 1 for step in (*steps, *one.steps))
         if whole:
             step = Decimal(lcm(*(int(each) for each in one.steps)))
@@ -440,9 +453,9 @@ class _Translating:
             step = Decimal(MAX_MODULUS + 1)
         digits = int("".join(map(str, step.normalize().as_tuple().digits)))
         if max(digits, int(step)) > MAX_MODULUS:
-            self._drop("multipleOf")
+            self.drop("multipleOf")
             return None
-        schema: dict[str, Any] = {"type": "integer" if whole else "number"}
+        schema: Schema = {"type": "integer" if whole else "number"}
         schema["multipleOf"] = int(step) if whole else float(step)
         for bound in bounds:
             keyword = "minimum" if bound.is_least else "maximum"
@@ -453,27 +466,27 @@ class _Translating:
                 schema[keyword] = value
         options = {"x-guidance": {"whitespace_flexible": False}}
         written = json.dumps({**options, **schema}, separators=(",", ":"))
-        self._rule(f"m_{self._name}_{len(self._lines)}", [f"%json {written}"])
+        self.rule(f"m_{self._name}_{len(self._lines)}", [f"%json {written}"])
         name = next(reversed(self._lines)).partition(":")[0]
         return f"{name} (JSON_ZEROS | JSON_BLANK)?"
 
-    def _array(self, one: _Alternative, depth: int) -> str | None:  # noqa: C901 - one keyword after the other
-        least, most = self._counted(one.many_items, "minItems", "maxItems", MAX_COUNT)
+    def array(self, one: _Alternative, depth: int) -> str | None:  # noqa: C901 - one keyword after the other
+        least, most = self.countable(one.many_items, "minItems", "maxItems", MAX_COUNT)
         if most is not None and least > most:
             return None
         length = max((len(each.prefix) for each in one.items), default=0)
         if length > MAX_PREFIX:
-            self._drop("prefixItems")
+            self.drop("prefixItems")
             return "json_array"
         heads: list[str] = []
         for at in range(length):
             here = [each.prefix[at] if at < len(each.prefix) else each.rest for each in one.items]
-            item = self._value(here, depth + 1)
+            item = self.value(here, depth + 1)
             if item is None:
                 most = at if most is None else min(at, most)
                 break
             heads.append(item)
-        rest = self._value([each.rest for each in one.items], depth + 1)
+        rest = self.value([each.rest for each in one.items], depth + 1)
         if rest is None:
             most = length if most is None else min(length, most)
         if most is not None and least > most:
@@ -497,122 +510,126 @@ class _Translating:
 
     # Objects
 
-    def _object(self, one: _Alternative, depth: int) -> str | None:
-        least, most = self._counted(one.many_members, "minProperties", "maxProperties", 255)
-        of_names = self._all(one.of_names, depth) if one.of_names else None
-        listed = self._listed(of_names)
+    def members(self, one: _Alternative, depth: int) -> str | None:
+        least, most = self.countable(one.many_members, "minProperties", "maxProperties", 255)
+        of_names = self.conjunction(one.of_names, depth) if one.of_names else None
+        listed = self.listed_names(of_names)
         declared = dict.fromkeys(name for each in one.members for name in each.names)
         declared.update(dict.fromkeys((*one.required, *listed)))
         values: dict[str, str] = {}
         for name in declared:
             value = None
             if of_names is None or any(each.allows_text(name) for each in of_names):
-                value = self._value(self._of_member(one.members, name), depth + 1)
+                value = self.value(self.schemas_of_member(one.members, name), depth + 1)
             if value is not None:
                 values[name] = value
             elif name in one.required:
                 return None
-        others = list(self._others(one, declared, of_names, depth))
+        others = list(self.other_members(one, declared, of_names, depth))
         required = [name for name in values if name in one.required]
         if most is not None and len(required) > most:
             return None
-        return self._walk(required, values, others, (least, most))
+        return self.walk(required, values, others, (least, most))
 
-    def _of_member(self, members: Iterable[_Members], name: str) -> Iterator[Any]:
-        """All schemas that speak of the member ``name``."""
+    def schemas_of_member(self, members: Iterable[_Members], name: str) -> Iterator[AnySchema]:
+        """All schemas that apply to the member ``name``."""
         for each in members:
             found = [each.names[name]] if name in each.names else []
             found += [rest for pattern, rest in each.patterns.items() if _found(pattern, name)]
             yield from found or [each.rest]
 
-    def _listed(self, of_names: Sequence[_Alternative] | None) -> list[str]:
-        """The names that may be, when there is an end of them."""
+    def listed_names(self, of_names: Sequence[_Alternative] | None) -> list[str]:
+        """The names that ``propertyNames`` allows, if there are finitely many."""
         texts = [each.strings for each in of_names or () if "string" in each.types]
         if of_names is None or any(each is None for each in texts):
             return []
         return [text for each in texts for text in each or ()]
 
-    def _others(  # noqa: C901 - one rule after the other
+    def other_members(  # noqa: C901 - one rule after the other
         self,
         one: _Alternative,
         declared: Iterable[str],
         of_names: Sequence[_Alternative] | None,
         depth: int,
     ) -> Iterator[str]:
-        """The members whose names are not declared, for each set of patterns that these match."""
+        """Members with undeclared names, one for each set of patterns that a name may match."""
         patterns = {pattern: None for each in one.members for pattern in each.patterns}
         written = {}
         for pattern in patterns:
             with suppress(NotExpressible):
-                written[pattern] = self._terminal(f"/{spellings.matching(pattern)}/")
+                written[pattern] = self.terminal(f"/{spellings.matching(pattern)}/")
         is_known = len(written) == len(patterns) <= MAX_PATTERNS
         if not is_known:
-            self._drop("patternProperties")
+            self.drop("patternProperties")
         names = "JSON_NAME"
         if of_names is not None:
-            names = " | ".join(dict.fromkeys(self._names(of_names)))
+            names = " | ".join(dict.fromkeys(self.names(of_names)))
             if not names:
                 return
-        if self._listed(of_names):
+        if self.listed_names(of_names):
             return
-        for matched in _subsets([*patterns] if is_known else []):
-            schemas: list[Any] = []
+        names_of = [*patterns] if is_known else []
+        subsets = (combinations(names_of, count) for count in range(len(names_of) + 1))
+        for matched in chain.from_iterable(subsets):
+            schemas: list[AnySchema] = []
             for each in one.members:
                 found = [rest for pattern, rest in each.patterns.items() if pattern in matched]
                 schemas += found or ([each.rest] if is_known or not each.patterns else [])
-            value = self._value(schemas, depth + 1)
+            value = self.value(schemas, depth + 1)
             if value is None:
                 continue
             name = f"({names})" if " | " in names else names
             for pattern in patterns if is_known else ():
                 name += f" & {'' if pattern in matched else '~'}{written[pattern]}"
             if declared:
-                name += f" & ~{self._terminal(f'/{spellings.any_of(declared)}/')}"
-            yield f"{name if name == 'JSON_NAME' else self._terminal(name)} JSON_COLON {value}"
+                name += f" & ~{self.terminal(f'/{spellings.any_of(declared)}/')}"
+            yield f"{name if name == 'JSON_NAME' else self.terminal(name)} JSON_COLON {value}"
 
-    def _names(self, of_names: Iterable[_Alternative]) -> Iterator[str]:
-        """The strings that may be names."""
+    def names(self, of_names: Iterable[_Alternative]) -> Iterator[str]:
+        """The terminals of the names that ``propertyNames`` allows."""
         for each in of_names:
             if "string" not in each.types:
                 continue
             if each.strings is not None:
                 if each.strings:
-                    yield self._terminal(f"/{spellings.any_of(each.strings)}/")
+                    yield self.terminal(f"/{spellings.any_of(each.strings)}/")
                 continue
-            least, most = self._counted(each.length, "propertyNames", "propertyNames", MAX_LENGTH)
-            parts = self._patterns(each.patterns)
+            least, most = self.countable(each.length, "propertyNames", "propertyNames", MAX_LENGTH)
+            parts = self.patterns(each.patterns)
             if least or most is not None:
                 parts.append(f"/{spellings.string(least, most)}/")
-            yield self._terminal(" & ".join(parts)) if parts else "JSON_NAME"
+            yield self.terminal(" & ".join(parts)) if parts else "JSON_NAME"
 
-    def _walk(  # noqa: C901 - one rule after the other
+    def walk(  # noqa: C901, PLR0915 - one rule after the other
         self,
         required: Sequence[str],
         values: Mapping[str, str],
         others: Sequence[str],
         many: tuple[int, int | None],
     ) -> str | None:
-        """Members in any order, until those that are required have come.
+        """An object whose members come in any order, the required ones among them.
 
-        The highest bits of the parameter count the other members, if they are to be counted.
+        The highest bits of the parameter count the optional members, if their number is bounded.
         """
         least = max(many[0] - len(required), 0)
         most = None if many[1] is None else many[1] - len(required)
         room = (most or least).bit_length() + 1 if least or most is not None else 0
         bits = BITS - room
         if len(required) > bits:
-            self._drop(f"required of an object with more than {bits} such names")
+            self.drop(f"required of an object with more than {bits} such names")
             required = required[:bits]
         tracked = [*required]
         if len(values) <= bits:
             tracked += [name for name in values if name not in required]
-        loops = [*others, *self._loose(values, tracked)]
+        loops = [*others, *self.untracked_members(values, tracked)]
         if not loops and least > len(tracked) - len(required):
             return None
         if not (loops or tracked) or (most == 0 and not required):
             return "JSON_OPEN JSON_CLOSE"
         if not tracked:
-            return _repeated(loops, least, most)
+            is_any = loops == ["JSON_NAME JSON_COLON json_value"] and not least and most is None
+            member = loops[0] if len(loops) == 1 else f"({' | '.join(loops)})"
+            return "json_object" if is_any else f"JSON_OPEN {_list(member, least, most)} JSON_CLOSE"
         walk = f"o_{self._name}_{len(self._lines)}"
         counted = f"[{bits}:{BITS}]"
         all_required = f"is_ones([0:{len(required)}])"
@@ -620,15 +637,15 @@ class _Translating:
         loop = f"{walk}_l " if loops and most is None else ""
         alternatives = []
         for bit, name in enumerate(tracked):
-            member = f"{self._terminal(f'/{spellings.text(name)}/')} JSON_COLON {values[name]}"
+            member = f"{self.terminal(f'/{spellings.text(name)}/')} JSON_COLON {values[name]}"
             is_counted = room and bit >= len(required)
             condition = _when(f"bit_clear({bit})", has_room if is_counted else "")
             after = f"{walk}_{'c' if is_counted else 's'}::set_bit({bit})"
             alternatives.append(f"{loop}{member} {after}{condition}")
         if loops:
-            self._rule(f"{walk}_o", loops)
+            self.rule(f"{walk}_o", loops)
             most_others = str(MAX_OTHERS) if required else ""
-            self._rule(f"{walk}_l", [f"({walk}_o JSON_COMMA){{0,{most_others}}}"])
+            self.rule(f"{walk}_l", [f"({walk}_o JSON_COMMA){{0,{most_others}}}"])
             if most is None:
                 enough = f"ge({counted}, {least - 1})" if least else ""
                 last = _when(all_required if required else "", enough)
@@ -636,7 +653,7 @@ class _Translating:
             if room:
                 few = has_room or f"lt({counted}, {least})"
                 alternatives.append(f"{walk}_o {walk}_c::_{_when(few)}")
-        self._rule(f"{walk}_m::_", alternatives)
+        self.rule(f"{walk}_m::_", alternatives)
         for after, come in (("s", 0), ("c", 1)) if room else (("s", 0),):
             enough = f"ge({counted}, {least - come})" if least else ""
             free = "" if loops else f"not(is_ones([0:{len(tracked)}]))"
@@ -647,40 +664,40 @@ class _Translating:
             is_whole = _when(all_required if required else "", enough)
             then = f"{walk}_m::{f'incr({counted})' if come else '_'}"
             rules = [f"JSON_CLOSE{is_whole}", f"JSON_COMMA {then}{_when(free)}"]
-            self._rule(f"{walk}_{after}::_", rules)
+            self.rule(f"{walk}_{after}::_", rules)
         empty = [] if required or least else ["JSON_OPEN JSON_CLOSE"]
-        self._rule(walk, [f"JSON_OPEN {walk}_m::0x0", *empty])
+        self.rule(walk, [f"JSON_OPEN {walk}_m::0x0", *empty])
         return walk
 
-    def _loose(self, values: Mapping[str, str], tracked: Sequence[str]) -> Iterator[str]:
-        """The declared members of which is not remembered whether they have come."""
+    def untracked_members(self, values: Mapping[str, str], tracked: Sequence[str]) -> Iterator[str]:
+        """Declared members that may be repeated, since they have no bit of their own."""
         names: dict[str, list[str]] = {}
         for name, value in values.items():
             if name not in tracked:
                 names.setdefault(value, []).append(name)
         for value, alike in names.items():
-            yield f"{self._terminal(f'/{spellings.any_of(alike)}/')} JSON_COLON {value}"
+            yield f"{self.terminal(f'/{spellings.any_of(alike)}/')} JSON_COLON {value}"
 
     # Alternatives
 
-    def _all(self, schemas: Sequence[Any], depth: int) -> tuple[_Alternative, ...]:
+    def conjunction(self, schemas: Sequence[AnySchema], depth: int) -> tuple[_Alternative, ...]:
         """The alternatives of a conjunction."""
         found: tuple[_Alternative, ...] = (_Alternative(),)
         for one in schemas:
-            found = self._both(found, self._alternatives(one, depth))
+            found = self.both(found, self.alternatives(one, depth))
         return found
 
-    def _both(
+    def both(
         self, some: Sequence[_Alternative], others: Sequence[_Alternative]
     ) -> tuple[_Alternative, ...]:
         if len(some) * len(others) > MAX_ALTERNATIVES:
-            self._drop("a combination of so many alternatives")
+            self.drop("a combination of so many alternatives")
             return tuple(some if len(some) < len(others) else others)
         merged = (one.merged(other) for one, other in product(some, others))
         return tuple(one for one in merged if one.types)
 
-    def _alternatives(  # noqa: C901 - one keyword after the other
-        self, schema: Any, depth: int
+    def alternatives(  # noqa: C901 - one keyword after the other
+        self, schema: AnySchema, depth: int
     ) -> tuple[_Alternative, ...]:
         if isinstance(schema, bool):
             return (_Alternative(),) if schema else ()
@@ -688,48 +705,41 @@ class _Translating:
         if key in self._expanded:
             return self._expanded[key]
         if key in self._expanding:
-            self._drop("$ref to a schema that it is part of itself")
+            self.drop("$ref to a schema that it is part of itself")
             return (_Alternative(),)
         if len(self._expanding) >= MAX_DEPTH:
-            self._drop("a schema of this depth")
+            self.drop("a schema of this depth")
             return (_Alternative(),)
         self._expanding.add(key)
-        found: tuple[_Alternative, ...] = (self._own(schema),)
+        found: tuple[_Alternative, ...] = (self.own_keywords(schema),)
         if "const" in schema or "enum" in schema:
             listed = [schema["const"]] if "const" in schema else schema["enum"]
-            found = self._both(found, tuple(self._literals(listed)))
+            found = self.both(found, tuple(self.literals(listed)))
             if "const" in schema and "enum" in schema:
-                found = self._both(found, tuple(self._literals(schema["enum"])))
+                found = self.both(found, tuple(self.literals(schema["enum"])))
         for member in schema.get("allOf", ()):
-            found = self._both(found, self._alternatives(member, depth))
+            found = self.both(found, self.alternatives(member, depth))
         if "$ref" in schema:
-            target = self._target(schema["$ref"])
-            found = self._both(found, self._alternatives(target, depth))
+            target = property_names.target(self._root, schema["$ref"])
+            found = self.both(found, self.alternatives(target, depth))
         if "anyOf" in schema:
-            branches = [self._alternatives(one, depth) for one in schema["anyOf"]]
+            branches = [self.alternatives(one, depth) for one in schema["anyOf"]]
             several = len(branches) > 1
             united = (one for branch in branches for one in branch)
-            found = self._both(
-                found, _unique(replace(one, is_one_of_any=several) for one in united)
-            )
+            found = self.both(found, _unique(replace(one, is_one_of_any=several) for one in united))
         if "oneOf" in schema:
-            branches = [self._alternatives(one, depth) for one in schema["oneOf"]]
-            if not self._are_apart(branches, depth):
-                self._drop("oneOf")
-            found = self._both(found, _unique(one for branch in branches for one in branch))
+            branches = [self.alternatives(one, depth) for one in schema["oneOf"]]
+            if not self.are_disjoint(branches, depth):
+                self.drop("oneOf")
+            found = self.both(found, _unique(one for branch in branches for one in branch))
         if "unevaluatedProperties" in schema:
-            found = tuple(self._unevaluated(found, schema["unevaluatedProperties"]))
+            found = tuple(self.unevaluated(found, schema["unevaluatedProperties"]))
         self._expanding.discard(key)
         self._expanded[key] = found
         return found
 
-    def _target(self, reference: str) -> Any:
-        if reference == "#":
-            return self._root
-        return self._root.get("$defs", {}).get(reference.removeprefix("#/$defs/"), True)
-
-    def _own(self, schema: Mapping[str, Any]) -> _Alternative:
-        """What its keywords say that are no applicators in place."""
+    def own_keywords(self, schema: Schema) -> _Alternative:
+        """The keywords of ``schema`` that do not combine schemas."""
         types = schema.get("type", list(_TYPES))
         named = {types} if isinstance(types, str) else set(types)
         bounds = []
@@ -774,8 +784,8 @@ class _Translating:
             many_members=(schema.get("minProperties", 0), schema.get("maxProperties")),
         )
 
-    def _literals(self, listed: Sequence[Any]) -> Iterator[_Alternative]:
-        """The scalars in one, and each array and object."""
+    def literals(self, listed: Sequence[object]) -> Iterator[_Alternative]:
+        """An ``enum``: one alternative for all scalars, and one for each array and object."""
         types, texts, values, booleans = set(), [], [], set()
         for one in listed:
             if one is None:
@@ -792,16 +802,16 @@ class _Translating:
                     types.add("number")
                     values.append(value)
                 else:
-                    self._drop("a number of this size")
+                    self.drop("a number of this size")
                     yield _Alternative(types=frozenset({"number"}))
             elif isinstance(one, list):
                 yield _Alternative(
                     types=frozenset({"array"}),
-                    items=(_Items([self._constant(each) for each in one], False),),
+                    items=(_Items([self.constant(each) for each in one], False),),
                     many_items=(len(one), len(one)),
                 )
             elif isinstance(one, dict):
-                names = {name: self._constant(each) for name, each in one.items()}
+                names = {name: self.constant(each) for name, each in one.items()}
                 yield _Alternative(
                     types=frozenset({"object"}),
                     members=(_Members(names, {}, False, False),),
@@ -815,25 +825,25 @@ class _Translating:
                 values=tuple(dict.fromkeys(values)),
             )
 
-    def _constant(self, value: Any) -> Any:
+    def constant(self, value: object) -> Schema:
         schema = {"const": value}
         key = json.dumps(schema, sort_keys=True)
         return self._schemas.setdefault(key, schema)
 
-    def _unevaluated(self, found: Sequence[_Alternative], rest: Any) -> Iterator[_Alternative]:
-        """Each with what ``unevaluatedProperties`` says of the names that it does not speak of."""
+    def unevaluated(self, found: Sequence[_Alternative], rest: AnySchema) -> Iterator[_Alternative]:
+        """Each alternative with ``rest`` as ``unevaluatedProperties``."""
         if rest in (True, {}):
             all_ = _Members(is_open=False)
             yield from (replace(one, members=(*one.members, all_)) for one in found)
             return
         if not self._evaluated_is_known:
-            self._drop("unevaluatedProperties")
+            self.drop("unevaluatedProperties")
             yield from found
             return
         together = [one for one in found if one.is_one_of_any]
         names = [{name for each in one.members for name in each.names} for one in together]
         if any(each != names[0] for each in names):
-            self._drop("unevaluatedProperties")
+            self.drop("unevaluatedProperties")
         for one in found:
             beside = together if one.is_one_of_any else [one]
             members = [each for other in beside for each in other.members]
@@ -850,19 +860,19 @@ class _Translating:
 
     # oneOf
 
-    def _are_apart(self, branches: Sequence[Sequence[_Alternative]], depth: int) -> bool:
-        """Whether no two branches hold at once."""
+    def are_disjoint(self, branches: Sequence[Sequence[_Alternative]], depth: int) -> bool:
+        """Whether no value satisfies two of ``branches``."""
         pairs = sum(len(one) * len(other) for one, other in combinations(branches, 2))
         if pairs > MAX_PAIRS:
             return False
         return all(
-            self._is_empty(one.merged(other), depth, 3)
+            self.is_empty(one.merged(other), depth, 3)
             for some, others in combinations(branches, 2)
             for one, other in product(some, others)
         )
 
-    def _is_empty(self, one: _Alternative, depth: int, levels: int) -> bool:
-        """Whether it is plain to see that nothing is valid."""
+    def is_empty(self, one: _Alternative, depth: int, levels: int) -> bool:
+        """Whether it obviously accepts nothing. ``levels``: of nested objects to look into."""
         if not one.types:
             return True
         possible = set(one.types)
@@ -870,7 +880,12 @@ class _Translating:
             possible.discard("boolean")
         if one.strings == ():
             possible.discard("string")
-        if one.numbers == () or self._is_interval_empty(one):
+        lower = [bound for bound in one.bounds if bound.is_least]
+        upper = [bound for bound in one.bounds if not bound.is_least]
+        if one.numbers == () or any(
+            low.value > high.value or (low.value == high.value and (low.strictly or high.strictly))
+            for low, high in product(lower, upper)
+        ):
             possible.discard("number")
         if one.length[1] is not None and one.length[0] > one.length[1]:
             possible.discard("string")
@@ -878,27 +893,19 @@ class _Translating:
             possible.discard("array")
         if "object" in possible and levels:
             for name in one.required:
-                schemas = list(self._of_member(one.members, name))
-                found = self._all(schemas, depth)
-                if all(self._is_empty(each, depth, levels - 1) for each in found):
+                schemas = list(self.schemas_of_member(one.members, name))
+                found = self.conjunction(schemas, depth)
+                if all(self.is_empty(each, depth, levels - 1) for each in found):
                     possible.discard("object")
                     break
         return not possible
-
-    def _is_interval_empty(self, one: _Alternative) -> bool:
-        least = [bound for bound in one.bounds if bound.is_least]
-        most = [bound for bound in one.bounds if not bound.is_least]
-        return any(
-            low.value > high.value or (low.value == high.value and (low.strictly or high.strictly))
-            for low, high in product(least, most)
-        )
 
 
 _OF_MEMBERS = frozenset({"properties", "patternProperties", "additionalProperties"})
 
 
 def _all(*conditions: str) -> str:
-    """The conjunction of those that are not empty."""
+    """The conjunction of the conditions that are not empty."""
     given = [one for one in conditions if one]
     return f"and({', '.join(given)})" if len(given) > 1 else "".join(given)
 
@@ -908,16 +915,8 @@ def _when(*conditions: str) -> str:
     return f" %if {condition}" if condition else ""
 
 
-def _repeated(members: Sequence[str], least: int, most: int | None) -> str:
-    """An object of so many members, in which nothing has to be remembered."""
-    if members == ["JSON_NAME JSON_COLON json_value"] and not least and most is None:
-        return "json_object"
-    member = members[0] if len(members) == 1 else f"({' | '.join(members)})"
-    return f"JSON_OPEN {_list(member, least, most)} JSON_CLOSE"
-
-
 def _list(member: str, least: int, most: int | None) -> str:
-    """From ``least`` to ``most`` (at least one) of ``member``, with commas between them."""
+    """``least`` to ``most`` times ``member``, separated by commas; ``most`` is at least one."""
     more = _times(f"JSON_COMMA {member}", max(least - 1, 0), None if most is None else most - 1)
     listed = f"{member} {more}".rstrip()
     return listed if least else f"({listed})?"
@@ -932,10 +931,5 @@ def _times(part: str, least: int, most: int | None) -> str:
 
 
 def _unique(alternatives: Iterable[_Alternative]) -> tuple[_Alternative, ...]:
-    """Without those that come twice; listed scalars together."""
+    """``alternatives`` without duplicates."""
     return tuple({repr(one): one for one in alternatives}.values())
-
-
-def _subsets(patterns: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    for count in range(len(patterns) + 1):
-        yield from combinations(patterns, count)

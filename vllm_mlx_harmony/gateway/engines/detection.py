@@ -19,7 +19,7 @@ from aiohttp import ClientSession
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
-from vllm_mlx_harmony.core.grammar.expressible import ANY_OBJECT
+from vllm_mlx_harmony.core.grammar.json_schema import ANY_OBJECT
 from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, EngineRequest
 from vllm_mlx_harmony.gateway.engines.http import (
     FAILURES,
