@@ -1,7 +1,7 @@
 """Pictures, audio and files in a request: gpt-oss reads text only (semantics A11).
 
-A line of text stands in the place of each. The model can then say what it was not given, and the
-session of an agent, which sends its whole history with every request, goes on.
+Each is replaced by a line of text. The model can then say what it did not get, and the session of
+an agent, which sends its whole history with every request, can continue.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ KINDS = ("image", "audio", "video", "file")
 
 
 def left_out(kind: str) -> str:
-    """The line that stands for a part of this kind: one of ``KINDS``, or the API's own word."""
+    """The line that replaces a part; ``kind`` is one of ``KINDS`` or the API's own word."""
     part = kind if kind in KINDS else f"part of type {quoted(kind)}"
     return f"[{part} left out: this model reads text only]"
 
 
 class Attachments(str, Enum):
-    """What a server does with them."""
+    """What a server does with attachments."""
 
     OMIT = "omit"
     REFUSE = "refuse"
 
     def line(self, kind: str, part_type: str, where: str) -> str:
-        """What the model reads instead of the part at ``where`` in the request.
+        """What the model reads instead of the part at the path ``where`` of the request.
 
-        ``part_type`` is what the API calls it. Raises ``RequestError`` naming it to ``REFUSE`` it.
+        ``part_type`` is the API's word for it. With ``REFUSE``, raises ``RequestError``.
         """
         if self is Attachments.REFUSE:
             problem = f"{where} is of type {quoted(part_type)}: this model reads text only"

@@ -1,15 +1,12 @@
-"""What one output is held to, and which ids may come next in it: its grammar and its limits.
+"""The constraints of one output, its grammar and its limits, and which ids they allow next.
 
-Knows ids and masks. Refuses to know turns (`core.grammar` makes the grammar of one), and how a mask
-is put on logits.
+In order of precedence:
 
-Which ids may come, in this order:
-
-1. Ids that must come, because reasoning has used up its budget or goes in circles
-   (`core.reasoning`). The grammar has them: they end one message and begin the next.
+1. Forced ids, when reasoning has used up its budget or repeats itself (`core.reasoning`). They end
+   one message and begin the next, which the grammar allows.
 2. The grammar.
-3. Ids that should not come: another analysis after the budget, the end of the turn before
-   ``min_tokens``. Where the grammar leaves nothing else, they may.
+3. Banned ids: another analysis after the budget, the end of the turn before ``min_tokens``. They
+   are allowed if the grammar allows nothing else.
 """
 
 from __future__ import annotations
@@ -24,11 +21,11 @@ from vllm_mlx_harmony.core.reasoning import ReasoningWatch
 
 @dataclass(frozen=True, slots=True)
 class ConstraintSpec:
-    """Everything that one output is held to.
+    """The constraints of one output.
 
-    ``reasoning_tokens`` and ``repetitions`` are those of ``Reasoning``; ``answering``: the prompt
-    has begun the answer. ``binding``: its caller was promised the grammar, so that an answer it
-    cannot be followed in has failed.
+    ``reasoning_tokens`` and ``repetitions`` are the limits of a ``ReasoningWatch``. ``answering``:
+    the prompt contains the beginning of the answer. ``binding``: the caller was promised the
+    grammar, so the answer fails if the grammar does.
     """
 
     grammar: Compiled | None = None
@@ -39,22 +36,22 @@ class ConstraintSpec:
     binding: bool = False
 
     def __bool__(self) -> bool:
-        """Whether there is anything to hold an output to."""
+        """Whether there is any constraint."""
         limited = self.reasoning_tokens is not None or self.repetitions or self.min_tokens
         return self.grammar is not None or bool(limited)
 
 
 class Constraint:
-    """One output that is held to ``spec``, and what became of it. Read from any thread."""
+    """The constraints of a running output and their results, which any thread may read."""
 
     def __init__(self, spec: ConstraintSpec) -> None:
         self.spec = spec
         self._matcher: ConstraintMatcher | None = None
 
     def start(self, *, grammar: bool = True) -> ConstraintMatcher:
-        """A new matcher, at the beginning of the output: on the engine's thread.
+        """A matcher for the beginning of the output, to be used on the engine's thread.
 
-        Without ``grammar`` it follows the limits alone.
+        Without ``grammar`` it follows only the limits.
         """
         self._matcher = ConstraintMatcher(
             self.spec if grammar else replace(self.spec, grammar=None)
@@ -63,25 +60,25 @@ class Constraint:
 
     @property
     def failure(self) -> str:
-        """Why the output is not held to a grammar that was promised; empty when it is."""
+        """Why a promised grammar is no longer enforced; empty if it is."""
         matcher = self._matcher
         return matcher.error if matcher is not None and self.spec.binding else ""
 
     @property
     def reasoning_ended_by(self) -> Reason:
-        """Why the model was made to answer; empty when it was not."""
+        """Why reasoning was cut short; empty if it was not."""
         reasoning = self._matcher.reasoning if self._matcher is not None else None
         return "" if reasoning is None else reasoning.ended_by
 
     @property
     def reasoning_tokens(self) -> int:
-        """Ids of reasoning, where they were counted."""
+        """Ids of reasoning; 0 if they were not counted."""
         reasoning = self._matcher.reasoning if self._matcher is not None else None
         return 0 if reasoning is None else reasoning.tokens
 
 
 class ConstraintMatcher:
-    """Follows one output id by id. ``error`` says what went wrong: then everything may come."""
+    """Follows one output id by id. After an ``error`` everything is allowed."""
 
     def __init__(self, spec: ConstraintSpec) -> None:
         self.error = ""
@@ -96,7 +93,7 @@ class ConstraintMatcher:
         self._missing = spec.min_tokens
 
     def consume(self, token: int) -> None:
-        """Takes in the id that came."""
+        """Records the id that was generated."""
         self._missing -= 1
         if self.reasoning is not None:
             self.reasoning.consume(token)
@@ -105,7 +102,7 @@ class ConstraintMatcher:
             self.error = self.error or self._grammar.error
 
     def mask(self) -> Mask | None:
-        """What may come next, valid until the next call; ``None`` when everything may."""
+        """The ids that may come next, valid until the next call; ``None`` if all may."""
         if self.error:
             return None
         forced = self.reasoning.forced if self.reasoning is not None else ()
@@ -115,7 +112,7 @@ class ConstraintMatcher:
         written = False
         if self._grammar is not None:
             if self._grammar.done:
-                return None  # an engine is one step ahead: nobody gets to see what comes now
+                return None  # an engine computes one step ahead; this id is discarded
             written = self._grammar.fill(self._mask)
             if self._grammar.error:
                 self.error = self._grammar.error

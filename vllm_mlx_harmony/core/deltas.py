@@ -1,8 +1,8 @@
 """Deltas: the parser's output and every emitter's input (semantics B, "Meaning").
 
-A turn is Started, then Progress… while its prompt waits and is computed, then Opened, Text…, Closed
-for each message that is shown, then Finished or Failed. ToolStarted and ToolFinished follow the
-message that calls a tool of the server's.
+A turn is ``Started``, then ``Progress``… while its prompt waits and is computed, then ``Opened``,
+``Text``…, ``Closed`` for each visible message, then ``Finished`` or ``Failed``. ``ToolStarted`` and
+``ToolFinished`` follow a message that calls a tool which the server runs.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from vllm_mlx_harmony.core.turn import ServerCall
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "pause"]
 
 Reason: TypeAlias = Literal["", "budget", "repetition"]
-"""Why reasoning was ended, so that the model answers; empty when it was not."""
+"""Why reasoning was cut short; empty if it was not."""
 
 
 class Kind(Enum):
-    """What a shown message is. Messages that are not shown have no kind and no delta."""
+    """What a visible message is. Hidden messages have no kind and no deltas."""
 
     REASONING = "reasoning"
     PREAMBLE = "preamble"
     ANSWER = "answer"
     CALL = "call"
-    SERVER_CALL = "server_call"  # of a tool that the server runs, within the same turn
+    SERVER_CALL = "server_call"  # a tool that the server runs within the same turn
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one turn; ``cached_tokens`` of the prompt needed no prefill.
 
-    ``tool_tokens`` are those of what tools of the server's answered within the turn: neither in the
-    prompt, which counts once, nor in what was generated.
+    ``tool_tokens`` are the results of tools that the server ran within the turn. They count neither
+    as prompt nor as completion.
     """
 
     prompt_tokens: int = 0
@@ -47,9 +47,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt is rendered, and it is this request's turn: its engine computes it next.
+    """The prompt is rendered, and the engine computes it next.
 
-    ``cached_tokens`` of it need no prefill, as far as is known by then; ``None`` when it is not.
+    ``cached_tokens`` of it need no prefill; ``None`` if that is not known yet.
     """
 
     prompt_tokens: int
@@ -74,12 +74,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A message begins. ``index`` counts the shown messages of the turn from 0.
+    """A message begins. ``index`` counts the visible messages of the turn from 0.
 
-    ``name`` is the tool's name as the request declared it, of a tool that the server runs the whole
-    recipient; empty unless ``kind`` is ``CALL`` or ``SERVER_CALL``.
-    Never sent for a message that turns out empty, except for a call. ``at`` is how many ids the
-    model had generated where the message's header begins: for whoever keeps the ids.
+    ``name`` is the name of the called tool as the request declared it, or the whole recipient for a
+    tool that the server runs; empty for other kinds. An empty message is never opened, except for a
+    call. ``at`` is the number of ids that were generated before the message's header.
     """
 
     index: int
@@ -90,24 +89,24 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of the open message: never empty, never half a character, never a control token."""
+    """More text of the open message: not empty, only whole characters, no control tokens."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The open message ends; ``complete`` is false when the output was cut inside it."""
+    """The open message ends; ``complete`` is false if the output was cut inside it."""
 
     complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ToolStarted:
-    """The tool that the message before calls runs now, on the server.
+    """The server starts to run the tool that the message before calls.
 
-    Without it the call was not run: its caller wants to approve it first, or it was cut. A call
-    that an earlier turn ended with, approved since, has no message in this one: ``call`` is it.
+    If it is missing, the call is not run, because it needs approval or was cut. A ``call`` at the
+    end of an earlier turn that was approved since has no message in this turn.
     """
 
     call: ServerCall | None = None
@@ -115,7 +114,7 @@ class ToolStarted:
 
 @dataclass(frozen=True, slots=True)
 class ToolFailure:
-    """Why a call failed. ``by_tool``: the tool itself says so, and ``text`` is its own."""
+    """Why a call failed. ``by_tool``: the tool itself reported it, in the words of ``text``."""
 
     text: str
     by_tool: bool = False
@@ -123,7 +122,7 @@ class ToolFailure:
 
 @dataclass(frozen=True, slots=True)
 class ToolFinished:
-    """The tool has answered: ``text`` is what the model gets to read, of a failure, too."""
+    """The tool has finished, or failed; the model reads ``text`` in both cases."""
 
     text: str
     failure: ToolFailure | None = None
@@ -131,11 +130,10 @@ class ToolFinished:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The turn ends. ``stop_sequence`` is the caller's string that ended it, if one did.
+    """The turn ends. ``stop_sequence`` is the caller's stop string that ended it, if any.
 
-    With ``pause`` it ends before a call that the server has yet to run: the turn goes on when its
-    caller gives it back as it is. ``reasoning_ended_by`` says why the model was made to stop
-    thinking; empty when it was not.
+    After ``pause``, the server has yet to run the last call; the turn continues when the caller
+    sends it back unchanged. ``reasoning_ended_by`` is why reasoning was cut short, if it was.
     """
 
     reason: FinishReason
@@ -146,7 +144,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The turn ends because something broke after it had started."""
+    """The turn ends with an error after it has started."""
 
     error: HarmonyFailure
 

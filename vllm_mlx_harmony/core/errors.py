@@ -1,19 +1,18 @@
-"""What can go wrong, named after the party whose fault it is.
+"""The errors of this package, named after the party at fault, each with its HTTP status.
 
-Knows the HTTP status and the machine-readable code of each failure.
-Refuses to know how any API writes an error down: that is each protocol's own shape.
+How an API writes an error down is up to each protocol.
 """
 
 from __future__ import annotations
 
-INTERNAL = "internal error: the server's log says more"
-"""To the client, of what is nobody's fault but ours."""
+INTERNAL = "internal error: see the server's log"
+"""What clients read about an unexpected error."""
 
 
 def quoted(value: object) -> str:
-    """A client's ``value`` as an error or a log quotes it: as Python writes it, and not at length.
+    """The ``repr`` of a client's ``value``, for an error or a log; a long string is cut.
 
-    However long it is: to write all of 30 MB takes 50 ms in which no other thread runs.
+    The ``repr`` of 30 MB would take 50 ms, in which no other thread runs.
     """
     if isinstance(value, str) and len(value) > _LONGEST_QUOTED:
         return f"{value[:_LONGEST_QUOTED]!r}…"
@@ -25,11 +24,11 @@ _LONGEST_QUOTED, _LONGEST = 200, 4_000
 
 
 class HarmonyFailure(Exception):
-    """Base of every error that this package raises on purpose.
+    """Base class of this package's errors.
 
-    ``status`` is the HTTP status, ``code`` a stable word a program can test for (or ``None``),
-    ``param`` the path of the guilty field in the request (``messages[3].content``) or ``None``,
-    ``retry_after`` whole seconds after which trying again makes sense, or ``None``.
+    ``status`` is the HTTP status, ``code`` a stable word that programs can test for, ``param`` the
+    path of the field at fault in the request (``messages[3].content``), and ``retry_after`` the
+    number of seconds after which a client may try again.
     """
 
     status = 500
@@ -55,13 +54,13 @@ class HarmonyFailure(Exception):
 
 
 class RequestError(HarmonyFailure):
-    """The caller sent something that cannot be done. 400 unless said otherwise."""
+    """The request is invalid or asks for something unsupported: 400 unless ``status`` is given."""
 
     status = 400
 
 
 class PromptTooLong(RequestError):
-    """The prompt leaves no room in the model's ``window``; both are in tokens (semantics A11)."""
+    """The prompt does not fit the model's ``window``; both are in tokens (semantics A11)."""
 
     code = "context_length_exceeded"
 
@@ -76,14 +75,14 @@ class PromptTooLong(RequestError):
 
 
 class OutputError(HarmonyFailure):
-    """The engine failed while it was generating. 500."""
+    """The engine failed while generating: 500."""
 
     status = 500
     code = "generation_failed"
 
 
 class HostError(HarmonyFailure):
-    """The server cannot do it now (busy, full, too slow) or not in this installation. 503."""
+    """The server is busy, full or too slow, or this installation lacks something: 503."""
 
     status = 503
     code = "server_unavailable"

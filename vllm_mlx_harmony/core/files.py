@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whoever else writes or reads them."""
+"""Atomic writes: other processes see a whole file or none."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes, *, replace: bool = True) -> None:
-    """Puts ``content`` at ``path``, readable by its owner alone; makes the directory if need be.
+    """Writes ``content`` to ``path`` with mode 0600, and creates missing directories.
 
-    Several processes may do so at once: a reader sees one of the files, never a part of one.
-    Without ``replace`` the file that is there already stays. Raises ``OSError``.
+    Several processes may write at once. Without ``replace``, an existing file stays. Raises
+    ``OSError``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # mode 0600

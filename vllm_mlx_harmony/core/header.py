@@ -1,34 +1,33 @@
-"""The header of one generated message, read word by word.
+"""The header of one generated message, read word by word (semantics B, "Header").
 
-Knows what a word means where it stands (semantics B, "Header"), and which text is no header at all.
-Never raises and holds a bounded amount of text. Refuses to know bodies and what a message means.
+Never raises, and holds a bounded amount of text.
 
-The grammar of a header: https://cookbook.openai.com/articles/openai-harmony#message-format. What
-models write beside it stands row by row in ``tests/core/test_parse.py``.
+The grammar of a header: https://cookbook.openai.com/articles/openai-harmony#message-format. The
+rows of ``tests/core/test_parse.py`` show what else models write.
 
-A header as the model was trained to write it is one of
+The model was trained to write one of these headers:
 
     <|start|>assistant<|channel|>analysis<|message|>
     <|start|>assistant<|channel|>commentary to=functions.x <|constrain|>json<|message|>
     <|start|>assistant to=functions.x<|channel|>commentary json<|message|>
     <|start|>functions.x to=assistant<|channel|>commentary<|message|>          (a tool answers)
 
-What it writes in one to four turns of a hundred has more in it: a channel begun twice, the second
-time as it was meant; a tool's name where a channel belongs; `to=assistant` as tools write it;
-quotes, marks and capitals; words that belong nowhere. So a header has **parts**: what stands before
-the first ``<|channel|>`` (the role position), and what stands behind each ``<|channel|>``.
+In one to four turns of a hundred it writes something else: a channel twice, the second time as
+intended; a tool's name in place of a channel; `to=assistant`, as tools write it; quotes,
+punctuation and capitals; stray words. So a header has **parts**: the text before the first
+``<|channel|>`` (the role position), and the text after each ``<|channel|>``.
 
-- The last part says the channel: the model began anew because the one before was wrong.
-- A recipient is looked for in the role position, then in the last part, then in the parts between.
-  There it counts only for a message with a content type: nobody thinks in JSON, while
+- The last part has the channel: the model began anew because the one before was wrong.
+- The recipient is the one in the role position, else in the last part, else in a part between. One
+  in between counts only if the message has a content type: a message in JSON is a call, while
   `<|channel|>functions.x<|channel|>analysis` is a thought *about* a call.
-- `assistant`, `user` and `all` are no recipients: without one, a message is for those anyway.
-- Where the role or the channel belongs, a tool's name needs no `to=`; anywhere else a lone word is
-  never a recipient. Which names are tools' the reader is told (``is_tool``).
+- `assistant`, `user` and `all` are not recipients: they receive any message without one.
+- In place of the role or the channel, a tool's name needs no `to=`. Anywhere else a single word is
+  never a recipient. ``is_tool`` tells which names are tools.
 
-Text that is none of this is **loose**. Whether it is noise in a header or a message that has lost
-its header shows only later, by a ``<|message|>`` or by none: from the first loose word on all of it
-is held as it was written (``abandoned``), and read as well (``header``).
+Any other text is **loose**. Whether it is noise in a header, or a message that has lost its header,
+only shows when a ``<|message|>`` follows or fails to. So from the first loose word on, all text is
+kept as it was written (``abandoned``) and read as a header as well (``header``).
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ ROLES = frozenset({"assistant", "user", "system", "developer", "tool"})
 CHANNELS = frozenset({"analysis", "commentary", "final"})
 CONTENT_TYPES = frozenset({"json", "code", "text", "python"})
 NOT_TOOLS = frozenset({"assistant", "user", "all"})
-"""Recipients that are none."""
+"""Names after ``to=`` that do not address a tool."""
 
 LOOSE_LIMIT = 32
-"""Ids of loose text after which what stands there is no header but the message itself."""
+"""The number of ids of loose text after which it is the message itself, not a header."""
 
 NAME_LIMIT = 256
-"""Characters after which what follows ``to=`` is no name. Bounds what a header can hold."""
+"""Characters of the longest name after ``to=``. Bounds the size of a header."""
 
 _TO = "to="
 _FUNCTION = "functions."
@@ -55,9 +54,9 @@ _KNOWN = (*ROLES, *CHANNELS, *CONTENT_TYPES, _TO, _FUNCTION)
 _PIECES = re.compile(r"\s+|\S+")
 _TYPE = re.compile(r"[A-Za-z][\w./+-]*")
 _ASSISTANT_CHANNEL = re.compile(rf"(?:assistant)?({'|'.join(sorted(CHANNELS))})?")
-"""May stand before ``to=``, too: gpt-oss writes ``commentaryto=functions.x``."""
+"""This may also come before ``to=``: gpt-oss writes ``commentaryto=functions.x``."""
 
-# Python's \W is all that is neither letter, digit nor underscore, in any script.
+# Python's \W matches all but letters, digits and the underscore, in any script.
 _AROUND = re.compile(r"\A[\W_]+|[\W_]+\Z")
 _AROUND_NAME = re.compile(r"\A[^\w-]+|[^\w-]+\Z")  # a name may begin and end with - and _
 _BETWEEN = re.compile(r"[\W_]+")
@@ -65,7 +64,7 @@ _BETWEEN = re.compile(r"[\W_]+")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a header says. ``channel`` and ``recipient`` are empty when none was written."""
+    """A header that was read. ``channel`` and ``recipient`` are empty if there was none."""
 
     role: str = "assistant"
     channel: str = ""
@@ -74,9 +73,9 @@ class Header:
 
 
 class HeaderReader:
-    """Reads one header. ``marked``: an explicit ``<|start|>`` stands before it.
+    """Reads one header. ``marked``: it follows an explicit ``<|start|>``.
 
-    ``is_tool`` says of a name whether it addresses a tool of the turn.
+    ``is_tool`` tells whether a name addresses a tool of the turn.
     """
 
     def __init__(
@@ -84,10 +83,10 @@ class HeaderReader:
     ) -> None:
         self._marked = marked
         self._is_tool = is_tool
-        self._read = Header()  # the role, and what the part that is being read says
+        self._read = Header()  # the role, and what the current part has
         self._proper: Header | None = None  # as it was before the first loose word
         self._in_role_position = ""  # the recipient there
-        self._between = ""  # the recipient in a part between, the last of them
+        self._between = ""  # the last recipient in a part between
         self._unknown_author = False
         self._word = ""
         self._loose = ""
@@ -97,10 +96,10 @@ class HeaderReader:
         self._wants_name = False
         self._wants_type = False
 
-    # What is fed
+    # Input
 
     def text(self, text: str) -> None:
-        """The text of one id; empty when the id only begins a character."""
+        """The text of one id; empty if the id only begins a character."""
         for piece in _PIECES.findall(text):
             if piece.isspace():
                 self._end_word()
@@ -111,13 +110,13 @@ class HeaderReader:
             self._ids += 1
 
     def channel(self) -> None:
-        """A ``<|channel|>``: another part begins, and loose text before it is junk."""
+        """A ``<|channel|>``: another part begins, and loose text before it is noise."""
         self.gap()
         if self._in_channel:
             self._between = self._read.recipient or self._between
         else:
             self._in_role_position = self._read.recipient
-        self._read = Header(role=self.author)  # a lone `user` was no role: users have no channel
+        self._read = Header(role=self.author)  # a bare `user` was no role: users have no channel
         self._proper, self._loose, self._ids = None, "", 0
         self._in_channel, self._first, self._wants_type = True, True, False
 
@@ -127,38 +126,38 @@ class HeaderReader:
         self._wants_type = True
 
     def gap(self) -> None:
-        """Any other control token: a word ends, and nothing is left to be named."""
+        """Any other control token: it ends a word, and a ``to=`` without a name."""
         self._end_word()
         self._wants_name = False
 
-    # What was read
+    # Results
 
     @property
     def author(self) -> str:
-        """The role that stands behind a ``<|start|>``, as soon as it is known."""
+        """The role after a ``<|start|>``, as soon as it is known."""
         return self._read.role if self._marked else "assistant"
 
     @property
     def overfull(self) -> bool:
-        """Whether so much loose text stands here that this is no header."""
+        """Whether there is too much loose text for a header."""
         naming = self._wants_name or _TO in self._word or self._word.startswith(_FUNCTION)
         in_name = naming and not self._proper and len(self._word) < NAME_LIMIT
         return self._ids >= LOOSE_LIMIT and not in_name
 
     @property
     def loose_ids(self) -> int:
-        """Ids of the loose text."""
+        """The number of ids of the loose text."""
         return self._ids
 
     def header(self) -> Header:
-        """The header, once ``<|message|>`` has ended it."""
+        """The header, after ``<|message|>``."""
         self.gap()
         return self._addressed(self._read)
 
     def abandoned(self, *, cut: bool = False) -> tuple[Header, str]:
-        """The header and the loose text, when no ``<|message|>`` ended it: the text is the body.
+        """The header, and its loose text as the body, if there was no ``<|message|>``.
 
-        ``cut``: the output ended here, perhaps in the middle of a word of the header.
+        ``cut``: the output ended here, perhaps within a word of the header.
         """
         if cut and not self._proper:
             placed = self._first and (self._in_channel or self._marked)
@@ -190,7 +189,7 @@ class HeaderReader:
             self._ids = 0
 
     def _meaning(self, word: str) -> str:
-        """Takes in what ``word`` says and returns what of it is loose text."""
+        """Applies ``word`` to the header, and returns the part of it that is loose text."""
         head, to, name = word.partition(_TO)
         if self._in_channel and (to or not self._read.channel):
             head = _AROUND.sub("", head).casefold()
@@ -228,7 +227,7 @@ class HeaderReader:
 
     @property
     def _is_placed(self) -> bool:
-        """Whether channel or recipient are known, so that only a content type may follow."""
+        """Whether the channel or the recipient is known: only a content type may follow."""
         return bool(self._read.channel or self._read.recipient or self._in_role_position)
 
     def _content_type(self, word: str) -> str:
@@ -242,7 +241,7 @@ class HeaderReader:
         return rest
 
     def _in_place(self, word: str) -> str:
-        """A word that stands where the channel or, behind ``<|start|>``, the role belongs."""
+        """A word in place of the channel or, after ``<|start|>``, of the role."""
         name, bare = _AROUND_NAME.sub("", word), _AROUND.sub("", word).casefold()
         is_tool = self._is_tool(name)
         if self._in_channel:
@@ -257,7 +256,7 @@ class HeaderReader:
         return self._ambiguous(word)
 
     def _ambiguous(self, word: str) -> str:
-        """A word of a text, which says something if it turns out to stand in a header: `Final`,
+        """A word of a text, which has a meaning if the text turns out to be a header: `Final`,
         `commentary?commentary?`, `JSON`."""
         for part in _BETWEEN.split(word.casefold()):
             if part in CHANNELS:

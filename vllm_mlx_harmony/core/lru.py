@@ -1,7 +1,4 @@
-"""What was used last, within a number of bytes.
-
-Knows the order of use and the sizes it is given. Refuses to know what it holds, and the time.
-"""
+"""A least-recently-used cache with a limit in bytes."""
 
 from __future__ import annotations
 
@@ -15,10 +12,9 @@ Value = TypeVar("Value")
 
 
 class ByteLRU(Generic[Key, Value]):
-    """A mapping that never holds more than ``limit`` bytes: what was used longest ago goes first.
+    """A thread-safe mapping of at most ``limit`` bytes and ``most`` values.
 
-    Nor more than ``most`` values. A value larger than the limit is not taken in. Any thread may use
-    it at any time.
+    The least recently used value is evicted first. A value larger than ``limit`` is not stored.
     """
 
     def __init__(self, limit: int, most: int | None = None) -> None:
@@ -29,14 +25,14 @@ class ByteLRU(Generic[Key, Value]):
 
     @property
     def size(self) -> int:
-        """Bytes of all values, as ``put`` was given them."""
+        """The sum of the sizes that were passed to ``put``."""
         return self._size
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, key: Key) -> Value | None:
-        """The value of ``key``, used now; ``None`` when there is none."""
+        """The value of ``key``, which becomes the most recently used; ``None`` without one."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -45,7 +41,7 @@ class ByteLRU(Generic[Key, Value]):
             return entry[0]
 
     def put(self, key: Key, value: Value, size: int) -> None:
-        """Takes in ``value``, which takes ``size`` bytes with its key, in place of an older one."""
+        """Stores or replaces a value; ``size`` is in bytes and includes the key."""
         with self._lock:
             self._forget(key)
             if size > self._limit:
@@ -57,12 +53,12 @@ class ByteLRU(Generic[Key, Value]):
                 self._forget(next(iter(self._entries)))
 
     def discard(self, key: Key) -> bool:
-        """Forgets ``key``; whether it was there."""
+        """Removes ``key``, and returns whether it was there."""
         with self._lock:
             return self._forget(key)
 
     def cache_clear(self) -> None:
-        """Forgets everything; named as that of ``functools.lru_cache``."""
+        """Removes everything. Named like the method of ``functools.lru_cache``."""
         with self._lock:
             self._entries.clear()
             self._size = 0

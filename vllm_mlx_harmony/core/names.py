@@ -1,14 +1,13 @@
-"""Tool names, both ways: what a request declares and what stands in a Harmony header.
+"""Tool names: from the names that a request declares to Harmony recipients, and back.
 
-The model is shown a declared tool under its own name wherever it can be. It is shown an alias
-instead in two cases (A10), and the alias is mapped back in everything that a client reads:
+Wherever possible, the prompt shows a tool under its declared name. In two cases it shows an alias
+(A10), which is mapped back in everything that a client reads:
 
-- A header cannot carry the name: spaces, dots at the ends, anything that is not ASCII.
+- A header cannot contain the name: it has spaces, dots at its ends, or characters beyond ASCII.
 - gpt-oss was trained with a tool of that name: ``python``, whose input is code, ``browser.search``
-  and its siblings, ``container.exec``; ``bash`` draws it the same way. It writes that tool's raw
-  text to a function of the same name, JSON schema or not. ``browser.search`` becomes
-  ``browser_search``, ``python`` becomes ``python_tool``, which leaves the trained names to the
-  tools that really are those.
+  and its siblings, ``container.exec``. It writes that tool's raw text to any function of the same
+  name, whatever the JSON schema, and treats ``bash`` alike. So ``browser.search`` becomes
+  ``browser_search`` and ``python`` becomes ``python_tool``.
 
 Recipients are read with the same table (B, "Recipient").
 """
@@ -28,22 +27,22 @@ _PREFIX = f"{FUNCTIONS}."
 _CARRYABLE = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
 _LONGEST = NAME_LIMIT - len("to=") - len(_PREFIX) - 1
 _NUMBER = 8
-"""Characters of an alias, at its end, that tell names apart that are otherwise alike."""
+"""Characters reserved at the end of an alias for a number, which makes it unique."""
 _UNCARRYABLE = re.compile(r"[^A-Za-z0-9_-]+")
 _TRAINED = frozenset({"python", "browser", "container"})
 """Namespaces of the tools that gpt-oss was trained with."""
 _LIKE_TRAINED = frozenset({"bash"})
-"""Other names that gpt-oss writes raw text to."""
+"""Other functions to which gpt-oss writes raw text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of one turn: ``aliases`` maps each declared name to what the model is shown.
+    """The names of one turn: ``aliases`` maps each declared name to the one in the prompt.
 
     ``builtin`` are the built-in namespaces that the client runs, ``server`` the recipients of the
-    tools that the server runs. A declared tool may have the name of one of these: the model is
-    shown an alias of it (``functions.python_tool`` beside ``python``). A client that runs both
-    knows both as ``python``.
+    tools that the server runs. A declared tool may have the name of a built-in one and then gets an
+    alias (``functions.python_tool`` beside ``python``). A client that runs both sees ``python`` for
+    both.
     """
 
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -64,9 +63,9 @@ class Names:
     def of(cls, turn: Turn) -> Names:
         """The names of a turn's tools, and of the tools and calls in its history, in that order.
 
-        Raises ``RequestError`` for a tool without a name, for two tools of the same name, for a
-        function that is named like a tool of a server's (``weather.now``, but not ``weather``), and
-        for a choice of tools by a name that both have.
+        Raises ``RequestError`` for a tool without a name, for two tools with the same name, for a
+        function in the namespace of a tool that the server runs (``weather.now``, but not
+        ``weather``), and for a tool choice with a name that both have.
         """
         server = tuple(name for each in turn.namespaces for name in each.recipients)
         served = frozenset(each.name for each in turn.namespaces)
@@ -85,20 +84,20 @@ class Names:
         return cls(_aliases(_declared(turn.tools), later), builtin, server)
 
     def alias(self, name: str) -> str:
-        """``name`` as the model is shown it in ``namespace functions``."""
+        """``name`` as it appears in ``namespace functions`` of the prompt."""
         return self.aliases.get(name, name)
 
     def recipient(self, name: str) -> str:
         """The recipient that addresses the tool: ``functions.NAME``, or a built-in's own name."""
-        known = self._recipients.get(name)  # asked for every call and result of a history
+        known = self._recipients.get(name)  # looked up for every call and result of a history
         if known is None:
             return name if _namespace(name) in self.builtin else _PREFIX + name
         return known
 
     def addressee(self, recipient: str) -> str:
-        """The declared name of the tool that ``recipient`` addresses; empty when it is no tool.
+        """The declared name of the tool that ``recipient`` addresses; empty if it is not a tool.
 
-        An undeclared one comes back as it is, without the ``functions.`` prefix.
+        An undeclared name is returned unchanged, but without the prefix ``functions.``.
         """
         if recipient in NOT_TOOLS:
             return ""
@@ -109,17 +108,16 @@ class Names:
         return bool(self._known(recipient)[0])
 
     def is_served(self, recipient: str) -> bool:
-        """Whether a call that is addressed to ``recipient`` is the server's to run."""
+        """Whether the server runs calls to ``recipient``."""
         return self._known(recipient)[1]
 
     def _known(self, recipient: str) -> tuple[str, bool]:
         """The name of the tool that is meant, and whether the server runs it.
 
-        The first that applies: a tool of the server's by its own name; an alias; a declared name
-        behind ``functions.``; a built-in tool; another name in a server's namespace; a declared
-        name. Else one in other capitals, or with ``_`` or ``-``
-        around it that the declared one does not have, where no other name is like it. Else a tool
-        of the server's whose namespace was left out.
+        The first that applies: a tool of the server by its full name; an alias; a declared name
+        after ``functions.``; a built-in tool; another name in a namespace of the server; a declared
+        name; a name that only differs in case or in ``_`` and ``-`` around it, if there is just
+        one; a tool of the server without its namespace.
         """
         bare = recipient.removeprefix(_PREFIX) or recipient
         if recipient in self.server:
@@ -147,7 +145,7 @@ def _like(name: str) -> str:
 
 
 def _met(messages: Iterable[Message], builtin: Sequence[str]) -> Iterator[str]:
-    """The names that a history calls or declares, as they come."""
+    """The names that a history calls or declares, in order."""
     for message in messages:
         if isinstance(message, Call):
             if _namespace(message.name) not in builtin:
@@ -172,9 +170,9 @@ def _declared(tools: Iterable[Tool]) -> list[str]:
 
 
 def _aliases(declared: Sequence[str], later: Mapping[str, bool]) -> dict[str, str]:
-    """Names to aliases. A name met later never changes an alias given before (A12).
+    """Maps names to aliases. A later name never changes an earlier alias (A12).
 
-    ``later`` says of each whether it is declared: a trained tool that nobody has declared was
+    ``later`` tells of each name whether it is declared. A trained tool that is not declared was
     called by its own name.
     """
     taken = {name for name in declared if _is_carryable(name) and not _is_trained(name)}
@@ -190,22 +188,22 @@ def _aliases(declared: Sequence[str], later: Mapping[str, bool]) -> dict[str, st
 
 
 def _is_trained(name: str) -> bool:
-    """Whether gpt-oss would take a function of that name for a tool that it was trained with."""
+    """Whether gpt-oss would mistake a function of that name for a tool it was trained with."""
     return _namespace(name) in _TRAINED or name in _LIKE_TRAINED
 
 
 def _untrained(name: str) -> str:
-    """``name``, or what a function is shown as that has the name of a trained tool."""
+    """``name``, or a different one if it is that of a trained tool."""
     if not _is_trained(name):
         return name
     return name.replace(".", "_") if "." in name else f"{name}_tool"
 
 
 def _alias(name: str, taken: set[str], numbers: dict[str, int]) -> str:
-    """A name like ``name`` that a header can carry; it is ``taken`` from then on.
+    """A name similar to ``name`` that fits a header; it is added to ``taken``.
 
-    ``numbers`` are those given last to what names begin with: thousands of names that are alike
-    would otherwise each try all that were given before.
+    ``numbers`` has the last number for each beginning of a name. Otherwise each of thousands of
+    similar names would try all earlier numbers.
     """
     stem = name if _is_carryable(name) else _UNCARRYABLE.sub("_", name).strip("_") or "tool"
     alias, start = stem[:_LONGEST], stem[: _LONGEST - _NUMBER]
@@ -218,7 +216,7 @@ def _alias(name: str, taken: set[str], numbers: dict[str, int]) -> str:
 
 
 def carryable(name: str, taken: set[str]) -> str:
-    """``name``, or one like it that a header can carry and that is not ``taken``; it is then."""
+    """``name``, or a similar one that fits a header and is free; it is added to ``taken``."""
     free = name if name not in taken and _is_carryable(name) else _alias(name, taken, {})
     taken.add(free)
     return free

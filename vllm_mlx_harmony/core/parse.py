@@ -1,43 +1,44 @@
 """Token ids into deltas: the Harmony state machine (semantics B).
 
-It never raises on any ids, and its memory does not grow with the output.
+It never raises, whatever the ids, and its memory does not grow with the output.
 
-The format: https://cookbook.openai.com/articles/openai-harmony. On output that follows it this
-parser agrees with ``StreamableParser`` of https://github.com/openai/harmony (a differential test
-holds them together); that one raises where a model does not, and a server must not.
+The format: https://cookbook.openai.com/articles/openai-harmony. On output that follows it, this
+parser agrees with ``StreamableParser`` of https://github.com/openai/harmony, which a differential
+test checks. On other output ``StreamableParser`` raises, which a server cannot afford.
 
 A message is a header, ``<|message|>``, a body and a terminator. The parser is in one of these
-**states**, and every control token is a **sign** that leads from one to the next. `TRANSITIONS` has
-the states and `Parser._control` the effects, as in h11
-(https://github.com/python-hyper/h11/blob/master/h11/_state.py):
+**states**, and every control token is a **sign** that leads to the next state. As in h11
+(https://github.com/python-hyper/h11/blob/master/h11/_state.py), the states are a table,
+`TRANSITIONS`, and the effects are code, `Parser._act`:
 
     HEADER ──<|message|>──▶ BODY ──<|end|>──▶ HEADER … ──<|return|>──▶ ENDED
                              └────<|call|>──▶ CALLED ──<|start|>──▶ HEADER   (a transcript)
 
-Some transitions have no sign; they are **findings** (`FINDINGS`): a header with so much loose text
-that it is the message; a stop string; an author who is not the assistant.
+Some transitions have no sign but follow from a **finding** (`FINDINGS`): a header with so much
+loose text that it must be the message, a stop string, an author other than the assistant.
 
-There is no other reader of headers: what counts reasoning (`core.reasoning`) and what colours ids
-(`cli.paint`) ask this parser what it is reading.
+Reasoning budgets (`core.reasoning`) and coloured output (`cli.paint`) use this parser as well, so
+that there is only one reader of headers.
 
-Three things make it more than that picture.
+Three things complicate the picture.
 
-**A header may lack its ``<|message|>``.** At ``<|return|>``, ``<|call|>`` and the end of the output
-the loose text in it is the message: the model forgot the header. At ``<|end|>`` it is more often a
-header that the model gave up (`<|channel|>commentary?commentary?<|end|>`), after which it begins
-anew. So the text is held back: at the end of the output it is the answer, if nothing that is shown
-came behind it, and no content or call before it. Only the last such text is held, and it is no
-longer than a header can be (`LOOSE_LIMIT`).
+**A header may lack its ``<|message|>``.** At ``<|return|>``, ``<|call|>`` and the end of the
+output, its loose text is the message: the model forgot the header. At ``<|end|>`` it is more often
+a header that the model gave up (`<|channel|>commentary?commentary?<|end|>`) before it began anew.
+So that text is held back. At the end of the output it becomes the answer, if there was no content
+or call before it and nothing visible after it. Only the last such text is held, and it is no longer
+than a header can be (`LOOSE_LIMIT`).
 
-**The model may play another.** Behind ``<|start|>`` it can write `user`, or a tool's name, and go
-on with what that one says. The turn ends before that ``<|start|>``: `done_at` is then less than
-what was generated, and who keeps the ids keeps only those. In a transcript, where ids follow a
-``<|call|>`` all the same, tools have really answered: what they say is read over (``RESULT``).
+**The model may write as somebody else.** After ``<|start|>`` it can write `user` or a tool's name,
+and continue in that role. The turn ends before that ``<|start|>``: `done_at` is then less than the
+number of generated ids, and the ids after it are not part of the conversation. In a transcript,
+where ids follow a ``<|call|>``, tools really have answered; their messages are skipped
+(``RESULT``).
 
-**The same ids give the same deltas and the same usage, however they are cut.** Bytes of a body are
-decoded once per feed. With stop strings they are decoded id by id: otherwise ids behind the stop
-string would be counted when they came in the same feed. Behind the end of a turn ids are not read
-and not counted.
+**The same ids give the same deltas and the same usage, however they are split.** The bytes of a
+body are decoded once per feed. With stop strings they are decoded id by id, or else ids after the
+stop string would count if they came in the same feed. Ids after the end of a turn are neither read
+nor counted.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.stops import StopStrings
 
 EndReason: TypeAlias = Literal["stop", "length", "pause"]
-"""Why an engine stopped: the model ended its turn, or the limit cut it."""
+"""Why the output ended: the model ended its turn, a limit cut it, or a call awaits the server."""
 
 
 class State(Enum):
@@ -78,7 +79,7 @@ class State(Enum):
 
 
 class Sign(Enum):
-    """What an id is to the parser."""
+    """What an id means to the parser."""
 
     TEXT = auto()
     START = auto()
@@ -101,15 +102,15 @@ SIGNS: dict[int, Sign] = {
     vocab.RETURN: Sign.RETURN,
     vocab.ENDOFTEXT: Sign.RETURN,
 }
-"""Those that end a turn are `vocab.TURN_ENDS`: ``CALL`` and ``RETURN``."""
+"""``CALL`` and ``RETURN`` end a turn (`vocab.TURN_ENDS`)."""
 
 
 class Finding(Enum):
-    """What a header or a body turns out to be, at whatever id."""
+    """What a header or a body turns out to be."""
 
-    LOOSE = auto()  # so much loose text that there is no header
+    LOOSE = auto()  # so much loose text that it cannot be a header
     RESULT = auto()  # a tool's message in a transcript
-    PLAYED = auto()  # a message of another author, made up by the model
+    PLAYED = auto()  # a message that the model wrote as another author
     STOPPED = auto()  # a stop string is complete
 
 
@@ -157,7 +158,7 @@ _Decoder = getincrementaldecoder("utf-8")
 
 @dataclass(frozen=True, slots=True)
 class _Loose:
-    """Text without ``<|message|>``: what a header says of it, its ids, where the header began."""
+    """Text without ``<|message|>``: its header, its number of ids, where the header began."""
 
     header: Header
     text: str
@@ -166,13 +167,13 @@ class _Loose:
 
 
 class Parser:
-    """Reads what a model generated behind ``<|start|>assistant``.
+    """Reads what a model generated after ``<|start|>assistant``.
 
     ``names`` maps recipients back to the tools of the request; ``stop`` are the caller's stop
-    strings; ``within`` is the header of a message that the prompt has begun already; ``one_call``
-    ends the turn with its first call; a ``transcript`` has messages of all authors, such as a
-    prompt, and no end of a turn ends it. Feed ids in any chunks, then close: the deltas are the
-    same however the ids were cut, once adjacent ``Text`` is joined.
+    strings; ``within`` is the header of a message that the prompt has already begun; ``one_call``
+    ends the turn with its first call; a ``transcript`` contains messages of all authors, as a
+    prompt does, and continues after the end of a turn. Feed ids in chunks of any size, then close:
+    the deltas do not depend on the chunks, except for how ``Text`` is split.
     """
 
     def __init__(
@@ -186,13 +187,13 @@ class Parser:
     ) -> None:
         self.state = State.HEADER
         self.author = "assistant"
-        """Who speaks in the state ``RESULT``, and who ended the turn by speaking."""
+        """The author in the state ``RESULT``, or the one whose message ended the turn."""
         self.tokens = 0
-        """Ids read: all that were fed, but for those behind the end of the turn."""
+        """The number of ids that were read: all that were fed, up to the end of the turn."""
         self.done_at: int | None = None
-        """How many of them make up the turn; ``None`` as long as it goes on."""
+        """How many of them belong to the turn; ``None`` until it ends."""
         self.ended_at = 0
-        """How many stand up to the end of the last message that has ended."""
+        """How many there are up to the end of the last complete message."""
         self._began = 0  # … up to the header that is being read
         self._names = names or Names()
         self._stop = tuple(stop)
@@ -202,8 +203,8 @@ class Parser:
         self._index = 0
         self._calls = 0
         self._server_calls = 0
-        self._waiting: _Loose | None = None  # for the turn to say something else
-        self._answered = False  # content or a call has been shown
+        self._waiting: _Loose | None = None  # the answer, unless something visible follows
+        self._answered = False  # content or a call has been visible
         self._reasoning_tokens = 0
         self._out: list[Delta] = []
         self._pending: list[bytes] = []
@@ -219,16 +220,16 @@ class Parser:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Ids in bodies of reasoning up to now."""
+        """The number of ids in bodies of reasoning so far."""
         return self._reasoning_tokens
 
     @property
     def done(self) -> bool:
-        """Whether the turn has ended, so that nothing more need be generated."""
+        """Whether the turn has ended, so that generation can stop."""
         return self.done_at is not None
 
     def feed(self, ids: Iterable[int]) -> list[Delta]:
-        """The deltas of the next ids, of which there may be any number."""
+        """The deltas of the next ids."""
         if self.state is _ENDED:
             return []
         for token in ids:
@@ -251,9 +252,9 @@ class Parser:
         return self._take()
 
     def resume(self) -> list[Delta]:
-        """Another output of the same turn begins, behind another ``<|start|>assistant``.
+        """Begins another output of the same turn, after another ``<|start|>assistant``.
 
-        Returns the deltas that close what the output before it left open.
+        Returns the deltas that close what the previous output left open.
         """
         self._end(complete=True)
         self.state, self.done_at = State.HEADER, None
@@ -263,10 +264,10 @@ class Parser:
         return self._take()
 
     def close(self, reason: EndReason) -> list[Delta]:
-        """The deltas that end the turn, the last of them ``Finished`` (without prompt tokens).
+        """The deltas that end the turn; the last is ``Finished`` (without prompt tokens).
 
-        ``length`` cuts the message that is open; a turn the model had ended itself is not cut.
-        ``pause``: it ended in a call that the server has not run.
+        ``length`` cuts the open message, unless the model had ended the turn itself. ``pause``: the
+        turn ended in a call that the server has not run.
         """
         cut = reason == "length" and self.state in (State.HEADER, State.BODY)
         self._end(complete=not cut)
@@ -298,22 +299,31 @@ class Parser:
         before, self.state = self.state, TRANSITIONS[self.state][sign]
         self._act(before, sign)
         if (self._one_call and self._calls > calls) or self._server_calls > server_calls:
-            self.state = State.ENDED  # the server runs it before the model goes on
+            self.state = State.ENDED  # the server runs the call before the model continues
         if self.state in (State.CALLED, State.ENDED):
             self._done(self.ended_at)
         if self._transcript and self.state is State.ENDED:
             self.state = State.CALLED
 
-    def _act(self, before: State, sign: Sign) -> None:
-        """The effects of the transition from ``before`` that ``sign`` has made."""
+    def _act(  # noqa: C901 - one transition after the other
+        self, before: State, sign: Sign
+    ) -> None:
+        """The effects of the transition that ``sign`` made from ``before``."""
         begins = self.state is State.HEADER and sign in (Sign.START, Sign.CHANNEL)
         match before, sign:
             case State.HEADER, Sign.CONSTRAIN:
                 self._header.constrain()
             case State.HEADER, Sign.MESSAGE:
-                self._end_header()
+                self._decoder.reset()
+                header = self._header.header()
+                if header.role == "assistant":
+                    self._begin_body(header)
+                else:  # without <|start|>, only <|message|> shows that it is a role
+                    self._another_speaks(header.role)
             case State.HEADER, Sign.END:
-                self._hold(self._loose())
+                loose = self._loose()
+                if (loose.text or loose.header.recipient) and not self._answered:
+                    self._waiting = loose
                 self._end_message()
             case State.HEADER, Sign.CALL | Sign.RETURN:
                 self._show_loose(self._loose())
@@ -327,7 +337,7 @@ class Parser:
                 self._begin_header(marked=True)
             else:
                 self._header.channel()
-            # The id is no part of a body that it has ended.
+            # The id does not belong to the body that it has ended.
             self._began = min(self._began, self.tokens - 1)
             self.ended_at = min(self.ended_at, self._began)
 
@@ -337,7 +347,7 @@ class Parser:
             self._done(done_at)
 
     def _done(self, at: int) -> None:
-        """The turn has ended there, if it had not ended before: a transcript goes on behind it."""
+        """Ends the turn, unless it had ended before: a transcript continues after its end."""
         self.done_at = at if self.done_at is None else self.done_at
 
     def _another_speaks(self, author: str) -> None:
@@ -362,15 +372,6 @@ class Parser:
         self._stops: StopStrings | None = None
         self._opened, self._empty = False, True
 
-    def _end_header(self) -> None:
-        """A ``<|message|>``: the body follows."""
-        self._decoder.reset()
-        header = self._header.header()
-        if header.role == "assistant":
-            self._begin_body(header)
-        else:  # without <|start|>, only <|message|> shows that it is a role
-            self._another_speaks(header.role)
-
     def _header_text(self, text: bytes) -> None:
         self._header.text(self._decoder.decode(text))
         if self._header.author != "assistant":
@@ -380,40 +381,32 @@ class Parser:
             self._show_loose(self._loose())
 
     def _loose(self, *, cut: bool = False) -> _Loose:
-        """What stands in the header, which no ``<|message|>`` has ended."""
+        """The loose text of the header, when no ``<|message|>`` ended it."""
         header, text = self._header.abandoned(cut=cut)
         return _Loose(header, text, self._header.loose_ids, self._began)
 
-    def _hold(self, loose: _Loose) -> None:
-        """The text may turn out to be the answer, if none has been given."""
-        if (loose.text or loose.header.recipient) and not self._answered:
-            self._waiting = loose
-
     def _show_loose(self, loose: _Loose) -> None:
-        """The text is the body; a recipient is called even without any."""
+        """Shows loose text as a body. A recipient makes it a call, even without text."""
         if loose.text or loose.header.recipient:
             self._began = loose.began
             self._begin_body(loose.header)
-            self._reasoning_tokens += loose.ids if self._is(Kind.REASONING) else 0
+            self._reasoning_tokens += loose.ids if self._kind is Kind.REASONING else 0
             self._show(loose.text)
 
     # Bodies
 
     def _begin_body(self, header: Header) -> None:
         tool = self._names.addressee(header.recipient)
-        self._kind = _kind(header, tool)
-        if self._stop and self._is(Kind.PREAMBLE, Kind.ANSWER):
+        self._kind = Kind.CALL if tool else _CHANNEL_KINDS.get(header.channel, Kind.ANSWER)
+        if self._stop and self._kind in (Kind.PREAMBLE, Kind.ANSWER):
             self._stops = StopStrings(self._stop)
         if self._kind is Kind.CALL:
             served = self._names.is_served(header.recipient)
             self._kind = Kind.SERVER_CALL if served else Kind.CALL
             self._open(self._kind, tool)
 
-    def _is(self, *kinds: Kind) -> bool:
-        return self._kind in kinds
-
     def _flush(self) -> None:
-        """Decodes the body's bytes of this feed at once."""
+        """Decodes all bytes of the body in this feed at once."""
         if self._pending:
             text = self._decoder.decode(b"".join(self._pending))
             self._pending.clear()
@@ -445,17 +438,17 @@ class Parser:
         self._answered = self._answered or kind is not Kind.REASONING
 
     def _end(self, *, complete: bool) -> None:
-        """The output ends: what was being read is closed, as complete or as cut."""
+        """Closes what was being read when the output ended."""
         if self.state is State.HEADER and (loose := self._loose(cut=not complete)).text:
             self._show_loose(loose)
         self._close(complete=complete)
 
     def _close(self, *, complete: bool) -> None:
-        if complete:  # half a character is invalid; at a cut the rest of it was only not generated
+        if complete:  # half a character is invalid, unless the output was cut there
             self._show(self._decoder.decode(b"", final=True))
         if self._stops is not None:
             self._emit(self._stops.flush())
-        if self._is(Kind.CALL, Kind.SERVER_CALL) and complete:
+        if complete and self._kind in (Kind.CALL, Kind.SERVER_CALL):
             self._calls += self._kind is Kind.CALL
             self._server_calls += self._kind is Kind.SERVER_CALL
             self._emit("{}" if self._empty else "")
@@ -465,10 +458,3 @@ class Parser:
         if self._opened:
             self._out.append(Closed(complete))
         self._kind, self._stops, self._opened = None, None, False
-
-
-def _kind(header: Header, tool: str) -> Kind:
-    """What a message of the assistant is (semantics B, "Meaning")."""
-    if tool:
-        return Kind.CALL
-    return _CHANNEL_KINDS.get(header.channel, Kind.ANSWER)

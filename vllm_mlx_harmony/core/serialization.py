@@ -1,7 +1,4 @@
-"""A generated turn as bytes with a checksum, for whatever has turns outside of memory.
-
-Knows how a turn is written. Refuses to know which turn it is (replay), and where the bytes go.
-"""
+"""Generated turns as bytes with a checksum, for archives outside of memory."""
 
 from __future__ import annotations
 
@@ -25,11 +22,11 @@ _KINDS = {
 }
 
 _CRC = 4
-"""Bytes of the checksum, in front of all else."""
+"""Bytes of the checksum, which comes first."""
 
 
 def written(turn: GeneratedTurn) -> bytes:
-    """Checksum, length of what follows, JSON, and the ids of all segments in four bytes each."""
+    """``turn`` as a checksum, the length of the JSON, the JSON, and all ids in four bytes each."""
     header = {
         "kinds": [kind.__name__ for kind in turn.kinds],
         "lengths": [len(span) for span in turn.spans],
@@ -44,7 +41,7 @@ def written(turn: GeneratedTurn) -> bytes:
 
 
 def read(content: bytes) -> GeneratedTurn | None:
-    """The turn that was written; ``None`` when these are not the bytes of one."""
+    """The turn in ``content``; ``None`` if the bytes are damaged or from another version."""
     body = content[_CRC:]
     if crc32(body) != int.from_bytes(content[:_CRC], "little"):
         return None
@@ -60,5 +57,5 @@ def read(content: bytes) -> GeneratedTurn | None:
             tuple(Call(*call) for call in header["calls"]),
             header.get("served", ""),
         )
-    except (ValueError, KeyError, TypeError):  # from a version that wrote it in another way
+    except (ValueError, KeyError, TypeError):  # a version with another format
         return None

@@ -1,33 +1,32 @@
-"""What is done with a client's text in one call, and how long that text may be.
+"""Limits on a client's text that is processed in one call.
 
-A parser, and what writes JSON, holds the interpreter's lock from its first character to its last:
-a few tenths of a microsecond for each value, and 4 ms for a megabyte of a string.
+Parsing and writing JSON holds the interpreter's lock throughout: for a few tenths of a microsecond
+per value, and 4 ms per megabyte of a string.
 """
 
 from __future__ import annotations
 
 MOST_CHARACTERS = 4 * 2**20
-"""Characters that are written as JSON in one call, at most: 16 ms."""
+"""Characters that may be written as JSON in one call: 16 ms."""
 
 MOST_VALUES = 100_000
-"""JSON values that are parsed in one call, at most: 30 ms."""
-
+"""JSON values that may be parsed in one call: 30 ms."""
 
 MOST_TOKENS = 2**20
-"""Tokens of a prompt, at most: eight times the window of a gpt-oss model. What a collection of
-garbage, which lets nobody else run, takes 10 ms to look at."""
+"""Tokens of the longest prompt: eight times the window of a gpt-oss model. A garbage collection,
+which stops all threads, takes 10 ms to traverse them."""
 
 
 def is_parsed_soon(text: str) -> bool:
-    """Whether ``text`` as JSON is parsed, and written again, before others notice.
+    """Whether ``text`` is small enough to be parsed and written as JSON in one call.
 
-    Counts what may begin a value, and so too many where they stand in strings.
+    It counts characters that may begin a value, those inside strings included.
     """
     return len(text) <= MOST_CHARACTERS and sum(map(text.count, ",[{")) <= MOST_VALUES
 
 
 def characters(value: object) -> int:
-    """How long ``value``, parsed JSON, is when it is written, about. A loop, not one call."""
+    """The approximate length of ``value``, parsed JSON, when written. Does not hold the lock."""
     level, total = [value], 0
     while level:
         inner: list[object] = []

@@ -1,8 +1,6 @@
-"""The o200k_harmony vocabulary: control ids, the encoding (loaded once, offline), bytes of an id.
+"""The o200k_harmony vocabulary: control ids, the encoding (loaded offline), the bytes of an id.
 
-Knows where the vocabulary file comes from and which ids never are text. Refuses to know what the
-control tokens mean in a message (that is `parse`) and how a message is written (`render`).
-The only file of `core` that touches the disk: once per process, to load.
+Loading reads the disk, once per process; nothing else in `core` does.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from openai_harmony import HarmonyEncoding
 
 # Ids of o200k_harmony (https://cookbook.openai.com/articles/openai-harmony). Every id from
-# STARTOFTEXT up is a control or reserved token: it never is text, in no direction.
+# STARTOFTEXT up is a control or reserved token: text is never encoded to it, nor decoded from it.
 STARTOFTEXT = 199_998
 ENDOFTEXT = 199_999
 RETURN = 200_002
@@ -40,14 +38,14 @@ MESSAGE = 200_008
 CALL = 200_012
 
 TURN_ENDS = frozenset({RETURN, CALL, ENDOFTEXT})
-"""Ids that end the model's turn: an engine stops at them (semantics B). What they do to an output:
-`parse.SIGNS`, and for the grammar `grammar.language`."""
+"""Ids that end the model's turn: an engine stops at them (semantics B). What follows from them is
+in `parse.SIGNS`, and in `grammar.language`."""
 
 LAST = frozenset({RETURN, ENDOFTEXT})
-"""Those of them that stand in no prompt: there the message ends with ``END``."""
+"""Those that never occur in a prompt, where the message ends with ``END`` instead."""
 
 SIZE = 201_089
-"""Ids the encoding defines, reserved ones included: one more than `turn.VOCAB_SIZE`."""
+"""The number of ids in the encoding, with reserved ones: one more than `turn.VOCAB_SIZE`."""
 
 CONTROL = range(STARTOFTEXT, SIZE)
 """Ids that never decode to text: special and reserved ones."""
@@ -62,7 +60,7 @@ BASE_VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
 
 
 class VocabularyError(HostError):
-    """The vocabulary cannot be loaded. The message says which file is at fault and what to do."""
+    """The vocabulary cannot be loaded. The message names the file at fault and the remedy."""
 
     code = "vocabulary_unavailable"
 
@@ -72,10 +70,10 @@ _lock = threading.Lock()
 
 
 def encoding() -> HarmonyEncoding:
-    """The o200k_harmony encoding: the same object in every thread, and never a download.
+    """The o200k_harmony encoding: the same object in every thread, never downloaded.
 
-    Raises `VocabularyError` when no usable vocabulary file can be had, and ImportError when
-    neither openai-harmony nor oss-harmony is installed.
+    Raises `VocabularyError` if there is no usable vocabulary file, and `ImportError` if neither
+    openai-harmony nor oss-harmony is installed.
     """
     global _encoding
     if _encoding is None:
@@ -88,10 +86,9 @@ def encoding() -> HarmonyEncoding:
 def encode(text: str) -> list[int]:
     """Ids of `text` as ordinary text: what looks like a control token stays text (semantics A7).
 
-    A lone surrogate, which no UTF-8 can hold, is encoded as U+FFFD. The encoder is given a long
-    text in pieces (see `pretokens`, also for where that makes a difference): it holds the
-    interpreter's lock for a few milliseconds, and other threads run in between.
-    Raises ``PromptTooLong`` for more than any model takes.
+    A lone surrogate, which UTF-8 cannot represent, is encoded as U+FFFD. A long text is encoded in
+    pieces, because the encoder holds the interpreter's lock (`pretokens` describes when that makes
+    a difference). Raises ``PromptTooLong`` for more ids than any model takes.
     """
     encode = encoding().encode
     ids: list[int] = []
@@ -103,14 +100,14 @@ def encode(text: str) -> list[int]:
 
 
 def clean(text: str) -> str:
-    """`text` without lone surrogates, which no UTF-8 can hold: each is U+FFFD."""
+    """`text` with U+FFFD for each lone surrogate, which UTF-8 cannot represent."""
     if encodable(text):
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def token_bytes(token: int) -> bytes:
-    """The bytes `token` stands for: part of a character as often as not.
+    """The bytes of `token`, which may be part of a character.
 
     Empty for a control or reserved id, and for an id outside the vocabulary.
     """
@@ -118,7 +115,7 @@ def token_bytes(token: int) -> bytes:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Bytes by id, filled as ids are met; it cannot outgrow the vocabulary."""
+    """Bytes by id, filled on demand."""
 
     def __missing__(self, token: int) -> bytes:
         if not 0 <= token < STARTOFTEXT:
@@ -132,7 +129,7 @@ _token_bytes = _TokenBytes()
 
 
 def cache_dir() -> Path:
-    """This project's directory in the user's cache; not necessarily there yet."""
+    """This project's directory in the user's cache, which may not exist yet."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     elif sys.platform == "darwin":
@@ -143,12 +140,12 @@ def cache_dir() -> Path:
 
 
 def official_file(packed: bytes | None = None) -> bytes:
-    """The official `o200k_base.tiktoken`, rebuilt from the compressed form the package ships.
+    """The official `o200k_base.tiktoken`, rebuilt from the compressed file in the package.
 
-    Raises `VocabularyError` when what is shipped is missing or damaged.
+    Raises `VocabularyError` if that file is missing or damaged.
     """
     try:
-        import lzma  # not every Python is built with it, and a cached file needs none
+        import lzma  # not in every build of Python, and not needed with a cached file
     except ImportError as error:
         raise VocabularyError(
             f"this Python has no lzma module; point {BASE_VARIABLE} to a directory with {FILE_NAME}"
@@ -168,7 +165,7 @@ _DAMAGED = f"the shipped vocabulary ({DATA_NAME}) is damaged; reinstall vllm-mlx
 
 
 def _lines(raw: bytes) -> Iterator[bytes]:
-    """Lines of the official file, from tokens that each follow one byte with their length."""
+    """The lines of the official file. In ``raw``, each token follows a byte with its length."""
     at = rank = 0
     while at < len(raw):
         end = at + 1 + raw[at]
@@ -191,9 +188,10 @@ def _load() -> HarmonyEncoding:
 
 @contextmanager
 def _vocabulary_dir() -> Iterator[Path]:
-    """A directory that holds the vocabulary file for as long as the context lasts.
+    """A directory with the vocabulary file, which exists as long as the context.
 
-    The one the user points to, or the user's cache, or (that is read-only or full) a temporary one.
+    It is the one that the user configured, else the user's cache, else (if that is read-only or
+    full) a temporary one.
     """
     pointed = os.environ.get(BASE_VARIABLE)
     if pointed and (Path(pointed) / FILE_NAME).is_file():
@@ -206,9 +204,9 @@ def _vocabulary_dir() -> Iterator[Path]:
 
 
 def _cached() -> Path | None:
-    """The cache directory with a checked vocabulary file in it; None when it cannot be written."""
+    """The cache directory with a valid vocabulary file; `None` if it is not writable."""
     directory = cache_dir()
-    if not directory.is_absolute():  # no home directory: the path would depend on where one stands
+    if not directory.is_absolute():  # no home directory: relative to the working directory
         return None
     if not _is_official(directory / FILE_NAME):
         rebuilt = official_file()
@@ -244,7 +242,7 @@ def _is_official(path: Path) -> bool:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """One variable of the process's environment, for as long as the context lasts."""
+    """Sets an environment variable within the context."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

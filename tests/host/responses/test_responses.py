@@ -197,7 +197,7 @@ def test_what_could_not_be_stored_says_so(
     ("error", "message"),
     [
         (OutputError("out of memory"), "out of memory"),
-        (KeyError("a bug"), "internal error: the server's log says more"),
+        (KeyError("a bug"), "internal error: see the server's log"),
     ],
 )
 def test_a_failed_answer_is_kept(store: MemoryStore, error: Exception, message: str) -> None:
