@@ -4,10 +4,10 @@ All of them are one conversation and one sequence of ids, which is a list of *se
 
     prompt │ <|start|>assistant output │ result │ result │ <|start|>assistant output │ …
 
-An output and all that follows it up to a result of the client's tools is one *span* of segments:
-results of tools that the server ran stand within it, and it is remembered and placed again as a
-whole (`core.replay`). Positions are counted from the beginning of a segment, and become positions
-in the span, or in the conversation, as sums of lengths.
+An output, with everything up to the next result of a client's tool, is one *span* of segments. The
+results of tools that the server runs are inside a span, and it is stored and replayed as a whole
+(`core.replay`). Positions are relative to a segment; the position in a span or in the conversation
+is a sum of lengths.
 """
 
 from __future__ import annotations
@@ -63,23 +63,25 @@ class _Segment:
 
 @dataclass(slots=True)
 class _Generated(_Segment):
-    """What the model generated in one go, behind the ``opening`` ids of ``<|start|>assistant``;
-    the parser had read ``read_before`` ids before these."""
+    """One output of the model, which begins with ``opening`` ids of ``<|start|>assistant``.
+
+    The parser had read ``read_before`` ids before it.
+    """
 
     opening: int = 0
     read_before: int = 0
 
     def place(self, read: int) -> int:
-        """The position behind the first ``read`` ids of the parser."""
+        """The position after the first ``read`` ids of the parser."""
         return self.opening + max(read - self.read_before, 0)
 
 
 class StreamingHarmonyContext:
-    """One turn, from its prompt to its last delta; ``info`` gives its calls their ids.
+    """One turn, from its prompt to its last delta; ``info`` provides the ids of calls.
 
-    ``renderer`` turns the request into ids. At every moment the context has exactly the
-    conversation: ``messages`` as values, ``render_for_completion()`` as ids.
-    Raises ``RequestError`` when the turn cannot be rendered.
+    ``renderer`` renders the turn. At any time the context represents exactly the conversation so
+    far: ``messages`` as values, ``render_for_completion()`` as ids. Raises ``RequestError`` if the
+    turn cannot be rendered.
     """
 
     def __init__(
@@ -96,38 +98,38 @@ class StreamingHarmonyContext:
         self._messages = list(turn.messages)
         self._open: Opened | None = None
         self._parts: list[str] = []
-        self._cut = False  # the last message of the output
+        self._cut = False  # whether the last message of the output was cut
         self._prompt_tokens = len(rendered.ids)
-        self._inserted = 0  # ids of results within the history
+        self._inserted = 0  # ids of results that were inserted into the history
         self._outputs: list[Output] = []
         self._segments: list[_Segment] = []
         self._begin_conversation(rendered.ids)
 
     @property
     def names(self) -> Names:
-        """The names that its tools were rendered with."""
+        """The names with which the tools were rendered."""
         return self._names
 
     @property
     def done(self) -> bool:
-        """Whether the model ended its output, by a token or a stop string: generate no more."""
+        """Whether the output has ended, by a token or a stop string, and generation can stop."""
         return self._parser.done
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation so far; a message that is still being generated is its last."""
+        """The conversation so far, including a message that is still being generated."""
         tail = [] if self._open is None else [self._open_message()]
         return (*self._messages, *tail)
 
     @property
     def server_call(self) -> ServerCall | None:
-        """The call that the server has to answer before the model goes on, if there is one."""
+        """The call that the server has to run before the model continues, if there is one."""
         last = self._messages[-1] if self._messages and self._open is None else None
         return last if isinstance(last, ServerCall) and not self._cut else None
 
     @property
     def unanswered(self) -> tuple[ServerCall, ...]:
-        """The calls of tools that the server runs which have no result, in order."""
+        """The calls that the server has to run and that have no result yet, in order."""
         messages = self._messages
         return tuple(
             call
@@ -137,39 +139,38 @@ class StreamingHarmonyContext:
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """What the model generated and has ended, as it can be placed again: for a `Replay`.
+        """The completed outputs, for a `Replay`.
 
-        Without an output that a stop string ended (its ids have the string), and one that a prefill
-        began.
+        Outputs that a stop string ended, whose ids contain that string, and outputs that continue
+        a prefill are left out.
         """
         return tuple(self._outputs)
 
     def start(self, cached_tokens: int | None = None) -> list[Delta]:
-        """The turn is about to be generated; ``cached_tokens`` as in ``Started``."""
+        """The delta before generation; ``cached_tokens`` as in ``Started``."""
         return [Started(self._prompt_tokens, cached_tokens)]
 
     def append_output(self, ids: Sequence[int]) -> list[Delta]:
-        """What the model generated next: any number of ids, none and ids after the end included."""
+        """Adds generated ids, and returns their deltas. Ids after the end are ignored."""
         if self._has_results:
             self._begin_output(opening())
-        going_on = not self.done
+        was_done = self.done
         deltas = self._parser.feed(ids)
-        if going_on:
+        if not was_done:
             self._generated.ids.extend(ids)
             if self._parser.done_at is not None:
-                # What follows the end was never part of the conversation; the end may stand further
-                # back than these ids, where the model began to speak for the user or a tool.
+                # Ids after the end do not belong to the conversation. The end may come before these
+                # ids: where the model began to write as the user or as a tool.
                 del self._generated.ids[self._generated.place(self._parser.done_at) :]
         return self._take_in(deltas)
 
     def append_tool_output(self, messages: Iterable[Result | ServerResult]) -> list[Delta]:
-        """What tools answered to calls of this conversation: the model goes on behind it.
+        """Adds results of calls of this conversation, after which the model continues.
 
-        What the server ran stays within the model's output, which is kept as a whole. Results of
-        calls within the history go there, before anything is generated: the prompt is rendered
-        again, once for all of them. Returns the deltas of what closes by that. Raises
-        ``RequestError`` when a result answers no call of the conversation; nothing has changed
-        then.
+        Results of tools that the server ran become part of the output. Results of calls in the
+        history are inserted there, before anything is generated, and the prompt is rendered again.
+        Returns the deltas that close the output. Raises ``RequestError`` if a result has no call in
+        the conversation; the context does not change then.
         """
         results = list(messages)
         within = {call.id for call in self.unanswered if call is not self._messages[-1]}
@@ -191,12 +192,12 @@ class StreamingHarmonyContext:
         return deltas
 
     def render_for_completion(self) -> tuple[int, ...]:
-        """The ids to generate from: what was prompted and generated, as it was, and the results."""
+        """The ids to generate from: the prompt, the output as it was generated, and results."""
         ids = chain.from_iterable(each.ids for each in self._segments)
         return (*ids, *opening()) if self._has_results else tuple(ids)
 
     def finish(self, reason: EndReason, cached_tokens: int = 0) -> list[Delta]:
-        """The deltas that end the turn; ``Finished`` carries the usage of all of it.
+        """The deltas that end the turn. ``Finished`` has the usage of the whole turn.
 
         ``cached_tokens`` of the prompt needed no prefill.
         """
@@ -217,9 +218,9 @@ class StreamingHarmonyContext:
         ]
 
     def _insert(self, results: Sequence[Result | ServerResult]) -> None:
-        """Puts ``results`` behind their calls in the history: the model reads them there."""
+        """Inserts ``results`` after their calls in the history."""
         by_call = {result.call_id: result for result in results}
-        waiting = {call.id: call for call in self.unanswered}  # the last one of each id
+        waiting = {call.id: call for call in self.unanswered}  # the last one with each id
         messages: list[Message] = []
         for message in self._messages:
             messages.append(message)
@@ -235,23 +236,23 @@ class StreamingHarmonyContext:
 
     @property
     def _has_results(self) -> bool:
-        """Whether the last ids are a tool's: no ``<|start|>assistant`` follows them yet."""
+        """Whether the last segment is a tool's result, without ``<|start|>assistant`` after it."""
         return self._segments[-1] is not self._generated
 
     @property
     def _tool_tokens(self) -> int:
-        """Ids of what tools of the server's answered within the turn."""
+        """The number of ids of results of the server's tools within the turn."""
         return self._inserted + sum(len(each.ids) for each in self._segments if each.served)
 
     def _begin_conversation(self, prompt: Sequence[int]) -> None:
-        """Nothing has been generated: ``prompt`` ends where the model goes on."""
-        # With a prefill the output begins within a message.
+        """Starts with ``prompt`` alone, which ends where the model continues."""
+        # With a prefill, the output begins within a message.
         lead = opening() if [*prompt[-len(opening()) :]] == opening() else []
         self._segments = [_Segment([*prompt[: len(prompt) - len(lead)]])]
         self._begin_output(lead)
 
     def _begin_output(self, lead: list[int]) -> None:
-        """The model goes on behind ``lead``, in the same span behind what the server ran."""
+        """Begins an output after ``lead``, in the same span if the server ran a tool before."""
         if not self._segments[-1].served:
             self._span_at = len(self._segments)
             self._messages_before = len(self._messages)
@@ -260,12 +261,12 @@ class StreamingHarmonyContext:
         self._segments.append(self._generated)
 
     def _end_output(self) -> list[Delta]:
-        """Closes the output on both sides: as deltas, and with a terminator that a history has."""
+        """Closes the output: as deltas, and with the terminator it has in a history."""
         called = self.server_call is not None
         called |= self._open is not None and self._open.kind in _CALLS
         ids, lead = self._generated.ids, self._generated.opening
         if lead and len(ids) == lead:
-            # Nothing was generated: the call stands in the history, and so does what follows it.
+            # Nothing was generated: the call is in the history, and its result goes there, too.
             self._segments.pop()
             self._span_at = len(self._segments)
         elif ids and ids[-1] in vocab.LAST:
@@ -276,21 +277,21 @@ class StreamingHarmonyContext:
         return self._take_in(self._parser.resume())
 
     def _note_end(self) -> None:
-        """Notes up to where messages have ended, as long as what is open has not been closed."""
+        """Records where the last complete message ends, before the open one is closed."""
         if not self._has_results:
             self._generated.ended = self._place(self._parser.ended_at)
 
     def _place(self, read: int) -> int:
-        """Where in its output the message begins or ends that the parser has ``read`` ids before.
+        """The position in the output after ``read`` ids of the parser, for a message boundary.
 
-        Directly behind a result that is the ``<|start|>assistant`` in front of it.
+        Directly after a result, a message begins with its ``<|start|>assistant``.
         """
         follows = any(each.begins for each in self._segments[self._span_at :])
         at_start = follows and read == self._generated.read_before
         return 0 if at_start else self._generated.place(read)
 
     def _keep_output(self) -> None:
-        """The output as it can be placed again, once."""
+        """Adds the output to ``outputs``, once."""
         if self._kept:
             return
         self._kept = True
@@ -298,7 +299,7 @@ class StreamingHarmonyContext:
         ids = [*chain.from_iterable(each.ids for each in span)]
         before = tuple(self._messages[: self._messages_before])
         messages = tuple(self._messages[self._messages_before :])
-        # What continues a turn of the history cannot be placed without the rest of it.
+        # The continuation of a turn in the history cannot be placed without the rest of that turn.
         continues = bool(before) and type(before[-1]) in ASSISTANT_KINDS
         placeable = bool(span) and isinstance(span[0], _Generated) and span[0].opening > 0
         if placeable and messages and not continues:
@@ -323,7 +324,7 @@ class StreamingHarmonyContext:
         return deltas
 
     def _open_message(self) -> Message:
-        """The message that is open, as far as it goes."""
+        """The open message, as far as it was generated."""
         assert self._open is not None
         text = "".join(self._parts)
         if self._open.kind in _CALLS:

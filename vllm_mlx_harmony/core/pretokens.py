@@ -1,6 +1,4 @@
-"""A text cut into pieces that take the byte pair encoding a few milliseconds each, and no more.
-
-Knows where o200k's pre-tokenizer cuts a text. Refuses to know ids (vocab). Pure.
+"""Splits a text into pieces, each of which takes byte pair encoding only a few milliseconds.
 
 Byte pair encoding runs in two steps. A regular expression (o200k's is in
 https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py) cuts the text into
@@ -46,11 +44,11 @@ LONGEST = 1024
 """Characters of a pre-token that is encoded whole."""
 
 AT_ONCE = 16_384
-"""Characters of a piece, at most: as ordinary text they take the encoder some 3 ms."""
+"""Characters of the largest piece: 3 ms of ordinary text."""
 
 MOST_WORK = (4 * LONGEST) ** 2
-"""Of a piece: the squares of its pre-tokens' bytes. The longest one, in the widest characters, has
-as much, and takes some 5 ms."""
+"""The greatest sum of the squared sizes in bytes of a piece's pre-tokens. A single longest
+pre-token of four-byte characters reaches it, and takes about 5 ms."""
 
 _STEP = LONGEST // 4
 
@@ -64,7 +62,7 @@ _BOUNDARY = re.compile(
 
 
 def pieces(text: str) -> Iterator[str]:
-    """``text`` in pieces to be encoded one by one."""
+    """The pieces of ``text``, in order."""
     if len(text) <= _STEP:
         yield text
         return
@@ -78,7 +76,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def encodable(text: str) -> bool:
-    """Whether UTF-8 can hold ``text``: it has no lone surrogates. Encoded in pieces, too."""
+    """Whether UTF-8 can represent ``text``, which then has no lone surrogates."""
     if text.isascii():
         return True
     try:
@@ -93,7 +91,7 @@ _UTF8_AT_ONCE = 2**20
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """Where ``text`` may be cut, and how much work stands before that, at most."""
+    """The positions where ``text`` may be cut, each with the work since the one before."""
     at = 0
     while len(text) - at > LONGEST:
         boundary = _BOUNDARY.search(text, at + _STEP, at + LONGEST)
@@ -108,18 +106,17 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _next_boundary(text: str, start: int) -> int:
-    """Where the next seam is, or the end. In steps: a search, too, holds the lock until it ends."""
+    """The next seam, or the end. A search holds the lock, too, so it is made in steps."""
     for at in range(start, len(text), AT_ONCE):
-        boundary = _BOUNDARY.search(
-            text, at, at + AT_ONCE + 1
-        )  # which may look at the last one only
+        # One more character, which the expression only looks at.
+        boundary = _BOUNDARY.search(text, at, at + AT_ONCE + 1)
         if boundary is not None:
             return boundary.end()
     return len(text)
 
 
 def _long_span(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where it may be cut between two seams that are far apart."""
+    """As ``_spans``, between two seams that are far apart."""
     kinds = "".join(
         text[at : min(at + AT_ONCE, end)].translate(_KINDS) for at in range(start, end, AT_ONCE)
     )
@@ -137,7 +134,7 @@ def _long_span(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _work(text: str) -> int:
-    """Of merging ``text``, if it is one pre-token."""
+    """The work of merging ``text``, if it is one pre-token."""
     size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
     return size * size
 
@@ -151,10 +148,10 @@ _ITSELF = frozenset(map(ord, " \n/'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrs
 
 
 def _kind(code: int) -> str:
-    """What the expression sees in a character, as one that ``_PRETOKEN`` is written in.
+    """The kind of a character, as ``_PRETOKEN`` denotes it.
 
-    ``A`` and ``a`` for letters with case, ``@`` for those without, ``^`` marks, ``0`` numbers,
-    ``!`` signs, a tab white space. Those that stand for themselves in it are their own kind.
+    ``A`` and ``a`` are letters with case, ``@`` those without, ``^`` marks, ``0`` numbers, ``!``
+    signs, and a tab is white space. Characters that occur in the expression denote themselves.
     """
     character = chr(code)
     if code in _ITSELF:
@@ -170,7 +167,7 @@ def _kind(code: int) -> str:
 
 
 class _Kinds(dict[int, str]):
-    """A table for ``str.translate``. Only ASCII is kept in it: there are a million characters."""
+    """A table for ``str.translate``. It only stores ASCII, since there are a million characters."""
 
     def __missing__(self, code: int) -> str:
         return _kind(code)

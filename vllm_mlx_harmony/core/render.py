@@ -1,7 +1,6 @@
-"""A turn in, the token ids of its prompt out (semantics A): how Harmony is written.
+"""Renders a turn as the token ids of its prompt (semantics A).
 
-Knows headers, channels and the order of things. Refuses to know vocabularies (vocab), how a JSON
-Schema is shown (schema) and what the model answers (parse). Text is always ordinary text (A7).
+Text is always encoded as ordinary text (A7).
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ from vllm_mlx_harmony.core.turn import (
 if TYPE_CHECKING:
     from openai_harmony import ToolNamespaceConfig
 
-# openai_harmony is imported where it is used: where it is not installed this package still loads,
-# so that it can say what is missing.
+# openai_harmony is imported where it is used, so that this package can be imported without it and
+# report what is missing.
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt: its token ``ids``, and the ``names`` that read the answer's recipients back.
+    """A prompt: its token ``ids``, and the ``names`` for reading the answer's recipients.
 
-    ``boundaries`` are the positions where a message begins, the first of them behind the system
-    and the leading developer message, the last that of the message to be generated.
+    ``boundaries`` are the positions where messages begin: the first is the end of the system and
+    leading developer messages, the last the beginning of the message to be generated.
     """
 
     ids: tuple[int, ...]
@@ -64,17 +63,18 @@ class Rendered:
 
 
 def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
-    """The prompt of ``turn``; it ends where the model goes on: ``<|start|>assistant``.
+    """The prompt of ``turn``, which ends where the model continues: ``<|start|>assistant``.
 
-    What ``replay`` has of the history stands there as it was generated.
-    Raises ``RequestError`` naming the guilty field: no messages (A11), a result without its call
-    (A5), tool names that are empty or equal (A10), parameters that are no schema of an object,
-    a built-in tool that does not exist.
+    Turns of the history that ``replay`` has are placed as they were generated.
+
+    Raises ``RequestError`` naming the field at fault: no messages (A11), a result without its call
+    (A5), empty or duplicate tool names (A10), parameters that do not describe an object, an unknown
+    built-in tool.
     """
     if not turn.messages:
         raise RequestError("no message says anything: nothing to answer", param="messages")
     names = Names.of(turn)
-    # The leading instructions and tools, and everything after them (A2, A3).
+    # The leading instructions and tools become one developer message (A2, A3).
     leading = tuple(takewhile(lambda each: isinstance(each, _LEADING), turn.messages))
     rest = turn.messages[len(leading) :]
     tools = replace(turn, messages=leading).callable_tools
@@ -98,12 +98,12 @@ def render_messages(
     calls: Mapping[str, str] | None = None,
     tenant: str = "",
 ) -> list[int]:
-    """Ids of ``messages``, as they stand after the system and the leading developer message.
+    """The ids of ``messages``, as they follow the system and the leading developer message.
 
-    They are ``tenant``'s. ``calls`` maps the ids of the calls made before ``messages`` to the names
-    of their tools; calls in ``messages`` come on top, and of two with the same id the latest one
-    counts. Nothing is dropped: A6 is for whoever knows the whole conversation. Raises
-    ``RequestError`` naming ``Result.where`` when no earlier call has its id (A5).
+    ``calls`` maps the ids of calls before ``messages`` to the names of their tools. Calls in
+    ``messages`` are added; the latest one with an id counts. No reasoning is dropped (A6), since
+    that depends on the whole conversation. Raises ``RequestError`` naming ``Result.where`` if no
+    earlier call has the id of a result (A5).
     """
     written = _written([_as_sent(list(messages))], names, schema.SizeBudget(), calls, tenant)
     return [token for ids in written for token in ids]
@@ -145,16 +145,16 @@ def _ids_of(
 # --- bodies ---
 
 REMEMBERED = 64 * 2**20
-"""Bytes of messages that are remembered with their ids, over all conversations."""
+"""Bytes of the cache of messages and their ids, over all conversations."""
 
 _messages: lru.ByteLRU[tuple[str, type, str, str], tuple[int, ...]] = lru.ByteLRU(REMEMBERED)
 
 
 def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, ...]:
-    """The ids of a message, remembered: a history comes back on every turn.
+    """The ids of a message. They are cached, since the history is sent again with every turn.
 
-    ``tool`` is the recipient of a call, or who the result is from. For ``tenant`` alone: how long
-    a prompt takes must not tell one what another has said.
+    ``tool`` is the recipient of a call or the author of a result. Each ``tenant`` has its own
+    entries, so that no timing reveals another tenant's messages.
     """
     key = tenant, kind, tool, text
     ids = _messages.get(key)
@@ -178,13 +178,13 @@ def _rendered(kind: type, text: str, tool: str) -> Iterator[int]:
 
 
 _ENTRY = 512
-"""Bytes that a remembered message takes beside its ids and its text, about."""
+"""The approximate size of a cached message, without its ids and its text."""
 
 # --- headers ---
 
 
 class _Form(NamedTuple):
-    """How a message that is only text is written: its header, and what stands above its text."""
+    """The header of a message, and a heading above its text."""
 
     role: str
     channel: str = ""
@@ -192,7 +192,7 @@ class _Form(NamedTuple):
 
 
 class _System:
-    """The kind of the first message, which no request has."""
+    """The kind of the system message, which is not part of a request."""
 
 
 _FORMS: dict[type, _Form] = {
@@ -212,7 +212,7 @@ _FORMS: dict[type, _Form] = {
 
 @lru_cache(maxsize=512)
 def _header(role: str, channel: str = "", content_type: str = "") -> tuple[int, ...]:
-    """``<|start|>ROLE<|channel|>CHANNEL<|constrain|>TYPE<|message|>``, without what is empty."""
+    """``<|start|>ROLE<|channel|>CHANNEL<|constrain|>TYPE<|message|>``, without empty parts."""
     ids = [vocab.START, *vocab.encode(role)]
     if channel:
         ids += [vocab.CHANNEL, *vocab.encode(channel)]
@@ -222,10 +222,10 @@ def _header(role: str, channel: str = "", content_type: str = "") -> tuple[int, 
 
 
 def _call_header(recipient: str) -> tuple[int, ...]:
-    """A4. openai-harmony's own renderer puts ``to=`` behind the role; the model writes it here.
+    """The header of a call (A4), as the model writes it.
 
-    A built-in is called as the model was trained to: in its analysis, the content type ``code``
-    (for the browser's JSON too) a bare word.
+    openai-harmony's renderer puts ``to=`` after the role instead. Built-in tools are called in the
+    analysis, with the bare content type ``code``, even for the browser's JSON.
     """
     if _is_trained(recipient):
         return _header("assistant", f"analysis to={recipient} code")
@@ -233,7 +233,7 @@ def _call_header(recipient: str) -> tuple[int, ...]:
 
 
 def _result_header(recipient: str) -> tuple[int, ...]:
-    """A5. What a tool says comes back on the channel it was called on."""
+    """The header of a tool's result (A5), on the channel on which the tool was called."""
     channel = "analysis" if _is_trained(recipient) else "commentary"
     return _header(f"{recipient} to=assistant", channel)
 
@@ -243,7 +243,7 @@ def _is_trained(recipient: str) -> bool:
 
 
 def opening(prefill: str | None = None) -> list[int]:
-    """``<|start|>assistant``, where the model goes on; the beginning of a final for ``prefill``."""
+    """``<|start|>assistant``, or with ``prefill`` the beginning of a final message."""
     if prefill is None:
         return [vocab.START, *vocab.encode("assistant")]
     return [*_header("assistant", "final"), *vocab.encode(prefill)]
@@ -255,13 +255,13 @@ def opening(prefill: str | None = None) -> list[int]:
 _LEADING = (Instructions, AdditionalTools)
 
 _Stretch: TypeAlias = "tuple[Sequence[type[Message]], Sequence[Message], Sequence[Span] | None]"
-"""What the assistant said in a row, or what stands between (then without kinds): the kinds of what
-is placed, all as it was sent, and what is placed instead of that, as it was generated here. A plain
-tuple: a history has hundreds, on every turn."""
+"""Consecutive messages of the assistant, or those between (without kinds): their kinds, the
+messages as the client sent them, and the spans as they were generated, which are placed instead if
+there are any. It is a plain tuple because every turn makes hundreds."""
 
 
 def _stretches(messages: Sequence[Message], replay: ReplayScope | None) -> list[_Stretch]:
-    """The history; where the assistant said what was generated here, as it was generated."""
+    """The history, with spans for turns that were generated here."""
     if replay is None:
         return [_as_sent(messages)]
     return [
@@ -275,7 +275,7 @@ def _as_sent(messages: Sequence[Message], from_assistant: bool = True) -> _Stret
 
 
 def _without_stale_reasoning(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
-    """``stretches`` without the reasoning that led to an answer already given (A6)."""
+    """``stretches`` without reasoning that led to an earlier answer (A6)."""
     answers = [at for at, (kinds, _, _) in enumerate(stretches) if Answer in kinds]
     if not answers:
         return stretches
@@ -287,9 +287,9 @@ def _without_stale_reasoning(stretches: Sequence[_Stretch]) -> Sequence[_Stretch
 
 
 def _without_reasoning(stretch: _Stretch, until: int | None = None) -> _Stretch:
-    """``stretch`` without the reasoning among the first ``until`` messages of it.
+    """``stretch`` without the reasoning among its first ``until`` messages.
 
-    What cannot be placed without the reasoning before it is written as it was sent.
+    Spans that cannot be placed without the reasoning before them are replaced by the messages.
     """
     kinds, sent, generated = stretch
     if Reasoning not in kinds[:until]:
@@ -310,7 +310,7 @@ def _written(
     calls: Mapping[str, str] | None = None,
     tenant: str = "",
 ) -> list[tuple[int, ...]]:
-    """The ids of each message. The tools in them all take from one ``budget``."""
+    """The ids of each message. All tools in them share the ``budget``."""
     written: list[tuple[int, ...]] = []
     made = dict(calls or {})
     tokens = 0
@@ -331,7 +331,7 @@ def _written(
 
 
 def _system(turn: Turn, tools: bool) -> tuple[int, ...]:
-    """The system message: openai-harmony's, with the caller's words put into it afterwards."""
+    """The system message of openai-harmony, with the caller's identity and date inserted."""
     given = {_IDENTITY: turn.identity or "", _DATE: turn.date or ""}
     builtin = turn.trained_namespaces
     form = _system_form(*map(bool, given.values()), turn.effort, builtin, tools)
@@ -347,7 +347,7 @@ _BLANKS = re.compile(f"([{_IDENTITY}{_DATE}])")
 def _system_form(
     identity: bool, date: bool, effort: Effort, builtin: tuple[str, ...], tools: bool
 ) -> str:
-    """The text of the system message, with blanks for identity and date."""
+    """The text of the system message, with placeholders for the identity and the date."""
     from openai_harmony import Message as HarmonyMessage
     from openai_harmony import ReasoningEffort, RenderOptions, Role, SystemContent
 
@@ -369,7 +369,7 @@ def _builtin(name: str) -> ToolNamespaceConfig:
     if name not in BUILTIN_TOOLS:
         problem = f"there is no built-in tool {quoted(name)}: only {' and '.join(BUILTIN_TOOLS)}"
         raise RequestError(problem, param="builtin_tools")
-    configured: ToolNamespaceConfig = getattr(ToolNamespaceConfig, name)()  # it calls them so, too
+    configured: ToolNamespaceConfig = getattr(ToolNamespaceConfig, name)()  # has the same names
     return configured
 
 
@@ -380,9 +380,9 @@ def _developer(
     names: Names,
     budget: schema.SizeBudget,
 ) -> tuple[int, ...]:
-    """The developer message of A2; no ids at all when there is nothing to put in it.
+    """The developer message of A2; no ids if it would be empty.
 
-    One text, and encoded as one: tokens do not end where sections do.
+    All sections are encoded as one text, because a token may span two of them.
     """
     sections = []
     if instructions:
@@ -412,7 +412,7 @@ _HEADING = "# Tools\n\n"
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """A namespace of a ``# Tools`` section: its text, and what it took of the room for tools."""
+    """A namespace of a ``# Tools`` section: its text, and what it took from the budget."""
 
     text: str
     characters: int
@@ -431,13 +431,13 @@ def _tools(
     namespace: str = FUNCTIONS,
     description: str = "",
 ) -> str:
-    """A namespace of the ``# Tools`` section, remembered."""
+    """A namespace of the ``# Tools`` section. Cached per ``tenant``."""
     key = _declared(tools, names, namespace, description)
     if key is not None and len(key) > MOST_CHARACTERS:
         raise schema.too_large(tools[-1])
     section = None if key is None else _sections.get((tenant, key))
     if section is not None:
-        # The last tool is as good as any: together they are too large.
+        # All tools together are too large; the error names the last one.
         budget.take_for(tools[-1], section.characters, section.schemas)
         return section.text
     characters, schemas = budget.characters, budget.schemas
@@ -456,9 +456,9 @@ def _tools(
 def _declared(
     tools: Sequence[Tool], names: Names, namespace: str, description: str
 ) -> bytes | None:
-    """All that the section depends on, order included; ``None`` when it is no plain JSON.
+    """The cache key: all that the section depends on; ``None`` if that is not plain JSON.
 
-    ``marshal`` takes a quarter of the time of ``json``, and version 2 writes equal values equally.
+    ``marshal`` is four times as fast as ``json``, and its version 2 writes equal values equally.
     """
     values = [(names.alias(tool.name), tool.description, tool.parameters) for tool in tools]
     try:
@@ -478,9 +478,9 @@ _PLAIN = "# Response Formats\n\nNone any more: answer in plain text."
 
 
 def _response_format(requested: ResponseFormat) -> str:
-    """``# Response Formats`` as openai-harmony's guide shows it: name, comment, JSON Schema.
+    """``# Response Formats`` as in openai-harmony's guide: name, comment, JSON Schema.
 
-    What is no JSON has its grammar in the schema's place.
+    A format that is not JSON has its grammar in place of the schema.
     """
     if requested.syntax is not None:
         rule = f"// The answer matches this {requested.syntax.kind} grammar, and is nothing else."

@@ -1,34 +1,32 @@
-"""What the model generated, remembered as it was: the exact ids of earlier turns.
+"""Replay: earlier turns are placed in a prompt with the exact ids that the model generated.
 
-Knows which turns of a history it has seen generated, and what a client may change in them unseen.
-An ``Archive`` may have turns that memory has not: those of a process that ran before, say.
-Refuses to know prompts (render), which analysis is dropped (render, A6), time, disks and API keys.
+**Why.** A model can write the same text in several ways: `" the"` is one id or two, JSON has spaces
+or not, the parts of a header come in either order. So rendering the messages that a client sends
+back does not reproduce the generated ids. From the first difference on, an engine has to compute
+everything again, since its cache depends on ids. Therefore the ids are stored, and a turn that
+comes back is placed as it was generated. An ``Archive`` may have turns that are not in memory, such
+as those of an earlier process.
 
-**Why.** A model writes one text in more than one way: `" the"` is one id or two, JSON has spaces or
-not, a header comes in either order. Rendering what a client gives back is therefore not what was
-generated, and with the first id that differs everything behind it has to be computed again: an
-engine's cache knows ids, not meanings. So the ids are remembered, and a turn that comes back is
-placed as it was.
+**Identifying a turn.** The APIs are stateless, and none has an id for a turn. A turn with calls is
+identified by the id of its first call, which was generated here and is unique. A turn without calls
+is identified by its content and the **history hash**: a digest (BLAKE2b, RFC 7693) of the
+conversation before it, as a client sees it. Both are the same for every API, so a conversation may
+change APIs, and in every process, so an archive may be shared.
 
-**Which turn is it?** APIs are stateless, and none has an id for a turn. A turn with calls has that
-of its first call, which was made up here and is in no other turn. A turn without calls is known by
-its content and the **history hash**: a digest (BLAKE2b, RFC 7693) of what a client sees of all that
-was said before. Both are the same for every API, so that a conversation can change from one to the
-other, and in every process, so that an archive can be shared.
+**What a client may change.** Clients change some things unintentionally:
 
-**What may a client change?** Whatever clients do change without meaning to:
+- Reasoning is left out, shortened or summarised. The stored ids contain it, and A6 defines where
+  it is dropped from the prompt (so a turn is stored as one **span** of ids per message).
+- White space and the order of keys in a call's arguments: clients parse and rewrite them.
+- How several texts of one turn are joined: Chat has a single content for all of them.
 
-- Reasoning: left out, shortened, summarised. It is in the remembered ids, and A6 says where those
-  of the analysis are dropped (which is why a turn is kept as one **span** of ids per message).
-- White space and the order of keys in a call's arguments: clients parse them and write them anew.
-- How several texts of one turn are joined: Chat has one content for all of them.
+Any other change is an edit: the turn is not found, and its messages are rendered. The content and
+the calls of a turn that was found are compared with those that the client sent.
 
-Anything else is an edit, and makes it another turn: it is not found, and its messages are rendered.
-Content and calls of what was found are compared with what the client sent.
-
-**Invariants.** Spans in a row are the ids of the output, as a history has them: what ended the turn
-(``<|return|>``, a limit) ends a message (``<|end|>``) there. No ids of one scope (a model and whom
-it speaks with) are ever found from another. Bounded in bytes, least recently used out first.
+**Invariants.** Consecutive spans are the ids of the output as they occur in a history: whatever
+ended the turn (``<|return|>``, a limit) becomes the end of a message (``<|end|>``). A turn is never
+found from another scope (a model and a tenant). The size in bytes is bounded, and the least
+recently used turns are evicted first.
 """
 
 from __future__ import annotations
@@ -56,17 +54,17 @@ from vllm_mlx_harmony.core.turn import (
 )
 
 ASSISTANT_KINDS = frozenset({Reasoning, Preamble, Answer, Call, ServerCall, ServerResult})
-"""What an assistant says, and what it had run on the server in between. A turn is as much of that
-as stands in a row in a history."""
+"""Messages of the assistant, and results of tools that the server ran for it. A turn is a maximal
+run of these in a history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the model generated in one go, behind ``before``.
+    """What the model generated after the messages ``before``.
 
-    ``ids`` begin with the ``<|start|>assistant`` that it was prompted with; message ``n`` of
-    ``messages`` begins at ``ids[begins[n]]``. Ids of what was not shown stand anywhere between.
-    What stands in ``ids[:ended]`` had ended; behind it the model was at a message, or at a header.
+    ``ids`` begin with the ``<|start|>assistant`` of the prompt; message ``n`` of ``messages``
+    begins at ``ids[begins[n]]``. Ids of hidden text may come anywhere between. The messages in
+    ``ids[:ended]`` are complete; a message or a header that was cut may follow.
     """
 
     before: tuple[Message, ...]
@@ -77,20 +75,20 @@ class Output:
 
 
 Span: TypeAlias = "tuple[int, ...]"
-"""The ids of one generated message, and of what was not shown behind it."""
+"""The ids of one generated message, and of hidden text after it."""
 
 
 def stands_alone(span: Span) -> bool:
-    """Whether it can be placed without what was generated before it."""
+    """Whether it can be placed without the spans before it."""
     return span[0] == vocab.START
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTurn:
-    """A turn as it was generated; its spans in a row are its ids, ended as in a history.
+    """A turn as it was generated: the kind and the ids of each message.
 
-    ``kinds`` are what the spans are, ``content`` and ``calls`` what a client saw of it, whatever
-    API it used; ``served`` is the digest of what ran on the server within it (`served`).
+    ``content`` and ``calls`` are what a client sees of it in any API; ``served`` is the digest of
+    the tools that the server ran within it (`served`).
     """
 
     kinds: tuple[type[Message], ...]
@@ -104,29 +102,24 @@ _Key: TypeAlias = "tuple[str, str] | tuple[str, int, str]"
 
 
 class Archive(Protocol):
-    """Turns outside of memory. Keys are digests; no call waits for long, none raises."""
+    """Turns outside of memory, by digest. No call takes long or raises."""
 
     @property
     def blocks(self) -> bool:
-        """Whether a call may wait for a network: then it is for a thread, not for an event loop."""
+        """Whether a call may wait for a network, and so must not run on an event loop."""
 
     def put(self, key: bytes, turn: GeneratedTurn) -> None:
-        """Takes in a turn, in place of one with the same key."""
+        """Stores a turn, or replaces the one with the same key."""
 
     def find(self, keys: Sequence[bytes]) -> Sequence[GeneratedTurn | None]:
-        """The turns with these keys, as they were taken in; ``None`` for what is not there."""
+        """The turns with these keys, ``None`` for a missing one."""
 
     def use(self, key: bytes) -> None:
         """Notes that the turn with this key was used."""
 
 
 class Replay:
-    """Turns that were generated, no more than ``limit`` bytes of them, the last used kept.
-
-    A turn with calls is known by the id of its first call, which no other turn has; a turn without
-    by what it says and what was said before it. Any thread may use it at any time. What memory has
-    not, ``archive`` is asked for.
-    """
+    """Up to ``limit`` bytes of generated turns, and those of the ``archive``. Thread-safe."""
 
     def __init__(self, limit: int, archive: Archive | None = None) -> None:
         self._turns: lru.ByteLRU[_Key, GeneratedTurn] = lru.ByteLRU(limit)
@@ -134,21 +127,21 @@ class Replay:
 
     @property
     def size(self) -> int:
-        """Bytes held."""
+        """Bytes in memory."""
         return self._turns.size
 
     def __len__(self) -> int:
-        """Turns held."""
+        """Turns in memory."""
         return len(self._turns)
 
     def view(self, scope: str) -> ReplayScope:
-        """The turns of one ``scope``: a model and whom it speaks with. No other sees them."""
+        """The turns of one ``scope``: a model and a tenant."""
         return ReplayScope(self._turns, scope, self._archive)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayScope:
-    """What one tenant's conversations with one model may be answered from."""
+    """The generated turns of one tenant with one model."""
 
     _turns: lru.ByteLRU[_Key, GeneratedTurn]
     _scope: str
@@ -160,7 +153,7 @@ class ReplayScope:
         return self._archive is not None and self._archive.blocks
 
     def remember(self, output: Output) -> None:
-        """Takes in what was generated. An output that shows nothing is never asked for."""
+        """Stores what was generated, unless nothing of it was visible."""
         spans = _spans(output)
         content, calls = visible(output.messages)
         ran = served(output.messages)
@@ -175,11 +168,9 @@ class ReplayScope:
     def history(
         self, messages: Iterable[Message]
     ) -> Iterator[tuple[bool, list[Message], GeneratedTurn | None]]:
-        """``messages`` in groups as `turns` has them, each with the turn that was generated.
+        """The groups of `turns`, each with the turn that was generated.
 
-        That is ``None`` when it was not here, or a client edited it. Reasoning does not count:
-        clients leave it out, shorten and reword it. Nor do white space and order within the JSON of
-        a call's arguments: clients parse it and write it anew.
+        That is ``None`` if it was not generated here, or if a client edited it.
         """
         groups = turns(messages)
         seen = self._seen(groups)
@@ -193,7 +184,7 @@ class ReplayScope:
     def _seen(
         self, groups: Sequence[tuple[bool, list[Message]]]
     ) -> list[tuple[_Key, str, list[Call], str] | None]:
-        """Per group the key of what the assistant said, what was seen of it, and what ran here."""
+        """For each group of the assistant: its key, content, calls and digest of server tools."""
         seen: list[tuple[_Key, str, list[Call], str] | None] = []
         before, counted = _HistoryHash(), 0
         for at, (from_assistant, group) in enumerate(groups):
@@ -201,7 +192,7 @@ class ReplayScope:
                 seen.append(None)
                 continue
             content, calls = visible(group)
-            if not calls:  # a call is what a turn is known by, and not the history_hash before it
+            if not calls:  # only a turn without calls needs the hash of the history before it
                 before.update(groups[counted:at])
                 counted = at
             key = self._key(content, calls, 0 if calls else before.number)
@@ -209,7 +200,7 @@ class ReplayScope:
         return seen
 
     def _found(self, keys: Sequence[_Key]) -> list[GeneratedTurn | None]:
-        """The turns with these keys: what memory has not, the archive is asked for in one go."""
+        """The turns with these keys, from memory or with one query from the archive."""
         found = [self._turns.get(key) for key in keys]
         if self._archive is None:
             return found
@@ -232,13 +223,13 @@ class ReplayScope:
 def _unedited(
     found: GeneratedTurn | None, content: str, calls: Sequence[Call], ran: str
 ) -> GeneratedTurn | None:
-    """``found``, if it is what a client sends back as ``content`` and ``calls``."""
+    """``found``, if it equals what a client sent as ``content`` and ``calls``."""
     if found is None or found.content != content or len(found.calls) != len(calls):
         return None
     if not all(map(_is_same, found.calls, calls)):
         return None
-    # A client of an API that has no place for what ran here gives nothing of it back. A turn that
-    # ended before it said anything is known by that alone.
+    # Some APIs have no place for tools that the server ran, so their clients send nothing back. If
+    # a turn has neither content nor calls, those tools are all that identifies it.
     return found if ran == found.served or (ran == "" and (content or calls)) else None
 
 
@@ -246,10 +237,8 @@ def _unedited(
 
 
 def visible(turn: Iterable[Message]) -> tuple[str, list[Call]]:
-    """What a client sees of a turn, alike in every API: its content in one, and its calls.
-
-    Chat has one content for all messages, beside the calls, joined by line breaks (semantics B).
-    """
+    """What a client sees of a turn in any API: all its content, joined by line breaks as in Chat
+    (semantics B), and its calls."""
     texts: list[str] = []
     calls: list[Call] = []
     for message in turn:
@@ -261,9 +250,9 @@ def visible(turn: Iterable[Message]) -> tuple[str, list[Call]]:
 
 
 def served(turn: Iterable[Message]) -> str:
-    """A digest of what ran on the server in ``turn``: calls and results; empty when nothing did.
+    """A digest of the calls that the server ran in ``turn`` and their results; empty without any.
 
-    The same however a client wrote the arguments anew, and whatever it did to ids.
+    It does not depend on ids, nor on the formatting of arguments.
     """
     ran = [each for each in turn if isinstance(each, (ServerCall, ServerResult))]
     if not ran:
@@ -285,7 +274,7 @@ def _as_json(text: str) -> str:
 
 
 def turns(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
-    """``messages`` in groups: what the assistant says in a row (true), and what stands between."""
+    """``messages`` in groups: runs of the assistant's messages (true), and those between."""
     groups: list[tuple[bool, list[Message]]] = []
     from_assistant, group = None, list[Message]()
     for message in messages:
@@ -298,10 +287,10 @@ def turns(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
 
 
 def history_hash(messages: Iterable[Message]) -> int:
-    """A number for what a client sees of ``messages``.
+    """A hash of what a client sees of ``messages``, the same in every process.
 
-    The same however the client's API joins content, and whatever it does to reasoning,
-    instructions, call ids and arguments; the same in every process.
+    It does not depend on how content is joined, nor on reasoning, instructions, call ids and
+    arguments.
     """
     hashed = _HistoryHash()
     hashed.update(turns(messages))
@@ -309,7 +298,7 @@ def history_hash(messages: Iterable[Message]) -> int:
 
 
 class _HistoryHash:
-    """A `history_hash` that grows: one digest for a history of hundreds of messages."""
+    """An incremental `history_hash`: one digest for a history of hundreds of messages."""
 
     __slots__ = ("_digest",)
 
@@ -318,11 +307,11 @@ class _HistoryHash:
 
     @property
     def number(self) -> int:
-        """For all so far."""
+        """The hash of everything so far."""
         return int.from_bytes(self._digest.digest(), "little")
 
     def update(self, groups: Iterable[tuple[bool, Sequence[Message]]]) -> None:
-        """Takes in groups of `turns`."""
+        """Adds groups of `turns`."""
         for from_assistant, group in groups:
             if from_assistant:
                 content, calls = visible(group)
@@ -357,7 +346,7 @@ def _is_same(ours: Call, theirs: Call) -> bool:
         return True
     one, other = ours.arguments or "{}", theirs.arguments or "{}"  # a cut call may have none
     if not is_parsed_soon(other):
-        return False  # a text that is edited is another, too
+        return False  # too large to parse: counts as edited
     try:
         return _canonical(one) == _canonical(other)
     except (ValueError, RecursionError):
@@ -365,25 +354,26 @@ def _is_same(ours: Call, theirs: Call) -> bool:
 
 
 def _canonical(text: str) -> str:
-    """Compared as text: in Python ``true``, ``1`` and ``1.0`` are equal, for a tool they are not.
+    """``text``, which is JSON, in a canonical form.
 
-    ``1.0`` and ``1`` are: JavaScript cannot tell one from the other.
+    As Python values ``true`` and ``1`` would be equal. ``1.0`` becomes ``1``, since JavaScript
+    cannot tell them apart.
     """
-    return json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
+
+    def number(text: str) -> float | int:
+        value = float(text)
+        return int(value) if value.is_integer() else value
+
+    return json.dumps(json.loads(text, parse_float=number), sort_keys=True)
 
 
-def _number(text: str) -> float | int:
-    number = float(text)
-    return int(number) if number.is_integer() else number
-
-
-# --- What is kept
+# --- What is stored
 
 
 def _spans(output: Output) -> tuple[Span, ...]:
-    """One per message; in a row they are the ids of the output, ended. None when it shows nothing.
+    """One span per message; none if the output shows nothing.
 
-    Nor when a message was read behind the ids: what follows the end of a turn is no part of it.
+    Also none if a message begins after the ids, since it follows the end of the turn.
     """
     begins = output.begins
     if not begins or begins[-1] >= len(output.ids):
@@ -394,14 +384,14 @@ def _spans(output: Output) -> tuple[Span, ...]:
 
 
 def _ended(output: Output) -> Sequence[int]:
-    """The ids as a history has them: what ended the turn, or cut it, ends a message there.
+    """The ids as in a history: the end of the turn, or the cut, becomes the end of a message.
 
-    Of a header that was cut nothing is left.
+    A header that was cut is removed.
     """
     if output.ids[-1] in vocab.LAST:
         return (*output.ids[:-1], vocab.END)
-    # Behind the last message that ended there may be half of another, or only a header, and perhaps
-    # junk before it, of one that never began.
+    # After the last complete message, there may be half of another one, or just a header, possibly
+    # with noise before it, of a message that never began.
     rest = output.ids[output.ended :]
     in_message = output.begins[-1] >= output.ended or vocab.MESSAGE in rest
     ids = output.ids if in_message else output.ids[: output.ended]
@@ -412,7 +402,7 @@ def _ended(output: Output) -> Sequence[int]:
 
 
 class _Shared(dict[int, int]):
-    """One object for each id of the vocabulary, which as many tuples can hold: 8 bytes, not 36."""
+    """One object for each id of the vocabulary: a tuple takes 8 bytes for each id, not 36."""
 
     def __missing__(self, token: int) -> int:
         if 0 <= token < vocab.SIZE:
@@ -424,23 +414,22 @@ _shared = _Shared()
 
 
 def shared(ids: Iterable[int]) -> tuple[int, ...]:
-    """``ids``, to be kept: the same ones, in objects that are shared with all others kept.
+    """``ids`` as a tuple for storage, whose objects are shared with all other such tuples.
 
-    In steps, between which other threads run: for millions it would be one call of 100 ms.
+    It is made in steps, between which other threads can run: millions of ids take 100 ms.
     """
-    left = iter(ids)
-    kept: list[int] = []
-    while step := list(islice(left, _STEP)):
-        kept += map(_shared.__getitem__, step)
-    return tuple(kept)
+    remaining = iter(ids)
+    stored: list[int] = []
+    while step := list(islice(remaining, _STEP)):
+        stored += map(_shared.__getitem__, step)
+    return tuple(stored)
 
 
 _STEP = 65_536
-"""Ids that are shared in one step."""
-
+"""The number of ids in one step."""
 
 _EACH = 256
-"""Bytes that a turn, a span or a call takes beside its ids and texts, about."""
+"""The approximate size of a turn, a span or a call, without its ids and texts."""
 
 
 def _size(remembered: GeneratedTurn, key: _Key) -> int:

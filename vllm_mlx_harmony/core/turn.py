@@ -1,8 +1,4 @@
-"""One normalised request, as frozen values: what every API is read into and what is rendered.
-
-Knows what a conversation is made of. Refuses to know how an API spells it (protocols)
-and how Harmony spells it (render).
-"""
+"""One request as frozen values, independent of the API it came from and of Harmony."""
 
 from __future__ import annotations
 
@@ -15,11 +11,11 @@ from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 
 VOCAB_SIZE = 201_088
-"""Ids that gpt-oss has logits for, from 0 on: ``vocab_size`` in its ``config.json``."""
+"""The number of ids that gpt-oss has logits for: ``vocab_size`` in its ``config.json``."""
 
 
 class Effort(str, Enum):
-    """How long the model thinks. The value is the word the system message shows."""
+    """The reasoning effort. The value is the word in the system message."""
 
     LOW = "low"
     MEDIUM = "medium"
@@ -27,7 +23,7 @@ class Effort(str, Enum):
 
     @classmethod
     def parse(cls, word: object, *, param: str = "reasoning_effort") -> Effort:
-        """The effort a request's word stands for (semantics A8).
+        """The effort for the word in a request (semantics A8).
 
         Raises ``RequestError`` naming ``param`` for any other word or type.
         """
@@ -41,7 +37,7 @@ class Effort(str, Enum):
 
 
 NO_THINKING = "none"
-"""The effort that is none: no analysis may be written."""
+"""The effort without any reasoning: the model may not write analysis."""
 
 EFFORTS: dict[str, Effort] = {
     NO_THINKING: Effort.LOW,
@@ -63,40 +59,40 @@ class Instructions:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """What the user said."""
+    """A message of the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Summary(User):
-    """What is left of a conversation that was compacted. The model reads it as the user's."""
+    """The summary of a conversation that was compacted, which the model reads as the user's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the assistant thought: the analysis channel. Dropped or kept by A6."""
+    """Reasoning of the assistant: the analysis channel. A6 defines when it is dropped."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """What the assistant told the user before a call: commentary without recipient."""
+    """Text of the assistant before a call: the commentary channel, without a recipient."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the assistant answered: the final channel."""
+    """The answer of the assistant: the final channel."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call by the assistant. ``arguments`` are kept byte for byte (A4)."""
+    """A call by the assistant. ``arguments`` are exactly what the model wrote (A4)."""
 
     id: str
     name: str
@@ -105,10 +101,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a tool answered to the call ``call_id``.
+    """The result of the call ``call_id``.
 
-    ``where`` is the path of this message in the request, for the error when no earlier call
-    has that id (A5).
+    ``where`` is the path of this message in the request, for the error if no earlier call has that
+    id (A5).
     """
 
     call_id: str
@@ -118,10 +114,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class ServerCall:
-    """A call by the assistant of a tool that the server runs itself, within the same turn.
+    """A call of a tool that the server runs within the same turn.
 
-    ``name`` is the whole recipient: ``python``, ``browser.open``, ``weather.now``. Whatever the
-    request at hand declares, it is rendered under that name.
+    ``name`` is the whole recipient, under which it is rendered: ``python``, ``browser.open``,
+    ``weather.now``.
     """
 
     id: str
@@ -131,7 +127,7 @@ class ServerCall:
 
 @dataclass(frozen=True, slots=True)
 class ServerResult:
-    """What the tool that the server ran for the call ``call_id`` answered. ``name``: the call's."""
+    """The result of the ``ServerCall`` with the id ``call_id`` and the same ``name``."""
 
     call_id: str
     name: str
@@ -146,7 +142,7 @@ BUILTIN_TOOLS: tuple[str, ...] = get_args(BuiltinTool)
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """What a text must match: a ``regex`` (all of it), or a grammar in ``lark``'s notation."""
+    """A regular expression, or a grammar in Lark's notation, that a whole text must match."""
 
     kind: Literal["regex", "lark"]
     definition: str
@@ -154,13 +150,12 @@ class Syntax:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function the model may call. ``parameters`` is JSON Schema, ``None`` when it takes none.
+    """A function the model may call. ``parameters`` is a JSON Schema, or ``None`` without any.
 
-    ``strict``: the caller wants arguments that are valid for the schema, or an error when that
-    cannot be promised. ``syntax`` is what the input of a freeform tool must match: the string
-    ``input`` that is its only parameter. ``origin`` is what the client's API knows the tool by,
-    where ``name`` does not say all of it: for that API alone. ``read_only``: it changes nothing, as
-    the server that has it says.
+    ``strict``: the caller wants valid arguments, or an error if that cannot be guaranteed.
+    ``syntax`` restricts the input of a freeform tool, the string ``input`` that is its only
+    parameter. ``origin`` identifies the tool in the client's API where ``name`` is not enough.
+    ``read_only``: the tool's server declares that the tool changes nothing.
     """
 
     name: str
@@ -177,11 +172,11 @@ class Tool:
 class Namespace:
     """Tools that the server runs; the model calls one as ``NAMESPACE.TOOL``.
 
-    One with the name of a built-in is shown as gpt-oss was trained to see it, whatever its
-    ``tools`` say; ``python`` is called by that name alone, and what is written to it is code.
-    ``label`` is what clients and the operator call it, ``problem`` why it has no tools now.
-    ``approval`` are the names of tools that the caller wants to be asked about before one of their
-    calls is run. ``given``: the request names the server by its URL, it is none of the operator's.
+    A built-in namespace is shown as gpt-oss was trained to see it, whatever its ``tools``;
+    ``python`` has no tool name, and its input is code. ``label`` is the name that clients and the
+    operator use, ``problem`` the reason why it has no tools at present. Calls of the tools in
+    ``approval`` need the caller's approval. ``given``: the URL of the tool server came with the
+    request, not from the operator.
     """
 
     name: str
@@ -199,18 +194,18 @@ class Namespace:
 
     @property
     def recipients(self) -> tuple[str, ...]:
-        """What calls of its tools are addressed to."""
+        """The recipients of calls to its tools."""
         if self.name == PYTHON:
             return (PYTHON,)
         return tuple(f"{self.name}.{tool.name}" for tool in self.tools)
 
     @property
     def by_recipient(self) -> dict[str, Tool]:
-        """Its tools, by what calls of them are addressed to."""
+        """Its tools by recipient."""
         return dict(zip(self.recipients, self.tools, strict=False))  # python has one of each
 
     def needs_approval(self, recipient: str) -> bool:
-        """Whether the caller wants to be asked before a call to ``recipient`` is run."""
+        """Whether a call to ``recipient`` needs the caller's approval."""
         tool = self.by_recipient.get(recipient)
         return tool is not None and tool.name in self.approval
 
@@ -221,11 +216,11 @@ PYTHON = "python"
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools the turn may call: ``names`` as declared (``None``: all of them), the recipients
-    of tools that the server runs among them.
+    """Which tools the turn may call: declared ``names``, and recipients of tools that the server
+    runs (``None``: all).
 
-    ``required``: it has to end in a call of one of them. That no tool may be called is said by a
-    turn without tools (A9).
+    ``required``: the turn has to end in a call of one of them. ``tool_choice: none`` is a turn
+    without tools instead (A9).
     """
 
     required: bool = False
@@ -234,11 +229,11 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """A JSON answer is asked for: by ``schema``, or any JSON object when it is ``None``.
+    """The requested format of the answer: JSON that fits ``schema`` (``None``: any object).
 
-    ``strict``: as for a ``Tool``. With ``syntax`` the answer is a text that matches it, no JSON.
-    ``where`` is the field of the request that asks for it: what an error names. It is
-    ``strict_implied`` where that field is strict by itself, and no word of its caller's.
+    ``strict`` as for a ``Tool``. With ``syntax``, the answer is a text that matches it instead.
+    ``where`` is the path of the field in the request, for errors. ``strict_implied``: that field is
+    always strict, so its caller cannot relax it.
     """
 
     schema: Mapping[str, Any] | None = None
@@ -252,9 +247,9 @@ class ResponseFormat:
 
 @dataclass(frozen=True, slots=True)
 class AdditionalTools:
-    """Tools that a conversation declares behind its beginning: callable from here on.
+    """Tools that are declared later in a conversation, and callable from there on.
 
-    One with the name of an earlier one takes its place. Nothing before it is rendered anew (A12).
+    A tool replaces an earlier one with the same name. Earlier messages stay as rendered (A12).
     """
 
     tools: tuple[Tool, ...]
@@ -262,7 +257,7 @@ class AdditionalTools:
 
 @dataclass(frozen=True, slots=True)
 class EffortUpdate:
-    """From here on, the effort is this one. ``thinking``: as of a ``Turn``."""
+    """Changes the effort from here on. ``thinking`` as in a ``Turn``."""
 
     effort: Effort
     thinking: bool = True
@@ -270,7 +265,7 @@ class EffortUpdate:
 
 @dataclass(frozen=True, slots=True)
 class FormatUpdate:
-    """From here on, answers have this format; ``None``: none, they are plain text."""
+    """Changes the format of answers from here on; ``None`` for plain text."""
 
     response_format: ResponseFormat | None
 
@@ -294,10 +289,9 @@ Message: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next id is chosen. ``None`` means: the server's default.
+    """How the next id is sampled. ``None`` means the server's default.
 
-    ``seed`` is of 64 bits and signed: with the same one the same ids are drawn from the same
-    logits; without one, others every time.
+    ``seed`` is a signed 64-bit integer: with the same seed, the same logits give the same ids.
     """
 
     temperature: float | None = None
@@ -312,17 +306,16 @@ class Sampling:
 
 
 RECOMMENDED = Sampling(temperature=1.0, top_p=1.0)
-"""What OpenAI recommends for gpt-oss."""
+"""OpenAI's recommendation for gpt-oss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When to stop: after ``max_tokens`` ids, or at a string in the content.
+    """When to stop: after ``max_tokens`` ids (``None``: the server's default), or at a stop string.
 
-    ``None`` means: the server's default. ``one_call`` ends the turn with its first call. ``where``
-    is the path of ``max_tokens`` in the request, for the error when a server allows fewer. After
-    ``reasoning_tokens`` ids of analysis the model is made to answer; it may not end its turn before
-    ``min_tokens`` ids.
+    ``one_call`` ends the turn with its first call. ``where`` is the path of ``max_tokens`` in the
+    request, for the error if the server allows fewer. Reasoning is cut after ``reasoning_tokens``
+    ids, and the turn cannot end before ``min_tokens`` ids.
     """
 
     max_tokens: int | None = None
@@ -343,13 +336,12 @@ class Turn:
     ``prefill`` is the beginning of the final answer, which the model continues. Without
     ``thinking`` no analysis may be written (the effort then says what the prompt shows).
 
-    ``tools``, ``effort`` and ``response_format`` are what the beginning of the prompt shows;
-    messages can change them later on: ``callable_tools`` and ``answer_format`` are what holds for
-    the answer, and so does ``thinking``. ``tenant`` is whose turn it is: what is remembered of its
-    texts serves nobody else. ``namespaces`` are the tools that the server runs for it, and
-    ``max_tool_calls`` how many of their calls it runs (``None``: the server's default). At that
-    limit a turn that ``pauses`` ends, until its caller gives it back; of any other the model is
-    told, and goes on.
+    ``tools``, ``effort`` and ``response_format`` are those at the beginning of the prompt, and
+    messages can change them. ``callable_tools``, ``answer_format`` and ``thinking`` apply to the
+    answer. No cache entry of one ``tenant`` is used for another. ``namespaces`` are the tools that
+    the server runs, and ``max_tool_calls`` limits the number of their calls (``None``: the server's
+    default). At that limit, a turn that ``pauses`` ends until its caller sends it back; in any
+    other turn, the model is informed and continues.
     """
 
     messages: tuple[Message, ...]
@@ -371,13 +363,13 @@ class Turn:
 
     @property
     def trained_namespaces(self) -> tuple[str, ...]:
-        """The built-in namespaces that the prompt shows, whoever runs their tools."""
+        """The built-in namespaces in the prompt, whether the client or the server runs them."""
         served = (each.name for each in self.namespaces if each.trained)
         return tuple(dict.fromkeys((*self.builtin_tools, *served)))
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """The tools that the next assistant turn knows, each once, as declared last."""
+        """The tools that the next turn of the assistant may call, as they were declared last."""
         tools = {tool.name: tool for tool in self.tools}
         for message in self.messages:
             if isinstance(message, AdditionalTools):
@@ -394,7 +386,7 @@ class Turn:
 
     @property
     def characters(self) -> int:
-        """Characters of the conversation: how much work it is to render."""
+        """The number of characters in the conversation, a measure of the cost of rendering."""
         return sum(map(_characters, self.messages))
 
 
@@ -408,12 +400,11 @@ def _characters(message: Message) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What the server was started with and a request may override (A1, A8).
+    """Settings of the server that a request may override (A1, A8), except for ``attachments``.
 
-    ``none_effort`` is what the word ``none`` is taken for, thinking; ``None``: that it must not.
-    What is ``None`` in ``sampling`` changes nothing. ``namespaces`` are the tools that the server
-    can run, for requests that ask for them, and with ``tools_for_all`` for every other as well.
-    ``attachments`` is not for a request to override.
+    ``none_effort`` is the effort for the word ``none``; ``None`` turns reasoning off.
+    ``namespaces`` are the tools that the server can run: for requests that ask for them, and with
+    ``tools_for_all`` for all others as well.
     """
 
     effort: Effort = Effort.MEDIUM
@@ -428,11 +419,11 @@ class Defaults:
     attachments: Attachments = Attachments.OMIT
 
     def unasked(self, tools: Sequence[Tool]) -> tuple[Namespace, ...]:
-        """The tools that the server runs for a request that names none of them.
+        """The tools that the server runs for a request that does not ask for any.
 
-        Without the namespaces that one of the request's own ``tools`` has a name in
-        (``weather.now``), and the built-in ones that one is named after (``python``): a client that
-        brings its own wants no other. A function ``weather`` is no tool of the server ``weather``.
+        A client that brings its own tools wants no others like them: a namespace is left out if
+        one of the request's ``tools`` has a name in it (``weather.now``), or is named like a
+        built-in one (``python``). A function ``weather`` does not hide the namespace ``weather``.
         """
         own = [tool.name.partition(".") for tool in tools]
         taken = {head for head, dot, _ in own if dot or head in BUILTIN_TOOLS}
@@ -443,14 +434,14 @@ class Defaults:
         )
 
     def enabled(self, requested: Sequence[str] | None) -> tuple[str, ...]:
-        """The built-in namespaces of a turn: those ``requested``, each once, or the server's."""
+        """The built-in namespaces of a turn: those ``requested``, or the server's."""
         return self.builtin_tools if requested is None else tuple(dict.fromkeys(requested))
 
     def reasoning(self, *requested: tuple[str, object]) -> tuple[Effort, bool]:
         """The ``effort`` and the ``thinking`` of a turn (A8).
 
-        ``requested`` are paths in the request and the words there; the first that is not ``None``
-        counts. Raises ``RequestError`` naming its path when it is no effort.
+        ``requested`` are paths in the request with their values, of which the first that is not
+        ``None`` counts. Raises ``RequestError`` naming its path if it is not an effort.
         """
         for param, word in requested:
             if word is not None:
@@ -463,9 +454,9 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class ResponseInfo:
-    """What every answer says of itself: hexadecimal ``id_seed``, unix time ``created``, ``model``.
+    """Metadata of an answer: a hexadecimal ``id_seed``, the Unix time ``created``, the ``model``.
 
-    Passed in, so that nothing below the host needs a clock or a source of random numbers.
+    It is passed in, so that core and protocols need neither a clock nor random numbers.
     """
 
     id_seed: str
@@ -473,5 +464,5 @@ class ResponseInfo:
     model: str
 
     def call_id(self, index: int) -> str:
-        """The id of the call that is message ``index`` of the answer: the same in every API."""
+        """The id of the call in message ``index`` of the answer, the same in every API."""
         return f"call_{self.id_seed[:20]}{index:04x}"

@@ -1,4 +1,4 @@
-"""Grammars followed id by id: llguidance's tokenizer, compiled grammars, one output's matcher."""
+"""llguidance's part: its tokenizer, compiled grammars, and a matcher for each output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = VOCAB_SIZE // 32
 """32-bit words of a mask: the lowest bit of the first one is id 0."""
 
 REMEMBERED = 64 * 2**20
-"""Bytes of compiled grammars that are remembered, about."""
+"""The approximate size of the cache of compiled grammars, in bytes."""
 
 
 # --- the tokenizer: once per process ---
@@ -30,7 +30,7 @@ _lock = threading.Lock()
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer. No text is ever a control id, in no direction."""
+    """The tokenizer that llguidance expects. Text is never encoded to a control id."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -46,10 +46,9 @@ class _Vocabulary:
 
 
 def prepare() -> None:
-    """Builds the tokenizer (1–2 s of one core) unless it is there: while a model loads, say.
+    """Builds the tokenizer in advance, such as while a model loads (1–2 s of one core).
 
-    Any thread; several wait for one. Raises what ``vocab.encoding`` raises, and ``ImportError``
-    without llguidance.
+    Thread-safe. Raises what ``vocab.encoding`` raises, and ``ImportError`` without llguidance.
     """
     _prepared()
 
@@ -71,22 +70,23 @@ _compiled: lru.ByteLRU[tuple[str, Grammar], Compiled] = lru.ByteLRU(REMEMBERED)
 
 
 class NotCompiled(RequestError):
-    """A grammar that llguidance does not take."""
+    """A grammar that llguidance rejects."""
 
 
 def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
-    """``grammar`` ready to be followed, remembered. Takes milliseconds for a new one, without the
-    interpreter's lock: any thread, but not an event loop's.
+    """Compiles ``grammar``, or returns it from the cache.
 
-    llguidance has limits, but none that a text cannot evade: some exhaust its stack, which ends the
-    process. So a grammar with anything of a client's in it has to be tried somewhere else first;
-    ``size`` is how many bytes it took there.
+    A new grammar takes milliseconds, so this is not for an event loop; the interpreter's lock is
+    released meanwhile.
 
-    It is remembered for ``tenant`` alone: how long it takes must not tell one what tools another
-    has.
+    llguidance's limits can be evaded: some grammars exhaust its stack, which ends the process. So a
+    grammar that contains a client's text has to be compiled in another process first; ``size`` is
+    the number of bytes it took there.
 
-    Raises ``NotCompiled`` when it is too large for llguidance, and ``RequestError`` when what the
-    prompt has begun does not fit it.
+    The cache is per ``tenant``, so that no timing reveals another tenant's tools.
+
+    Raises ``NotCompiled`` if llguidance rejects the grammar, and ``RequestError`` if the beginning
+    of the answer in the prompt does not match it.
     """
     key = tenant, grammar
     known = _compiled.get(key)
@@ -97,7 +97,7 @@ def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
 
 
 def remembered(grammar: Grammar, tenant: str = "") -> Compiled | None:
-    """What ``compiled`` would not take any time for; ``None`` where it would."""
+    """The result of ``compiled`` if it is in the cache, else ``None``."""
     return _compiled.get((tenant, grammar))
 
 
@@ -113,25 +113,25 @@ def _fresh(grammar: Grammar) -> LLMatcher:
             problem = "they are too large"
         raise NotCompiled(problem, param="tools")
     if grammar.begun and not matcher.consume_tokens(list(grammar.begun)):
-        problem = "the answer as it was begun does not fit the response format"
+        problem = "the beginning of the answer does not match the response format"
         raise RequestError(problem, param="messages")
     return matcher
 
 
 _BASE = 100_000
 _PER_CHARACTER = 100
-"""Bytes that a compiled grammar takes, about."""
+"""The approximate size of a compiled grammar, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
-    """A grammar that any number of outputs can be held to, from any thread."""
+    """A compiled grammar, for any number of outputs. Thread-safe."""
 
     grammar: Grammar
     _template: LLMatcher
 
     def matcher(self) -> Matcher:
-        """For one output, at its beginning."""
+        """A matcher at the beginning of one output."""
         return Matcher(self._template.deep_copy())
 
 
@@ -139,9 +139,9 @@ class Compiled:
 
 
 class Mask:
-    """Which ids may come next: memory that is written anew for every id, and belongs to the caller.
+    """The ids that may come next: memory that is overwritten for every id.
 
-    ``words`` views it as ``WORDS`` unsigned integers of 32 bits, for whoever takes buffers.
+    ``words`` views it as ``WORDS`` unsigned 32-bit integers.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class Mask:
         self.words[token // 32] = 1 << token % 32
 
     def discard(self, tokens: Iterable[int]) -> None:
-        """Allows none of ``tokens`` any more, unless nothing but them is left: then all stays."""
+        """Removes ``tokens``, unless no others would remain."""
         before: dict[int, int] = {}
         for token in tokens:
             at = token // 32
@@ -180,26 +180,26 @@ class Mask:
 
 
 class Matcher:
-    """Follows one output. One thread at a time; different ones do not know of each other.
+    """Follows one output. Use it from one thread at a time.
 
-    Never raises: an id that the grammar does not have, or an error within llguidance, sets
-    ``error``, and from then on everything is allowed.
+    Never raises: an id that the grammar rejects, or an error within llguidance, sets ``error``, and
+    everything is allowed from then on.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
         self.error = ""
-        """What went wrong; empty as long as nothing did."""
+        """The error, if there was one."""
 
     @property
     def done(self) -> bool:
-        """Whether the output is whole: nothing may follow."""
+        """Whether the output is complete, so that nothing may follow."""
         return not self.error and self._matcher.is_stopped()
 
     def fill(self, mask: Mask) -> bool:
-        """Writes which ids may come next; a few microseconds, without the interpreter's lock.
+        """Writes the ids that may come next: a few microseconds, without the interpreter's lock.
 
-        False when nothing was written and everything is allowed: the output is whole, or ``error``.
+        Returns false, without writing, if the output is complete or after an ``error``.
         """
         if self.error or self._matcher.is_stopped():
             return False
@@ -207,7 +207,7 @@ class Matcher:
         return not self._failed()
 
     def consume(self, token: int) -> bool:
-        """Takes in an id that was generated; false when it may not stand here."""
+        """Reads a generated id, and returns whether the grammar allows it."""
         if self.error:
             return False
         if self._matcher.is_stopped():
