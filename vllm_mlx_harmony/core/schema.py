@@ -1,34 +1,34 @@
-"""JSON Schema in, the TypeScript that the model was trained to read out (semantics A9).
+"""JSON Schema as the TypeScript types that the model was trained to read (semantics A9).
 
 **Why.** gpt-oss was trained on tools that are declared as TypeScript types
-(https://cookbook.openai.com/articles/openai-harmony#function-calling). openai-harmony prints them
-from JSON Schema, but it understands a small part of it: no ``$ref``, ``allOf``, ``anyOf`` or
-``const``. It silently drops the rest, and a model then guesses at parameters. Clients send all of
-it: pydantic writes ``$defs`` and ``anyOf``, zod ``allOf`` and ``const``, MCP servers anything.
-openai-harmony also encodes a declaration in one go and holds the interpreter's lock meanwhile (see
-`pretokens`). So its template stands here once more, behind a reader that knows the whole language:
+(https://cookbook.openai.com/articles/openai-harmony#function-calling). openai-harmony converts JSON
+Schema to such types, but only a small part of it: without ``$ref``, ``allOf``, ``anyOf`` or
+``const``. It silently drops the rest, and the model has to guess. Clients send all of these:
+pydantic writes ``$defs`` and ``anyOf``, zod writes ``allOf`` and ``const``, MCP servers anything.
+openai-harmony also encodes a declaration in one call, which holds the interpreter's lock (see
+`pretokens`). So this module reimplements its template, with a reader for the whole language:
 
     JSON Schema ──`_Reader`──▶ `Type`, a small tree ──`Type.text`──▶ text
 
-**Reading.** A schema is a list of *layers*: what its ``$ref`` points to (a JSON pointer, RFC 6901),
-each schema of its ``allOf``, and its own keywords. They are laid over one another, and the last one
-that has a keyword wins. In general ``allOf`` means something else
-(https://json-schema.org/draft/2020-12/json-schema-core#section-10.2), but this is what it is used
-for: a base with additions. Layers are read one level at a time, when a type needs them. A reference
-that leads back to itself is ``any``, because a type that is printed in place cannot be recursive.
+**Reading.** A schema is a list of *layers*: the target of its ``$ref`` (a JSON pointer, RFC 6901),
+each schema of its ``allOf``, and its own keywords. If several layers have a keyword, the last one
+wins. In general ``allOf`` means something else
+(https://json-schema.org/draft/2020-12/json-schema-core#section-10.2), but this is how it is used:
+for a base with additions. Layers are read one level at a time, when a type needs them. A recursive
+reference becomes ``any``, because a type that is printed inline cannot be recursive.
 
 **Printing.** The text is that of ``json_schema_to_typescript`` and ``template_tools_section`` in
-https://github.com/openai/harmony/blob/main/src/encoding.rs, oddities included, because the model
-has seen them: a described object repeats its description, each variant of a union stands on a line
-of its own, lists of types share one. Where that template prints a type wrong (``| null`` behind a
-text that has "null" in it, ``[]`` behind a union) the tree has another shape, which comes out
-right. What no type expresses (formats, examples, mixed items) goes into comments.
+https://github.com/openai/harmony/blob/main/src/encoding.rs, including its oddities, because the
+model was trained on them: the description of an object is repeated, each variant of a union has a
+line of its own, and lists of types share one. Where that template prints a wrong type (no
+``| null`` after a text that contains "null", ``[]`` after a union), the tree has a different shape,
+which prints correctly. What TypeScript cannot express (formats, examples, mixed items) becomes a
+comment.
 
-The model only reads this text; what it may write is constrained by the schema itself
-(`core.grammar`).
+The model only reads this text. What it writes is constrained by the schema itself (`core.grammar`).
 
-**Bounds.** Depth, schemas and characters are counted before anything is built. Four references to
-four references, twelve times over, are a small request and sixteen million types.
+**Bounds.** Depth, schemas and characters are counted before anything is built: four references to
+four references, twelve levels deep, are a small request and sixteen million types.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.core.vocab import clean
 
-# In one schema, with every `$ref` in its place. What exceeds these is `any`, or null in a value.
+# In one schema, with every `$ref` replaced. What exceeds these becomes `any`, or null in a value.
 MAX_DEPTH = 32
 MAX_SCHEMAS = 4_000
 MAX_VALUE_DEPTH = 8
-# In all tools of a request. What exceeds these is rejected: no model has room for it.
+# In all tools of a request. More is rejected, since it does not fit any model's context.
 MAX_CHARACTERS = 2 * 2**20
 MAX_SCHEMAS_IN_ALL = 40_000
 
 
 @dataclass(slots=True)
 class SizeBudget:
-    """The size that the tools of one request may still have, with every ``$ref`` in its place."""
+    """The size that is left for the tools of one request, with every ``$ref`` replaced."""
 
     characters: int = MAX_CHARACTERS
     schemas: int = MAX_SCHEMAS_IN_ALL
 
     def take(self, characters: int, schemas: int = 0) -> None:
-        """Raises ``OverflowError`` when less than that is left."""
+        """Raises ``OverflowError`` if less than that is left."""
         self.characters -= characters
         self.schemas -= schemas
         if self.characters < 0 or self.schemas < 0:
             raise OverflowError
 
     def take_for(self, tool: Tool, characters: int, schemas: int = 0) -> None:
-        """Raises ``RequestError`` naming ``tool`` when less than that is left."""
+        """Raises ``RequestError`` naming ``tool`` if less than that is left."""
         try:
             self.take(characters, schemas)
         except OverflowError as error:
@@ -79,7 +79,7 @@ class SizeBudget:
 
 
 def too_large(tool: Tool) -> RequestError:
-    """The error for tools that exceed the budget, the last of them ``tool``."""
+    """The error for tools that exceed the budget; ``tool`` is the last of them."""
     problem = (
         f"with tool {quoted(tool.name)} the tools are too large: more than {MAX_CHARACTERS} "
         f"characters or {MAX_SCHEMAS_IN_ALL} schemas, with every $ref in its place"
@@ -88,29 +88,29 @@ def too_large(tool: Tool) -> RequestError:
 
 
 def section(namespace: str, declarations: Iterable[str], description: str = "") -> str:
-    """One namespace of the ``# Tools`` section, with its description above it."""
+    """One namespace of the ``# Tools`` section."""
     opening = f"## {namespace}\n", f"{_comment(description)}namespace {namespace} {{\n"
     return "\n".join([*opening, *declarations, f"}} // namespace {namespace}"])
 
 
 def declaration(name: str, description: str, parameters: Type | None) -> str:
-    """The declaration of one tool, with its description above it."""
+    """The declaration of one tool."""
     argument = "" if parameters is None else f"_: {parameters.text()}"
     return f"{_comment(description)}type {name} = ({argument}) => any;\n"
 
 
 def _comment(text: str) -> str:
-    """The lines of ``text`` as comments, cut as Rust's ``str::lines`` does: at line feeds only."""
+    """The lines of ``text`` as comments. Like Rust's ``str::lines``, it only splits at ``\\n``."""
     *ended, last = text.split("\n")
     lines = [*(line.removesuffix("\r") for line in ended), *filter(None, [last])]
     return "".join(f"// {line}\n" for line in lines)
 
 
 def parameters(tool: Tool, budget: SizeBudget | None = None) -> Type | None:
-    """The type of the argument of ``tool``, or ``None`` when it takes none.
+    """The type of the argument of ``tool``, or ``None`` if it takes none.
 
-    Raises ``RequestError`` naming the tool when its parameters are not the schema of an object, or
-    when they exceed the ``budget``.
+    Raises ``RequestError`` naming the tool if its parameters do not describe an object, or if they
+    exceed the ``budget``.
     """
     schema: object = tool.parameters
     if schema is None:
@@ -135,11 +135,14 @@ def _invalid(tool: Tool, problem: str) -> RequestError:
 
 
 def type_of(schema: object, budget: SizeBudget | None = None) -> Type:
-    """The type that ``schema`` (any JSON value) describes; ``any`` where it is no valid schema.
+    """The type that ``schema`` (any JSON value) describes; ``any`` where it is invalid.
 
-    Raises ``OverflowError`` when it exceeds the ``budget``.
+    Raises ``OverflowError`` if it exceeds the ``budget``.
     """
-    return _Reader(schema, budget or SizeBudget()).type()
+    budget = budget or SizeBudget()
+    budget.take(0, schemas=1)
+    reader = _Reader(schema, budget)
+    return reader.type(reader.keywords((_Node(schema),)))
 
 
 # --- the tree of types, and its text ---
@@ -147,7 +150,7 @@ def type_of(schema: object, budget: SizeBudget | None = None) -> Type:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Type(ABC):
-    """A TypeScript type, with the texts of its comments; ``default`` is JSON, not escaped."""
+    """A TypeScript type with its comments; ``default`` is JSON, not escaped."""
 
     title: str = ""
     description: str = ""
@@ -157,14 +160,14 @@ class Type(ABC):
 
     @abstractmethod
     def text(self, indent: str = "") -> str:
-        """The type without its ``| null``; all lines but the first begin with ``indent``."""
+        """The type without ``| null``; all lines but the first begin with ``indent``."""
 
     def line(self) -> str | None:
-        """The same on one line, ``None`` when it needs more."""
+        """The same on one line, or ``None`` if it needs several."""
         return None
 
     def alternatives(self) -> list[Type]:
-        """The types that this one is a union of, null the last of them."""
+        """The types of which this one is a union, with null at the end."""
         return [replace(self, nullable=False), NULL] if self.nullable else [self]
 
     def member(self, name: str, indent: str = "") -> str:
@@ -189,9 +192,9 @@ class Type(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inline(Type):
-    """Types that share a line: keywords, literals, tuples (``string``, ``"a" | "b"``, ``[A, B]``).
+    """Types on one line: keywords, literals, tuples (``string``, ``"a" | "b"``, ``[A, B]``).
 
-    ``strings``: the values of an enum of strings. Their default is printed without quotes.
+    ``strings``: an enum of strings, whose default is printed without quotes.
     """
 
     members: tuple[str, ...]
@@ -210,7 +213,7 @@ class Inline(Type):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Array(Type):
-    """``item[]``, of an item that is no union."""
+    """``item[]``, where the item is not a union."""
 
     item: Type | None = None
 
@@ -224,7 +227,7 @@ class Array(Type):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Object(Type):
-    """The properties of an object by name, which has a ``?`` behind it where one is optional."""
+    """An object's properties by name; the name of an optional one ends in ``?``."""
 
     properties: tuple[tuple[str, Type], ...]
 
@@ -236,13 +239,13 @@ class Object(Type):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Union(Type):
-    """Types that stand below one another, each with its comments behind it; null is one of them."""
+    """Types on lines of their own, each followed by its comments; null is one of them."""
 
     variants: tuple[Type, ...]
 
     def text(self, indent: str = "") -> str:
         inner = indent + "   "
-        # Unlike a property's, such a union has the default of every variant in quotes.
+        # Unlike in a property, the default of each variant keeps its quotes here.
         return "".join(
             f"\n{indent} | {one._value(inner, '', one.description, Type._default(one))}"
             for one in self.variants
@@ -255,8 +258,8 @@ class Union(Type):
         return list(self.variants)
 
     def member(self, name: str, indent: str = "") -> str:
-        """As of any type. The template has room for one description above the name, that of the
-        whole or of the first variant: both go there. An object prints its own in any case."""
+        """As for any type. The template has room for one description above the name, so those of
+        the union and of the first variant are joined. An object always prints its own."""
         first = self.variants[0]
         own = isinstance(first, Object) or not self.description
         above = _below(self.description if own else _lines(self.description, first.description))
@@ -282,21 +285,21 @@ def _line(types: Iterable[Type]) -> str | None:
 
 
 def _union(types: Iterable[Type], note: str = "") -> Type:
-    """A union of ``types``, which will be described with ``note``."""
+    """A union of ``types``, whose description will be ``note``."""
     distinct = list(dict.fromkeys(types))
     real = [one for one in distinct if one not in (NULL, NEVER)]
     null = [NULL] if NULL in distinct else []
     if not real:
         return NULL if null else NEVER
     if any(isinstance(one, Inline) and one.members == ANY.members for one in real):
-        return ANY  # it includes the others
+        return ANY  # includes all others
     if len(real) == 1:
         return _nullable(real[0], note) if null else real[0]
     return Union(variants=(*map(_on_one_line, real), *null))
 
 
 def _nullable(one: Type, note: str) -> Type:
-    """``one`` or null. The template prints no ``| null`` behind a text that has "null" in it."""
+    """``one`` or null. The template prints no ``| null`` after a text that contains "null"."""
     if isinstance(one, Union):
         return replace(one, variants=(*one.variants, NULL))
     if one.line() is None and "null" in note + one.member(""):
@@ -305,9 +308,10 @@ def _nullable(one: Type, note: str) -> Type:
 
 
 def _array_of(item: Type) -> Type:
-    """An array of ``item``. The template puts ``[]`` behind the last type of a union only."""
-    if not _is_union(item):
-        # Only an object prints its description where it stands.
+    """An array of ``item``. The template only puts ``[]`` after the last type of a union."""
+    is_list = isinstance(item, Inline) and len(item.members) > 1
+    if not (is_list or item.nullable or isinstance(item, Union)):
+        # Only an object prints its own description.
         return Array(item=item, description="" if isinstance(item, Object) else item.description)
     line = _line([item])
     if line is not None:
@@ -319,16 +323,11 @@ def _array_of(item: Type) -> Type:
     return Union(variants=tuple(arrays), description=note)
 
 
-def _is_union(one: Type) -> bool:
-    several = isinstance(one, Inline) and len(one.members) > 1
-    return several or one.nullable or isinstance(one, Union)
-
-
 # --- reading: any JSON value -> a type ---
 
 
 class _Node(NamedTuple):
-    """A schema that has not been read, how deep it stands, and the references that lead to it."""
+    """A schema that has not been read, its depth, and the references that led to it."""
 
     value: object
     depth: int = 0
@@ -336,34 +335,29 @@ class _Node(NamedTuple):
 
 
 _Layers: TypeAlias = "tuple[_Node, ...]"
-"""One schema: nodes that are laid over one another."""
+"""One schema, as layers in increasing order of precedence."""
 
 _Keywords: TypeAlias = "dict[str, Any]"
-"""The known keywords of one schema. Where a keyword takes schemas, its value has `_Layers`."""
+"""The known keywords of one schema; subschemas are `_Layers`."""
 
 _NOTHING: _Keywords = {"enum": []}
 """The schema ``false``."""
 
 
 class _Reader:
-    """Makes the type of one schema, and counts what it takes."""
+    """Converts one schema to a type, and takes its size from the budget."""
 
     def __init__(self, root: object, budget: SizeBudget) -> None:
         self._root = root
         self._budget = budget
         self._left = MAX_SCHEMAS
 
-    def type(self) -> Type:
-        """The type of the whole schema."""
-        self._budget.take(0, schemas=1)
-        return self._type(self._read((_Node(self._root),)))
-
     # a schema -> its keywords
 
-    def _read(self, layers: _Layers) -> _Keywords:
-        """The keywords of ``layers``. The last one wins; properties and what is required add up."""
+    def keywords(self, layers: _Layers) -> _Keywords:
+        """The keywords of ``layers``. The last one wins; ``properties`` and ``required`` add up."""
         merged: _Keywords = {}
-        for own in chain.from_iterable(map(self._unfolded, layers)):
+        for own in chain.from_iterable(map(self.layers, layers)):
             for key, content in own.items():
                 before = merged.get(key, ())
                 merged[key] = content
@@ -374,7 +368,7 @@ class _Reader:
                     merged[key] = {**before, **added}
         return merged
 
-    def _unfolded(self, node: _Node) -> Iterator[_Keywords]:
+    def layers(self, node: _Node) -> Iterator[_Keywords]:
         """The layers of a schema: its reference, its ``allOf``, its own keywords."""
         value, depth, refs = node
         self._left -= 1
@@ -385,14 +379,16 @@ class _Reader:
         ref, parts = value.get("$ref"), value.get("allOf")
         if isinstance(ref, str) and ref.startswith("#/") and ref not in refs:
             self._budget.take(len(ref), schemas=1)
-            yield from self._unfolded(_Node(pointed(self._root, ref), depth + 1, refs | {ref}))
+            yield from self.layers(_Node(pointed(self._root, ref), depth + 1, refs | {ref}))
         for part in parts if isinstance(parts, list) else ():
             self._budget.take(0, schemas=1)
-            yield from self._unfolded(_Node(part, depth + 1, refs))
-        yield self._own(value, depth + 1, refs)
+            yield from self.layers(_Node(part, depth + 1, refs))
+        yield self.own_keywords(value, depth + 1, refs)
 
-    def _own(self, schema: Mapping[Any, Any], depth: int, refs: frozenset[str]) -> _Keywords:
-        """The known keywords of the right type; ``const`` as an enum, lists of types always."""
+    def own_keywords(
+        self, schema: Mapping[Any, Any], depth: int, refs: frozenset[str]
+    ) -> _Keywords:
+        """The well-formed keywords of one layer: ``const`` as an enum, types as a list."""
 
         def layers(one: object) -> _Layers:
             return (_Node(one, depth, refs),)
@@ -418,10 +414,10 @@ class _Reader:
 
     # its keywords -> its type
 
-    def _type(self, schema: _Keywords) -> Type:
+    def type(self, schema: _Keywords) -> Type:
         stated = f"format: {schema['format']}" if "format" in schema else ""
         description = _lines(schema.get("description", ""), stated)
-        one = _union(self._alternatives(schema), description)
+        one = _union(self.alternatives(schema), description)
         notes: dict[str, Any] = {
             key: schema[key] for key in ("title", "examples", "default") if key in schema
         }
@@ -429,13 +425,13 @@ class _Reader:
             notes["description"] = _lines(description, one.description)
         return replace(one, **notes) if notes else one
 
-    def _alternatives(self, schema: _Keywords) -> list[Type]:
-        """The types that ``schema`` is a union of."""
+    def alternatives(self, schema: _Keywords) -> list[Type]:
+        """The types of which ``schema`` is a union."""
         null = [NULL] if schema.get("nullable") else []
         variants = schema.get("anyOf") or schema.get("oneOf")
         if variants and not any(key in schema for key in _SHAPES):
             base = {"type": schema["type"]} if "type" in schema else {}
-            types = (self._type({**base, **self._read(one)}) for one in variants)
+            types = (self.type({**base, **self.keywords(one)}) for one in variants)
             return [*_flat(types), *null]
         if "enum" in schema:
             return [*_literals(schema["enum"]), *null]
@@ -444,43 +440,43 @@ class _Reader:
         if len(shown) > 1 and all(kind in _SCALARS for kind in shown):
             scalars = Inline(members=tuple(dict.fromkeys(_SCALARS[kind] for kind in shown)))
             return [scalars, *([NULL] if len(shown) < len(kinds) else null)]
-        return [*(self._of_kind(kind, schema) for kind in kinds), *null]
+        return [*(self.of_kind(kind, schema) for kind in kinds), *null]
 
-    def _of_kind(self, kind: str, schema: _Keywords) -> Type:
+    def of_kind(self, kind: str, schema: _Keywords) -> Type:
         if kind in _SCALARS:
             return Inline(members=(_SCALARS[kind],))
         if kind == "null":
             return NULL
         if kind == "array":
-            return self._array(schema)
+            return self.array(schema)
         # Some clients write `dict` or nothing at all for an object.
-        return self._object(schema) if kind == "object" or "properties" in schema else ANY
+        return self.object_type(schema) if kind == "object" or "properties" in schema else ANY
 
-    def _array(self, schema: _Keywords) -> Type:
-        """``[A, B, ...C[]]`` for a tuple that fits on a line, else an array of A, B and C."""
-        rest = self._read(schema["items"]) if "items" in schema else None
+    def array(self, schema: _Keywords) -> Type:
+        """``[A, B, ...C[]]`` for a tuple that fits on one line, else an array of A, B and C."""
+        rest = self.keywords(schema["items"]) if "items" in schema else None
         if "prefixItems" not in schema:
-            return Array() if rest is None else _array_of(self._type(rest))
-        items = [self._type(self._read(one)) for one in schema["prefixItems"]]
-        last = [] if rest in (None, _NOTHING) else [self._type(rest or {})]
+            return Array() if rest is None else _array_of(self.type(rest))
+        items = [self.type(self.keywords(one)) for one in schema["prefixItems"]]
+        last = [] if rest in (None, _NOTHING) else [self.type(rest or {})]
         lines = [_line([one]) for one in items]
         lines += [line and f"...{line}" for line in (_line([_array_of(one)]) for one in last)]
         if None not in lines:
             return Inline(members=(f"[{', '.join(map(str, lines))}]",))
         return _array_of(_union(each for one in [*items, *last] for each in one.alternatives()))
 
-    def _object(self, schema: _Keywords) -> Type:
+    def object_type(self, schema: _Keywords) -> Type:
         required = {_key(name) for name in schema.get("required", ())}
         properties = {
-            _key(name): one for name, one in self._properties(schema).items() if one != NEVER
+            _key(name): one for name, one in self.properties(schema).items() if one != NEVER
         }
         extra = schema.get("additionalProperties")
-        additional = _NOTHING if extra is None else self._read(extra)
+        additional = _NOTHING if extra is None else self.keywords(extra)
         patterns = schema.get("patternProperties", {}).values()
-        if patterns or additional or not properties:  # else anything may follow, as always
-            several = [*map(self._read, patterns), additional]
-            rest = _union(_flat(map(self._type, several)))
-            key, is_required = self._rest_key(schema)
+        if patterns or additional or not properties:  # otherwise additional properties are implied
+            several = [*map(self.keywords, patterns), additional]
+            rest = _union(_flat(map(self.type, several)))
+            key, is_required = self.rest_key(schema)
             if key and rest != NEVER:
                 properties[key] = rest
                 required |= {key} if is_required else set()
@@ -489,31 +485,32 @@ class _Reader:
         marked = ((key if key in required else f"{key}?", properties[key]) for key in properties)
         return Object(properties=tuple(marked))
 
-    def _properties(self, schema: _Keywords) -> dict[str, Type]:
-        """The named properties: those of variants as well, as far as they do not clash.
+    def properties(self, schema: _Keywords) -> dict[str, Type]:
+        """The named properties, those of variants included unless the object has the same name.
 
-        Each variant as a whole object would repeat the object's own properties, at every level.
+        Printing each variant as an object would repeat the object's own properties at every level.
         """
         if "properties" not in schema:
             return {}
         several: dict[str, list[_Layers]] = {}
         for variant in schema.get("anyOf") or schema.get("oneOf") or ():
-            for name, layers in self._read(variant).get("properties", {}).items():
+            for name, layers in self.keywords(variant).get("properties", {}).items():
                 several.setdefault(name, []).append(layers)
         several.update((name, [layers]) for name, layers in schema["properties"].items())
-        return {name: self._any_of(layers) for name, layers in several.items()}
+        properties = {}
+        for name, schemas in several.items():
+            first, *others = (self.type(self.keywords(one)) for one in schemas)
+            is_union = any(one != first for one in others)
+            properties[name] = _union(_flat([first, *others])) if is_union else first
+        return properties
 
-    def _any_of(self, schemas: Iterable[_Layers]) -> Type:
-        first, *others = (self._type(self._read(one)) for one in schemas)
-        return _union(_flat([first, *others])) if any(one != first for one in others) else first
+    def rest_key(self, schema: _Keywords) -> tuple[str, bool]:
+        """The key of additional properties (empty if there can be none), and whether they are
+        required.
 
-    def _rest_key(self, schema: _Keywords) -> tuple[str, bool]:
-        """The key of properties without a name of their own, empty when there can be none; and
-        whether it is printed without a question mark.
-
-        Names that ``propertyNames`` lists are a mapped type's: ``[key in "a" | "b"]``.
+        If ``propertyNames`` lists the names, it is that of a mapped type: ``[key in "a" | "b"]``.
         """
-        names = self._read(schema.get("propertyNames", ())).get("enum")
+        names = self.keywords(schema.get("propertyNames", ())).get("enum")
         if names is None or "patternProperties" in schema:
             return "[key: string]", True
         texts = [name for name in names if isinstance(name, str)]
@@ -524,7 +521,7 @@ class _Reader:
 
 
 def pointed(root: object, ref: str) -> object:
-    """The value that the JSON pointer ``#/a/b`` points to in ``root``, ``None`` without one."""
+    """The value at the JSON pointer ``#/a/b`` in ``root``, or ``None``."""
     found = root
     for part in ref[2:].split("/"):
         step = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -538,7 +535,7 @@ def pointed(root: object, ref: str) -> object:
 
 
 def _flat(types: Iterable[Type]) -> Iterator[Type]:
-    """``types``, unions among them as their alternatives, the first of which is described."""
+    """``types``, with unions replaced by their alternatives; the first gets the description."""
     for one in types:
         first, *others = one.alternatives()
         yield replace(first, description=first.description or one.description)
@@ -552,7 +549,7 @@ def _implied(schema: _Keywords) -> list[str]:
 
 
 def _literals(values: Sequence[Any]) -> Sequence[Type]:
-    """The values of an enum. The template prints only strings, and does not escape them."""
+    """The values of an enum. The template only has strings, which it does not escape."""
     shown = [value for value in values if value is not None]
     null = [NULL] if len(shown) < len(values) else []
     if not shown:
@@ -563,11 +560,11 @@ def _literals(values: Sequence[Any]) -> Sequence[Type]:
 
 
 def _key(name: str) -> str:
-    """A property's name as TypeScript, in quotes when it could be taken for something else."""
+    """The name of a property in TypeScript, in quotes if it contains unusual characters."""
     return name if _BARE_KEY.fullmatch(name) else _dumps(name)
 
 
-# --- values of keywords: None when they have the wrong type ---
+# --- values of keywords, None if they have the wrong type ---
 
 
 def _text(value: object) -> str | None:
@@ -586,7 +583,7 @@ def _examples(value: object) -> tuple[str, ...] | None:
 
 
 def _plain(value: object, depth: int = 0) -> Any:
-    """A JSON value with numbers of 64 bits and ``MAX_VALUE_DEPTH`` levels."""
+    """A JSON value with at most 64-bit numbers and ``MAX_VALUE_DEPTH`` levels."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, (int, float)):
@@ -633,37 +630,30 @@ _dumps = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def _lines(*texts: str) -> str:
-    """Texts below one another, each once."""
+    """``texts`` on lines of their own, without duplicates."""
     return "\n".join(dict.fromkeys(filter(None, texts)))
 
 
 def _below(text: str) -> str:
-    """A text behind ``// ``, each of its further lines a comment of its own below it."""
+    """A text that follows ``// ``: each further line becomes another comment."""
     return _LINE_ENDS.sub("\n// ", text)
 
 
 def _on_one_line(one: Type) -> Type:
-    """A variant of a union: its description follows it."""
+    """A variant of a union, whose description follows on the same line."""
     return replace(one, description=_LINE_ENDS.sub(" ", one.description))
 
 
 def _json(value: Any) -> str:
-    """Compact, with numbers as Rust's serde_json writes them."""
+    """Compact JSON, with floats as Rust's serde_json writes them."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{_json(key)}:{_json(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_json, value)) + "]"
     if isinstance(value, float):
-        return _float(value)
+        digits, exponential, power = repr(value).partition("e")
+        if power == "-05":  # 1e-05 is 0.00001
+            sign = "-" if value < 0 else ""
+            return f"{sign}0.0000{digits.removeprefix('-').replace('.', '')}"
+        return f"{digits}e{int(power)}" if exponential else digits  # 1e+16 is 1e16
     return _dumps(value)
-
-
-def _float(value: float) -> str:
-    """``1e-05`` is ``0.00001`` and ``1e+16`` is ``1e16``."""
-    digits, exponential, power = repr(value).partition("e")
-    if not exponential:
-        return digits
-    if power == "-05":
-        sign, digits = ("-", digits[1:]) if digits.startswith("-") else ("", digits)
-        return f"{sign}0.0000{digits.replace('.', '')}"
-    return f"{digits}e{int(power)}"

@@ -1,21 +1,21 @@
-r"""A syntax, so rewritten that what matches it is written as JSON writes the inside of a string.
+r"""Rewrites a grammar or a regular expression to match a text inside a JSON string.
 
-A freeform tool is called with ``{"input": "…"}``, and its syntax speaks of the text that the string
-stands for. JSON writes most characters as themselves and a few in another way: the quote, the
-backslash and the control characters. That is a substitution of characters by words, and as no two
-characters share a word and no word begins another, it passes through every operator of regular
-expressions and of grammars, through complement, too (within what are words at all). So only the
-leaves change: literals, character classes, and the dot. ``[^a]`` becomes
-``(?:[[^a]&&[^"\\\x00-\x1f]]|\\"|\\\\|\\n|…)``, with the words of those special characters that the
-class has. Each has one word here: the shortest.
+A freeform tool is called with ``{"input": "…"}``, and its syntax describes the unescaped text. JSON
+writes most characters as themselves, and escapes the quote, the backslash and control characters.
+That replaces characters by words. No two characters share a word, and no word is a prefix of
+another, so the replacement commutes with all operators of regular expressions and grammars, even
+with complements (among sequences of such words). Hence only the leaves change: literals, character
+classes and the dot. ``[^a]`` becomes ``(?:[[^a]&&[^"\\\x00-\x1f]]|\\"|\\\\|\\n|…)``, with the words
+of the special characters in the class. Each has one word here, the shortest.
 
-What stands around the leaves is handed on as it was written: https://docs.rs/regex (syntax) for
-regular expressions, https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md for Lark.
-What a grammar of llguidance's may say of ids has no place in a text: it is refused.
+Everything else stays as it was written. The syntax of regular expressions is that of
+https://docs.rs/regex; for Lark it is
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. Constructs of llguidance that
+refer to token ids are rejected, since they do not describe a text.
 
-So is what is known to be too much for llguidance, whose compiler goes one call deeper for each
-definition that names the next, and puts every terminal in the place of its name: a terminal of
-eight others, each of eight others, nine levels deep, is 134 million literals in 446 bytes.
+Grammars that are known to be too large for llguidance are rejected, too. Its compiler recurses for
+each definition that names another, and expands every terminal: a terminal of eight others, each of
+eight others, nine levels deep, has 134 million literals in 446 bytes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PLAIN = r'[^"\\\x00-\x1f]'
 
 
 class NotExpressible(ValueError):
-    """A construct for which there is no form within JSON. The message names it."""
+    """A construct that cannot be rewritten. The message names it."""
 
 
 def in_json(text: str) -> str:
-    """``text`` as it stands within a JSON string."""
+    """``text`` as JSON writes it inside a string."""
     return "".join(map(_word, text))
 
 
@@ -48,11 +48,11 @@ def _word(character: str) -> str:
 # --- Lark ---
 
 MAX_DEPTH = 300
-"""Definitions of a Lark grammar of which each names the next one. The grammars of large languages
-have some dozens."""
+"""The longest chain of definitions in a Lark grammar, each of which names the next one. Grammars of
+large languages have a few dozen."""
 
 MAX_EXPANDED = 100_000
-"""Literals of a terminal when every terminal that it names is written out."""
+"""The number of literals in a terminal after all terminals that it names are expanded."""
 
 _LEXEME = re.compile(
     r"""
@@ -74,11 +74,11 @@ _LEXEME = re.compile(
 
 
 def lark(definition: str) -> Iterator[str]:
-    """Grammars of the escaped text, to be put in braces, each with the rule ``r_start`` or the
-    terminal ``R_START``: the first that llguidance takes is the one to use.
+    """Grammars of the escaped text, to be put in braces. The first one that llguidance accepts is
+    to be used. Each has the rule ``r_start`` or the terminal ``R_START``.
 
-    Raises ``NotExpressible`` for what has no form within JSON, for anything that speaks of ids or
-    of other grammars, and for braces that do not match.
+    Raises ``NotExpressible`` for constructs that cannot be rewritten, for token ids and other
+    grammars, and for unbalanced braces.
     """
     lexemes = list(_lexemes(definition))
     _check_size(lexemes)
@@ -92,7 +92,7 @@ def lark(definition: str) -> Iterator[str]:
 
 
 def plain_lark(definition: str) -> str:
-    """``definition``, safe to be put in braces. Raises as ``lark``."""
+    """``definition``, to be put in braces. Raises the same errors as ``lark``."""
     lexemes = list(_lexemes(definition))
     _check_size(lexemes)
     return "".join(lexeme.group() for lexeme in lexemes if lexeme.lastgroup != "priority")
@@ -102,14 +102,14 @@ _DEFINES = re.compile(r"(?:\.-?[0-9]+)?\s*:")
 
 
 def _check_size(lexemes: Iterable[re.Match[str]]) -> None:
-    """Raises ``NotExpressible`` for a grammar that is known to be too much."""
+    """Raises ``NotExpressible`` for a grammar that is known to be too large."""
     if problem := _too_large(lexemes, lambda name: name.lstrip("_")[:1].isupper()):
         raise NotExpressible(problem)
 
 
 def _too_large(lexemes: Iterable[re.Match[str]], is_expanded: Callable[[str], bool]) -> str:
-    """What makes a grammar too large, or nothing. ``is_expanded``: what a name stands for is put in
-    its place."""
+    """Why a grammar is too large, or an empty string. ``is_expanded`` tells whether the definition
+    of a name is put in its place."""
     named: dict[str, list[str]] = {}
     literals: dict[str, int] = {}
     defined = ""
@@ -126,7 +126,7 @@ def _too_large(lexemes: Iterable[re.Match[str]], is_expanded: Callable[[str], bo
     sizes: dict[str, int] = {}
     opened: set[str] = set()
     waiting = [*named, *literals]
-    while waiting:  # each name behind those that it names, but for where that is a circle
+    while waiting:  # depth first: each name after those that it names, except in a cycle
         name = waiting[-1]
         if name not in opened:
             opened.add(name)
@@ -163,12 +163,12 @@ def _lexemes(definition: str) -> Iterator[re.Match[str]]:
 
 
 class _Writing:
-    """Writes a grammar anew, every literal of it escaped.
+    """Writes a grammar with all literals escaped.
 
-    ``as_terminal``: every rule becomes a terminal, and so the whole grammar a regular expression;
-    llguidance takes it when no rule is recursive. That is exact. As rules it would not always be:
-    the lexer does not look ahead, and cannot tell the backslash that goes on with a text from the
-    one of the line end behind it. Then ``is_ambiguous`` says that there is such a text.
+    With ``as_terminal`` every rule becomes a terminal, and the whole grammar a regular expression.
+    This is exact, but llguidance accepts it only if no rule is recursive. As rules it may not be
+    exact: the lexer does not look ahead, so it cannot tell a backslash that continues a text from
+    that of an escaped line end after it. ``is_ambiguous`` is true if there is such a text.
     """
 
     def __init__(self, *, as_terminal: bool) -> None:
@@ -181,36 +181,36 @@ class _Writing:
             if kind in ("cased", "string"):
                 yield _literal(lexeme)
             elif kind in ("flags", "regex"):
-                yield self._regex(lexeme["regex"][1:-1].replace(r"\/", "/"), lexeme["flags"])
+                yield self.regex(lexeme["regex"][1:-1].replace(r"\/", "/"), lexeme["flags"])
             elif kind == "range":
                 first, last = map(_read, _STRING.findall(text))
-                yield self._regex(f"[{re.escape(first)}-{re.escape(last)}]")
+                yield self.regex(f"[{re.escape(first)}-{re.escape(last)}]")
             elif kind in ("import", "imported", "local"):
-                yield from self._import(lexeme)
+                yield from self.imported(lexeme)
             elif kind == "name":
-                yield self._name(text)
+                yield self.name(text)
             elif kind != "priority":
                 yield text
 
-    def _name(self, name: str) -> str:
+    def name(self, name: str) -> str:
         bare = name.lstrip("!?")
         is_rule = bare.lstrip("_")[:1].islower()
         if self._as_terminal:
             return f"{'R' if is_rule else 'T'}_{bare.upper()}"
         return f"{'r' if is_rule else 'T'}_{bare}"
 
-    def _regex(self, pattern: str, flags: str = "") -> str:
+    def regex(self, pattern: str, flags: str = "") -> str:
         rewriting = Rewriting(pattern, flags)
         written = between_slashes("".join(rewriting.pieces()))
         self.is_ambiguous = self.is_ambiguous or rewriting.has_special_class
         return f"/{written}/"
 
-    def _import(self, lexeme: re.Match[str]) -> Iterator[str]:
+    def imported(self, lexeme: re.Match[str]) -> Iterator[str]:
         names = re.findall(r"\w+", lexeme["imported"])
         for name in names:
             if name not in COMMON or (lexeme["local"] and len(names) != 1):
                 raise NotExpressible(f"{lexeme.group()} in a Lark grammar")
-            yield f"{self._name(lexeme['local'] or name)}: {self._regex(COMMON[name])}\n"
+            yield f"{self.name(lexeme['local'] or name)}: {self.regex(COMMON[name])}\n"
 
 
 _STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
@@ -218,7 +218,7 @@ _HEX = re.compile(r"\\x([0-9a-fA-F]{2})")
 
 
 def _read(literal: str) -> str:
-    """The text of a quoted string, in which there may be JSON's escapes and hexadecimal ones."""
+    """The text of a quoted string with JSON's and hexadecimal escapes."""
     try:
         text = json.loads(_HEX.sub(r"\\u00\1", literal))
     except ValueError as error:
@@ -269,9 +269,9 @@ COMMON: Mapping[str, str] = {
 
 
 def between_slashes(written: str) -> str:
-    """A regular expression as it stands between two slashes.
+    """A regular expression as written between two slashes.
 
-    Lark's literals have no line feed behind a backslash, which ``re.escape`` writes.
+    ``re.escape`` puts a backslash before a line feed, which Lark does not allow.
     """
     escapes = {"/": r"\/", "\\\n": r"\n"}
     return re.sub(r"\\.|/", lambda at: escapes.get(at[0], at[0]), written, flags=re.DOTALL)
@@ -288,10 +288,10 @@ _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "
 
 
 class Rewriting:
-    """One walk through a pattern, keeping account of the flags of the groups it is in.
+    """Rewrites one pattern, and tracks the flags of its groups.
 
-    Raises ``NotExpressible`` for what depends on what stands beside the match (anchors within it,
-    look-around, back references) and for notations that are not known here.
+    Raises ``NotExpressible`` for constructs that depend on the text around the match (inner
+    anchors, look-around, back references), and for unknown notations.
     """
 
     def __init__(self, pattern: str, flags: str) -> None:
@@ -301,10 +301,10 @@ class Rewriting:
         self._flags = set(flags)
         self._groups: list[set[str]] = []
         self.has_special_class = False
-        """Whether a class has characters that JSON escapes."""
+        """Whether a class contains characters that JSON escapes."""
 
     def pieces(self) -> Iterator[str]:
-        """The pattern for the escaped text. Flags stand with what they are for, nowhere else."""
+        """The pattern for the escaped text, with flags at each leaf."""
         pattern = self._pattern
         at, end = int(pattern.startswith("^")), len(pattern)
         if re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern):
@@ -315,32 +315,32 @@ class Rewriting:
             if quantifier:
                 piece, at = quantifier.group(), quantifier.end()
             else:
-                read = _PIECES.get(pattern[at], Rewriting._plain)
+                read = _PIECES.get(pattern[at], Rewriting.plain)
                 piece, at = read(self, at)
             yield piece
         yield ")"
 
-    # What stands at a place, rewritten, and where it ends.
+    # Each method returns the rewritten construct at a position, and the position after it.
 
-    def _plain(self, at: int) -> tuple[str, int]:
-        return self._character(self._pattern[at]), at + 1
+    def plain(self, at: int) -> tuple[str, int]:
+        return self.character(self._pattern[at]), at + 1
 
-    def _bar(self, at: int) -> tuple[str, int]:
+    def bar(self, at: int) -> tuple[str, int]:
         return "|", at + 1
 
-    def _anchor(self, at: int) -> tuple[str, int]:
+    def anchor(self, at: int) -> tuple[str, int]:
         raise NotExpressible(f"{self._pattern[at]} within a regular expression")
 
-    def _dot(self, at: int) -> tuple[str, int]:
-        return self._class(r"[\s\S]" if "s" in self._flags else r"[^\n]"), at + 1
+    def dot(self, at: int) -> tuple[str, int]:
+        return self.character_class(r"[\s\S]" if "s" in self._flags else r"[^\n]"), at + 1
 
-    def _brackets(self, at: int) -> tuple[str, int]:
+    def brackets(self, at: int) -> tuple[str, int]:
         found = _CLASS.match(self._pattern, at)
         if not found:
             raise NotExpressible("an open class in a regular expression")
-        return self._class(found.group()), found.end()
+        return self.character_class(found.group()), found.end()
 
-    def _open(self, at: int) -> tuple[str, int]:
+    def open_group(self, at: int) -> tuple[str, int]:
         if not self._pattern.startswith("(?", at):
             self._groups.append(set(self._flags))
             return "(?:", at + 1
@@ -355,71 +355,67 @@ class Rewriting:
         self._flags = (self._flags | set(on)) - set(off)
         return "" if found["end"] == ")" else "(?:", found.end()
 
-    def _close(self, at: int) -> tuple[str, int]:
+    def close_group(self, at: int) -> tuple[str, int]:
         if not self._groups:
             raise NotExpressible("an unmatched bracket in a regular expression")
         self._flags = self._groups.pop()
         return ")", at + 1
 
-    def _escape(self, at: int) -> tuple[str, int]:
+    def escape(self, at: int) -> tuple[str, int]:
         code = _CODE.match(self._pattern, at)
         if code:
-            return self._character(chr(int(next(filter(None, code.groups())), 16))), code.end()
+            return self.character(chr(int(next(filter(None, code.groups())), 16))), code.end()
         category = _CATEGORY.match(self._pattern, at)
         if category:
-            return self._class(category.group()), category.end()
+            return self.character_class(category.group()), category.end()
         escaped = self._pattern[at + 1 : at + 2]
         if escaped in _CONTROLS:
-            return self._character(_CONTROLS[escaped]), at + 2
+            return self.character(_CONTROLS[escaped]), at + 2
         if escaped and escaped in "dDwWsS":
-            return self._class(f"\\{escaped}"), at + 2
+            return self.character_class(f"\\{escaped}"), at + 2
         if not escaped or escaped.isalnum():
             raise NotExpressible(f"\\{escaped} in a regular expression")
-        return self._character(escaped), at + 2
+        return self.character(escaped), at + 2
 
     # Leaves
 
-    def _character(self, character: str) -> str:
+    def character(self, character: str) -> str:
         written = re.escape(_word(character))
         if character in _SPECIAL:
             return f"(?:{written})"
-        return self._cased(written)
+        return self.cased(written)
 
-    def _class(self, written: str) -> str:
+    def character_class(self, written: str) -> str:
         members = [special for special in _SPECIAL if _has(written, special)]
         if not members:
-            return self._cased(written)
+            return self.cased(written)
         self.has_special_class = True
         words = "|".join(re.escape(_word(member)) for member in members)
-        return f"(?:{self._cased(f'[{written}&&{_PLAIN}]')}|{words})"
+        return f"(?:{self.cased(f'[{written}&&{_PLAIN}]')}|{words})"
 
-    def _cased(self, written: str) -> str:
+    def cased(self, written: str) -> str:
         return f"(?i:{written})" if "i" in self._flags else written
 
 
 _PIECES: Mapping[str, Callable[[Rewriting, int], tuple[str, int]]] = {
-    "(": Rewriting._open,
-    ")": Rewriting._close,
-    "|": Rewriting._bar,
-    "^": Rewriting._anchor,
-    "$": Rewriting._anchor,
-    ".": Rewriting._dot,
-    "[": Rewriting._brackets,
-    "\\": Rewriting._escape,
+    "(": Rewriting.open_group,
+    ")": Rewriting.close_group,
+    "|": Rewriting.bar,
+    "^": Rewriting.anchor,
+    "$": Rewriting.anchor,
+    ".": Rewriting.dot,
+    "[": Rewriting.brackets,
+    "\\": Rewriting.escape,
 }
 
 
 def _has(written: str, character: str) -> bool:
-    """Whether a class, a dot or a category has ``character``."""
-    if written.startswith("["):
-        return _class_has(written, character)
-    category = _CATEGORY.fullmatch(written)
-    if category:
-        return _category_has(category, character)
-    return re.fullmatch(written, character) is not None
-
-
-def _class_has(written: str, character: str) -> bool:
+    """Whether a class, a dot or a category contains ``character``."""
+    if not written.startswith("["):
+        category = _CATEGORY.fullmatch(written)
+        if category:
+            return _category_has(category, character)
+        return re.fullmatch(written, character) is not None
     inner = written[1:-1].removeprefix("^")
     found = any(_category_has(one, character) for one in _CATEGORY.finditer(inner))
     rest = _CATEGORY.sub("", inner)
@@ -437,7 +433,7 @@ _WITHOUT_SPECIALS = re.compile(
     "[LNMSZ][a-z]?|P[dseifc]|Letter|Alphabetic|Uppercase|Lowercase|Number|Mark|Symbol|Separator|"
     "Latin|Greek|Cyrillic|Han|Hiragana|Katakana|Hangul|Arabic|Hebrew|Thai|Devanagari"
 )
-"""Categories and scripts in which there is neither a control character nor a quote."""
+"""Categories and scripts without control characters, quotes and backslashes."""
 
 
 def _category_has(category: re.Match[str], character: str) -> bool:

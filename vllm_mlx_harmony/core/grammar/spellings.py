@@ -1,16 +1,16 @@
 r"""Regular expressions of JSON's scalars, in every spelling that a JSON parser reads as the same.
 
-JSON writes one value in many ways: ``a`` is ``\u0061``, ``/`` is ``\/``, ``2`` is ``2.0``, ``2e0``
-and ``0.2e1`` (RFC 8259, 6 and 7). What is compared with a schema is the value. So every function
-here takes what a value must be, and gives an expression of all its spellings, in the syntax of
-https://docs.rs/regex. Strings come with their quotes.
+JSON can write a value in many ways: ``a`` as ``\u0061``, ``/`` as ``\/``, and ``2`` as ``2.0``,
+``2e0`` or ``0.2e1`` (RFC 8259, 6 and 7). A schema constrains the value. So each function here takes
+a condition on a value, and returns a regular expression for all its spellings, in the syntax of
+https://docs.rs/regex. Strings include their quotes.
 
-**Numbers.** A bound on decimals is a comparison digit by digit, and thus regular. One on numbers
-with an exponent is not, because the exponent moves the point as far as it likes. So exponents are
-taken one by one: what stands before ``e3`` is compared with a thousandth of the bound. That is done
-for ``_EXPONENTS`` to either side and as far as the bound itself has digits; beyond it a number is
-as good as zero or as infinity, and its mantissa has at most three digits before the point.
-Numbers that JavaScript and Python read as infinity are left out where they would not be valid.
+**Numbers.** Comparing decimals with a bound, digit by digit, is regular. With exponents it is not,
+because they move the decimal point arbitrarily far. So exponents are handled one at a time: the
+mantissa before ``e3`` is compared with a thousandth of the bound. That covers ``_EXPONENTS`` to
+either side of the bound's own order. Beyond that, a number is practically zero or infinite, and its
+mantissa may only have three digits before the point. Numbers that JavaScript and Python read as
+infinity are excluded where they would be invalid.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MOST_WHITE_SPACE = 256
 WHITE_SPACE = rf"[ \t\n\r]{{0,{MOST_WHITE_SPACE}}}"
 
 CHARACTER = r'(?:[^"\\\x00-\x1f]|\\["\\\x2fbfnrt]|\\u[0-9a-fA-F]{4})'
-"""Of a string whose length does not matter: half of a surrogate pair is one, as parsers have it."""
+"""A character of a string without a length limit. Half a surrogate pair is one, as in parsers."""
 
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _BASIC = r"\\u(?:[0-9a-ceA-CEfF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})"
 _COUNTED = rf'(?:[^"\\\x00-\x1f]|\\["\\\x2fbfnrt]|{_BASIC}|{_PAIR})'
-"""Of a string whose characters are counted: a surrogate pair is one, half of it is none."""
+"""A character of a string with a length limit. A surrogate pair is one, half of it is none."""
 
 _SHORT = {'"': '"', "\\": "\\", "/": "/", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
 
@@ -83,7 +83,7 @@ def literal(written: str) -> str:
 
 
 def _hexadecimal(ranges: Sequence[tuple[int, int]], width: int = 4) -> str:
-    """The numbers in ``ranges`` (ascending, apart), with ``width`` hexadecimal digits each."""
+    """The numbers in ``ranges`` (ascending, disjoint), in ``width`` hexadecimal digits."""
     if not width:
         return ""
     unit = 16 ** (width - 1)
@@ -108,14 +108,14 @@ def _hexadecimal(ranges: Sequence[tuple[int, int]], width: int = 4) -> str:
 # --- what a string must match ---
 
 MOST_REPEATED = 5000
-"""Times that a part of a pattern may be repeated by its counts together."""
+"""The greatest product of nested repetition counts in a pattern."""
 
 
 @lru_cache(maxsize=256)
 def matching(pattern: str) -> str:
-    """Strings in which ``pattern`` is found: anywhere, as JSON Schema has it, if without anchors.
+    """Strings that contain a match of ``pattern``, which is not anchored (JSON Schema).
 
-    Raises ``NotExpressible`` for what no regular expression is, or takes too long to follow.
+    Raises ``NotExpressible`` for an invalid pattern, and for one that takes too long to match.
     """
     try:
         re.compile(_CATEGORY.sub("[a-z]", pattern))
@@ -140,7 +140,7 @@ _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[(|)]", re.DOTALL)
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """The alternatives that are within no group: each has anchors of its own."""
+    """The alternatives at the top level, each of which may have anchors."""
     depth, cuts = 0, [-1]
     for part in _PART.finditer(pattern):
         depth += {"(": 1, ")": -1}.get(part[0], 0)
@@ -153,10 +153,10 @@ _COUNT = re.compile(r"\{([0-9]+)(?:,([0-9]*))?\}")
 
 
 def _repeated(pattern: str) -> int:
-    """How often the part of ``pattern`` that is repeated most may be repeated by its counts.
+    """The greatest number of times that the counts of ``pattern`` repeat a part of it.
 
-    What may match in several ways at once (a group in which something is repeated without a count)
-    counts twice: an automaton has to follow all of them.
+    A group that contains a repetition without a count may match in several ways at once, all of
+    which an automaton has to follow; so its count is squared.
     """
     most, groups, last = 1, [(1, False)], (1, False)
     at = 0
@@ -181,21 +181,21 @@ def _repeated(pattern: str) -> int:
 
 
 class _Spelling(escaped.Rewriting):
-    """A pattern in which every character may have any of its spellings."""
+    """Rewrites a pattern so that every character may have any of its spellings."""
 
-    def _character(self, one: str) -> str:
+    def character(self, one: str) -> str:
         cased = {one, one.lower(), one.upper()} if "i" in self._flags else {one}
         spelled = [character(other) for other in sorted(cased) if len(other) == 1]
         return spelled[0] if len(spelled) == 1 else f"(?:{'|'.join(spelled)})"
 
-    def _class(self, written: str) -> str:
+    def character_class(self, written: str) -> str:
         spelled = _members(written, "i" in self._flags)
-        return f"(?:{self._cased(spelled[0])}|{'|'.join(spelled[1:])})"
+        return f"(?:{self.cased(spelled[0])}|{'|'.join(spelled[1:])})"
 
 
 @lru_cache(maxsize=256)
 def _members(written: str, any_case: bool) -> tuple[str, ...]:
-    """The members of a class: as they are, and with a backslash."""
+    """Expressions of a class's members: unescaped, and in each kind of escape."""
     plain = f'[{written}&&[^"\\\\\\x00-\\x1f]]'
     if _CATEGORY.search(written):  # Python does not know them: any escape that may be one
         return plain, _BASIC, _PAIR, r"\\[\x22\\\x2fbfnrt]"
@@ -235,12 +235,12 @@ NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?"
 _EXPONENTS = 12
 _DIGITS = 20
 _FINITE = r"0*(?:[0-9]{1,2}|[12][0-9]{2}|30[0-7])"
-"""An exponent, of numbers that are no infinity."""
+"""The exponent of a finite number."""
 
 
 def _integer() -> str:
-    """Numbers whose fraction is zero, whatever they look like; with up to ``_DIGITS`` digits that
-    an exponent takes across the point."""
+    """Numbers without a fractional part, in any spelling whose exponent moves the point by up to
+    ``_DIGITS`` digits."""
     whole = r"(?:0|[1-9][0-9]*)"
     forms = [rf"{whole}(?:\.0+)?(?:[eE](?:\+?{_FINITE}|-0+))?", r"0(?:\.0+)?[eE]-[0-9]{1,3}"]
     for many in range(1, _DIGITS + 1):
@@ -304,8 +304,8 @@ def _power(exponent: int) -> str:
 
 
 def _scaled(bound: Decimal, strictly: bool, sign: str, *, below: bool) -> str:
-    """Spellings of the numbers with ``sign`` whose size is on one side of ``bound``, which is
-    positive; below it, zero among them."""
+    """Numbers with ``sign`` whose absolute value is above or ``below`` the positive ``bound``; zero
+    is below."""
     order = bound.adjusted()
     first, last = min(-_EXPONENTS, order - 3), max(_EXPONENTS, order + 3)
     forms = []
@@ -326,12 +326,13 @@ def _scaled(bound: Decimal, strictly: bool, sign: str, *, below: bool) -> str:
 
 
 _COMPARED = 6
-"""Digits of a bound with which mantissas are compared whatever their exponent; with a longer one
-their lengths are, but in the usual notations: without exponent, and with one digit before it."""
+"""The number of digits up to which a bound is compared with mantissas of any exponent. For a longer
+bound this is done for the usual notations (no exponent, or one digit before the point); in others
+only the number of digits is compared."""
 
 
 def _shorter(order: int, below: bool) -> str:
-    """Decimals with fewer digits before the point than one of ``order``, or with more."""
+    """Decimals with fewer digits before the point than a number of ``order``, or with more."""
     some = r"(?:\.[0-9]+)?"
     if below:
         return f"[1-9][0-9]{{0,{order - 1}}}{some}" if order > 0 else r"[^\s\S]"
@@ -403,8 +404,8 @@ def _digits(bound: Decimal) -> tuple[str, str]:
 
 
 def multiple_of(step: Decimal) -> str | None:
-    """Multiples of ``step``, which is positive, where the last digits tell them; ``None`` where
-    they do not: ``step`` has another factor than two and five."""
+    """Multiples of the positive ``step``, as recognized by their last digits; ``None`` if these are
+    not sufficient, because ``step`` has a prime factor other than two and five."""
     plain = _multiples(step)
     if plain is None:
         return None
@@ -432,7 +433,9 @@ def _multiples(step: Decimal) -> str | None:
         zeros += 1
     length = zeros + places
     if 10**zeros % step or Decimal(10) ** zeros / step > _MOST_ENDINGS:
-        return _hundredths(places) if step == Decimal(1).scaleb(-places) else None
+        if step != Decimal(1).scaleb(-places):
+            return None
+        return rf"(?:0|[1-9][0-9]*)(?:\.[0-9]{{1,{places}}}0*)?"  # tenths, hundredths, …
     endings = [f"{int(step.scaleb(places)) * at:0{length}d}" for at in range(int(10**zeros / step))]
     forms = []
     for ending in endings:
@@ -444,12 +447,9 @@ def _multiples(step: Decimal) -> str | None:
     return f"(?:{'|'.join(forms)})"
 
 
-def _hundredths(places: int) -> str:
-    return rf"(?:0|[1-9][0-9]*)(?:\.[0-9]{{1,{places}}}0*)?"
-
-
 def decimal(value: object) -> Decimal | None:
-    """A number of a schema, as it was written; ``None`` for one that is too large to be of use."""
+    """A number of a schema as it was written; ``None`` for others, and beyond the range of a
+    double."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if isinstance(value, float) and not math.isfinite(value):
@@ -459,4 +459,4 @@ def decimal(value: object) -> Decimal | None:
 
 
 _LARGE = 300
-"""Powers of ten that a double has."""
+"""The greatest power of ten of a double, approximately."""
