@@ -15,12 +15,12 @@ Recipients are read with the same table (B, "Recipient").
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.header import NAME_LIMIT, NOT_TOOLS
-from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool, Turn
+from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Tool, Turn
 
 FUNCTIONS = "functions"
 _PREFIX = f"{FUNCTIONS}."
@@ -72,7 +72,12 @@ class Names:
         builtin = tuple(name for name in turn.builtin_tools if name not in served)
         tools = turn.callable_tools
         known = {tool.name for tool in tools}
-        later = {name: name in known for name in _met(turn.messages, builtin)}
+        later: dict[str, bool] = {}  # names that the history calls or declares, in order
+        for message in turn.messages:
+            if isinstance(message, AdditionalTools):
+                later.update((name, name in known) for name in _declared(message.tools))
+            elif isinstance(message, Call) and _namespace(message.name) not in builtin:
+                later[message.name] = message.name in known
         for tool in tools if served else ():
             namespace, dot, _ = tool.name.partition(".")
             if dot and namespace in served and not _is_trained(tool.name):
@@ -142,16 +147,6 @@ class Names:
 
 def _like(name: str) -> str:
     return name.casefold().removeprefix(_PREFIX).strip("_-")
-
-
-def _met(messages: Iterable[Message], builtin: Sequence[str]) -> Iterator[str]:
-    """The names that a history calls or declares, in order."""
-    for message in messages:
-        if isinstance(message, Call):
-            if _namespace(message.name) not in builtin:
-                yield message.name
-        elif isinstance(message, AdditionalTools):
-            yield from _declared(message.tools)
 
 
 def _namespace(name: str) -> str:

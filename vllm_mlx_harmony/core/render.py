@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import marshal
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, compress, takewhile
+from itertools import accumulate, chain, compress, takewhile
 from sys import getsizeof
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core import lru, schema, vocab
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError, quoted
@@ -41,9 +41,6 @@ from vllm_mlx_harmony.core.turn import (
     Turn,
     User,
 )
-
-if TYPE_CHECKING:
-    from openai_harmony import ToolNamespaceConfig
 
 # openai_harmony is imported where it is used, so that this package can be imported without it and
 # report what is missing.
@@ -159,22 +156,24 @@ def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, .
     key = tenant, kind, tool, text
     ids = _messages.get(key)
     if ids is None:
-        ids = shared(_rendered(kind, text, tool))
+        is_trained, heading = tool.partition(".")[0] in BUILTIN_TOOLS, ""
+        if kind is Call and is_trained:
+            # Built-in tools are called in the analysis, with the bare content type ``code``, even
+            # for the browser's JSON.
+            header = _header("assistant", f"analysis to={tool} code")
+        elif kind is Call:
+            # As the model writes it (A4): openai-harmony's renderer puts ``to=`` after the role.
+            header = _header("assistant", f"commentary to={tool} ", "json")
+        elif kind is Result:
+            # On the channel on which the tool was called (A5).
+            header = _header(f"{tool} to=assistant", "analysis" if is_trained else "commentary")
+        else:
+            form = _FORMS[kind]
+            header, heading = _header(form.role, form.channel), form.heading
+        end = (vocab.CALL if kind is Call else vocab.END,)
+        ids = shared(chain(header, vocab.encode(heading + text), end))
         _messages.put(key, ids, getsizeof(ids) + getsizeof(text) + _ENTRY)
     return ids
-
-
-def _rendered(kind: type, text: str, tool: str) -> Iterator[int]:
-    if kind is Call:
-        yield from _call_header(tool)
-    elif kind is Result:
-        yield from _result_header(tool)
-    else:
-        form = _FORMS[kind]
-        yield from _header(form.role, form.channel)
-        text = form.heading + text
-    yield from vocab.encode(text)
-    yield vocab.CALL if kind is Call else vocab.END
 
 
 _ENTRY = 512
@@ -219,27 +218,6 @@ def _header(role: str, channel: str = "", content_type: str = "") -> tuple[int, 
     if content_type:
         ids += [vocab.CONSTRAIN, *vocab.encode(content_type)]
     return (*ids, vocab.MESSAGE)
-
-
-def _call_header(recipient: str) -> tuple[int, ...]:
-    """The header of a call (A4), as the model writes it.
-
-    openai-harmony's renderer puts ``to=`` after the role instead. Built-in tools are called in the
-    analysis, with the bare content type ``code``, even for the browser's JSON.
-    """
-    if _is_trained(recipient):
-        return _header("assistant", f"analysis to={recipient} code")
-    return _header("assistant", f"commentary to={recipient} ", "json")
-
-
-def _result_header(recipient: str) -> tuple[int, ...]:
-    """The header of a tool's result (A5), on the channel on which the tool was called."""
-    channel = "analysis" if _is_trained(recipient) else "commentary"
-    return _header(f"{recipient} to=assistant", channel)
-
-
-def _is_trained(recipient: str) -> bool:
-    return recipient.partition(".")[0] in BUILTIN_TOOLS
 
 
 def opening(prefill: str | None = None) -> list[int]:
@@ -349,7 +327,13 @@ def _system_form(
 ) -> str:
     """The text of the system message, with placeholders for the identity and the date."""
     from openai_harmony import Message as HarmonyMessage
-    from openai_harmony import ReasoningEffort, RenderOptions, Role, SystemContent
+    from openai_harmony import (
+        ReasoningEffort,
+        RenderOptions,
+        Role,
+        SystemContent,
+        ToolNamespaceConfig,
+    )
 
     content = SystemContent.new().with_reasoning_effort(ReasoningEffort[effort.name])
     if identity:
@@ -357,20 +341,15 @@ def _system_form(
     if date:
         content = content.with_conversation_start_date(_DATE)
     for name in builtin:
-        content = content.with_tools(_builtin(name))
+        if name not in BUILTIN_TOOLS:
+            known = " and ".join(BUILTIN_TOOLS)
+            problem = f"there is no built-in tool {quoted(name)}: only {known}"
+            raise RequestError(problem, param="builtin_tools")
+        configured: ToolNamespaceConfig = getattr(ToolNamespaceConfig, name)()  # has the same names
+        content = content.with_tools(configured)
     message = HarmonyMessage.from_role_and_content(Role.SYSTEM, content)
     ids = vocab.encoding().render(message, RenderOptions(conversation_has_function_tools=tools))
     return vocab.encoding().decode_utf8(ids[ids.index(vocab.MESSAGE) + 1 : -1])
-
-
-def _builtin(name: str) -> ToolNamespaceConfig:
-    from openai_harmony import ToolNamespaceConfig
-
-    if name not in BUILTIN_TOOLS:
-        problem = f"there is no built-in tool {quoted(name)}: only {' and '.join(BUILTIN_TOOLS)}"
-        raise RequestError(problem, param="builtin_tools")
-    configured: ToolNamespaceConfig = getattr(ToolNamespaceConfig, name)()  # has the same names
-    return configured
 
 
 def _developer(

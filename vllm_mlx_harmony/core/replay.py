@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -259,18 +260,12 @@ def served(turn: Iterable[Message]) -> str:
         return ""
     parts: list[str] = []
     for each in ran:
-        text = each.text if isinstance(each, ServerResult) else _as_json(each.arguments)
+        text = each.text if isinstance(each, ServerResult) else each.arguments
+        if isinstance(each, ServerCall) and is_parsed_soon(text):
+            with suppress(ValueError, RecursionError):
+                text = _canonical(text)
         parts += (type(each).__name__, each.name, text)
     return _digest(*parts).hex()
-
-
-def _as_json(text: str) -> str:
-    if not is_parsed_soon(text):
-        return text
-    try:
-        return _canonical(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def turns(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
@@ -378,27 +373,20 @@ def _spans(output: Output) -> tuple[Span, ...]:
     begins = output.begins
     if not begins or begins[-1] >= len(output.ids):
         return ()
-    ids = _ended(output)
+    # In a history, the end of the turn, or the cut, becomes the end of a message.
+    ids = output.ids
+    if ids[-1] in vocab.LAST:
+        ids = (*ids[:-1], vocab.END)
+    else:
+        # After the last complete message, there may be half of another one. Or there is just a
+        # header, possibly with noise before it, of a message that never began: it is removed.
+        in_message = begins[-1] >= output.ended or vocab.MESSAGE in ids[output.ended :]
+        ids = ids if in_message else ids[: output.ended]
+        if ids[-1] not in (vocab.END, vocab.CALL):
+            called = isinstance(output.messages[-1], (Call, ServerCall))
+            ids = (*ids, vocab.CALL if called else vocab.END)
     starts, ends = (0, *begins[1:]), (*begins[1:], len(ids))
     return tuple(shared(ids[start:end]) for start, end in zip(starts, ends, strict=True))
-
-
-def _ended(output: Output) -> Sequence[int]:
-    """The ids as in a history: the end of the turn, or the cut, becomes the end of a message.
-
-    A header that was cut is removed.
-    """
-    if output.ids[-1] in vocab.LAST:
-        return (*output.ids[:-1], vocab.END)
-    # After the last complete message, there may be half of another one, or just a header, possibly
-    # with noise before it, of a message that never began.
-    rest = output.ids[output.ended :]
-    in_message = output.begins[-1] >= output.ended or vocab.MESSAGE in rest
-    ids = output.ids if in_message else output.ids[: output.ended]
-    if ids[-1] in (vocab.END, vocab.CALL):
-        return ids
-    called = isinstance(output.messages[-1], (Call, ServerCall))
-    return (*ids, vocab.CALL if called else vocab.END)
 
 
 class _Shared(dict[int, int]):

@@ -251,9 +251,6 @@ class Union(Type):
             for one in self.variants
         )
 
-    def line(self) -> str | None:
-        return _line(self.variants)
-
     def alternatives(self) -> list[Type]:
         return list(self.variants)
 

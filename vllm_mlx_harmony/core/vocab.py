@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -208,12 +208,15 @@ def _cached() -> Path | None:
     directory = cache_dir()
     if not directory.is_absolute():  # no home directory: relative to the working directory
         return None
-    if not _is_official(directory / FILE_NAME):
-        rebuilt = official_file()
-        try:
-            write_atomically(directory / FILE_NAME, rebuilt)
-        except OSError:
-            return None
+    with suppress(OSError):
+        content = (directory / FILE_NAME).read_bytes()
+        if hashlib.sha256(content).hexdigest() == SHA256:
+            return directory
+    rebuilt = official_file()
+    try:
+        write_atomically(directory / FILE_NAME, rebuilt)
+    except OSError:
+        return None
     return directory
 
 
@@ -231,13 +234,6 @@ def _temporary() -> Iterator[Path]:
             f"both fail ({error}); free some space or point {BASE_VARIABLE} to a directory "
             f"with {FILE_NAME}"
         ) from error
-
-
-def _is_official(path: Path) -> bool:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest() == SHA256
-    except OSError:
-        return False
 
 
 @contextmanager
