@@ -1,5 +1,4 @@
-"""Harmony itself: turns, rendering, parsing.
+"""Harmony on token ids: turns, rendering, parsing, replay, schemas and grammars.
 
-Knows the format and nothing of any API, server or engine; imports the standard library and
-`openai_harmony`, and `llguidance` for grammars.
+It performs no I/O, and is independent of APIs, servers and engines.
 """

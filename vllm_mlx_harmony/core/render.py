@@ -69,7 +69,9 @@ def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     built-in tool.
     """
     if not turn.messages:
-        raise RequestError("no message says anything: nothing to answer", param="messages")
+        raise RequestError(
+            "no message has any content: there is nothing to answer", param="messages"
+        )
     names = Names.of(turn)
     # The leading instructions and tools become one developer message (A2, A3).
     leading = tuple(takewhile(lambda each: isinstance(each, _LEADING), turn.messages))

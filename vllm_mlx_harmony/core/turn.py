@@ -334,7 +334,7 @@ class Turn:
     ``date`` is the current date in it as ``YYYY-MM-DD`` (``None``: no date line, A1),
     ``builtin_tools`` names the built-in namespaces (``browser``, ``python``) that are enabled,
     ``prefill`` is the beginning of the final answer, which the model continues. Without
-    ``thinking`` no analysis may be written (the effort then says what the prompt shows).
+    ``thinking`` the model may not write analysis, whatever effort the prompt shows.
 
     ``tools``, ``effort`` and ``response_format`` are those at the beginning of the prompt, and
     messages can change them. ``callable_tools``, ``answer_format`` and ``thinking`` apply to the

@@ -343,6 +343,7 @@ class _Translator:
         if key in self._symbols:
             self._referred.add(key)
             return self._symbols[key]
+        # The symbol is known before its rule is written, so that references can be recursive.
         self._symbols[key] = symbol = f"v_{self._name}_{len(self._symbols)}"
         alternatives = self.conjunction(list(wanted.values()), depth)
         symbols = (symbol for one in alternatives for symbol in self.symbols(one, depth))
@@ -352,6 +353,7 @@ class _Translator:
         if not written:
             self._symbols[key] = None
         elif len(written) == 1 and written[0].isidentifier() and key not in self._referred:
+            # No rule is needed, unless a recursive reference uses the symbol already.
             self._symbols[key] = written[0]
         else:
             self.rule(symbol, written)
@@ -482,7 +484,7 @@ class _Translator:
         for at in range(length):
             here = [each.prefix[at] if at < len(each.prefix) else each.rest for each in one.items]
             item = self.value(here, depth + 1)
-            if item is None:
+            if item is None:  # nothing is valid here, so the array ends before
                 most = at if most is None else min(at, most)
                 break
             heads.append(item)
@@ -558,6 +560,7 @@ class _Translator:
         for pattern in patterns:
             with suppress(NotExpressible):
                 written[pattern] = self.terminal(f"/{spellings.matching(pattern)}/")
+        # There is one terminal for each subset of the patterns, so there must be few.
         is_known = len(written) == len(patterns) <= MAX_PATTERNS
         if not is_known:
             self.drop("patternProperties")
@@ -609,13 +612,27 @@ class _Translator:
     ) -> str | None:
         """An object whose members come in any order, the required ones among them.
 
-        The highest bits of the parameter count the optional members, if their number is bounded.
+        ``others`` are the undeclared members. For ``{"a": …, "b"?: …}`` with others, the rules of
+        the object ``o`` are, without their digests::
+
+            o:     JSON_OPEN o_m::0x0
+            o_m::_: o_l A o_s::set_bit(0) %if bit_clear(0)      next comes the member a
+                  | o_l B o_s::set_bit(1) %if bit_clear(1)
+                  | o_o (JSON_COMMA o_o)* JSON_CLOSE %if is_ones([0:1])
+            o_s::_: JSON_CLOSE %if is_ones([0:1])               a member has come
+                  | JSON_COMMA o_m::_
+            o_l:   (o_o JSON_COMMA){0,64}                       others before a or b
+            o_o:   an undeclared member
+
+        If ``minProperties`` or ``maxProperties`` bound the number of members, the highest bits of
+        the parameter count those that are not required, and ``o_c`` follows such a member in place
+        of ``o_s``.
         """
         least = max(many[0] - len(required), 0)
         most = None if many[1] is None else many[1] - len(required)
         room = (most or least).bit_length() + 1 if least or most is not None else 0
         bits = BITS - room
-        if len(required) > bits:
+        if len(required) > bits:  # the others may be missing
             self.drop(f"required of an object with more than {bits} such names")
             required = required[:bits]
         tracked = [*required]
@@ -634,6 +651,7 @@ class _Translator:
         counted = f"[{bits}:{BITS}]"
         all_required = f"is_ones([0:{len(required)}])"
         has_room = "" if most is None else f"lt({counted}, {most})"
+        # With a maximum, others count one by one: a loop could pass it.
         loop = f"{walk}_l " if loops and most is None else ""
         alternatives = []
         for bit, name in enumerate(tracked):
@@ -656,6 +674,7 @@ class _Translator:
         self.rule(f"{walk}_m::_", alternatives)
         for after, come in (("s", 0), ("c", 1)) if room else (("s", 0),):
             enough = f"ge({counted}, {least - come})" if least else ""
+            # A comma needs a member that may follow it.
             free = "" if loops else f"not(is_ones([0:{len(tracked)}]))"
             if most is not None:
                 free = "" if loops else f"not(is_ones([{len(required)}:{len(tracked)}]))"
