@@ -245,7 +245,12 @@ class Parser:
                     continue
                 self._flush()
             elif self.state is State.HEADER:
-                self._header_text(vocab.token_bytes(token))
+                self._header.text(self._decoder.decode(vocab.token_bytes(token)))
+                if self._header.author != "assistant":
+                    self._another_speaks(self._header.author)
+                elif self._header.overfull:
+                    self._found(Finding.LOOSE)  # first: a stop string in the text ends it at once
+                    self._show_loose(self._loose())
             if self.state is _ENDED:
                 break
         self._flush()
@@ -371,14 +376,6 @@ class Parser:
         self._kind: Kind | None = None
         self._stops: StopStrings | None = None
         self._opened, self._empty = False, True
-
-    def _header_text(self, text: bytes) -> None:
-        self._header.text(self._decoder.decode(text))
-        if self._header.author != "assistant":
-            self._another_speaks(self._header.author)
-        elif self._header.overfull:
-            self._found(Finding.LOOSE)  # first: a stop string in the text ends it at once
-            self._show_loose(self._loose())
 
     def _loose(self, *, cut: bool = False) -> _Loose:
         """The loose text of the header, when no ``<|message|>`` ended it."""

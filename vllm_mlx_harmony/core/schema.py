@@ -290,15 +290,14 @@ def _union(types: Iterable[Type], note: str = "") -> Type:
         return NULL if null else NEVER
     if any(isinstance(one, Inline) and one.members == ANY.members for one in real):
         return ANY  # includes all others
-    if len(real) == 1:
-        return _nullable(real[0], note) if null else real[0]
-    return Union(variants=(*map(_on_one_line, real), *null))
-
-
-def _nullable(one: Type, note: str) -> Type:
-    """``one`` or null. The template prints no ``| null`` after a text that contains "null"."""
+    if len(real) > 1:
+        return Union(variants=(*map(_on_one_line, real), *null))
+    one = real[0]
+    if not null:
+        return one
     if isinstance(one, Union):
         return replace(one, variants=(*one.variants, NULL))
+    # The template prints no ``| null`` after a text that contains "null".
     if one.line() is None and "null" in note + one.member(""):
         return Union(variants=(_on_one_line(one), NULL))
     return replace(one, nullable=True)

@@ -387,15 +387,15 @@ class Turn:
     @property
     def characters(self) -> int:
         """The number of characters in the conversation, a measure of the cost of rendering."""
-        return sum(map(_characters, self.messages))
-
-
-def _characters(message: Message) -> int:
-    if isinstance(message, (Call, ServerCall)):
-        return len(message.arguments)
-    if isinstance(message, AdditionalTools):
-        return sum(len(tool.description) for tool in message.tools)
-    return 0 if isinstance(message, (EffortUpdate, FormatUpdate)) else len(message.text)
+        total = 0
+        for message in self.messages:
+            if isinstance(message, (Call, ServerCall)):
+                total += len(message.arguments)
+            elif isinstance(message, AdditionalTools):
+                total += sum(len(tool.description) for tool in message.tools)
+            elif not isinstance(message, (EffortUpdate, FormatUpdate)):
+                total += len(message.text)
+        return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,14 @@ def official_file(packed: bytes | None = None) -> bytes:
     try:
         if packed is None:
             packed = (files("vllm_mlx_harmony") / "data" / DATA_NAME).read_bytes()
-        rebuilt = b"".join(_lines(lzma.decompress(packed)))
+        raw = lzma.decompress(packed)
+        lines: list[bytes] = []
+        at = 0
+        while at < len(raw):  # each token follows a byte with its length
+            end = at + 1 + raw[at]
+            lines.append(b"%s %d\n" % (base64.b64encode(raw[at + 1 : end]), len(lines)))
+            at = end
+        rebuilt = b"".join(lines)
     except (OSError, IndexError, lzma.LZMAError) as error:
         raise VocabularyError(f"{_DAMAGED}: {error}") from error
     if hashlib.sha256(rebuilt).hexdigest() != SHA256:
@@ -162,15 +169,6 @@ def official_file(packed: bytes | None = None) -> bytes:
 
 
 _DAMAGED = f"the shipped vocabulary ({DATA_NAME}) is damaged; reinstall vllm-mlx-harmony"
-
-
-def _lines(raw: bytes) -> Iterator[bytes]:
-    """The lines of the official file. In ``raw``, each token follows a byte with its length."""
-    at = rank = 0
-    while at < len(raw):
-        end = at + 1 + raw[at]
-        yield b"%s %d\n" % (base64.b64encode(raw[at + 1 : end]), rank)
-        at, rank = end, rank + 1
 
 
 def _load() -> HarmonyEncoding:

@@ -91,7 +91,20 @@ def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
     key = tenant, grammar
     known = _compiled.get(key)
     if known is None:
-        known = Compiled(grammar, _fresh(grammar))
+        from llguidance import LLMatcher, LLParserLimits
+
+        # An object with n optional properties takes 4n items. Errors are logged, so they must not
+        # quote the output.
+        limits = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)
+        matcher = LLMatcher(_prepared(), grammar.text, log_level=0, limits=limits)
+        if matcher.is_error():
+            problem = matcher.get_error().partition("\n")[0]
+            problem = "they are too large" if "panic" in problem else problem
+            raise NotCompiled(problem, param="tools")
+        if grammar.begun and not matcher.consume_tokens(list(grammar.begun)):
+            problem = "the beginning of the answer does not match the response format"
+            raise RequestError(problem, param="messages")
+        known = Compiled(grammar, matcher)
         _compiled.put(key, known, max(size, _BASE + _PER_CHARACTER * len(grammar.text)))
     return known
 
@@ -99,23 +112,6 @@ def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
 def remembered(grammar: Grammar, tenant: str = "") -> Compiled | None:
     """The result of ``compiled`` if it is in the cache, else ``None``."""
     return _compiled.get((tenant, grammar))
-
-
-def _fresh(grammar: Grammar) -> LLMatcher:
-    from llguidance import LLMatcher, LLParserLimits
-
-    # An object with n optional properties takes 4n items. An error quotes no output in the log.
-    limits = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)
-    matcher = LLMatcher(_prepared(), grammar.text, log_level=0, limits=limits)
-    if matcher.is_error():
-        problem = matcher.get_error().partition("\n")[0]
-        if "panic" in problem:
-            problem = "they are too large"
-        raise NotCompiled(problem, param="tools")
-    if grammar.begun and not matcher.consume_tokens(list(grammar.begun)):
-        problem = "the beginning of the answer does not match the response format"
-        raise RequestError(problem, param="messages")
-    return matcher
 
 
 _BASE = 100_000
