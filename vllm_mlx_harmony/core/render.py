@@ -82,7 +82,13 @@ def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     ids = list(_system(turn, bool(tools)))
     budget = schema.SizeBudget()
     ids += _developer(turn, instructions, tools, names, budget)
-    shown = _without_stale_reasoning(_stretches(rest, replay))
+    stretches: list[_Stretch] = [_as_sent(rest)]
+    if replay is not None:
+        stretches = [
+            (found.kinds, sent, found.spans) if found else _as_sent(sent, from_assistant)
+            for from_assistant, sent, found in replay.history(rest)
+        ]
+    shown = _without_stale_reasoning(stretches)
     written = _written(shown, names, budget, tenant=turn.tenant)
     boundaries = tuple(accumulate(map(len, written), initial=len(ids)))
     for message in written:
@@ -238,16 +244,6 @@ _Stretch: TypeAlias = "tuple[Sequence[type[Message]], Sequence[Message], Sequenc
 """Consecutive messages of the assistant, or those between (without kinds): their kinds, the
 messages as the client sent them, and the spans as they were generated, which are placed instead if
 there are any. It is a plain tuple because every turn makes hundreds."""
-
-
-def _stretches(messages: Sequence[Message], replay: ReplayScope | None) -> list[_Stretch]:
-    """The history, with spans for turns that were generated here."""
-    if replay is None:
-        return [_as_sent(messages)]
-    return [
-        (found.kinds, sent, found.spans) if found else _as_sent(sent, from_assistant)
-        for from_assistant, sent, found in replay.history(messages)
-    ]
 
 
 def _as_sent(messages: Sequence[Message], from_assistant: bool = True) -> _Stretch:

@@ -197,8 +197,18 @@ def _vocabulary_dir() -> Iterator[Path]:
     elif (cached := _cached()) is not None:
         yield cached
     else:
-        with _temporary() as directory:
-            yield directory
+        try:
+            with tempfile.TemporaryDirectory(
+                prefix="vllm-mlx-harmony-", ignore_cleanup_errors=True
+            ) as name:
+                write_atomically(Path(name) / FILE_NAME, official_file())
+                yield Path(name)
+        except OSError as error:
+            raise VocabularyError(
+                f"no place to write the vocabulary to: {cache_dir()} and the temporary directory "
+                f"both fail ({error}); free some space or point {BASE_VARIABLE} to a directory "
+                f"with {FILE_NAME}"
+            ) from error
 
 
 def _cached() -> Path | None:
@@ -216,22 +226,6 @@ def _cached() -> Path | None:
     except OSError:
         return None
     return directory
-
-
-@contextmanager
-def _temporary() -> Iterator[Path]:
-    try:
-        with tempfile.TemporaryDirectory(
-            prefix="vllm-mlx-harmony-", ignore_cleanup_errors=True
-        ) as name:
-            write_atomically(Path(name) / FILE_NAME, official_file())
-            yield Path(name)
-    except OSError as error:
-        raise VocabularyError(
-            f"no place to write the vocabulary to: {cache_dir()} and the temporary directory "
-            f"both fail ({error}); free some space or point {BASE_VARIABLE} to a directory "
-            f"with {FILE_NAME}"
-        ) from error
 
 
 @contextmanager

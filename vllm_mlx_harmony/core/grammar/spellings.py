@@ -312,7 +312,11 @@ def _scaled(bound: Decimal, strictly: bool, sign: str, *, below: bool) -> str:
     is_long = len(bound.as_tuple().digits) > _COMPARED
     for exponent in range(first, last + 1):
         if is_long and exponent not in (0, order):
-            forms.append(_shorter(order - exponent, below) + _power(exponent))
+            digits = order - exponent  # fewer of them before the point, or more
+            count = f"{max(digits + 1, 0)}," if not below else f"0,{digits - 1}"
+            is_possible = not below or digits > 0
+            decimals = rf"[1-9][0-9]{{{count}}}(?:\.[0-9]+)?" if is_possible else r"[^\s\S]"
+            forms.append(decimals + _power(exponent))
         else:
             compared = _below if below else _above
             forms.append(compared(bound.scaleb(-exponent), strictly) + _power(exponent))
@@ -329,14 +333,6 @@ _COMPARED = 6
 """The number of digits up to which a bound is compared with mantissas of any exponent. For a longer
 bound this is done for the usual notations (no exponent, or one digit before the point); in others
 only the number of digits is compared."""
-
-
-def _shorter(order: int, below: bool) -> str:
-    """Decimals with fewer digits before the point than a number of ``order``, or with more."""
-    some = r"(?:\.[0-9]+)?"
-    if below:
-        return f"[1-9][0-9]{{0,{order - 1}}}{some}" if order > 0 else r"[^\s\S]"
-    return f"[1-9][0-9]{{{max(order + 1, 0)},}}{some}"
 
 
 def _integers_from(least: int) -> str:
