@@ -1,4 +1,4 @@
-"""The engine of a real server: its thread dies, its memory is small."""
+"""The engine of a real server: its thread dies, its memory is small, two of them run at once."""
 
 from __future__ import annotations
 
@@ -124,4 +124,46 @@ def test_what_can_never_fit_is_rejected_and_what_does_not_fit_now_waits(
         for response in pool.map(answered, range(3)):
             assert response.status_code == 200, response.text
             assert response.json()["usage"]["prompt_tokens"] > longest // 2
+    server.stop()
+
+
+# --- Two of them.
+
+
+def test_two_models_run_side_by_side(start: Start, standin_dir: Path, tmp_path: Path) -> None:
+    """One of them is loaded while the other generates, and neither stops the other."""
+    standin.rescript(standin_dir, SCRIPTS)
+    other = standin.write(
+        tmp_path / "other", [Script("Hi.", "<|channel|>final<|message|>Ho.<|return|>")]
+    )
+    config = tmp_path / "models.yaml"
+    config.write_text(
+        json.dumps(
+            {
+                "manager": {"memory_budget_gb": 4},
+                "models": [
+                    {"name": "first", "path": str(standin_dir)},
+                    {"name": "second", "path": str(other)},
+                ],
+            }
+        )
+    )
+    command = (*HARMONY, "--models-config")  # in place of a model
+    server = start(*FLAG, model=config, command=command, preloaded=False)
+    with server.client(300) as client, server.client(300) as beside:
+        asked = {"model": "first", **body(CHAT, "Slowly.", stream=True, max_tokens=60)}
+        with client.stream("POST", CHAT, json=asked) as running:
+            lines = running.iter_lines()
+            assert any("word" in line for line in lines)
+            for path in (CHAT, RESPONSES, MESSAGES):
+                response = beside.post(path, json={"model": "second", **body(path, "Hi.")})
+                assert response.status_code == 200
+                assert "Ho." in response.text
+            status = beside.get("/harmony/status").json()["models"]
+            assert [len(each["requests"]) for each in status] in ([1, 0], [0, 1])
+            rest = [line for line in lines if "word" in line]
+        assert rest, "the first went on meanwhile"
+        assert beside.get("/health").status_code == 200
+        unknown = beside.post(CHAT, json={"model": "third", **body(CHAT, "Hi.")})
+        assert unknown.status_code == 404
     server.stop()
