@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_mlx_harmony.cli.client import Completion, events, take_in
+from vllm_mlx_harmony.cli.client import Completion, events
 from vllm_mlx_harmony.cli.errors import UsageError
 
 
@@ -40,7 +40,7 @@ CHUNKS = [
 def test_answer() -> None:
     answer = Completion()
     for one in CHUNKS:
-        take_in(answer, one)
+        answer.add(one)
     parts = [(part.key, part.name, part.deltas) for part in answer.parts]
     assert parts == [
         ("reasoning", "", ["I ", "think."]),
@@ -61,7 +61,7 @@ def test_answer() -> None:
 
 def test_a_plain_answer_has_no_calls() -> None:
     answer = Completion()
-    take_in(answer, chunk({"content": "Hi"}, "stop"))
+    answer.add(chunk({"content": "Hi"}, "stop"))
     assert "tool_calls" not in answer.message()
 
 

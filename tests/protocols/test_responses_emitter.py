@@ -589,7 +589,7 @@ def test_a_response_that_could_not_be_stored_says_so_at_its_end(stream: bool) ->
     emitter = request(stream).emitter(INFO)
     deltas = told(said(0, Kind.ANSWER, "Hi"), end=STOP)
     *groups, last = [emitter.feed(delta) for delta in deltas]
-    events = [*(event for group in groups for event in group), *emitter.unstored(last)]
+    events = [*(event for group in groups for event in group), *emitter.mark_not_stored(last)]
     assert emitter.result()["store"] is False
     if stream:
         assert [event["response"]["store"] for event in documents(events)[:2]] == [True, True]

@@ -46,7 +46,7 @@ def test_an_answer_that_begins_at_the_last_look_is_watched(
     monkeypatch.setattr(cancellations, "BEAT", 0.001)
     monkeypatch.setattr(cancellations, "server_shared", lambda: "a Redis")
     monkeypatch.setattr(cancellations, "_watching", None)
-    monkeypatch.setattr(cancellations, "_taken", lambda shared, answers: list(answers))
+    monkeypatch.setattr(cancellations, "_requested", lambda shared, answers: list(answers))
     monkeypatch.setattr(answer, "running", running)
     monkeypatch.setattr(answer, "cancel", lambda *answer: cancelled.append(answer))
     loop = Loop()

@@ -292,5 +292,5 @@ def test_a_redis_that_is_not_there_at_the_start_is_said(
 
 def test_another_programs_key_is_not_taken(own: RedisServer) -> None:
     own.client.set("vllm-mlx-harmony:encryption-key", b"short")
-    with pytest.raises(SharedError, match="is no key"):
+    with pytest.raises(SharedError, match="is not a key"):
         Shared(own.url)

@@ -35,10 +35,10 @@ from test_toolbox import free_port
 from test_toolbox import serving as mcp_serving
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.server.tools import client_servers, guarded_http
-from vllm_mlx_harmony.server.tools.client_servers import VARIABLE, ClientServers
+from vllm_mlx_harmony.server.tools import client_servers
+from vllm_mlx_harmony.server.tools.client_servers import VARIABLE, ClientServers, guarded_http
+from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern, is_public
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, Use
-from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern, is_public
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer
 from vllm_mlx_harmony.server.tools.tool_server import ToolError
 from vllm_mlx_harmony.server.tools.toolbox import GIVEN, Toolbox
@@ -245,7 +245,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     (("http://127.0.0.1:1",), {}, "tools[0].server_url", VARIABLE),
     (("http://127.0.0.1:9/other",), {}, "tools[0].server_url", VARIABLE),
     (("http://*:9",), {"server_url": "not a url"}, "tools[0].server_url", VARIABLE),
-    (("http://*:9",), {"server_url": "http://[::1"}, "tools[0].server_url", "no URL"),
+    (("http://*:9",), {"server_url": "http://[::1"}, "tools[0].server_url", "not a URL"),
     (("http://*:9",), {"server_url": "http://a@127.0.0.1:9/mcp"}, "tools[0].server_url", VARIABLE),
     (("http://*:9",), {"server_label": "weather"}, "tools[0].server_url", "the operator's"),
     (("http://*:9",), {"headers": {"Host": "x"}}, "tools[0].headers", "of the connection"),
@@ -429,7 +429,7 @@ def test_a_private_address_is_for_a_pattern_that_names_it() -> None:
             with pytest.raises(openai.APIStatusError) as caught:
                 finally_(create(host, input="Say hello.", tools=[tool]))
             assert caught.value.status_code == 424, name
-            assert "no public address" in caught.value.message or "cannot be found" in (
+            assert "no public address" in caught.value.message or "cannot be resolved" in (
                 caught.value.message
             )
         assert _Strange.seen == []

@@ -79,7 +79,7 @@ CALLS: list[tuple[str, str, str, bool | None]] = [
     ("weather.fails", '{"why": "broken"}', "Error executing tool fails", True),
     ("weather.now", '{"city": 3}', "Error executing tool now: 1 validation error", True),
     ("weather.now", '{"city": ', "Error: the arguments are not valid JSON", False),
-    ("weather.now", "[1]", "Error: the arguments are no JSON object", False),
+    ("weather.now", "[1]", "Error: the arguments are not a JSON object", False),
     ("weather.unknown", "{}", "Error: there is no tool weather.unknown; there are: ", False),
     ("python", "1 + 1", "2", None),
     ("browser.search", '{"query": "x"}', "[0] Results for x", None),

@@ -1,1 +1,1 @@
-"""The commands, one file each. The command line itself is in `__main__`."""
+"""The commands, one file each. `__main__` has the command line."""

@@ -1,7 +1,4 @@
-"""A small streaming client of the Chat Completions API: what any client sees, nothing added.
-
-Knows HTTP, server-sent events and the fields of a chunk. Refuses to know Harmony.
-"""
+"""A small streaming client of the Chat Completions API, for the demo."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from vllm_mlx_harmony.cli.errors import UsageError
 
 ADDRESS = "127.0.0.1"
 PATIENCE = 60.0
-"""Seconds of silence after which a server is given up."""
+"""Timeout of a read in seconds."""
 
 
 @dataclass(slots=True)
 class Part:
-    """One field of the answer with its deltas, as they came. ``name`` and ``id`` are a call's."""
+    """One field of the answer and its deltas. Tool calls have a ``name`` and an ``id``."""
 
     key: str
     name: str = ""
@@ -29,13 +26,13 @@ class Part:
 
     @property
     def text(self) -> str:
-        """The deltas joined."""
+        """The whole field."""
         return "".join(self.deltas)
 
 
 @dataclass(slots=True)
 class Completion:
-    """A streamed answer, put together. Parts are in the order in which they began."""
+    """A streamed answer. Parts are in the order in which they began."""
 
     parts: list[Part] = field(default_factory=list)
     chunks: int = 0
@@ -44,19 +41,23 @@ class Completion:
     completion_tokens: int = 0
 
     def text(self, key: str) -> str:
-        """All text of a field."""
+        """The text of all parts of a field."""
         return "".join(part.text for part in self.parts if part.key == key)
 
     @property
     def calls(self) -> list[Part]:
-        """The calls, in order."""
+        """The tool calls, in order."""
         return [part for part in self.parts if part.key == "tool_calls"]
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, object]:
         """The assistant's message for the next request."""
         calls = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.text}}
-            for c in self.calls
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.text},
+            }
+            for call in self.calls
         ]
         return {
             "role": "assistant",
@@ -65,17 +66,36 @@ class Completion:
             **({"tool_calls": calls} if calls else {}),
         }
 
+    def add(self, chunk: dict[str, Any]) -> None:
+        """Adds the next chunk of the stream."""
+        self.chunks += 1
+        if usage := chunk.get("usage"):
+            self.prompt_tokens = usage["prompt_tokens"]
+            self.completion_tokens = usage["completion_tokens"]
+        for choice in chunk["choices"]:
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+            for name in ("reasoning", "content"):
+                if text := choice["delta"].get(name):
+                    if not self.parts or self.parts[-1].key != name:
+                        self.parts.append(Part(name))
+                    self.parts[-1].deltas.append(text)
+            for call in choice["delta"].get("tool_calls") or ():
+                if call["index"] == len(self.calls):
+                    self.parts.append(Part("tool_calls", call["function"]["name"], call["id"]))
+                if arguments := call["function"].get("arguments"):
+                    self.calls[call["index"]].deltas.append(arguments)
 
-def ask(port: int, body: dict[str, Any]) -> Completion:
-    """The streamed answer to a Chat Completions request. Raises ``UsageError`` if there is none."""
+
+def ask(port: int, body: dict[str, object]) -> Completion:
+    """Sends a Chat Completions request, streamed. Raises ``UsageError`` if it fails."""
     answer = Completion()
     for chunk in chunks(port, {**body, "stream": True, "stream_options": {"include_usage": True}}):
-        take_in(answer, chunk)
+        answer.add(chunk)
     return answer
 
 
-def chunks(port: int, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed answer, one by one. Raises ``UsageError``."""
+def chunks(port: int, body: dict[str, object]) -> Iterator[dict[str, Any]]:
+    """The chunks of a streamed answer. Raises ``UsageError``."""
     connection = HTTPConnection(ADDRESS, port, timeout=PATIENCE)
     headers = {"Content-Type": "application/json"}
     try:
@@ -85,7 +105,7 @@ def chunks(port: int, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
             raise UsageError(f"the server answered {response.status}: {response.read().decode()}")
         yield from events(response)
     except (OSError, HTTPException) as error:
-        raise UsageError(f"the server broke off: {error}") from error
+        raise UsageError(f"the connection to the server failed: {error}") from error
     finally:
         connection.close()
 
@@ -93,7 +113,7 @@ def chunks(port: int, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The documents in a stream of server-sent events, up to ``[DONE]``.
 
-    Raises ``UsageError`` for an error event, and when the stream ends without a word.
+    Raises ``UsageError`` for an error event and for an incomplete stream.
     """
     for line in lines:
         if not line.startswith(b"data: "):
@@ -105,32 +125,4 @@ def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         if "error" in document:
             raise UsageError(f"the server failed: {document['error']['message']}")
         yield document
-    raise UsageError("the server broke off: the stream ended without [DONE]")
-
-
-def take_in(answer: Completion, chunk: dict[str, Any]) -> None:
-    """Adds a chunk to the answer."""
-    answer.chunks += 1
-    if usage := chunk.get("usage"):
-        answer.prompt_tokens = usage["prompt_tokens"]
-        answer.completion_tokens = usage["completion_tokens"]
-    for choice in chunk["choices"]:
-        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
-        for name in ("reasoning", "content"):
-            if text := choice["delta"].get(name):
-                _part(answer, name).deltas.append(text)
-        for call in choice["delta"].get("tool_calls") or ():
-            _take_in_call(answer, call)
-
-
-def _part(answer: Completion, name: str) -> Part:
-    if not answer.parts or answer.parts[-1].key != name:
-        answer.parts.append(Part(name))
-    return answer.parts[-1]
-
-
-def _take_in_call(answer: Completion, call: dict[str, Any]) -> None:
-    if call["index"] == len(answer.calls):
-        answer.parts.append(Part("tool_calls", call["function"]["name"], call["id"]))
-    if arguments := call["function"].get("arguments"):
-        answer.calls[call["index"]].deltas.append(arguments)
+    raise UsageError("the stream ended without [DONE]")

@@ -135,7 +135,7 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
         entries = _models(base, key)
     except (OSError, ValueError, HTTPException) as error:
         if model is None or isinstance(error, HTTPError):
-            raise UsageError(_silent(base, error)) from error
+            raise UsageError(_unreachable(base, error)) from error
         return Served(base, model, context or CONTEXT, keyed=key is not None)
     names = [str(entry["id"]) for entry in entries]
     if model is None and len(names) != 1:
@@ -169,7 +169,7 @@ def _models(base: str, key: str | None) -> list[dict[str, Any]]:
     return [entry for entry in entries if isinstance(entry, dict) and "id" in entry]
 
 
-def _silent(base: str, error: Exception) -> str:
+def _unreachable(base: str, error: Exception) -> str:
     if isinstance(error, HTTPError):
         fix = "set --key" if error.code in (401, 403) else "is it vllm-mlx?"
         return f"the server at {base} answered {error.code}: {fix}"

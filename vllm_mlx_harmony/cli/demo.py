@@ -1,8 +1,4 @@
-"""demo: one tool-call conversation with a scripted stand-in, through the real server.
-
-Knows the steps and their order. What is on the screen is in `screen`, the server in `process`, the
-client in `client`.
-"""
+"""demo: a conversation with a tool call, through the real server with a scripted stand-in."""
 
 from __future__ import annotations
 
@@ -64,11 +60,20 @@ TOOL: dict[str, Any] = {
 
 
 def run(*, batched: bool = False) -> int:
-    """Shows the conversation. Returns 0 when the client saw what the model said, 1 when it did not.
+    """Shows the conversation. Returns 0 if the client received the scripted output, otherwise 1.
 
-    Raises ``UsageError`` where no server can run.
+    Raises ``UsageError`` if the server cannot run.
     """
-    _need_host()
+    for module, fix in (("vllm_mlx", "vllm-mlx"), ("mlx.core", "mlx")):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            linux = sys.platform == "linux" and fix == "mlx"
+            wanted = "'vllm-mlx-harmony[cpu]'" if linux else fix
+            raise UsageError(
+                f"the demo runs the real server, but {module} cannot be imported ({error}): "
+                f"pip install {wanted}"
+            ) from error
     view = Screen()
     view.opening()
     with ExitStack() as stack:
@@ -91,28 +96,15 @@ def run(*, batched: bool = False) -> int:
 
 
 def written(name: str, scripts: Sequence[Script], home: Path) -> Path:
-    """The stand-in in the user's cache; in ``home``, where that cannot be written."""
+    """Writes the stand-in to the user's cache, or to ``home`` if that is not writable."""
     try:
         return standin.write(vocab.cache_dir() / name, scripts)
     except OSError:
         return standin.write(home / name, scripts)
 
 
-def _need_host() -> None:
-    for module, fix in (("vllm_mlx", "vllm-mlx"), ("mlx.core", "mlx")):
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            linux = sys.platform == "linux" and fix == "mlx"
-            wanted = "'vllm-mlx-harmony[cpu]'" if linux else fix
-            raise UsageError(
-                f"the demo runs the real server, but {module} cannot be imported ({error}): "
-                f"pip install {wanted}"
-            ) from error
-
-
 def _converse(view: Screen, port: int, model: str) -> bool:
-    """Both turns. Whether each was, to the letter, what the script says."""
+    """Runs both turns; returns whether each was exactly as scripted."""
     body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": QUESTION}],
@@ -121,7 +113,7 @@ def _converse(view: Screen, port: int, model: str) -> bool:
     first_prompt = prompt(body)
     first = ask(port, body)
     view.turn("Turn 1: the user asks", Turn(first_prompt, ids_of(CALLS), first))
-    if not _said(first, CALLS, first_prompt) or len(first.calls) != 1:
+    if not _is_scripted(first, CALLS, first_prompt) or len(first.calls) != 1:
         return False
     result = {"role": "tool", "tool_call_id": first.calls[0].id, "content": RESULT}
     body["messages"] += [first.message(), result]
@@ -129,19 +121,19 @@ def _converse(view: Screen, port: int, model: str) -> bool:
     second = ask(port, body)
     shown = Turn(second_prompt, ids_of(ANSWERS), second, first_prompt)
     view.turn("Turn 2: the tool answered", shown)
-    return _said(second, ANSWERS, second_prompt)
+    return _is_scripted(second, ANSWERS, second_prompt)
 
 
-def _said(answer: Completion, script: str, prompt: tuple[int, ...]) -> bool:
-    """Whether the client's fields hold what the messages of the script do, and nothing else."""
-    said, finished = parse(ids_of(script))
+def _is_scripted(answer: Completion, script: str, prompt: tuple[int, ...]) -> bool:
+    """Whether the client received exactly the messages of the script."""
+    messages, finished = parse(ids_of(script))
     fields = {Kind.REASONING: "reasoning", Kind.CALL: "tool_calls"}
-    expected = [(fields.get(m.kind, "content"), m.name, m.text) for m in said]
-    seen = [(part.key, part.name, part.text) for part in answer.parts]
+    expected = [(fields.get(each.kind, "content"), each.name, each.text) for each in messages]
+    received = [(part.key, part.name, part.text) for part in answer.parts]
     ended = (answer.finish_reason, answer.prompt_tokens) == (finished.reason, len(prompt))
-    return seen == expected and ended
+    return received == expected and ended
 
 
 def ids_of(text: str) -> tuple[int, ...]:
-    """Ids of a script: its control tokens are control tokens."""
+    """The ids of a script, whose control tokens are written out."""
     return tuple(vocab.encoding().encode(text, allowed_special="all"))

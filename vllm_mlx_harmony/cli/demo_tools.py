@@ -1,8 +1,7 @@
-"""demo --tools: a turn with tools that the server runs, over a real MCP server.
+"""demo --tools: a turn in which the server runs tools of a real MCP server.
 
-The server is vllm-mlx's own with a scripted stand-in for the model, as in `demo`; the tool server
-is a process that the server starts, and what it answers is computed there. One request, one answer:
-the calls in between are the server's.
+The server is vllm-mlx with a scripted stand-in for the model, as in `demo`. It starts the MCP
+server as a process, and calls its tools while it answers a single request.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,16 +49,16 @@ TOOLS = [{"type": "mcp", "server_label": "calculator", "require_approval": "neve
 
 
 def run(*, batched: bool = False) -> int:
-    """Shows the answer item by item. Returns 0 when it is what it should be, 1 when it is not.
+    """Shows the answer item by item. Returns 0 if it is as expected, otherwise 1.
 
-    Raises ``UsageError`` where no server, or no tool server, can run.
+    Raises ``UsageError`` if the server or the MCP server cannot run.
     """
     if find_spec("mcp") is None:
         raise UsageError("tool servers need a package: pip install 'vllm-mlx-harmony[tools]'")
     console = Console(highlight=False)
     console.print(
         "[bold]vllm-mlx-harmony demo --tools[/]: the real server, a real MCP server, and in place "
-        "of gpt-oss a [bold]scripted stand-in[/]: what the model says was written by hand.\n"
+        "of gpt-oss a [bold]scripted stand-in[/], whose output was written by hand.\n"
     )
     with ExitStack() as stack:
         made = tempfile.TemporaryDirectory(prefix="vllm-mlx-harmony-", ignore_cleanup_errors=True)
@@ -73,27 +72,20 @@ def run(*, batched: bool = False) -> int:
         server = stack.enter_context(serving(model, home, flags, env))
         request = {"model": str(model), "input": QUESTION, "tools": TOOLS}
         console.print(f"POST /v1/responses {json.dumps(request)}\n", style="dim", soft_wrap=True)
-        response = _ask(server.port, request)
+        connection = HTTPConnection(ADDRESS, server.port, timeout=120)
+        with closing(connection):
+            body, headers = json.dumps(request), {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/responses", body, headers)
+            response = json.loads(connection.getresponse().read())
         for item in response.get("output", []):
             console.print(_line(item), markup=False, soft_wrap=True)
     usage = response.get("usage")
     console.print(f"\nusage: {json.dumps(usage)}", style="dim", markup=False, soft_wrap=True)
     last = response.get("output", [{}])[-1]
     right = last.get("type") == "message" and last["content"][0]["text"] == ANSWER
-    mark = "✓ one request, two calls, one answer" if right else f"✗ not as it should be: {response}"
+    mark = "✓ one request, two calls, one answer" if right else f"✗ not as expected: {response}"
     console.print(f"\n{mark}; the servers are stopped", markup=False)
     return 0 if right else 1
-
-
-def _ask(port: int, request: dict[str, Any]) -> dict[str, Any]:
-    connection = HTTPConnection(ADDRESS, port, timeout=120)
-    try:
-        body, headers = json.dumps(request), {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/responses", body, headers)
-        answer: dict[str, Any] = json.loads(connection.getresponse().read())
-        return answer
-    finally:
-        connection.close()
 
 
 def _line(item: dict[str, Any]) -> str:

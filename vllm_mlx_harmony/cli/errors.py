@@ -9,12 +9,14 @@ STDIN = "-"
 
 
 class UsageError(Exception):
-    """A command cannot run. The message is for the user; the exit code is 2."""
+    """A command cannot run. The user sees the message; the exit code is 2."""
 
 
 def read_text(name: str) -> str:
-    """The text of a file, or of standard input for ``-``; without a byte order mark, which editors
-    on Windows put in front. Raises ``UsageError``."""
+    """The text of a file, or of standard input for ``-``, without a byte order mark.
+
+    Raises ``UsageError``.
+    """
     if name == STDIN and sys.stdin is None:
         raise UsageError("standard input is closed")
     try:
@@ -30,5 +32,5 @@ def read_text(name: str) -> str:
 
 
 def called(name: str) -> str:
-    """How an error names the file."""
+    """The name of the file in error messages."""
     return "standard input" if name == STDIN else name

@@ -29,7 +29,7 @@ the file. SIGHUP reloads the file.
 
 
 def parser() -> argparse.ArgumentParser:
-    """One flag for each setting, without defaults: variables and the file come before those."""
+    """A parser with a flag for each setting, which has no default, so that others can apply."""
     from vllm_mlx_harmony.gateway.settings import (
         PREFIX,
         RENAMED,
@@ -75,8 +75,8 @@ def main(arguments: Sequence[str]) -> int:
     flags = {name: value for name, value in vars(parsed).items() if name != "config"}
     try:
         settings = load(flags, file=parsed.config)
-        defaults.read(settings.template_options)  # so that a wrong variable fails now
-        server_store()  # opened here, so that it fails here
+        defaults.read(settings.template_options)  # validates environment variables at the start
+        server_store()  # opens the store, which may fail
     except HostError as error:
         raise UsageError(error.message) from error
     return app.run(settings, partial(load, flags, file=parsed.config))

@@ -1,6 +1,6 @@
-"""Token ids as coloured text: control tokens apart from the rest, each message in its colour.
+"""Coloured text of token ids: control tokens are dim, and each message has the colour of its kind.
 
-The parser decides which text belongs to which message (`core.parse`); here is what colour it gets.
+The parser decides which text belongs to which message (`core.parse`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _TERMINATORS = vocab.TURN_ENDS | {vocab.END}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A control token, or the text between two of them. Only ``control`` tells them apart for sure:
-    what a user typed may look like a control token and is text."""
+    """A control token, or the text between two of them.
+
+    Only ``control`` distinguishes them, since text may look like a control token.
+    """
 
     ids: tuple[int, ...]
     text: str
@@ -43,10 +45,7 @@ class Piece:
 
 
 def pieces(ids: Iterable[int]) -> Iterator[Piece]:
-    """``ids`` cut at their control tokens. Joined, their texts are the text of the ids.
-
-    Takes ids of the vocabulary only; bytes that are no UTF-8 become U+FFFD.
-    """
+    """``ids`` split at their control tokens. Bytes that are not UTF-8 become U+FFFD."""
     for control, run in groupby(ids, key=vocab.CONTROL.__contains__):
         if control:
             yield from (Piece((token,), vocab.encoding().decode([token]), True) for token in run)
@@ -57,9 +56,9 @@ def pieces(ids: Iterable[int]) -> Iterator[Piece]:
 
 
 def painted(ids: Iterable[int], *, apart: bool = False) -> Painting:
-    """``ids`` written out, in colours. They begin with a header, as a prompt and a completion do.
+    """The coloured text of a prompt or a completion.
 
-    ``apart``: each message on a line of its own, with line breaks that are not in the ids.
+    ``apart`` adds line breaks, so that each message begins on a new line.
     """
     parser, style, at = Parser(transcript=True), HEADER_STYLE, 0
     runs: list[_Run] = []
@@ -95,7 +94,7 @@ class _Run:
 
 
 def _paint_headless(runs: list[_Run], deltas: list[Delta]) -> None:
-    """Paints messages without a ``<|message|>``: only what follows their text shows what it is."""
+    """Colours messages without ``<|message|>``, whose kind is known only after their text."""
     for opened, first in pairwise(deltas):
         if isinstance(opened, Opened) and isinstance(first, Text):
             texts: list[_Run] = []
@@ -106,7 +105,7 @@ def _paint_headless(runs: list[_Run], deltas: list[Delta]) -> None:
                     texts.clear()
                 elif run.piece.ids[0] in _TERMINATORS:
                     break
-            # The empty arguments of a call that is only a header are no part of the text.
+            # The parser adds empty arguments to a call that has only a header.
             if first.text != "{}" or any("{}" in run.piece.text for run in texts):
                 for run in texts:
                     run.style = KIND_STYLES[opened.kind]

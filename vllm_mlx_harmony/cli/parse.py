@@ -1,8 +1,4 @@
-"""parse: a completion as the messages in it.
-
-Knows the two ways a completion is written down and the two ways of printing it. Refuses to know
-what control tokens mean: `core.parse` reads them.
-"""
+"""parse: prints the messages of a completion."""
 
 from __future__ import annotations
 
@@ -31,16 +27,16 @@ class ParsedMessage:
     complete: bool = True
 
     def document(self) -> dict[str, object]:
-        """The message in what ``--json`` prints."""
-        called_ = {"name": self.name, "arguments": self.text}
-        said = called_ if self.kind is Kind.CALL else {"text": self.text}
-        return {"kind": self.kind.value, **said, "complete": self.complete}
+        """The message in the output of ``--json``."""
+        call = {"name": self.name, "arguments": self.text}
+        content = call if self.kind is Kind.CALL else {"text": self.text}
+        return {"kind": self.kind.value, **content, "complete": self.complete}
 
 
 def run(name: str, *, cut: bool, as_json: bool) -> int:
-    """Prints the messages of the completion in a file, coloured by channel where there are colours.
+    """Prints the messages of the completion in a file, in colours if the terminal has them.
 
-    Raises ``UsageError`` for a file that holds neither text nor ids.
+    Raises ``UsageError`` for a file that contains neither text nor ids.
     """
     messages, finished = parse(read_ids(name), cut=cut)
     if as_json:
@@ -51,7 +47,7 @@ def run(name: str, *, cut: bool, as_json: bool) -> int:
 
 
 def parse(ids: Iterable[int], *, cut: bool = False) -> tuple[list[ParsedMessage], Finished]:
-    """The messages of a completion, and how it ended. ``cut``: by a limit, if at all."""
+    """The messages of a completion and its end. ``cut``: an incomplete one ended at a limit."""
     parser = Parser()
     *deltas, finished = [*parser.feed(ids), *parser.close("length" if cut else "stop")]
     assert isinstance(finished, Finished)
@@ -59,20 +55,20 @@ def parse(ids: Iterable[int], *, cut: bool = False) -> tuple[list[ParsedMessage]
 
 
 def messages(deltas: Iterable[Delta]) -> list[ParsedMessage]:
-    """Deltas put together."""
-    said: list[ParsedMessage] = []
+    """The messages that consist of ``deltas``."""
+    found: list[ParsedMessage] = []
     for delta in deltas:
         if isinstance(delta, Opened):
-            said.append(ParsedMessage(delta.kind, delta.name))
+            found.append(ParsedMessage(delta.kind, delta.name))
         elif isinstance(delta, Text):
-            said[-1] = replace(said[-1], text=said[-1].text + delta.text)
+            found[-1] = replace(found[-1], text=found[-1].text + delta.text)
         elif isinstance(delta, Closed):
-            said[-1] = replace(said[-1], complete=delta.complete)
-    return said
+            found[-1] = replace(found[-1], complete=delta.complete)
+    return found
 
 
 def document(messages: Sequence[ParsedMessage], finished: Finished) -> dict[str, object]:
-    """What ``--json`` prints."""
+    """The output of ``--json``."""
     usage = finished.usage
     return {
         "messages": [message.document() for message in messages],
@@ -85,7 +81,7 @@ def document(messages: Sequence[ParsedMessage], finished: Finished) -> dict[str,
 
 
 def show(messages: Sequence[ParsedMessage], finished: Finished) -> None:
-    """The messages one after the other, each under what it is."""
+    """Prints the messages, each with a heading."""
     console = Console(highlight=False)
     for message in messages:
         console.print(heading(message), soft_wrap=True)
@@ -99,7 +95,7 @@ def show(messages: Sequence[ParsedMessage], finished: Finished) -> None:
 
 
 def heading(message: ParsedMessage) -> Painted:
-    """What a message is, in a word or two."""
+    """The heading of a message."""
     words = f"{message.kind.value} {message.name}".strip() + ("" if message.complete else " (cut)")
     return Painted.assemble(("── ", "dim"), (words, f"bold {KIND_STYLES[message.kind]}"))
 
@@ -107,22 +103,20 @@ def heading(message: ParsedMessage) -> Painted:
 def read_ids(name: str) -> list[int]:
     """The completion in a file: text with the control tokens written out, or a JSON list of ids.
 
-    Text begins with ``[`` only when a control token follows somewhere; one line break at the end
-    of a file is the file's, not the completion's. Raises ``UsageError``.
+    A file that begins with ``[`` is a list, unless it contains a control token. A line break at the
+    end of a file is ignored. Raises ``UsageError``.
     """
     content = read_text(name)
-    if content.lstrip().startswith("[") and "<|" not in content:
-        return _id_list(name, content)
-    text = content.removesuffix("\n").removesuffix("\r")
-    return list(vocab.encoding().encode(text, allowed_special="all"))
-
-
-def _id_list(name: str, content: str) -> list[int]:
+    if not content.lstrip().startswith("[") or "<|" in content:
+        text = content.removesuffix("\n").removesuffix("\r")
+        return list(vocab.encoding().encode(text, allowed_special="all"))
     try:
         ids: list[Any] = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{called(name)} is not a JSON list of ids: {error}") from error
     if not all(type(token) is int for token in ids):
         wrong = next(token for token in ids if type(token) is not int)
-        raise UsageError(f"{called(name)} is not a list of ids: {json.dumps(wrong)[:40]} is in it")
+        raise UsageError(
+            f"{called(name)} is not a list of ids: it contains {json.dumps(wrong)[:40]}"
+        )
     return ids

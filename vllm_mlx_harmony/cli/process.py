@@ -1,7 +1,4 @@
-"""The host as a child process: started on a free port with a home of its own, stopped by its pid.
-
-Knows processes, ports and `/health`. Refuses to know what is asked of the server.
-"""
+"""The server as a child process, on a free port and with a home directory of its own."""
 
 from __future__ import annotations
 
@@ -22,20 +19,17 @@ from vllm_mlx_harmony import _startup
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core import vocab
 
-POLITE = (signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 ADDRESS = "127.0.0.1"
 STARTING = 180.0
-"""Seconds a server may take until it is ready; two idle cores need about 12."""
+"""Seconds within which a server must be ready; two idle cores take about 12."""
 STOPPING = 10.0
-"""Seconds a server may take to end when asked to."""
+"""Seconds after SIGTERM within which a server must end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that answers on ``127.0.0.1:port``; ``command`` is how it was started.
-
-    ``log`` is the file it prints to, for as long as it runs.
-    """
+    """A server on ``127.0.0.1:port``. ``log`` is the file that has its output while it runs."""
 
     pid: int
     port: int
@@ -44,9 +38,9 @@ class Running:
 
 
 def command(model: Path, port: int, flags: Sequence[str]) -> list[str]:
-    """The command line that serves ``model`` with this plugin.
+    """The command that serves ``model`` with this plugin.
 
-    The host's own where the plugin's `.pth` file was read at start, ours where it was not.
+    It is the host's if Python has read the plugin's `.pth` file, otherwise ``vllm-mlx-harmony``.
     """
     where = ["--host", ADDRESS, "--port", str(port), *flags]
     if _startup.registered():
@@ -59,11 +53,10 @@ def command(model: Path, port: int, flags: Sequence[str]) -> list[str]:
 def serving(
     model: Path, home: Path, flags: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> Iterator[Running]:
-    """A server of ``model`` for as long as the context lasts; gone however that ends.
+    """Runs a server of ``model``, and stops it at the end of the block.
 
-    ``home`` is an existing directory; it becomes the server's home, because the host keeps a prefix
-    cache in it. Raises ``UsageError`` with the end of what it printed when it
-    does not start.
+    ``home`` is an existing directory, which becomes the server's home directory because the host
+    has a prefix cache there. Raises ``UsageError`` with the end of the log if it does not start.
     """
     port, log = free_port(), home / "server.log"
     arguments = command(model, port, flags)
@@ -74,7 +67,7 @@ def serving(
             stdout=printed,
             stderr=subprocess.STDOUT,
             env={**environment(home), **(env or {})},
-            start_new_session=True,  # Ctrl-C is for us; we stop it
+            start_new_session=True,  # Ctrl-C is for this process, which stops the server
         )
         try:
             _wait_until_healthy(process, port, log)
@@ -84,7 +77,7 @@ def serving(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process, gently at first."""
+    """Terminates a process, and kills it if it does not end in time."""
     if process.poll() is None:
         process.terminate()
     try:
@@ -95,7 +88,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind((ADDRESS, 0))
         port: int = probe.getsockname()[1]
@@ -103,10 +96,10 @@ def free_port() -> int:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """This process's environment with another home, and everything found that was found before."""
+    """The environment of this process, with another home directory but the same packages."""
     own = {
         "HOME": str(home),
-        "PYTHONUSERBASE": site.getuserbase(),  # packages of `pip install --user` are below HOME
+        "PYTHONUSERBASE": site.getuserbase(),  # `pip install --user` installs below HOME
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
@@ -117,12 +110,12 @@ def environment(home: Path) -> dict[str, str]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """A closed terminal or a polite kill ends the context like Ctrl-C does."""
+    """Makes SIGTERM and SIGHUP raise ``KeyboardInterrupt`` within the block."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in POLITE}
+    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:
         yield
     finally:
@@ -131,14 +124,17 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def tail() -> str:
+        return "\n".join(log.read_text("utf-8", "replace").splitlines()[-20:])
+
     until = time.monotonic() + STARTING
     while time.monotonic() < until:
         if process.poll() is not None:
-            raise UsageError(f"the server ended with exit code {process.returncode}:\n{_tail(log)}")
+            raise UsageError(f"the server ended with exit code {process.returncode}:\n{tail()}")
         if _is_healthy(port):
             return
         time.sleep(0.1)
-    raise UsageError(f"the server was not ready after {STARTING:.0f} seconds:\n{_tail(log)}")
+    raise UsageError(f"the server was not ready after {STARTING:.0f} seconds:\n{tail()}")
 
 
 def _is_healthy(port: int) -> bool:
@@ -150,7 +146,3 @@ def _is_healthy(port: int) -> bool:
         return False
     finally:
         connection.close()
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text("utf-8", "replace").splitlines()[-20:])

@@ -1,7 +1,4 @@
-"""render: a Chat Completions request as the exact prompt it becomes.
-
-Knows files and the two ways of printing. Refuses to know how a request is read and rendered.
-"""
+"""render: prints the exact prompt of a Chat Completions request."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from vllm_mlx_harmony.server.defaults import current_date
 
 
 def run(name: str, *, as_json: bool) -> int:
-    """Prints the prompt of the request in a file: coloured on a terminal, else to the byte.
+    """Prints the prompt of the request in a file, in colours on a terminal, or else unchanged.
 
-    Raises ``UsageError`` for a file that is no JSON, ``RequestError`` for a request the server
-    would refuse.
+    Raises ``UsageError`` for a file that is not JSON, and ``RequestError`` for a request that the
+    server would reject.
     """
     ids = prompt(_document(name))
     if as_json:
@@ -39,13 +36,13 @@ def run(name: str, *, as_json: bool) -> int:
 
 
 def prompt(body: object) -> tuple[int, ...]:
-    """The ids that a server without defaults of its own generates from, for a request's body."""
+    """The prompt of a request on a server with no defaults of its own."""
     request = chat.read(body, Defaults(date=current_date()))
     return tuple(render(request.turn).ids)
 
 
 def document(ids: Sequence[int]) -> dict[str, object]:
-    """What ``--json`` prints."""
+    """The output of ``--json``."""
     cut = [{"text": piece.text, "control": piece.control} for piece in pieces(ids)]
     return {"count": len(ids), "ids": list(ids), "pieces": cut}
 

@@ -1,7 +1,4 @@
-"""What the demo shows: prompt, raw output and what the client saw, beside each other if it fits.
-
-Knows terminals. Refuses to know servers and scripts.
-"""
+"""The output of the demo: the prompt, the model's output and the client's view of it."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_mlx_harmony.cli.client import Completion, Part
+from vllm_mlx_harmony.cli.client import Completion
 from vllm_mlx_harmony.cli.paint import KIND_STYLES, painted
 from vllm_mlx_harmony.cli.process import Running
 from vllm_mlx_harmony.core.deltas import Kind
 
 WIDE = 100
-"""Columns from which on prompt and output stand side by side."""
+"""Minimum width in columns for a layout of two columns."""
 
 LAST_LINES = 15
 
@@ -35,9 +32,9 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: its prompt, the script of what the model says to it, what the client saw.
+    """A request: its prompt, the scripted output, and the answer that the client received.
 
-    ``before`` is the prompt of the turn before.
+    ``before`` is the prompt of the previous turn.
     """
 
     prompt: tuple[int, ...]
@@ -47,41 +44,49 @@ class Turn:
 
 
 class Screen:
-    """A terminal, or a file the demo's output is piped to."""
+    """A terminal, or a file that the output is redirected to."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
         self._began = time.monotonic()
 
     def opening(self) -> None:
-        """What this is, and what it is not."""
+        """Prints what the demo shows."""
         self._console.print(
             "[bold]vllm-mlx-harmony demo[/]: the real server, the real HTTP API, and in place of "
-            "gpt-oss a [bold]scripted stand-in[/]. There are no weights: what the model says below "
+            "gpt-oss a [bold]scripted stand-in[/]. There are no weights: the output of the model "
             "was written by hand, token by token.\n"
         )
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Shows that something is going on, and then how long it took."""
+        """Prints ``what`` while the block runs, and then its duration."""
         began = time.monotonic()
         with self._console.status(what):
             yield
         self._console.print(f"{what}: {time.monotonic() - began:.1f} s", style="dim")
 
     def serving(self, server: Running) -> None:
-        """How the server was started."""
+        """Prints the command that started the server."""
         line = shlex.join(["python", *server.command[1:]])
         self._console.print(f"$ {line}\n", style="dim", soft_wrap=True)
 
     def turn(self, title: str, turn: Turn) -> None:
-        """One request with all there is to see of it."""
+        """Prints a turn."""
         self._console.rule(title)
-        prompt = _box(_prompt(turn), f"the prompt: {len(turn.prompt)} tokens")
+        known = len(turn.before)
+        if known and turn.prompt[:known] == turn.before:
+            skipped = Text(
+                f"… the {known} tokens of the previous prompt, and then:\n", "dim italic"
+            )
+            prompt_text = skipped + painted(turn.prompt[known:], apart=True)
+        else:
+            prompt_text = painted(turn.prompt, apart=True)
+        prompt = _box(prompt_text, f"the prompt: {len(turn.prompt)} tokens")
         output = _box(
-            painted(turn.output, apart=True), f"the model says: {len(turn.output)} tokens"
+            painted(turn.output, apart=True), f"the model writes: {len(turn.output)} tokens"
         )
-        seen = _box(_seen(turn.answer), f"the client sees: {turn.answer.chunks} chunks")
+        seen = _box(_fields(turn.answer), f"the client sees: {turn.answer.chunks} chunks")
         if self._console.width < WIDE:
             self._console.print(prompt, output, seen, sep="\n")
             return
@@ -92,46 +97,35 @@ class Screen:
         self._console.print(grid)
 
     def closing(self, *, right: bool) -> None:
-        """Whether it went as it should."""
+        """Prints the result of the demo."""
         took = f"{time.monotonic() - self._began:.0f} s"
         if right:
-            said = "reasoning, preamble, call and answer each arrived in their own field"
-            self._console.print(f"\n[green]✓[/] {said}; the server is stopped ({took})")
+            result = "reasoning, preamble, call and answer each arrived in their own field"
+            self._console.print(f"\n[green]✓[/] {result}; the server is stopped ({took})")
         else:
-            self._console.print("\n[bold red]✗ the client did not see what the model said[/]")
+            self._console.print("\n[bold red]✗ the client did not receive the scripted output[/]")
 
     def log(self, server: Running) -> None:
-        """What the server printed of this plugin, and its last lines."""
+        """Prints the lines of the server's log that concern this plugin, and the last ones."""
         lines = server.log.read_text("utf-8", "replace").splitlines()
         ours = [line for line in lines[:-LAST_LINES] if "harmony" in line]
         self._console.print(Text("\n".join([*ours, *lines[-LAST_LINES:]]), "dim"), soft_wrap=True)
 
 
 def _box(content: Text, title: str) -> Panel:
-    content.overflow = "fold"  # nothing of it may be left out
+    content.overflow = "fold"  # nothing is truncated
     return Panel(content, title=title, title_align="left", border_style="dim")
 
 
-def _prompt(turn: Turn) -> Text:
-    """The prompt; of one that goes on where the one before ended, only what is new."""
-    kept = len(turn.before)
-    if not kept or turn.prompt[:kept] != turn.before:
-        return painted(turn.prompt, apart=True)
-    skipped = Text(f"… the {kept} tokens of the prompt before, and then:\n", "dim italic")
-    return skipped + painted(turn.prompt[kept:], apart=True)
-
-
-def _seen(answer: Completion) -> Text:
-    """The fields of the answer; a bar stands between two deltas."""
-    lines = [_field(part) for part in answer.parts]
+def _fields(answer: Completion) -> Text:
+    """The fields of the answer, with a bar between deltas."""
+    lines = []
+    for part in answer.parts:
+        style = PARTS[part.key]
+        deltas = Text("|", "dim").join(Text(delta, style) for delta in part.deltas)
+        name = f"{part.key} {part.name}".strip()
+        lines.append(Text.assemble((f"{name}: ", f"underline {style}"), deltas))
     lines.append(Text(f"finish_reason: {answer.finish_reason}"))
     usage = f"{answer.prompt_tokens} prompt tokens, {answer.completion_tokens} completion tokens"
     lines.append(Text(f"usage: {usage}"))
     return Text("\n").join(lines)
-
-
-def _field(part: Part) -> Text:
-    style = PARTS[part.key]
-    deltas = Text("|", "dim").join(Text(delta, style) for delta in part.deltas)
-    name = f"{part.key} {part.name}".strip()
-    return Text.assemble((f"{name}: ", f"underline {style}"), deltas)

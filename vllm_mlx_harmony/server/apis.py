@@ -1,4 +1,4 @@
-"""The APIs that the front end speaks, and whose a path is."""
+"""The APIs of the front end, and which of them a path belongs to."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ APIS: tuple[Api, ...] = (MESSAGES, RESPONSES, CHAT)
 
 
 def api_at(path: str) -> Api:
-    """The API that ``path`` is of: what refuses a request there speaks as it does.
+    """The API that ``path`` belongs to, which decides the shape of errors there.
 
-    Chat Completions where it is nobody's: OpenAI's shape is the one that most clients read.
+    For any other path, Chat Completions: most clients understand OpenAI's shape.
     """
     return next((api for api in APIS if api.prefix and path.startswith(api.prefix)), CHAT)

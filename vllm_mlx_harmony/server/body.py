@@ -1,9 +1,9 @@
-"""The body of a request: bounded, and parsed where no other request waits for it.
+"""The body of a request: bounded in size, and parsed without holding up other requests.
 
-A server has one event loop, and one interpreter lock. What takes long is done in a thread, which
-other threads get the lock from every few milliseconds, unless one call of a library holds it from
-beginning to end, as parsers do. A parser takes a few tenths of a microsecond for each value and
-little for the length of a string, so values and escapes have to be bounded.
+The server has one event loop and one interpreter lock. Long work runs in a thread; Python passes
+the lock on every few milliseconds, except during a single call into a library that holds it, such
+as a JSON parser. A parser takes a few tenths of a microsecond per value and hardly any time for the
+length of a string, so the numbers of values and of escapes are bounded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from pydantic_core import from_json
 from starlette.requests import Request
-from starlette.types import Message, Receive
+from starlette.types import Message
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.validation import mended
@@ -26,38 +26,36 @@ from vllm_mlx_harmony.server.garbage import without_collections
 from vllm_mlx_harmony.server.settings import number
 
 VARIABLE = "VLLM_MLX_HARMONY_MAX_BODY"
-"""Environment variable: bytes that a request may have, as ``32M``."""
+"""Environment variable: maximum size of a request body, such as ``32M``."""
 
 VALUES = "VLLM_MLX_HARMONY_MAX_VALUES"
-"""Environment variable: JSON values that a request may have, as ``200000``.
+"""Environment variable: maximum number of JSON values in a request body, such as ``200000``.
 
-What else is bounded below grows with it."""
+The other limits below are proportional to it."""
 
 DEFAULT = 32 * 2**20
 
 LARGE = 32_768
-"""Bytes (characters, for a conversation) from which on a request is noticed by others."""
+"""Bytes of a body, or characters of a conversation, from which on work is done in a thread."""
 
 MOST_VALUES = 50_000
-"""JSON values in a body. Each that means anything is a token at least, or one of a few fields. A
-parser takes 10 to 15 ms for as many, and a collection of garbage that looks at what they have
-become, some 15."""
+"""JSON values in a body. A value is a token at least, or one of a few fields. A parser takes 10 to
+15 ms for this many, and a garbage collection that visits the resulting objects about 15."""
 
 BARE_EACH = 80
-"""Bytes outside strings for each value that there may be: a parser takes 6 ms for a megabyte of
-digits."""
+"""Bytes outside strings, per allowed value: a parser takes 6 ms for a megabyte of digits."""
 
 ESCAPES_EACH = 40
-"""Backslashes for each value that there may be: a parser takes up to 16 ms for a million."""
+"""Backslashes, per allowed value: a parser takes up to 16 ms for a million."""
 
 WIDE_EACH = 240
-"""Bytes beyond ASCII for each value that there may be: a parser takes 2 ms for a megabyte."""
+"""Bytes beyond ASCII, per allowed value: a parser takes 2 ms for a megabyte."""
 
 MOST_MENDED = 8 * 2**20
-"""Bytes of a body with half a surrogate pair in it: ``json`` takes 2 ms for a megabyte."""
+"""Bytes of a body that contains a lone surrogate: ``json`` takes 2 ms for a megabyte."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""Where half a surrogate pair may be: whatever repeats it to the client could not be encoded."""
+"""A possible lone surrogate. A response that repeated it could not be encoded."""
 
 _R = TypeVar("_R")
 _SLICE = 2**16
@@ -65,7 +63,7 @@ _SLICE = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed body. What is made of a ``large`` one is made in a thread."""
+    """A parsed body. A ``large`` one is processed in a thread."""
 
     value: object
     large: bool = False
@@ -73,49 +71,45 @@ class Document:
 
 @lru_cache(maxsize=1)
 def limit() -> int:
-    """Bytes that a body may have. Reads the environment once."""
+    """The maximum size of a body in bytes. Reads the environment once."""
     return number(VARIABLE, DEFAULT)
 
 
 @lru_cache(maxsize=1)
 def most_values() -> int:
-    """JSON values that a body may have. Reads the environment once."""
+    """The maximum number of JSON values in a body. Reads the environment once."""
     return number(VALUES, MOST_VALUES)
 
 
 def bounded(request: Request) -> Request:
-    """``request``, whose body cannot be read beyond the limit: raises ``RequestError`` 413 instead.
+    """``request``, whose body raises ``RequestError`` 413 when it is read beyond the limit.
 
-    Whatever it says of its length, and before it is there.
+    Raises it at once for a ``Content-Length`` above the limit.
     """
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:18]) > limit():
         raise too_large()
-    return Request(request.scope, _counted(request.receive), request._send)
-
-
-def _counted(receive: Receive) -> Receive:
     size = 0
 
-    async def counted() -> Message:
+    async def receive() -> Message:
         nonlocal size
-        message = await receive()
+        message = await request.receive()
         size += len(message.get("body", b""))
         if size > limit():
             raise too_large()
         return message
 
-    return counted
+    return Request(request.scope, receive, request._send)
 
 
 def too_large() -> RequestError:
-    """The error for a body of more than the limit."""
+    """The error for a body above the limit."""
     problem = f"the request body is larger than {limit()} bytes: send less, or raise {VARIABLE}"
     return RequestError(problem, status=413, code="request_too_large")
 
 
 async def parse_body(body: bytes) -> Document:
-    """The document in ``body``. Raises ``RequestError`` for what is no JSON, or too much of it."""
+    """The document in ``body``. Raises ``RequestError`` for invalid JSON and above the limits."""
     if len(body) > limit():
         raise too_large()
     if len(body) < LARGE:
@@ -132,19 +126,6 @@ def _parse(body: bytes) -> object:
 
 
 def _parse_large(body: bytes) -> object:
-    _check(body)
-    try:
-        # Many times as fast as `json` with long strings, but it refuses half surrogate pairs.
-        document: object = from_json(body, allow_inf_nan=True, cache_strings="none")
-    except ValueError as error:
-        if len(body) > MOST_MENDED:
-            raise RequestError(f"the request body is not valid JSON: {error}") from error
-        return _parse(body)
-    return document
-
-
-def _check(body: bytes) -> None:
-    """Raises ``RequestError`` for a body that would keep its parser, and the lock, too long."""
     most = most_values()
     values = bare = escapes = wide = 0
     for at in range(0, len(body), _SLICE):
@@ -164,6 +145,14 @@ def _check(body: bytes) -> None:
             raise _too_much(
                 f"{most * BARE_EACH} bytes outside its strings", "send less white space"
             )
+    try:
+        # Many times as fast as `json` for long strings, but it rejects lone surrogates.
+        document: object = from_json(body, allow_inf_nan=True, cache_strings="none")
+    except ValueError as error:
+        if len(body) > MOST_MENDED:
+            raise RequestError(f"the request body is not valid JSON: {error}") from error
+        return _parse(body)
+    return document
 
 
 _ASCII = bytes(range(128))
@@ -175,12 +164,12 @@ def _too_much(what: str, instead: str) -> RequestError:
 
 
 async def in_thread(function: Callable[..., _R], *arguments: object) -> _R:
-    """``function`` of ``arguments`` in a thread, and no garbage is collected meanwhile."""
+    """Calls ``function`` in a thread, without garbage collections."""
     return await asyncio.to_thread(without_collections, function, *arguments)
 
 
 def _outside_strings(body: bytes) -> Iterator[bytes]:
-    """``body`` part by part, without strings: a value begins at each comma and bracket."""
+    """``body`` without its strings, in parts: every comma and opening bracket begins a value."""
     in_string = False
     at = 0
     while at < len(body):

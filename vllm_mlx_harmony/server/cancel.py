@@ -1,7 +1,7 @@
-"""``POST /v1/requests/{id}/cancel``, for the ids that clients of ours are given.
+"""``POST /v1/requests/{id}/cancel``: cancels an answer by the id that its client received.
 
-Each API makes its ids out of one seed: ``chatcmpl-SEED``, ``resp_SEED``, ``msg_SEED``. Ids that are
-not known here are the host's, and are answered by it.
+The ids of every API contain the answer's seed: ``chatcmpl-SEED``, ``resp_SEED``, ``msg_SEED``. The
+host answers for ids that are not known here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.server import answer, cancellations
+from vllm_mlx_harmony.server import answer
+from vllm_mlx_harmony.server.cancellations import cancel_on_other_servers
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.errors import error_response, with_error_body
 from vllm_mlx_harmony.server.host import host_of, tenant_of
@@ -24,16 +25,23 @@ _ID = re.compile(r"[a-z]+[-_](?P<seed>[0-9a-f]+)")
 
 
 async def cancel_request(request: Request, request_id: str) -> Response:
-    """Cancels the answer with this id; the reply has the shape of the host's."""
-    try:
-        cancelled = await _cancelled(request_id, tenant_of(request))
-    except SharedError as error:
-        return error_response(chat.error_body, error)
+    """Cancels the answer with this id. The response has the host's shape."""
+    tenant, match = tenant_of(request), _ID.fullmatch(request_id)
+    background = BACKGROUND.get(request_id, tenant)
+    cancelled = background is not None and not background.done
+    if background is not None and cancelled:
+        await background.cancel()
+    elif match is not None:
+        seed = match["seed"]
+        try:
+            cancelled = answer.cancel(seed, tenant) or await cancel_on_other_servers(seed, tenant)
+        except SharedError as error:
+            return error_response(chat.error_body, error)
     if not cancelled:
         try:
             return await host_of(request).forward(request)
         except LookupError:
-            problem = f"no request {request_id!r} is being answered"
+            problem = f"no running request has the id {request_id!r}"
             return error_response(
                 chat.error_body, RequestError(problem, status=404, param="request_id")
             )
@@ -47,19 +55,7 @@ async def cancel_request(request: Request, request_id: str) -> Response:
     )
 
 
-async def _cancelled(request_id: str, tenant: str) -> bool:
-    running = BACKGROUND.get(request_id, tenant)
-    if running is not None and not running.done:
-        await running.cancel()
-        return True
-    match = _ID.fullmatch(request_id)
-    if match is None:
-        return False
-    seed = match["seed"]
-    return answer.cancel(seed, tenant) or await cancellations.cancel_elsewhere(seed, tenant)
-
-
-_WHY = "the ids of answers from token ids are not the engines'"
+_WHY = "the host does not know the ids of these answers"
 
 ENDPOINTS: tuple[Endpoint, ...] = tuple(
     with_error_body(chat.error_body, Endpoint(path, (method,), cancel_request, _WHY))

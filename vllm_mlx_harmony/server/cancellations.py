@@ -1,8 +1,8 @@
-"""Cancelling an answer that another server generates, where servers share a Redis.
+"""Cancels answers on other servers that share a Redis with this one.
 
-A server that is asked to cancel an answer it does not have writes a request for it to Redis, and
-waits. Each server reads, every ``BEAT`` seconds, the requests for the answers that it generates,
-and deletes those that it carries out.
+A server that is asked to cancel an answer it does not have writes a request to Redis and waits.
+Every ``BEAT`` seconds, each server reads the requests for its own running answers, and deletes
+those that it carries out.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server.shared import Shared, SharedError, server_shared, shared_key
 
 BEAT = 0.5
-"""Seconds between two looks at the requests."""
+"""Seconds between two reads of the requests."""
 
 PATIENCE = 3 * BEAT
-"""Seconds without a reply after which no server has the answer."""
+"""Seconds after which no server has the answer."""
 
 TICK = 0.05
 
 _watching: asyncio.Future[None] | None = None
 
 _idle = 0
-"""Looks in a row that found no answer generated here, since the last ``watch``."""
+"""Consecutive reads without a running answer here, since the last ``watch``."""
 
 
 def watch() -> None:
-    """Looks for requests from now on, until no answer is generated here any more."""
+    """Reads requests from now on, until no answer is running here."""
     global _watching, _idle
     shared = server_shared()
     _idle = 0  # the task may be about to end
@@ -38,8 +37,8 @@ def watch() -> None:
         _watching = asyncio.ensure_future(_watch(shared))
 
 
-async def cancel_elsewhere(id_seed: str, tenant: str) -> bool:
-    """Has another server end the answer of ``tenant`` with this seed; whether one had it.
+async def cancel_on_other_servers(id_seed: str, tenant: str) -> bool:
+    """Cancels the answer with this seed on another server; returns whether one had it.
 
     Raises ``SharedError``.
     """
@@ -59,32 +58,28 @@ async def cancel_elsewhere(id_seed: str, tenant: str) -> bool:
 
 async def _watch(shared: Shared) -> None:
     global _idle
-    while _idle < 2:  # noqa: PLR2004 - one that was prepared just now runs when we look again
+    while _idle < 2:  # noqa: PLR2004 - an answer that is about to start is found by the next read
         await asyncio.sleep(BEAT)
         running = answers.running()
         _idle = 0 if running else _idle + 1
         try:
-            wanted = await asyncio.to_thread(_taken, shared, running)
+            requested = await asyncio.to_thread(_requested, shared, running)
         except SharedError:
             continue
-        for answer in wanted:
+        for answer in requested:
             answers.cancel(*answer)
 
 
-def _taken(shared: Shared, answers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Those of ``answers`` that are to be cancelled, each returned once. For a thread."""
+def _requested(shared: Shared, answers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those of ``answers`` whose cancellation is requested. Deletes the requests. Blocks."""
     names = [_name(*answer) for answer in answers]
     if not names:
         return []
-
-    def left(redis: Any) -> list[bytes | None]:
-        found: list[bytes | None] = redis.mget(names)
-        return found
-
-    wanted = [each for each, word in zip(answers, shared.call(left), strict=True) if word]
-    if wanted:
-        shared.call(lambda redis: redis.delete(*(_name(*answer) for answer in wanted)))
-    return wanted
+    found = shared.call(lambda redis: redis.mget(names))
+    requested = [each for each, request in zip(answers, found, strict=True) if request]
+    if requested:
+        shared.call(lambda redis: redis.delete(*(_name(*answer) for answer in requested)))
+    return requested
 
 
 def _name(id_seed: str, tenant: str) -> str:

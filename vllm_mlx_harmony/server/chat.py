@@ -1,4 +1,4 @@
-"""The routes of Chat Completions, and of the list of models."""
+"""The endpoints of Chat Completions and of the list of models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.errors import error_response, with_error_body
@@ -14,12 +13,12 @@ from vllm_mlx_harmony.server.host import host_of
 from vllm_mlx_harmony.server.model_names import other_names, own_name
 from vllm_mlx_harmony.server.serving import Api, serve
 
-
-def _read(body: object, defaults: Defaults, _tenant: str) -> chat.ChatRequest:
-    return chat.read(body, defaults)
-
-
-CHAT = Api("chat_completions", _read, chat.error_body, prefix="/v1/chat")
+CHAT = Api(
+    "chat_completions",
+    lambda body, defaults, tenant: chat.read(body, defaults),
+    chat.error_body,
+    prefix="/v1/chat",
+)
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -28,7 +27,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def retrieve_model(request: Request, model_id: str) -> Response:
-    """``GET /v1/models/{model_id}``: the entry in the host's list; without an id, the list."""
+    """``GET /v1/models/{model_id}``: one model of the host's list; without an id, the list."""
     host = host_of(request)
     listed = await host.models()
     entries = listed["data"]
@@ -46,32 +45,26 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    """``GET /v1/models``: the host's list, and the other names of its model, as they were given."""
+    """``GET /v1/models``: the host's list, extended by the other names of its model."""
     return await retrieve_model(request, "")
 
 
-ENDPOINTS: tuple[Endpoint, ...] = (
-    with_error_body(
-        chat.error_body,
+ENDPOINTS: tuple[Endpoint, ...] = tuple(
+    with_error_body(chat.error_body, each)
+    for each in (
         Endpoint(
             "/v1/chat/completions",
             ("POST",),
             create_chat_completion,
             "token ids in and out instead of text",
         ),
-    ),
-    with_error_body(
-        chat.error_body,
-        Endpoint("/v1/models", ("GET",), list_models, "the host tells no other names"),
-    ),
-    with_error_body(
-        chat.error_body,
+        Endpoint("/v1/models", ("GET",), list_models, "the host does not list other names"),
         Endpoint(
             "/v1/models/{model_id:path}",
             ("GET",),
             retrieve_model,
-            "the host lists its models, but does not tell of one",
+            "the host lists its models, but has no endpoint for one",
             like=("/v1/models", "GET"),
         ),
-    ),
+    )
 )

@@ -1,7 +1,6 @@
-"""The cipher of this server: reasoning that clients carry and cannot read, change or make up.
+"""Encrypted reasoning: clients store it and send it back, but cannot read, change or forge it.
 
-Knows the key, where it is kept, and the cipher (AES-256-GCM of the ``cryptography`` package).
-Refuses to know which API carries what is encrypted.
+The cipher is AES-256-GCM of the ``cryptography`` package.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from vllm_mlx_harmony.server.shared import server_shared
 logger = logging.getLogger("vllm_mlx_harmony")
 
 KEY_VARIABLE = "VLLM_MLX_HARMONY_SEAL_KEY"
-"""Environment variable: a secret of any form, the same for servers that share their clients."""
+"""Environment variable: any secret text; the same on all servers that have the same clients."""
 
 FILE_NAME = "seal.key"
 _KEY_BYTES, _NONCE_BYTES = 32, 12
-_PREFIX = "vmh2."  # which format, so that a later one can tell
+_PREFIX = "vmh2."  # the version of the format
 
 
 class ServerCipher:
-    """Encrypts with one key for one ``tenant``; does not decrypt what was encrypted for another."""
+    """Encrypts for one ``tenant``, and decrypts nothing that was encrypted for another."""
 
     def __init__(self, key: bytes, tenant: str) -> None:
         self._aead = AESGCM(key)
         self._bound = f"{_PREFIX}{tenant}".encode()
 
     def encrypt(self, text: str) -> str:
-        """``text`` as an opaque ASCII string, another one each time."""
+        """``text`` as an opaque ASCII string, which is different each time."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         encrypted = self._aead.encrypt(nonce, text.encode("utf-8", "replace"), self._bound)
         return _PREFIX + urlsafe_b64encode(nonce + encrypted).decode()
 
     def decrypt(self, encrypted: str) -> str | None:
-        """The text that was encrypted; ``None`` for what is forged, damaged or foreign."""
+        """The encrypted text; ``None`` if it is forged, damaged, or for another key or tenant."""
         if not encrypted.startswith(_PREFIX):
             return None
         try:
@@ -57,44 +56,46 @@ class ServerCipher:
 
 
 def server_cipher(tenant: str) -> ServerCipher:
-    """The cipher of this server for what ``tenant`` carries."""
+    """This server's cipher for ``tenant``."""
     return ServerCipher(_server_key(), tenant)
 
 
 @lru_cache(maxsize=1)
 def _server_key() -> bytes:
-    """The environment's key, that of all who share a Redis, or the user's own, made at first use.
+    """The key in the environment, or in the shared Redis, or in the user's state directory.
 
-    Where no key can be kept, one that lasts as long as the process, and one line in the log.
+    It is created when it is first needed. If it cannot be stored, it lasts as long as the process.
     """
     given = os.environ.get(KEY_VARIABLE)
     if given:
         return sha256(given.encode()).digest()
     shared = server_shared()
-    return _stored_key(state_dir() / FILE_NAME) if shared is None else shared.encryption_key
-
-
-def state_dir() -> Path:
-    """This project's directory in the user's state; not necessarily there yet."""
-    if sys.platform == "darwin":
-        base = "~/Library/Application Support"
-    else:
-        base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(os.path.expanduser(base)) / "vllm-mlx-harmony"
-
-
-def _stored_key(path: Path) -> bytes:
+    if shared is not None:
+        return shared.encryption_key
+    path = state_dir() / FILE_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
             write_atomically(path, secrets.token_bytes(_KEY_BYTES), replace=False)
         key = path.read_bytes()
+        if len(key) == _KEY_BYTES:
+            return key
+        problem = f"it does not have {_KEY_BYTES} bytes"
     except OSError as error:
-        logger.warning(
-            "no key can be kept in %s (%s): encrypted reasoning ends with us", path, error
-        )
-        return secrets.token_bytes(_KEY_BYTES)
-    if len(key) == _KEY_BYTES:
-        return key
-    logger.warning("%s is no key: encrypted reasoning ends with this process", path)
+        problem = str(error)
+    logger.warning(
+        "%s cannot be used as the key of encrypted reasoning (%s): reasoning that is encrypted now "
+        "cannot be decrypted after a restart",
+        path,
+        problem,
+    )
     return secrets.token_bytes(_KEY_BYTES)
+
+
+def state_dir() -> Path:
+    """The directory for this project's state. It may not exist yet."""
+    if sys.platform == "darwin":
+        base = "~/Library/Application Support"
+    else:
+        base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(os.path.expanduser(base)) / "vllm-mlx-harmony"

@@ -1,6 +1,6 @@
-"""An endpoint of the front end, as a value: a path, methods, and what answers there.
+"""Endpoints of the front end as values.
 
-Knows nothing of how a server puts it among its own (for vllm-mlx: `host.mount`).
+`server.app` serves them as an application of their own, `host.mount` among the routes of vllm-mlx.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What answers to ``methods`` at ``path``, instead of whatever else the server has there.
+    """An HTTP endpoint, served in place of any route that the server itself has at ``path``.
 
-    ``answer`` takes the request, and the parameters of the path by name. It is behind the
-    dependencies (API key, rate limit) that the server has for the same path and methods; for a path
-    that a server does not have, behind those for ``like``, a path and a method. ``around`` is put
-    around all of it, the dependencies included. ``open``: nobody is asked for a key.
-    ``other_methods`` answers for methods that the path does not have. ``why`` says what it is there
-    for, in a few words.
+    ``answer`` takes the request, and the path parameters by name. It runs behind the dependencies
+    (API key, rate limit) of the server's own route for the same path and methods. Where the server
+    has none, ``like`` names the route, by path and method, whose dependencies apply. ``around``
+    wraps the endpoint and its dependencies. ``open``: no key is required. ``other_methods`` answers
+    requests with any other method. ``why`` is a short reason, for the log and ``doctor``.
     """
 
     path: str
@@ -54,10 +53,10 @@ class EndpointRoute(Route):
 
 
 def methods_at(path: str, routes: Iterable[BaseRoute]) -> str:
-    """The methods that ``routes`` have at ``path``, each maybe in a route of its own: an ``Allow``.
+    """The value of an ``Allow`` header: all methods of ``path``, which several routes may share.
 
-    https://www.rfc-editor.org/rfc/rfc9110#section-10.2.1 wants all of them.
+    https://www.rfc-editor.org/rfc/rfc9110#section-10.2.1
     """
-    there = [each for each in routes if getattr(each, "path", None) == path]
-    names = {name for each in there for name in getattr(each, "methods", None) or ()}
+    matching = [route for route in routes if getattr(route, "path", None) == path]
+    names = {name for route in matching for name in getattr(route, "methods", None) or ()}
     return ", ".join(sorted(names))

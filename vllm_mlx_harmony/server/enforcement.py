@@ -1,12 +1,12 @@
-"""What of a request is enforced while its answer is generated, and what the server is set to.
+"""Constraints on the output of a turn: grammars, reasoning budgets and ``min_tokens``.
 
-A turn is held to what it asks for under any setting but ``off``. There, what only a grammar can
-promise is refused; formats and syntaxes that the prompt tells the model of are only shown. Budgets
-of reasoning and ``min_tokens`` are no matter of grammars, and hold all the same.
+Grammars are compiled unless the policy is ``off``. Then requests for what only a grammar can
+guarantee are rejected, while formats and syntaxes that the prompt describes are merely described.
+Reasoning budgets and ``min_tokens`` need no grammar and always apply.
 
-Every text that has something of a client's in it is tried in a helper process (`grammar_checks`)
-before this one compiles it. What cannot be compiled there is left out, or refused where strictness
-was asked for.
+A grammar that contains text from a client is first tried in a helper process (`grammar_checks`). If
+it cannot be compiled there, a looser grammar is used, or the request is rejected if it asked for
+strictness.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -53,20 +53,20 @@ _R = TypeVar("_R")
 logger = logging.getLogger(__name__)
 
 GRAMMAR_VARIABLE = "VLLM_MLX_HARMONY_GRAMMAR"
-"""Environment variable: ``auto``, ``strict`` (every tool and format as if strict) or ``off``."""
+"""Environment variable: ``auto``, ``strict`` (all tools and formats are strict) or ``off``."""
 
 BUDGET_VARIABLE = "VLLM_MLX_HARMONY_REASONING_BUDGET"
-"""Environment variable: tokens of reasoning, for requests that name no number."""
+"""Environment variable: reasoning budget in tokens, for requests that set none."""
 
 REPETITIONS_VARIABLE = "VLLM_MLX_HARMONY_REPETITIONS"
-"""Environment variable: how often the same text stands in a row in reasoning that is ended."""
+"""Environment variable: repetitions in a row of the same text after which reasoning is ended."""
 
 REPETITIONS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Enforcement:
-    """What the server is set to. ``repetitions`` 0: reasoning may repeat itself."""
+    """The server's settings. ``repetitions`` 0: no limit."""
 
     policy: Policy = Policy.AUTO
     reasoning_tokens: int | None = None
@@ -74,11 +74,11 @@ class Enforcement:
 
 
 def read() -> Enforcement:
-    """What the environment says. Raises ``HostError`` for a variable that cannot be."""
+    """The settings in the environment. Raises ``HostError`` for invalid values."""
     word = os.environ.get(GRAMMAR_VARIABLE, "").strip().lower() or Policy.AUTO.value
     if word not in {policy.value for policy in Policy}:
         known = ", ".join(policy.value for policy in Policy)
-        raise HostError(f"{GRAMMAR_VARIABLE}: {word!r} is none of {known}")
+        raise HostError(f"{GRAMMAR_VARIABLE}: {word!r} is not one of {known}")
     policy = Policy(word)
     repetitions = _number(REPETITIONS_VARIABLE)
     if repetitions is None:
@@ -96,9 +96,10 @@ def _number(variable: str) -> int | None:
 
 
 def get_ready() -> None:
-    """Begins what the first request would wait a second or two for, beside the loading of a model.
+    """Starts the helper process and prepares llguidance while the model is loaded.
 
-    Raises ``HostError`` when grammars are wanted and there is no library for them.
+    The first request would wait a second or two for it. Raises ``HostError`` if grammars are
+    enabled and llguidance cannot be imported.
     """
     if read().policy is Policy.OFF:
         return
@@ -108,30 +109,29 @@ def get_ready() -> None:
         raise HostError(
             f"llguidance cannot be imported ({error}): install it, or set {GRAMMAR_VARIABLE}=off"
         ) from error
-    threading.Thread(target=_prepare, name="harmony-grammar", daemon=True).start()
 
+    def start() -> None:
+        for step in (checks().start, prepare):
+            with suppress(Exception):  # the first request that needs it tries again and reports it
+                step()
 
-def _prepare() -> None:
-    with suppress(Exception):  # whoever needs it tries again, and says what is wrong
-        checks().start()
-    with suppress(Exception):
-        prepare()
+    threading.Thread(target=start, name="harmony-grammar", daemon=True).start()
 
 
 UnlessGone: TypeAlias = "Callable[[Awaitable[Any]], Awaitable[Any]]"
-"""What is awaited; ``None`` when the client has gone, and then it is cancelled."""
+"""Awaits its argument, and cancels it if the client disconnects; returns ``None`` then."""
 
 
 async def constraint_for(
     turn: Turn, names: Names, by_flag: int | None = None, unless_gone: UnlessGone | None = None
 ) -> Constraint | None:
-    """What the output of ``turn``, rendered with ``names``, is held to; ``None`` for nothing.
+    """The constraint of the output of ``turn``, rendered with ``names``; ``None`` if unconstrained.
 
-    ``by_flag`` is the budget of reasoning that a flag of the server sets: it comes before the
-    environment's. ``unless_gone`` watches the client where a new grammar takes long.
+    ``by_flag`` is the reasoning budget set by a flag of the server, which overrides the
+    environment's. ``unless_gone`` watches the client while a new grammar is compiled.
 
-    Raises ``RequestError`` for what is asked for and cannot be enforced, ``HostError`` 503 where
-    that cannot be found out now, and ``ClientDisconnect``.
+    Raises ``RequestError`` for what cannot be enforced, ``HostError`` 503 if that cannot be checked
+    now, and ``ClientDisconnect``.
     """
     wanted = read()
     if by_flag is not None:
@@ -142,21 +142,24 @@ async def constraint_for(
         _reject_unenforceable(turn)
     else:
         if not (turn.callable_tools or turn.namespaces or turn.answer_format or turn.prefill):
-            # Its grammar is short and, but for a tenant's first request, compiled: a thread would
-            # take a tenth of a request's time.
+            # The grammar is short, and compiled already except for a tenant's first request. A
+            # thread would take a tenth of the request's time.
+            def unknown(_: str) -> str:
+                raise Unchecked("grammars are not tried on the event loop")
+
             with suppress(Unchecked):
-                written = grammar_of(turn, names, wanted.policy, check=_unknown)
+                written = grammar_of(turn, names, wanted.policy, check=unknown)
                 grammar = None if written is None else remembered(written, turn.tenant)
         if grammar is None:
             request = check_for(turn.tenant)
             compiling = partial(_grammar, turn, names, wanted.policy, request)
             grammar = await _in_thread(compiling, request, unless_gone)
-    requested = limits.reasoning_tokens
+    budget = limits.reasoning_tokens
     strict = _is_strict(turn, wanted.policy)
     chosen = turn.tool_choice.required or turn.tool_choice.names is not None
     spec = ConstraintSpec(
         grammar=grammar,
-        reasoning_tokens=wanted.reasoning_tokens if requested is None else requested,
+        reasoning_tokens=wanted.reasoning_tokens if budget is None else budget,
         repetitions=wanted.repetitions,
         min_tokens=limits.min_tokens,
         answering=turn.prefill is not None,
@@ -166,7 +169,7 @@ async def constraint_for(
 
 
 def _is_strict(turn: Turn, policy: Policy) -> bool:
-    """Whether anything of ``turn`` is promised, so that it is refused where it cannot be had."""
+    """Whether ``turn`` has strict tools or a strict format, which must be enforced or rejected."""
     format_ = turn.answer_format
     return (
         policy is Policy.STRICT
@@ -176,8 +179,7 @@ def _is_strict(turn: Turn, policy: Policy) -> bool:
 
 
 def _grammar(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> Compiled | None:
-    """The compiled grammar of ``turn``. Where it cannot be had, and is not promised, that of any
-    arguments for the same tools."""
+    """The compiled grammar of ``turn``, or a looser one if it is not strict and too large."""
     try:
         grammar = _written(turn, names, policy, check)
         if grammar is None:
@@ -206,42 +208,61 @@ def _grammar(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> C
 def _loosened_grammar(
     turn: Turn, names: Names, policy: Policy, check: GrammarCheck, problem: str
 ) -> Compiled | None:
-    """The grammar of ``turn`` with any JSON object as the arguments of the larger half of its
-    tools, or of all; ``None`` where that is too large as well.
+    """A grammar with arbitrary arguments for the larger half of the tools, or for all of them.
 
-    Raises ``RequestError`` when a call is required that cannot be had, because of ``problem``.
+    ``None`` if that is still too large. ``problem`` is why the exact grammar cannot be compiled.
+    Raises ``RequestError`` if a call is required.
     """
+    requested = turn.answer_format
+
+    def loose(tool: Tool) -> Tool:
+        parameters = tool.parameters if tool.syntax is not None else {"type": "object"}
+        return replace(tool, parameters=parameters, strict=False, syntax=None)
+
     tools = sorted(turn.callable_tools, key=lambda tool: -len(str(tool.parameters)))
     for count in sorted({(len(tools) + 1) // 2, len(tools)}):
-        loose = _loosened(turn, {tool.name for tool in tools[:count]})
+        loosened = {tool.name for tool in tools[:count]}
+        loose_turn = replace(
+            turn,
+            messages=(),
+            tools=tuple(
+                loose(tool) if tool.name in loosened else tool for tool in turn.callable_tools
+            ),
+            response_format=None
+            if requested is None or requested.syntax is not None
+            else ResponseFormat(where=requested.where),
+            namespaces=tuple(
+                replace(each, tools=tuple(map(loose, each.tools))) for each in turn.namespaces
+            ),
+        )
         try:
             if count < len(tools):
-                grammar = _written(loose, names, policy, check)
+                grammar = _written(loose_turn, names, policy, check)
                 found = grammar and _checked(grammar, turn, check)
-            else:  # there is nothing of a client's in it but names
-                grammar = grammar_of(loose, names)
+            else:  # it contains no text of the client but names, so it need not be tried
+                grammar = grammar_of(loose_turn, names)
                 small = grammar is not None and len(grammar.text) <= LONGEST
                 found = compiled(grammar, turn.tenant) if grammar and small else None
         except (NotCompiled, Unchecked):
             continue
         if isinstance(found, Compiled):
-            _note(f"the arguments of {count} of {len(tools)} tools are any object: {problem}")
+            _note(f"the arguments of {count} of {len(tools)} tools are not enforced: {problem}")
             return found
     if turn.tool_choice.required:
         raise RequestError(f"a call cannot be required: {problem}", param="tool_choice")
-    _note(f"{len(tools)} tools are too large for any grammar: {problem}")
+    _note(f"{len(tools)} tools are too large to be enforced: {problem}")
     return None
 
 
 LONGEST = 2**20
-"""Characters of a grammar that names tools without their schemas."""
+"""Maximum characters of a grammar that has tools without their schemas."""
 
 
 def _written(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> Grammar | None:
-    """The grammar of ``turn``, of which every part can be compiled. Raises ``Unchecked``.
+    """The grammar of ``turn``, without parts that cannot be compiled. Raises ``Unchecked``.
 
-    As a rule all can be: then one question is enough, and it is asked of a grammar that was written
-    as if every answer was yes. What is remembered of that is kept apart from what is known.
+    Usually every part can be compiled. So the grammar is first written on that assumption, under a
+    tenant of its own in the caches, and all parts are tried in one question to the helper process.
     """
     asked: list[str] = []
 
@@ -260,7 +281,7 @@ def _written(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> G
 
 
 def _checked(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | str:
-    """``grammar``, compiled once it has been tried; or why it cannot be. Raises ``Unchecked``."""
+    """``grammar``, tried and compiled, or why it cannot be compiled. Raises ``Unchecked``."""
     verdict = check.verdict(grammar.text, turn.prefill or "")
     if verdict.problem:
         return verdict.problem
@@ -271,48 +292,22 @@ def _checked(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | st
             return error.message
 
 
-def _loosened(turn: Turn, names: Collection[str]) -> Turn:
-    """``turn``, with any arguments for those of its tools that have ``names`` and for all that the
-    server runs, and any JSON as its answer."""
-
-    def loose(tool: Tool) -> Tool:
-        parameters = tool.parameters if tool.syntax is not None else {"type": "object"}
-        return replace(tool, parameters=parameters, strict=False, syntax=None)
-
-    asked = turn.answer_format
-    return replace(
-        turn,
-        messages=(),
-        tools=tuple(loose(tool) if tool.name in names else tool for tool in turn.callable_tools),
-        response_format=None
-        if asked is None or asked.syntax is not None
-        else ResponseFormat(where=asked.where),
-        namespaces=tuple(
-            replace(each, tools=tuple(map(loose, each.tools))) for each in turn.namespaces
-        ),
-    )
-
-
-def _unknown(_: str) -> str:
-    raise Unchecked("nothing is tried on the event loop")
-
-
 _threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="harmony-grammar")
-"""Most of them only wait. Not asyncio's own, where others would wait for one of a few."""
+"""Most of them wait for the helper process, so asyncio's few default threads are not used."""
 
 SOON = 0.1
-"""Seconds after which a request is looked at: has its client gone?"""
+"""Seconds after which the client is watched for a disconnect."""
 
 
 async def _in_thread(
     compiling: Callable[[], _R], check: GrammarCheck, unless_gone: UnlessGone | None
 ) -> _R:
-    """What ``compiling`` gives, in a thread of its own. Its trials end when it is cancelled.
+    """Calls ``compiling`` in a thread; cancelling this also cancels ``check``.
 
     Raises ``ClientDisconnect``.
     """
     coming = asyncio.get_running_loop().run_in_executor(_threads, compiling)
-    # A cancelled trial raises after the request has gone: asyncio would log that as unretrieved.
+    # A cancelled trial may raise when the request is gone; asyncio would log that as unretrieved.
     coming.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         done, _ = await asyncio.wait({coming}, timeout=SOON)
@@ -326,10 +321,10 @@ async def _in_thread(
 
 
 async def checked(text: str, tenant: str, unless_gone: UnlessGone | None = None) -> Compiled:
-    """The grammar ``text`` of a gateway, compiled once it has been tried.
+    """Tries and compiles the grammar ``text`` of a gateway.
 
-    Raises ``RequestError`` when it cannot be, ``HostError`` 503 when that cannot be found out now,
-    and ``ClientDisconnect``.
+    Raises ``RequestError`` if it cannot be compiled, ``HostError`` 503 if that cannot be checked
+    now, and ``ClientDisconnect``.
     """
     check = check_for(tenant)
     grammar = Grammar(text)
@@ -347,22 +342,22 @@ async def checked(text: str, tenant: str, unless_gone: UnlessGone | None = None)
 
 
 def _note(note: str) -> None:
-    """Logs ``note``, once for each schema."""
+    """Logs ``note`` as a warning, once."""
     if _noted.get(note) is None:
         _noted.put(note, True, len(note))
         logger.warning("%s", note)
 
 
 _noted: lru.ByteLRU[str, bool] = lru.ByteLRU(1 << 18)
-"""What was logged already."""
+"""Notes that have been logged."""
 
 
 def _reject_unenforceable(turn: Turn) -> None:
-    """Raises ``RequestError`` when ``turn`` asks for what only a grammar can promise."""
+    """Raises ``RequestError`` if ``turn`` asks for what only a grammar can guarantee."""
     choice, requested = turn.tool_choice, turn.answer_format
     strict = next((tool for tool in turn.callable_tools if tool.strict), None)
     if choice.required:
-        what, where = "a call that is required", "tool_choice"
+        what, where = "a required call", "tool_choice"
     elif choice.names:
         what, where = "a choice among the tools", "tool_choice"
     elif strict is not None:
@@ -376,13 +371,13 @@ def _reject_unenforceable(turn: Turn) -> None:
 
 
 def check(constraint: Constraint | None) -> None:
-    """Raises ``OutputError`` when the output is not what its caller was promised any more."""
+    """Raises ``OutputError`` if the output could not be constrained to the end."""
     if constraint is not None and constraint.failure:
-        raise OutputError("the answer could not be held to what was asked for: the log says why")
+        raise OutputError("the answer could not be constrained as requested; see the server's log")
 
 
 def account(constraint: Constraint, id_seed: str, tracker: Tracker) -> None:
-    """Logs and counts that reasoning was ended in an output of the answer ``id_seed``."""
+    """Logs and counts that the server ended the reasoning of the answer ``id_seed``."""
     reason = constraint.reasoning_ended_by
     logger.info(
         "%s: reasoning ended by %s, %d tokens", id_seed, reason, constraint.reasoning_tokens

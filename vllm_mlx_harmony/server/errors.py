@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: ours and the host's, each in the shape of the API that was called."""
+"""Errors as HTTP responses in the shape of the API that was called."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ RETRY_SECONDS = 5
 """``Retry-After`` of a rejection whose cause gives no better number."""
 
 LATER = (429, 503)
-"""Statuses of a request that may succeed when it is repeated. The SDKs of OpenAI and Anthropic wait
-for as long as ``Retry-After`` says, up to a minute."""
+"""Statuses of requests that may succeed later. The SDKs of OpenAI and Anthropic wait as long as
+``Retry-After`` asks, up to a minute."""
 
 ErrorBody: TypeAlias = Callable[[HarmonyFailure], dict[str, Any]]
 ErrorResponse: TypeAlias = Callable[[HarmonyFailure], Response]
@@ -41,16 +41,14 @@ _CODES: dict[int, tuple[str | None, str | None]] = {
     404: ("model_not_found", "model"),
     504: ("timeout", None),
 }
-"""Code and guilty field of what the host refuses with a status alone."""
+"""Code and parameter of errors that the host raises with nothing but a status."""
 
-
-def _wrong_key() -> HTTPException:
-    """As the host says it."""
-    return HTTPException(401, "Invalid API key")
+_WRONG_KEY = 401, "Invalid API key"
+"""Status and message of the host's own error for a wrong API key."""
 
 
 def retry_headers(failure: HarmonyFailure) -> dict[str, str]:
-    """``Retry-After``, where the client should repeat the request that ``failure`` answers."""
+    """The header ``Retry-After``, if the request may succeed later."""
     seconds = failure.retry_after
     if seconds is None and failure.status in LATER:
         seconds = RETRY_SECONDS
@@ -58,7 +56,7 @@ def retry_headers(failure: HarmonyFailure) -> dict[str, str]:
 
 
 def error_response(body: ErrorBody, failure: HarmonyFailure) -> Response:
-    """``failure`` as an answer, with `retry_headers`."""
+    """The response for ``failure``, whose document is written by ``body``."""
     headers = retry_headers(failure)
     if failure.status == TOO_LARGE:
         headers["Connection"] = "close"  # what is left of the request is not read
@@ -66,7 +64,7 @@ def error_response(body: ErrorBody, failure: HarmonyFailure) -> Response:
 
 
 def failure_of(error: HarmonyFailure | HTTPException) -> HarmonyFailure:
-    """``error`` as one of ours, with the host's status, message and ``Retry-After``."""
+    """``error`` as a ``HarmonyFailure`` with the same status, message and ``Retry-After``."""
     if isinstance(error, HarmonyFailure):
         return error
     status = error.status_code
@@ -86,7 +84,7 @@ def failure_of(error: HarmonyFailure | HTTPException) -> HarmonyFailure:
 
 
 def logged_failure(error: Exception, what: str) -> HarmonyFailure:
-    """``error``, if it is one of ours; anything else is a bug, and logged as ``what``."""
+    """``error`` if it is a ``HarmonyFailure``. Anything else is a bug, logged as ``what``."""
     if isinstance(error, HarmonyFailure):
         return error
     logger.error("%s", what, exc_info=error)
@@ -94,20 +92,20 @@ def logged_failure(error: Exception, what: str) -> HarmonyFailure:
 
 
 async def admit(connection: HTTPConnection) -> None:
-    """The host's own check of the API key, for a request or a WebSocket. Raises ``HTTPException``.
+    """Checks the API key of a request or a WebSocket. Raises ``HTTPException``.
 
-    Its comparison raises ``TypeError`` for a key that is not ASCII, which is as wrong as any other.
+    The host's comparison raises ``TypeError`` for a key that is not ASCII.
     """
     try:
         await host_of(connection).authenticate(connection)
     except TypeError as error:
-        raise _wrong_key() from error
+        raise HTTPException(*_WRONG_KEY) from error
 
 
 async def admitted(request: Request) -> bool:
-    """Whether the host's own check of the API key lets ``request`` in."""
+    """Whether the API key of ``request`` is valid."""
     try:
-        # A request of its own: headers that were read once are not read again.
+        # A new object, because the headers of ``request`` may have been replaced since it was made.
         await admit(Request(request.scope))
     except HTTPException:
         return False
@@ -115,16 +113,17 @@ async def admitted(request: Request) -> bool:
 
 
 def with_error_body(body: ErrorBody, endpoint: Endpoint) -> Endpoint:
-    """``endpoint``, whose dependencies (API key, rate limit) refuse in the shape of ``body``."""
+    """``endpoint`` with the errors of its dependencies (key, rate limit) written by ``body``."""
     return with_error_responses(partial(error_response, body), endpoint)
 
 
 def with_error_responses(
     respond: ErrorResponse, endpoint: Endpoint, before: Before | None = None
 ) -> Endpoint:
-    """``endpoint``, where ``respond`` answers for its dependencies; ``before`` sees requests first.
+    """``endpoint`` with the errors of its dependencies answered by ``respond``.
 
-    Exception handlers would do it for the whole application: the host's other routes keep theirs.
+    ``before`` is called first with every request. Exception handlers of the application would also
+    catch the errors of the host's other routes.
     """
 
     def around(answer: Handler) -> Handler:
@@ -138,12 +137,12 @@ def with_error_responses(
             except TypeError:
                 if await admitted(request):
                     raise
-                return respond(failure_of(_wrong_key()))
+                return respond(failure_of(HTTPException(*_WRONG_KEY)))
 
         return answering
 
     def other_methods(request: Request) -> Response:
-        problem = f"{request.method} is not a method of {request.url.path}"
+        problem = f"{request.url.path} does not allow {request.method}"
         return respond(RequestError(problem, status=405, code="method_not_allowed"))
 
     return replace(endpoint, around=around, other_methods=other_methods)

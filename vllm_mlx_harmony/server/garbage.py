@@ -1,9 +1,10 @@
-"""Python's collector of garbage lets no other thread run while it looks at all that there is.
+"""Keeps Python's garbage collector from stopping the server.
 
-At what a server has loaded (modules, models) it looks for 200 ms and more, in any request that
-makes many objects. So what is there when the server begins to serve is set aside (``gc.freeze``):
-a collection looks at what came since. And what makes many objects that stay, as the reading of
-20,000 messages, is done without collections: each would walk over them again, and free nothing.
+A collection holds the interpreter lock while it visits every object. The modules and models that a
+server has loaded take 200 ms and more, in whichever request happens to allocate many objects. So
+they are excluded when the server starts (``gc.freeze``), and collections visit newer objects only.
+Work that creates many lasting objects, such as parsing 20,000 messages, runs without collections:
+each of them would visit these objects again and free nothing.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ _set_aside = False
 
 
 def set_aside() -> None:
-    """What there is now is not looked at any more: a server begins to serve."""
+    """Excludes all existing objects from collections. Called when a server starts."""
     gc.collect()
     gc.freeze()
 
 
 def give_back() -> None:
-    """What was set aside can be collected again: an engine that is stopped is in it."""
+    """Includes them again, for example because an engine among them was stopped."""
     global _set_aside
     gc.unfreeze()
     _set_aside = False
 
 
 def without_collections(function: Callable[..., _R], *arguments: object) -> _R:
-    """``function`` of ``arguments``. Of several the first decides when there are some again."""
+    """Calls ``function`` with collections disabled. Of concurrent calls, the first enables them."""
     global _set_aside
     if not _set_aside:
         _set_aside = True
-        gc.freeze()  # the engine, too: it may have been loaded since the server began to listen
+        gc.freeze()  # again, as the engine may have been loaded since the server started
     ours = gc.isenabled()
     gc.disable()
     try:

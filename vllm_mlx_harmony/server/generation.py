@@ -1,6 +1,6 @@
-"""A turn run on an engine: its deltas, from the first to the last.
+"""Generates a turn: its deltas, from the first to the last.
 
-Whoever stops reading frees the engine. The life of an answer around it is ``server.answer``.
+Closing the iterator of deltas frees the engine. `server.answer` owns that iterator.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Deltas: TypeAlias = AsyncGenerator[list[Delta], None]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything a turn needs to run. ``context`` is a `StreamingHarmonyContext` or another's.
+    """A turn to generate.
 
-    ``id_seed`` is what the answer's ids are made from, and what it is cancelled by.
-    ``echoed`` is how a message of it is read when a client gives it back. ``reports_cached``: the
-    answer begins with how much of the prompt is cached. ``constraint``: what its output must match,
-    ``tools`` are those that the server runs in this turn.
+    ``id_seed`` is contained in the ids of the answer and identifies it for a cancellation.
+    ``echoed`` maps a message of the answer to how it will be read when the client sends it back.
+    ``reports_cached``: the answer begins with the number of cached tokens. ``tools`` are those that
+    the server runs in this turn.
     """
 
     lease: Lease
@@ -57,11 +57,11 @@ async def _cached(job: Job) -> int | None:
 
 
 async def run(job: Job) -> Deltas:
-    """The deltas of a turn, in the groups they come in; an ``Answer`` reads them.
+    """The deltas of a turn, in groups.
 
-    The model generates; when it calls a tool that the server runs, the tool is run and the model
-    goes on, until it has answered or calls a tool that the client runs. Every output but the first
-    continues exactly the ids so far. While a tool runs, the engine is free for others.
+    When the model calls a tool of the server, the tool is run and the model continues, until it
+    answers or calls a tool of the client. Every output but the first continues the ids so far. The
+    engine is free while a tool runs.
 
     The first group says that the turn has started, before anything is generated. Closing the
     iterator cancels the tool, or frees the engine. Raises what the engine raises: ``HostError``
@@ -71,7 +71,7 @@ async def run(job: Job) -> Deltas:
     settings, constraint = job.settings, job.constraint
     length = job.lease.harmony.context_length
     ended: EndReason = "stop"
-    # Calls of the history that have been approved since, or one that the turn was paused before.
+    # Calls of the history that were approved meanwhile, or one at which the turn was paused.
     approved = () if tools is None else context.unanswered
     history = list(approved)
     if history:
@@ -105,10 +105,10 @@ async def run(job: Job) -> Deltas:
 
 
 def _due(context: Context, tools: TurnTools, history: list[ServerCall]) -> list[ServerCall]:
-    """The calls to answer next, from ``history`` or the model's; as a rule one.
+    """The calls to answer next, from ``history`` or by the model; usually one.
 
-    Calls of the history that are not run any more are answered together: each result within it
-    renders the whole prompt again, and a request may have thousands.
+    Calls of the history that are beyond the limit are answered together: each result renders the
+    whole prompt again, and a request may have thousands of them.
     """
     if history:
         due = history[:] if tools.exhausted else history[:1]
@@ -126,8 +126,7 @@ async def _answered(
     *,
     earlier: bool,
 ) -> Deltas:
-    """Runs ``calls`` and puts their results into the conversation. ``earlier``: they stand in the
-    history."""
+    """Runs ``calls`` and appends their results. ``earlier``: the calls are in the history."""
     results: list[ServerResult] = []
     prompt_tokens = len(context.render_for_completion())
     for call in calls:
@@ -143,7 +142,7 @@ async def _answered(
 
 
 async def _finished(job: Job, ended: EndReason, progress: _Progress) -> list[Delta]:
-    """The deltas that end the turn, once it is remembered."""
+    """Stores the generated turn, and returns the last deltas."""
     if ended == "stop" and progress.finish is not None:
         ended = progress.finish
     by = progress.reasoning_ended_by
@@ -160,8 +159,10 @@ async def _finished(job: Job, ended: EndReason, progress: _Progress) -> list[Del
 
 @dataclass(slots=True)
 class _Progress:
-    """The outputs so far: ``generated`` ids and ``finish`` are the last one's, ``cached_tokens`` of
-    the turn's own prompt. ``started``: ``Started`` has been sent."""
+    """The state of the turn. ``generated`` and ``finish`` are those of the last output.
+
+    ``cached_tokens`` is for the prompt of the first. ``started``: ``Started`` has been sent.
+    """
 
     started: bool = False
     outputs: int = 0
@@ -174,7 +175,7 @@ class _Progress:
 async def _output(
     job: Job, settings: Settings, constraint: Constraint | None, progress: _Progress
 ) -> Deltas:
-    """The deltas of one output: up to the end of the turn, or of a call."""
+    """The deltas of one output, which ends with the turn or with a call."""
     context, prompt = job.context, job.context.render_for_completion()
     engine = job.lease.harmony
     cached = None if progress.started else await _cached(job)
@@ -202,9 +203,8 @@ async def _output(
                 job.tracker.observe_ttft()
                 enforcement.check(constraint)
                 yield context.append_output(step.ids)
-                # A remote engine that has ended the turn says how much was cached behind the last
-                # id, and only then its connection is free for the next request. It knows of no
-                # stop string.
+                # A remote engine reports the cached tokens after the last id of a turn, and its
+                # connection can be reused only after that. It does not know stop strings.
                 if progress.finish is not None:
                     break
                 if context.done and not (engine.remote and vocab.TURN_ENDS.intersection(step.ids)):
@@ -216,13 +216,13 @@ async def _output(
 
 
 async def stopped(task: asyncio.Future[Any]) -> None:
-    """Cancels the task and waits until it has ended: a generator that runs cannot be closed."""
+    """Cancels the task and waits for its end. A generator cannot be closed while it runs."""
     task.cancel()
     await end_of(task)
 
 
 async def end_of(task: asyncio.Future[Any]) -> None:
-    """Waits until the task has ended, in whatever way. A cancellation is raised after that."""
+    """Waits for the end of the task, and only then raises a cancellation of the caller."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -235,4 +235,4 @@ async def end_of(task: asyncio.Future[Any]) -> None:
         if cancelled is not None:
             raise cancelled
     finally:
-        del cancelled  # or it and this frame would hold each other, and all that waits for us
+        del cancelled  # it and this frame would refer to each other

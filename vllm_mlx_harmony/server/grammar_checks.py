@@ -1,19 +1,18 @@
-"""Whether a grammar can be compiled, found out in a helper process before the server compiles it.
+"""Checks in a helper process whether a grammar can be compiled, before the server compiles it.
 
-`grammar_process` is that process; this is who asks it. What it has answered is remembered for the
-tenant that asked. What a limit has stopped there cannot be expressed, and the answer is the same
-the next time, without another trial.
+`grammar_process` is the helper process; here are its clients. Verdicts are cached by tenant. A
+grammar that exceeds a limit there is treated as one that cannot be expressed, and is not tried
+again.
 
-**Who waits for whom.** A text that takes long must not keep those of others waiting, whoever sends
-it: with a single API key everybody is the same tenant. So there are two lanes. In the first one a
-text has `QUICK` seconds of a processor, many times of what ordinary tools need, and of the requests
-that wait the one goes first that has used the least time so far. A text that needs more goes to the
-second lane, which has a lower priority, `SLOW` seconds for a text, and no more than one of a tenant
-at a time. Nothing is lost but the first `QUICK` seconds.
+**Scheduling.** A slow grammar must not delay those of other clients, who may all use the same API
+key and so be one tenant. There are two lanes. In the first, a grammar has `QUICK` seconds of
+processor time, many times what ordinary tools need; of the waiting requests, the one that has used
+the least time goes first. A grammar that needs more moves to the second lane, which has a lower
+priority, `SLOW` seconds per grammar, and one place per tenant.
 
-**How long a request waits.** `PATIENCE` seconds for all of its texts together. What is not known by
-then raises `Unchecked`, and nothing is remembered: another request may find the lanes free. The
-same text is tried once, however many requests ask for it, and for as long as one of them waits.
+**Patience.** A request waits `PATIENCE` seconds for all of its grammars together. A verdict that is
+still missing raises `Unchecked` and is not cached, as another request may find the lanes free. A
+grammar is tried once for all requests that wait for it, as long as one of them does.
 """
 
 from __future__ import annotations
@@ -40,42 +39,42 @@ from vllm_mlx_harmony.server import grammar_process
 logger = logging.getLogger(__name__)
 
 QUICK, SLOW = 0.1, 1.0
-"""Seconds of a processor for one text. The server needs as long again to compile it."""
+"""Processor seconds for one grammar. The server then takes as long again to compile it."""
 
 CLOCK = 2.0
-"""Seconds on the clock, since a process may also just hang."""
+"""Elapsed seconds for one grammar, since a process may hang without using a processor."""
 
 PATIENCE = 2.5
-"""Seconds that a request waits for the verdicts on its texts."""
+"""Seconds that a request waits for its verdicts."""
 
 START = 20.0
-"""Seconds in which the helper process has to be there."""
+"""Seconds within which the helper process must be ready."""
 
 POLL = 0.05
-"""Seconds between two looks whether anybody still waits."""
+"""Seconds between two checks whether a request still waits."""
 
 REMEMBERED = 4 * 2**20
-"""Bytes of verdicts that are remembered, about."""
+"""Approximate size of the cache of verdicts in bytes."""
 
 AT_ONCE = 32
-"""Texts that a worker is asked about in one question."""
+"""Grammars in one question to a worker."""
 
 TOO_MUCH = "it takes too much time, memory or depth to compile"
 
 
 Text: TypeAlias = "tuple[str, str]"
-"""A grammar, and what an output that is held to it has begun with."""
+"""A grammar, and the prefix with which an output begins that must match it."""
 
 
 class Unchecked(Exception):
-    """Whether a grammar can be compiled could not be found out: in time, or not at all."""
+    """It is not known, at least not in time, whether a grammar can be compiled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``problem``: why the grammar cannot be compiled, in one line; empty when it can.
+    """``problem``: why the grammar cannot be compiled, in one line; empty if it can.
 
-    ``size``: bytes that it takes when it is compiled. ``slow``: it took more than ``QUICK``.
+    ``size``: its compiled size in bytes. ``slow``: compiling it took more than ``QUICK`` seconds.
     """
 
     problem: str
@@ -84,10 +83,9 @@ class Verdict:
 
 
 class GrammarCheck:
-    """The verdicts on the texts of one request of ``tenant``. Called on one thread, in which it
-    waits; cancelled from any.
+    """Gets the verdicts for one request of ``tenant``. For one thread; ``cancel`` is for any.
 
-    Calling it gives the ``problem`` of a verdict. Raises ``Unchecked``.
+    Calling it returns the ``problem`` of a verdict. Raises ``Unchecked``.
     """
 
     def __init__(self, checks: GrammarChecks, tenant: str) -> None:
@@ -96,21 +94,21 @@ class GrammarCheck:
         self.tenant = tenant
         self.cancelled = False
         self.spent = 0.0
-        """Seconds that the trials of its texts have taken."""
+        """Seconds that the trials of its grammars have taken."""
 
     def __call__(self, text: str) -> str:
         return self.verdict(text).problem
 
     def verdict(self, text: str, begun: str = "") -> Verdict:
-        """On ``text``, of which an output has ``begun`` already. Raises ``Unchecked``."""
+        """The verdict on ``text``, for output that starts with ``begun``. Raises ``Unchecked``."""
         self._begin()
         return self._checks.verdict((text, begun), self)
 
     def try_all(self, texts: Sequence[Text]) -> bool:
-        """Whether all of ``texts`` can be compiled, each with how it has begun.
+        """Whether all of ``texts`` can be compiled.
 
-        Much faster than one after the other where they are short, and no answer where they are
-        not: verdicts on those that were reached are remembered. Raises ``Unchecked``.
+        Much faster than one by one if they are short. False if they take long together, and may
+        still be compiled one by one. Raises ``Unchecked``.
         """
         self._begin()
         return self._checks.try_all(texts, self)
@@ -121,13 +119,13 @@ class GrammarCheck:
 
     @property
     def waits(self) -> bool:
-        """Whether the request still wants to know."""
+        """Whether the request still waits for verdicts."""
         late = self._until is not None and time.monotonic() > self._until
         return not self.cancelled and not late
 
     @contextmanager
     def compiling(self, verdict: Verdict) -> Iterator[None]:
-        """While the server compiles what ``verdict`` is on: what is slow takes turns."""
+        """A context in which the server compiles a grammar; slow ones take turns."""
         if not verdict.slow:
             yield
             return
@@ -135,13 +133,13 @@ class GrammarCheck:
             yield
 
     def cancel(self) -> None:
-        """Nobody waits for the request any more."""
+        """The request has ended."""
         self.cancelled = True
 
 
 @dataclass(slots=True, eq=False)
 class _Trial:
-    """A text that is being tried, and the requests that wait for it."""
+    """A grammar that is being tried, and the requests that wait for it."""
 
     requests: list[GrammarCheck] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
@@ -153,14 +151,14 @@ class _Trial:
 
 
 class GrammarChecks:
-    """All verdicts of one server process, and its helper process."""
+    """The verdicts of one server process, and its helper process."""
 
     def __init__(self) -> None:
         self._helper = _Helper()
         self._lock = threading.Lock()
         self._trials: dict[tuple[str, bytes], _Trial] = {}
         self._verdicts: lru.ByteLRU[tuple[str, bytes], Verdict] = lru.ByteLRU(REMEMBERED)
-        self._quick = _Lane(self._helper, QUICK, width=2, kept=2)
+        self._quick = _Lane(self._helper, QUICK, width=2, idle=2)
         self.slow = _Lane(self._helper, SLOW, width=2, each_tenant=1, nice=5)
 
     def start(self) -> None:
@@ -168,7 +166,7 @@ class GrammarChecks:
         self._helper.start()
 
     def close(self) -> None:
-        """Ends the helper process, and its workers with it."""
+        """Stops the helper process and its workers."""
         self._quick.close()
         self._helper.close()
 
@@ -189,7 +187,7 @@ class GrammarChecks:
         self._verdicts.put(key, verdict, 400 + len(verdict.problem))
 
     def verdict(self, text: Text, request: GrammarCheck) -> Verdict:
-        """On ``text``; ``request`` waits for it. Raises ``Unchecked``."""
+        """The verdict on ``text``, for ``request``. Raises ``Unchecked``."""
         key = _key(text, request)
         while True:
             known = self._verdicts.get(key)
@@ -209,7 +207,9 @@ class GrammarChecks:
                         trial.verdict = found[0] if found else Verdict(TOO_MUCH, slow=True)
                         if trial.verdict.problem == TOO_MUCH:
                             size = len(text[0])
-                            logger.warning("a grammar of %d bytes is not used: %s", size, TOO_MUCH)
+                            logger.warning(
+                                "a grammar of %d bytes is not enforced: %s", size, TOO_MUCH
+                            )
                         self._remember(key, trial.verdict)
                     finally:
                         with self._lock:
@@ -223,7 +223,7 @@ class GrammarChecks:
             if trial.verdict is not None and not request.cancelled:
                 return trial.verdict
             if not request.waits:
-                raise Unchecked("nobody waits for it any more")
+                raise Unchecked("no request waits for it any more")
 
     def _tried(
         self, lane: _Lane, texts: Sequence[Text], request: GrammarCheck, trial: _Trial
@@ -232,7 +232,7 @@ class GrammarChecks:
         try:
             return lane.tried(texts, request, trial)
         except OSError as error:
-            logger.error("grammars cannot be checked, and are not enforced: %s", error)
+            logger.error("grammars cannot be checked and are not enforced: %s", error)
             raise Unchecked("the helper process cannot be started") from error
         finally:
             request.spent += time.monotonic() - began
@@ -243,10 +243,9 @@ def _key(text: Text, request: GrammarCheck) -> tuple[str, bytes]:
 
 
 class _Lane:
-    """Places in which one text at a time is tried, with ``processor`` seconds for each.
+    """``width`` places in which grammars are tried, with ``processor`` seconds for each.
 
-    ``width`` places, no more than ``each_tenant`` of them for one tenant; ``kept`` workers wait for
-    the next text.
+    One tenant has at most ``each_tenant`` places. Up to ``idle`` workers wait for the next grammar.
     """
 
     def __init__(
@@ -257,10 +256,10 @@ class _Lane:
         width: int,
         each_tenant: int | None = None,
         nice: int = 0,
-        kept: int = 0,
+        idle: int = 0,
     ) -> None:
         self._helper = helper
-        self._processor, self._nice, self._kept = processor, nice, kept
+        self._processor, self._nice, self._most_idle = processor, nice, idle
         self._width, self._each_tenant = width, each_tenant or width
         self._changed = threading.Condition()
         self._order = count()
@@ -270,15 +269,25 @@ class _Lane:
 
     @contextmanager
     def place(self, tenant: str, spent: float, wanted: Callable[[], bool]) -> Iterator[None]:
-        """A place; of those who wait, the one first who has ``spent`` least. Raises ``Unchecked``
-        when it is not ``wanted`` any more."""
+        """Waits for a place, which goes to the request that has ``spent`` least.
+
+        Raises ``Unchecked`` if it is no longer ``wanted``.
+        """
         ticket = spent, next(self._order), tenant
+
+        def is_next() -> bool:
+            if len(self._running) >= self._width:
+                return False
+            most = self._each_tenant
+            allowed = [each for each in self._waiting if self._running.count(each[2]) < most]
+            return bool(allowed) and min(allowed) == ticket
+
         with self._changed:
             self._waiting.append(ticket)
             try:
-                while not self._is_next(ticket):
+                while not is_next():
                     if not wanted():
-                        raise Unchecked("there was no time to check it")
+                        raise Unchecked("there was not enough time to check it")
                     self._changed.wait(POLL)
                 self._running.append(tenant)
             finally:
@@ -291,20 +300,12 @@ class _Lane:
                 self._running.remove(tenant)
                 self._changed.notify_all()
 
-    def _is_next(self, ticket: tuple[float, int, str]) -> bool:
-        if len(self._running) >= self._width:
-            return False
-        allowed = [
-            each for each in self._waiting if self._running.count(each[2]) < self._each_tenant
-        ]
-        return bool(allowed) and min(allowed) == ticket
-
     def tried(
         self, texts: Sequence[Text], request: GrammarCheck, trial: _Trial
     ) -> list[Verdict] | None:
-        """The verdicts of a worker; ``None`` when the time was over, or one of several ended it.
+        """The verdicts; ``None`` after a timeout, or if one of several texts ended the worker.
 
-        Raises ``Unchecked`` when nobody waits for it any more, ``OSError`` without a worker.
+        Raises ``Unchecked`` if no request waits any more, and ``OSError`` without a worker.
         """
         question = json.dumps(texts).encode()
         with self.place(request.tenant, request.spent, lambda: trial.wanted):
@@ -318,16 +319,19 @@ class _Lane:
                     answers, worn = self._asked(worker, question, trial)
                     keep = not worn
                     slow = self._processor > QUICK
-                    return [Verdict(_plain(problem), size, slow) for problem, size in answers]
+                    return [
+                        Verdict(TOO_MUCH if "panic" in problem else problem[:500], size, slow)
+                        for problem, size in answers
+                    ]
                 except TimeoutError:
                     return None
                 except (EOFError, ConnectionError):
                     if used:
-                        continue  # it may have died before
+                        continue  # it may have died while it was idle
                     return None if len(texts) > 1 else [Verdict(TOO_MUCH)]
                 finally:
                     with self._changed:
-                        keep = keep and len(self._idle) < self._kept
+                        keep = keep and len(self._idle) < self._most_idle
                         if keep:
                             self._idle.append(worker)
                     if not keep:
@@ -347,7 +351,7 @@ class _Lane:
                     part = worker.recv(size - len(parts))
                 except TimeoutError:
                     if not trial.wanted:
-                        raise Unchecked("nobody waits for it any more") from None
+                        raise Unchecked("no request waits for it any more") from None
                     if time.monotonic() > until:
                         raise
                     continue
@@ -364,20 +368,15 @@ class _Lane:
         return json.loads(read(length))
 
     def close(self) -> None:
-        """Ends the workers that wait."""
+        """Ends the idle workers."""
         with self._changed:
             for worker in self._idle:
                 worker.close()
             self._idle.clear()
 
 
-def _plain(problem: str) -> str:
-    """``problem`` as a client may read it: a panic of the library is none of its business."""
-    return TOO_MUCH if "panic" in problem else problem[:500]
-
-
 class _Helper:
-    """The helper process, started when it is needed and again when it has died."""
+    """The helper process, which is started when it is needed, and again if it has died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -401,7 +400,7 @@ class _Helper:
                     ours.settimeout(CLOCK)
                     if ours.recv(1) == grammar_process.READY:
                         return ours
-                    raise ConnectionError("a worker of the helper process has died at once")
+                    raise ConnectionError("a new worker of the helper process has died")
                 except OSError:
                     ours.close()
                     self._end()
@@ -419,8 +418,8 @@ class _Helper:
                 [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # what a library that dies prints, quotes its input
-                start_new_session=True,  # Ctrl-C is the server's, which may still need it
+                stderr=subprocess.DEVNULL,  # a panic message quotes the grammar
+                start_new_session=True,  # Ctrl-C is for the server, which still needs this process
                 env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )
         self._control = ours
@@ -433,7 +432,7 @@ class _Helper:
         return ours
 
     def close(self) -> None:
-        """Ends it."""
+        """Stops the process."""
         with self._lock:
             self._end()
 
@@ -462,7 +461,7 @@ _lock = threading.Lock()
 
 
 def checks() -> GrammarChecks:
-    """Those of this process."""
+    """The ``GrammarChecks`` of this process."""
     global _checks
     with _lock:
         if _checks is None:
@@ -471,12 +470,12 @@ def checks() -> GrammarChecks:
 
 
 def check_for(tenant: str) -> GrammarCheck:
-    """The verdicts for one request of ``tenant``."""
+    """A ``GrammarCheck`` for one request of ``tenant``."""
     return GrammarCheck(checks(), tenant)
 
 
 def _forget() -> None:
-    """In a forked process: the helper process is its parent's."""
+    """Called in a forked process: the helper process belongs to its parent."""
     global _checks, _lock
     _checks, _lock = None, threading.Lock()
 

@@ -1,32 +1,29 @@
-"""The process in which grammars are tried before the server compiles them.
+"""The helper process, in which grammars are tried before the server compiles them.
 
-llguidance compiles what it is given, and a small text can exhaust its stack (which ends the process
-at once), fill the memory, or take minutes. So a text that is new is compiled here first, where the
-kernel sets limits, and the server compiles what has passed.
+A small grammar can make llguidance overflow the stack, which ends the process, fill the memory, or
+take minutes. So new grammars are compiled here first, under limits set by the kernel.
 
-`main` runs in an interpreter of its own, started with ``-I -S``: without site-packages' ``.pth``
-files, so that nothing is activated, and without anything but the standard library and llguidance.
-It does nothing but fork: each *worker* serves one socket, which it got over the control socket, one
-text after the other. A worker that reaches a limit dies, and its socket tells; another one is there
-after a few milliseconds, since the library and the tokenizer are loaded already.
+`main` runs in an interpreter started with ``-I -S``: it reads no ``.pth`` files, so nothing is
+activated, and imports only the standard library and llguidance. It forks a *worker* for each socket
+that it receives over the control socket. A worker tries the grammars that come over its socket, one
+after the other. If it exceeds a limit it dies, which closes the socket. The next worker takes a few
+milliseconds, since the library and the tokenizer are already loaded.
 
-The limits of one text:
+The limits for one grammar:
 
-- **stack**: `STACK` bytes, a quarter of what the server's threads have. Whoever exceeds it gets
-  SIGSEGV.
-- **memory**: `MEMORY` bytes more than the worker began with. On Linux by ``RLIMIT_AS``; everywhere,
-  since macOS does not enforce that, by the worker's main thread, which looks at the resident size
-  while llguidance works without the interpreter's lock.
-- **time**: of the processor and on the clock, which the main thread looks at as well. Should it be
-  kept from that, the signals of interval timers end the worker at twice the time.
+- **stack**: `STACK` bytes, a quarter of that of the server's threads. An overflow is a SIGSEGV.
+- **memory**: `MEMORY` bytes more than the worker had before. On Linux by ``RLIMIT_AS``. macOS does
+  not enforce that, so the worker's main thread also checks the resident size, while llguidance
+  works without the interpreter lock.
+- **time**, of the processor and elapsed: checked by the main thread as well. If that thread cannot
+  run, the signals of interval timers end the worker after twice the time.
 
-A worker ends by itself when the server does, or closes the socket because nobody waits for the
-answer any more.
+A worker also ends when the server does, or when the server closes the socket.
 
-The tokenizer has one token for each byte, and the ids of the real one: it is there in 50 ms, in
-place of a second and 170 MB. What explodes does so with it as well, since it explodes in what
-llguidance makes of a regular expression, not in the vocabulary; what a larger vocabulary multiplies
-is bounded by llguidance's own limits on one mask.
+The tokenizer has one token per byte, and control tokens with their real ids. It takes 50 ms to
+build instead of a second and 170 MB. Explosive grammars are found with it as well: they explode in
+llguidance's regular expressions, not in the vocabulary, and llguidance itself limits the cost of a
+mask over a larger vocabulary.
 """
 
 from __future__ import annotations
@@ -50,32 +47,33 @@ MEMORY = 256 * 2**20
 """Bytes."""
 
 STEPS, JSON_STEPS = 32, 8
-"""Bytes of an output that are tried, of grammars and of single schemas: a regular expression may
-grow with each."""
+"""Bytes of output that are tried with a grammar and with a single schema: the states of a regular
+expression may grow with each byte."""
 
 WORN = 32 * 2**20
-"""Bytes that a worker has grown by when it is replaced."""
+"""Growth in bytes after which a worker is replaced."""
 
 TICK = 0.01
-"""Seconds between two looks at a worker's memory."""
+"""Seconds between two checks of a worker's limits."""
 
 HEADER = struct.Struct("!IddB")
-"""Before a question, which is JSON, a list of texts and of how each of them has begun: its bytes;
-seconds of a processor and on the clock; by how much the worker is nicer than others."""
+"""Precedes a question, which is a JSON list of grammars and prefixes: its size in bytes, the limits
+of processor time and elapsed time in seconds, and the increment of the worker's niceness."""
 
 LENGTH = struct.Struct("!I")
-"""Before an answer, which is JSON: a list of each text's problem and of the bytes that the worker
-has grown by, and whether the worker should be replaced. Or one of the two below, and no answer."""
+"""Precedes an answer in JSON: the problem of each grammar and the growth of the worker in bytes,
+and whether the worker should be replaced. Or it is one of the two numbers below, and no answer
+follows."""
 
 CLOCK_OVER, PROCESSOR_OVER = 0, 1
-"""A limit was reached. That of the clock comes first where a worker got less than a quarter of a
-processor: then nothing is known of the text."""
+"""A time limit was exceeded. That of elapsed time is exceeded first if the worker got less than a
+quarter of a processor, and then nothing is known about the grammar."""
 
 READY, FORK = b"+", b"f"
 
 LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "verbose_errors": False}
-"""For llguidance, here and in the server. An object with n optional properties takes 4n items; an
-error quotes no output."""
+"""For llguidance, here and in the server. An object with n optional properties takes 4n items.
+Errors do not quote output."""
 
 _LINUX = sys.platform == "linux"
 
@@ -86,12 +84,12 @@ _WORDS = _VOCABULARY // 32
 
 
 def main() -> None:
-    """Forks a worker for each socket that comes over standard input, until that ends."""
+    """Forks a worker for each socket received over standard input, until that is closed."""
     control = socket.socket(fileno=0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes workers away that have ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers
     try:
         tokenizer = _tokenizer()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the server's log has it
+    except Exception as error:  # noqa: BLE001 - the server logs it
         control.sendall(f"{type(error).__name__}: {error}".encode())
         return
     control.sendall(READY)
@@ -112,8 +110,7 @@ def _tokenizer() -> LLTokenizer:
 
 
 class _Bytes:
-    """What llguidance asks of a tokenizer: every byte is a token, and control tokens have the ids
-    that they have."""
+    """A tokenizer for llguidance, with a token for each byte, and the control tokens."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -130,7 +127,7 @@ class _Bytes:
 
 
 class _Worker:
-    """Tries the texts that come over ``connection``. It ends with the process."""
+    """Tries the grammars that come over ``connection``, until the process ends."""
 
     def __init__(self, connection: socket.socket, tokenizer: LLTokenizer) -> None:
         self._connection = connection
@@ -140,7 +137,7 @@ class _Worker:
         self._busy = threading.Event()
 
     def run(self) -> None:
-        """Serves, and never returns."""
+        """Never returns."""
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         threading.stack_size(STACK)
         threading.Thread(target=self._serve, daemon=True).start()
@@ -152,7 +149,13 @@ class _Worker:
             time.sleep(TICK)
             if not self._busy.is_set():
                 continue
-            if resident() > self._began + MEMORY or self._is_left():
+            try:  # the server sends nothing while a grammar is tried, so this is the end
+                is_closed = not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                is_closed = False
+            except OSError:
+                is_closed = True
+            if is_closed or resident() > self._began + MEMORY:
                 os._exit(1)
             left = self._computed_until - time.process_time()
             if left < 0:
@@ -162,15 +165,6 @@ class _Worker:
                 over = PROCESSOR_OVER if left < self._processor / 2 else CLOCK_OVER
                 self._connection.sendall(LENGTH.pack(over))
                 os._exit(1)
-
-    def _is_left(self) -> bool:
-        """Whether the server has closed the socket: nothing else is sent while a text is tried."""
-        try:
-            return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     def _serve(self) -> None:
         try:
@@ -211,7 +205,7 @@ class _Worker:
 
 
 def _problem(tokenizer: LLTokenizer, text: str, begun: bytes) -> str:
-    """Why ``text`` cannot be compiled and followed, in one line; empty when it can."""
+    """Why ``text`` cannot be compiled and applied to output, in one line; empty if it can."""
     import ctypes
 
     from llguidance import LLMatcher, LLParserLimits
@@ -238,7 +232,7 @@ _CANDIDATES = (*range(256), *range(200_002, 200_013))
 
 
 def resident() -> int:
-    """Bytes of memory that this process has; on macOS, the most that it ever had."""
+    """The resident size of this process in bytes; on macOS, the maximum so far."""
     if _LINUX:
         return _pages(1)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,7 +1,7 @@
-"""What surrounds the engines: who lends them, who may ask, what applies where a request is silent.
+"""``Host``: the interface of the server that the front end is a part of.
 
-Whoever puts the front end on a server implements ``Host``, and leaves it where every request finds
-it (``install``); nothing else of that server is seen from here.
+It provides engines, checks API keys and rate limits, and has the defaults for what requests do not
+set. A server implements ``Host`` and makes it available to every request with ``install``.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds left, never less than none."""
+        """Seconds left, or 0."""
         return max(0.0, self.at - time.monotonic())
 
     def remaining(self) -> float:
-        """Seconds left. Raises ``HostError`` 504 when there are none."""
+        """Seconds left. Raises ``HostError`` 504 if there are none."""
         seconds = self.at - time.monotonic()
         if seconds <= 0:
             problem = f"Request timed out after {self.total:.1f} seconds"
@@ -56,12 +56,11 @@ class Deadline:
 
 @dataclass(slots=True)
 class Lease:
-    """An engine lent to ``tenant``, not unloaded until it is released, and the time it is lent for.
+    """An engine in use by a request of ``tenant``. It is not unloaded until the lease is released.
 
-    Releasing it again does nothing. It is released at the end of the block that it was acquired for
-    (``serving.leased``), unless it is ``taken_over``: an ``Answer`` releases it when the engine has
-    stopped. ``engine`` is ``None`` where the model is not a Harmony model: the host answers by
-    itself.
+    ``engine`` is ``None`` if the model is not a Harmony model; then the host answers the request
+    itself. The lease is released at the end of ``serving.leased``, unless an ``Answer`` has
+    ``taken_over``, which releases it when the engine has stopped. Later releases have no effect.
     """
 
     engine: Engine | None
@@ -74,16 +73,16 @@ class Lease:
 
     @property
     def harmony(self) -> Engine:
-        """The engine, where it is known that there is one."""
+        """The engine of a Harmony model."""
         assert self.engine is not None
         return self.engine
 
     def on_release(self, ending: Callable[[], Awaitable[None]]) -> None:
-        """``ending`` ends what is there for this request alone, when the engine is given back."""
+        """Registers ``ending``, which is awaited when the lease is released."""
         self._endings.append(ending)
 
     async def release(self) -> None:
-        """Gives the engine back."""
+        """Releases the engine."""
         if not self._released:
             self._released = True
             try:
@@ -94,14 +93,14 @@ class Lease:
 
 
 class Context(Protocol):
-    """One turn, from its prompt to its last delta: what is used of a `StreamingHarmonyContext`.
+    """One turn, from its prompt to its last delta: the interface of `StreamingHarmonyContext`.
 
-    Its ``names`` and ``outputs`` are used where it has them: another's need not.
+    Its ``names`` and ``outputs`` are used too, but contexts of other packages need not have them.
     """
 
     @property
     def done(self) -> bool:
-        """Whether the model has ended its output: generate no more."""
+        """Whether the model has ended its output."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -109,36 +108,36 @@ class Context(Protocol):
 
     @property
     def server_call(self) -> ServerCall | None:
-        """The call that the server has to answer before the model goes on, if there is one."""
+        """The tool call that the server has to answer before the model continues, if any."""
 
     @property
     def unanswered(self) -> tuple[ServerCall, ...]:
-        """The calls of tools that the server runs which have no result, in order."""
+        """Calls of the server's tools that have no result yet, in order."""
 
     def start(self, cached_tokens: int | None = None) -> list[Delta]:
-        """The turn is about to be generated."""
+        """Begins the turn."""
 
     def append_output(self, ids: Sequence[int]) -> list[Delta]:
-        """What the model generated next."""
+        """Appends generated ids."""
 
     def append_tool_output(self, messages: Iterable[Result | ServerResult]) -> list[Delta]:
-        """What tools answered."""
+        """Appends results of tools."""
 
     def render_for_completion(self) -> tuple[int, ...]:
-        """The ids to generate from."""
+        """The prompt of the next output."""
 
     def finish(self, reason: EndReason, cached_tokens: int = 0) -> list[Delta]:
-        """The deltas that end the turn."""
+        """Ends the turn."""
 
 
 class Tracker(Protocol):
-    """The host's accounting of one request."""
+    """The host's metrics of one request."""
 
     def observe_ttft(self) -> None:
-        """The first token is there."""
+        """The first token has been generated. Later calls have no effect."""
 
     def reasoning_ended(self, reason: str) -> None:
-        """The model was made to answer: its ``budget`` of reasoning is used up, for instance."""
+        """The server ended the model's reasoning; ``reason`` is ``budget``, for example."""
 
     def finish(
         self,
@@ -149,126 +148,124 @@ class Tracker(Protocol):
         cached_tokens: int = 0,
         reasoning_tokens: int = 0,
     ) -> None:
-        """The request has ended; only the first call counts."""
+        """The request has ended. Later calls have no effect."""
 
 
 class Host(Protocol):
-    """A server that the front end stands in. Its refusals are Starlette's ``HTTPException``."""
+    """The server around the front end. It rejects requests with Starlette's ``HTTPException``."""
 
     # --- Models and engines
 
     @property
     def model_name(self) -> str | None:
-        """What the server's only model is called; ``None`` when it has several."""
+        """The name of the server's only model; ``None`` if it has several."""
 
     async def models(self) -> dict[str, Any]:
-        """The list of ``GET /v1/models``, with ``max_model_len`` where it is known."""
+        """The document of ``GET /v1/models``, with ``max_model_len`` where it is known."""
 
     async def acquire(
         self, request: Request, model: str | None, deadline: Deadline
     ) -> Lease | None:
-        """The engine that serves ``model``, loaded if it was not; ``None`` for a client that went.
+        """The engine of ``model``, which is loaded first if necessary.
 
-        Raises ``HTTPException``: 404 for a model it does not have, 503 and 504.
+        ``None`` if the client has disconnected. Raises ``HTTPException`` 404, 503 and 504.
         """
 
     async def forward(self, request: Request) -> Response:
-        """The server's own answer to a request that is not ours. Raises ``LookupError``."""
+        """The server's own response to ``request``. Raises ``LookupError`` if it has no route."""
 
-    # --- What applies where a request is silent
+    # --- Defaults and limits
 
     def deadline(self, timeout: float | None) -> Deadline:
-        """The time a request has from now on, which asks for ``timeout`` seconds or for nothing."""
+        """The deadline of a request that arrives now and may set ``timeout`` in seconds."""
 
     def defaults(self, engine: Engine | None) -> Defaults:
-        """What a request to ``engine`` may override, from now on until midnight."""
+        """What a request to ``engine`` may override, such as today's date."""
 
     def max_tokens(self, requested: int | None) -> int:
-        """How long an answer may be. Raises ``HTTPException`` 400 for more than is allowed."""
+        """The maximum output tokens. Raises ``HTTPException`` 400 if too many are requested."""
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """The budget of reasoning that a flag sets."""
+        """The reasoning budget set by a flag of the server."""
 
     @property
     def archive(self) -> Archive | None:
-        """Where generated turns outlive the process, if anywhere: always the same object."""
+        """The persistent archive of generated turns, if any; always the same object."""
 
     @property
     def toolbox(self) -> Toolbox | None:
-        """The tools that the server runs for requests; ``None`` when it runs none."""
+        """The tools that the server runs; ``None`` if it runs none."""
 
-    # --- Who may ask
+    # --- Access
 
     @property
     def requires_key(self) -> bool:
-        """Whether there is an API key."""
+        """Whether the server has an API key."""
 
     async def authenticate(self, connection: HTTPConnection) -> None:
-        """Raises ``HTTPException`` 401 for a wrong API key, and anything for a strange one."""
+        """Raises ``HTTPException`` 401 for a wrong API key, and maybe others for invalid text."""
 
     async def check_rate_limit(self, connection: HTTPConnection) -> None:
-        """Counts one request. Raises ``HTTPException`` 429 when there were too many."""
+        """Counts one request. Raises ``HTTPException`` 429 above the limit."""
 
     # --- Around an answer
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
-        """The accounting of a request that begins now."""
+        """The metrics of a request that begins now."""
 
     async def unless_gone(
         self, coming: Awaitable[T], request: Request, seconds: float, total: float
     ) -> T | None:
-        """What is ``coming``; ``None`` when the client has gone, and then it is cancelled.
+        """Awaits ``coming``, and cancels it if the client disconnects; returns ``None`` then.
 
-        Raises ``HTTPException`` 504 after ``seconds``; ``total`` is the number it says.
+        Raises ``HTTPException`` 504 after ``seconds``. Its message names ``total``.
         """
 
     def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
-        """``frames``, ended when the client has gone. A host that cannot see it go may send a
-        comment now and then, to find out."""
+        """``frames`` until the client disconnects. To notice that, a host may insert comments."""
 
     def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
-        """What asyncio writes to this client with; ``None`` where there is no socket of its own.
+        """The transport of the connection; ``None`` if there is none.
 
-        The front end aborts it when a client reads nothing.
+        The front end aborts it if the client stops reading.
         """
 
     # --- Replaceable parts (entry points)
 
     @property
     def renderer(self) -> Callable[..., Any]:
-        """Makes the prompt of a turn (`core.render.render`)."""
+        """Renders the prompt of a turn (`core.render.render`)."""
 
     @property
     def context(self) -> Callable[..., Context]:
-        """Follows one answer (`core.context.StreamingHarmonyContext`)."""
+        """Makes a ``Context`` (`core.context.StreamingHarmonyContext`)."""
 
 
 _STATE = "vllm_mlx_harmony_host"
 
 
 def install(app: Starlette, host: Host) -> None:
-    """Leaves ``host`` where the requests to ``app`` find it."""
+    """Makes ``host`` available to all requests to ``app``."""
     setattr(app.state, _STATE, host)
 
 
 def uninstall(app: Starlette) -> None:
-    """Takes it away again."""
+    """Undoes ``install``."""
     delattr(app.state, _STATE)
 
 
 def host_of(connection: HTTPConnection) -> Host:
-    """The host that ``connection`` came to."""
+    """The host that was installed in the application of ``connection``."""
     host: Host = getattr(connection.app.state, _STATE)
     return host
 
 
 def tenant_of(connection: HTTPConnection) -> str:
-    """A digest of the API key that ``connection`` came with: the same key, the same tenant.
+    """A digest of the API key of ``connection``: the same key, the same tenant.
 
-    What one tenant stored, and what is remembered of its prompts, no other gets to see. White space
-    around a key is not the key's, Unicode's neither: FastAPI's ``HTTPBearer``, which asks for the
-    key of vllm-mlx, strips it all.
+    Tenants cannot access each other's stored responses and cached prompts. White space around a key
+    is ignored, Unicode's included, as it is by FastAPI's ``HTTPBearer``, which vllm-mlx uses.
     """
     key = connection.headers.get("authorization") or connection.headers.get("x-api-key") or ""
     return sha256(re.sub(r"(?i)^bearer\s+", "", key).strip().encode()).hexdigest()

@@ -1,15 +1,15 @@
 """``/harmony/v1/generate``: token ids in, token ids out, for a gateway in front of this server.
 
-Off unless ``VLLM_MLX_HARMONY_ID_ENDPOINT=1`` (``vllm-mlx-harmony serve --id-endpoint``): whoever
-may use it can give the model any ids, control tokens included, and is trusted with the tenants that
-it names. It is behind the server's API key like everything else, and under its queue and limits.
+Disabled unless ``VLLM_MLX_HARMONY_ID_ENDPOINT=1`` (``vllm-mlx-harmony serve --id-endpoint``): its
+clients can send the model any ids, control tokens included, and are trusted to name tenants. The
+server's API key and limits apply as everywhere.
 
 POST takes a JSON object: ``prompt`` (ids), ``settings`` (those of ``server.sampling.Settings``),
-``model``, ``tenant`` (what is remembered of the prompt is its alone), ``grammar`` (text for
+``model``, ``tenant`` (cached prompts are reused within a tenant only), ``grammar`` (text for
 llguidance, which the output must match from its first id) and ``min_tokens``. It answers with
-server-sent events ``{"ids": […], "finish": null | "stop" | "length", "cached_tokens": n}``; before
-the first id they have no ids and ``prompt_progress`` (as llama.cpp's), at most twice a second. One
-that has ``error`` ends a stream that failed. GET says which version of all this it is.
+server-sent events ``{"ids": […], "finish": null | "stop" | "length", "cached_tokens": n}``. Events
+before the first id have no ids but ``prompt_progress`` (as llama.cpp's), at most twice a second. An
+event with ``error`` ends a stream that failed. GET returns the version of this interface.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Started, Usage
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import Policy
-from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
@@ -40,15 +40,15 @@ from vllm_mlx_harmony.server.sampling import Settings, capped
 from vllm_mlx_harmony.server.serving import Api, Prepared, Received, error_answer, respond, serve
 
 VARIABLE = "VLLM_MLX_HARMONY_ID_ENDPOINT"
-"""Environment variable: ``1`` switches the endpoint on."""
+"""Environment variable: ``1`` enables the endpoint."""
 
 PATH = "/harmony/v1/generate"
 VERSION = 1
-"""The version of this interface; a change that is not compatible has another number."""
+"""Incremented by incompatible changes."""
 
 
 class IdSettings(Wire):
-    """As ``Settings``; ``logit_bias`` has pairs of id and bias."""
+    """``Settings`` on the wire; ``logit_bias`` has pairs of id and bias."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -67,7 +67,7 @@ class IdSettings(Wire):
 
     @property
     def settings(self) -> Settings:
-        """The value. Raises ``RequestError`` for a bias on no id."""
+        """The ``Settings``. Raises ``RequestError`` for a bias on an id that does not exist."""
         bias = tuple((int(token), value) for token, value in self.logit_bias)
         wrong = next((token for token, _ in bias if not 0 <= token < VOCAB_SIZE), None)
         if wrong is not None:
@@ -91,13 +91,13 @@ class IdRequest(Wire):
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """What was generated since the last one."""
+    """A delta: the ids generated since the last one."""
 
     ids: tuple[int, ...]
 
 
 class IdContext:
-    """One output that nobody reads but the other side: as the context of a `Job`."""
+    """The ``Context`` of an output that is not parsed here."""
 
     done = False
     outputs = ()
@@ -109,26 +109,26 @@ class IdContext:
         self._generated = 0
 
     def render_for_completion(self) -> tuple[int, ...]:
-        """The prompt, as it came."""
+        """The prompt of the request."""
         return self._prompt
 
     def start(self, cached_tokens: int | None) -> list[Delta]:
-        """The engine has the prompt."""
+        """Implements ``Context``."""
         return [Started(len(self._prompt), cached_tokens)]
 
     def append_output(self, ids: tuple[int, ...]) -> list[Ids]:
-        """More was generated."""
+        """Implements ``Context``."""
         self._generated += len(ids)
         return [Ids(ids)] if ids else []
 
     def finish(self, reason: Finish, cached_tokens: int) -> list[Delta]:
-        """Nothing more comes."""
+        """Implements ``Context``."""
         usage = Usage(len(self._prompt), self._generated, cached_tokens=cached_tokens)
         return [Finished(reason, usage=usage)]
 
 
 class IdEmitter:
-    """Writes ids as they come."""
+    """Writes ids as events."""
 
     def feed(self, delta: Delta | Ids) -> list[Event]:
         """The event of a delta."""
@@ -145,7 +145,7 @@ class IdEmitter:
         return []
 
     def result(self) -> dict[str, Any]:
-        """An answer that is not streamed: there is none."""
+        """Never called: every answer is streamed."""
         return {}
 
 
@@ -161,22 +161,18 @@ def _event(
     return Event(encode(document))
 
 
-def _read(body: object, _: Defaults, __: str) -> IdRequest:
-    return checked(IdRequest, body)
-
-
-API = Api("ids", _read, chat.error_body)
+API = Api("ids", lambda body, defaults, tenant: checked(IdRequest, body), chat.error_body)
 
 
 def switched_on() -> bool:
-    """Whether the endpoint answers."""
+    """Whether the endpoint is enabled."""
     return os.environ.get(VARIABLE, "") == "1"
 
 
 async def answer_ids(request: Request) -> Response:
     """``POST /harmony/v1/generate``, and ``GET``."""
     if not switched_on():
-        problem = f"{PATH} is switched off ({VARIABLE}=1 switches it on)"
+        problem = f"{PATH} is disabled ({VARIABLE}=1 enables it)"
         return error_answer(API, RequestError(problem, status=404, code="not_found"))
     if request.method == "GET":
         return JSONResponse({"harmony": VERSION})
@@ -184,30 +180,23 @@ async def answer_ids(request: Request) -> Response:
 
 
 async def _generate(received: Received) -> Response:
-    """The ids that follow the prompt. Nothing is left to render: the prompt came as ids."""
-    lease, parsed = received.lease, _read(received.document.value, Defaults(), "")
+    """Generates from the prompt, which needs no rendering."""
+    lease, parsed = received.lease, checked(IdRequest, received.document.value)
     wrong = next((token for token in parsed.prompt if not 0 <= token < VOCAB_SIZE), None)
     if wrong is not None:
         raise RequestError(f"no token has the id {wrong}", param="prompt")
     lease.tenant = sha256(f"{lease.tenant}\0{parsed.tenant}".encode()).hexdigest()
     prompt = tuple(parsed.prompt)
-    constraint = await _constraint(parsed, lease.tenant, received.unless_gone)
-    settings = capped(parsed.settings.settings, len(prompt), lease.harmony.context_length)
-    context: Any = IdContext(prompt)  # its emitter takes ids for deltas
-    return await respond(Prepared(received, True, context, settings, constraint, IdEmitter()))
-
-
-async def _constraint(
-    parsed: IdRequest, tenant: str, unless_gone: enforcement.UnlessGone
-) -> Constraint | None:
-    """What the output must match. Raises as ``enforcement.checked``."""
     grammar = None
     if parsed.grammar is not None:
         if enforcement.read().policy is Policy.OFF:
-            raise RequestError("grammars are switched off on this server", param="grammar")
-        grammar = await enforcement.checked(parsed.grammar, tenant, unless_gone)
+            raise RequestError("grammars are disabled on this server", param="grammar")
+        grammar = await enforcement.checked(parsed.grammar, lease.tenant, received.unless_gone)
     spec = ConstraintSpec(grammar=grammar, min_tokens=parsed.min_tokens, binding=True)
-    return Constraint(spec) if spec else None
+    constraint = Constraint(spec) if spec else None
+    settings = capped(parsed.settings.settings, len(prompt), lease.harmony.context_length)
+    context: Any = IdContext(prompt)  # its emitter takes ids for deltas
+    return await respond(Prepared(received, True, context, settings, constraint, IdEmitter()))
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (

@@ -1,9 +1,8 @@
-"""The routes of the Anthropic Messages API: its headers, and how its tokens are counted."""
+"""The endpoints of the Anthropic Messages API."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from uuid import uuid4
@@ -32,10 +31,6 @@ def _read(body: object, defaults: Defaults, tenant: str) -> messages.MessagesReq
     return parsed
 
 
-def _read_to_count(body: object, defaults: Defaults, tenant: str) -> messages.MessagesRequest:
-    return messages.read(body, defaults, server_cipher(tenant), counting=True)
-
-
 MESSAGES = Api(
     "anthropic_messages",
     _read,
@@ -51,25 +46,26 @@ MESSAGES = Api(
 async def create_message(request: Request) -> Response:
     """``POST /v1/messages``."""
     id_seed = uuid4().hex
-    api = _of(MESSAGES, id_seed)
+    api = replace(MESSAGES, error_body=partial(_error_body, id_seed=id_seed))
     return _with_request_id(await serve(api, request, id_seed=id_seed), id_seed)
 
 
 async def count_tokens(request: Request) -> Response:
-    """``POST /v1/messages/count_tokens``: what the same request would put into the prompt."""
+    """``POST /v1/messages/count_tokens``: the length of the prompt of the same request."""
     id_seed = uuid4().hex
-    api = _of(replace(MESSAGES, read=_read_to_count), id_seed)
+    api = replace(
+        MESSAGES,
+        read=lambda body, defaults, tenant: messages.read(
+            body, defaults, server_cipher(tenant), counting=True
+        ),
+        error_body=partial(_error_body, id_seed=id_seed),
+    )
     return _with_request_id(await count(api, request, messages.counted), id_seed)
 
 
 async def root(_: Request) -> Response:
-    """``HEAD /``: Claude Code asks whether anybody is there."""
+    """``HEAD /``, with which Claude Code checks whether the server is up."""
     return Response()
-
-
-def _of(api: Api, id_seed: str) -> Api:
-    """``api`` whose errors name the request."""
-    return replace(api, error_body=partial(_error_body, id_seed=id_seed))
 
 
 def _error_body(failure: HarmonyFailure, id_seed: str) -> dict[str, object]:
@@ -82,15 +78,15 @@ def _with_request_id(response: Response, id_seed: str) -> Response:
 
 
 def _error_response(failure: HarmonyFailure) -> Response:
-    """For a request that comes to no endpoint: its answer has an id, too."""
+    """The response to a request that reaches no endpoint, which has a request id all the same."""
     id_seed = uuid4().hex
     return _with_request_id(error_response(partial(_error_body, id_seed=id_seed), failure), id_seed)
 
 
 async def bearer(request: Request) -> None:
-    """Lets ``x-api-key`` stand for the bearer token that the host's dependency looks for.
+    """Copies ``x-api-key`` to ``Authorization``, where the host's dependency looks for the key.
 
-    Claude Code sends both when it was given both: one that is right is enough.
+    Claude Code sends both if it has both. One valid key is enough.
     """
     headers = dict(request.scope["headers"])
     if API_KEY not in headers or (BEARER in headers and await admitted(request)):
@@ -99,16 +95,26 @@ async def bearer(request: Request) -> None:
     request.scope["headers"] = [*others, (BEARER, b"Bearer " + headers[API_KEY])]
 
 
-def _route(path: str, endpoint: Callable[[Request], Awaitable[Response]], why: str) -> Endpoint:
-    return with_error_responses(
-        _error_response, Endpoint(path, ("POST",), endpoint, why), before=bearer
-    )
-
-
 ENDPOINTS: tuple[Endpoint, ...] = (
-    _route("/v1/messages", create_message, "content blocks from token ids"),
-    _route("/v1/messages/count_tokens", count_tokens, "the host counts the text, not the prompt"),
+    *(
+        with_error_responses(
+            _error_response, Endpoint(path, ("POST",), endpoint, why), before=bearer
+        )
+        for path, endpoint, why in (
+            ("/v1/messages", create_message, "content blocks from token ids"),
+            (
+                "/v1/messages/count_tokens",
+                count_tokens,
+                "the host counts the text, not the prompt",
+            ),
+        )
+    ),
     Endpoint(
-        "/", ("HEAD",), root, "Claude Code's first question", like=("/health", "GET"), open=True
+        "/",
+        ("HEAD",),
+        root,
+        "Claude Code checks whether the server is up",
+        like=("/health", "GET"),
+        open=True,
     ),
 )

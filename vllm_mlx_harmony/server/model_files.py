@@ -1,7 +1,4 @@
-"""What the files of a model say: how many tokens it can see, how it is sampled.
-
-Refuses to download anything: what cannot be found out is no limit.
-"""
+"""A model's ``config.json`` and ``generation_config.json``. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -15,17 +12,9 @@ GENERATION = "generation_config.json"
 
 
 def length_of(model: str) -> int | None:
-    """Tokens that a model can see, in a directory or in the Hugging Face cache, if it is known."""
-    return _length(_content(model, CONFIG))
-
-
-def configuration(model: str, file: str) -> dict[str, Any]:
-    """What a JSON file of the model says; nothing when it is not at hand."""
-    return _content(model, file)
-
-
-def _length(configuration: dict[str, Any]) -> int | None:
-    for part in (configuration, configuration.get("text_config")):
+    """The context length of a model in a directory or in the Hugging Face cache, if it is known."""
+    config = configuration(model, CONFIG)
+    for part in (config, config.get("text_config")):
         length = part.get("max_position_embeddings") if isinstance(part, dict) else None
         if isinstance(length, int) and length > 0:
             return length
@@ -33,7 +22,8 @@ def _length(configuration: dict[str, Any]) -> int | None:
 
 
 @lru_cache(maxsize=32)
-def _content(model: str, file: str) -> dict[str, Any]:
+def configuration(model: str, file: str) -> dict[str, Any]:
+    """The content of one of the model's JSON files; empty if there is no such file."""
     try:
         content = json.loads(path_of(model, file).read_bytes())
     except (OSError, ValueError):

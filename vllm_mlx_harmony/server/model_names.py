@@ -1,7 +1,7 @@
-"""Other names that a server with a single model answers to, in all its APIs.
+"""Other names of the model, in all APIs, on a server that has only one.
 
-Tools come with names of models built in (``claude-…``, ``gpt-…``). Knows one environment variable
-and the name of the server's only model. With several models a name means one of them: none here.
+Agents come with built-in model names (``claude-…``, ``gpt-…``). On a server with several models a
+name always means one of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NAMES_VARIABLE = "VLLM_MLX_HARMONY_MODEL_NAMES"
 
 
 def other_names(model: str | None) -> tuple[str, ...]:
-    """The names and patterns, as given, of ``model``, the only one; none when there are several."""
+    """The other names and patterns of the only ``model``; empty if there are several models."""
     if not model:
         return ()
     given = (name.strip() for name in os.environ.get(NAMES_VARIABLE, "").split(","))
@@ -22,7 +22,7 @@ def other_names(model: str | None) -> tuple[str, ...]:
 
 
 def is_other_name(name: str, model: str | None) -> bool:
-    """Whether ``model`` answers to ``name``, which is not its own."""
+    """Whether ``name`` is another name of ``model``."""
     known = other_names(model)
     return name != model and any(fnmatchcase(name, each) for each in known)
 
@@ -33,5 +33,5 @@ def own_name(name: str, model: str | None) -> str:
 
 
 def response_name(name: str, model: str | None) -> str:
-    """What an answer says for the model that the request called ``name``: clients compare them."""
+    """The model's name in a response: as in the request, because clients compare them."""
     return name if is_other_name(name, model) else model or name

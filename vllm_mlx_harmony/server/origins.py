@@ -1,21 +1,23 @@
-"""Which web pages may use the server: the check that a browser leaves to whom it talks to.
+"""Which web pages may use the server. Browsers leave this decision to the server.
 
-A server without an API key trusts whoever can reach it, and a browser lets every page reach it:
+A server without an API key trusts everybody who can connect to it, and a browser connects on behalf
+of any page:
 
-- A page may send a POST to any address. With ``Content-Type: text/plain`` the browser does not even
-  ask first (https://fetch.spec.whatwg.org/#cors-safelisted-request-header); the page cannot read
-  the answer, but the model has worked for it, and what was stored or deleted stays so. It may open
-  any WebSocket, and read all that comes back.
-- A page of ``evil.example`` whose name is made to resolve to this machine (DNS rebinding) is of the
-  server's own origin: it may read everything. ``Origin`` and ``Host`` both say ``evil.example``.
+- A page may send a POST to any address. With ``Content-Type: text/plain`` the browser sends it
+  without a preflight request (https://fetch.spec.whatwg.org/#cors-safelisted-request-header). The
+  page cannot read the response, but the model has generated it, and what the request stored or
+  deleted stays so. A page may also open any WebSocket, and read what it receives.
+- A page of ``evil.example`` whose name resolves to this machine (DNS rebinding) has the same origin
+  as the server and may read everything. ``Origin`` and ``Host`` both say ``evil.example``.
 
-So, as long as there is no key, ``Origin`` has to be this server's own, local, or allowed by the
-operator, and ``Host`` has to be a name that nobody else can own. A program sends no ``Origin`` and
-reaches the server by such a name: it notices nothing. With a key, the key is the check: a page does
-not have it.
+So, without an API key, ``Origin`` must be the server's own, local, or allowed by the operator, and
+``Host`` must be a name that nobody else can register. Programs send no ``Origin`` and connect by
+such a name, so they are not affected. With an API key none of this is checked: pages do not know
+the key.
 
-An origin that may use the server may read its answers, too: it gets the headers of the CORS
-protocol (https://fetch.spec.whatwg.org/#http-cors-protocol), preflight included, key or not.
+Pages of an allowed origin may also read responses: these get the headers of the CORS protocol
+(https://fetch.spec.whatwg.org/#http-cors-protocol), preflight responses included, with or without a
+key.
 """
 
 from __future__ import annotations
@@ -42,23 +44,22 @@ from vllm_mlx_harmony.server.host import host_of
 logger = logging.getLogger("vllm_mlx_harmony")
 
 ORIGINS_VARIABLE = "VLLM_MLX_HARMONY_ORIGINS"
-"""Environment variable: origins of pages that may use the server, separated by commas: patterns
-such as ``https://chat.example.com``, ``vscode-webview://*`` or ``*``."""
+"""Environment variable: comma-separated origins of pages that may use the server, as patterns such
+as ``https://chat.example.com``, ``vscode-webview://*`` or ``*``."""
 
 HOSTS_VARIABLE = "VLLM_MLX_HARMONY_HOSTS"
-"""Environment variable: names by which the server may be reached, separated by commas: patterns
-such as ``llm.example.com`` or ``*.example.com``."""
+"""Environment variable: comma-separated names by which the server may be reached, as patterns such
+as ``llm.example.com`` or ``*.example.com``."""
 
 _UNOWNED = (".local", ".localhost", ".internal", ".home.arpa")
-"""Endings of names that no public DNS resolves (RFC 6762, RFC 6761, ICANN's resolution of
-2024-07-29, RFC 8375): no stranger can make one point here. Docker's ``host.docker.internal`` is
-one of them."""
+"""Endings of names that public DNS never resolves (RFC 6762, RFC 6761, ICANN's resolution of
+2024-07-29, RFC 8375), such as Docker's ``host.docker.internal``."""
 
 
 class OriginCheck:
-    """ASGI middleware: refuses with 403 what a foreign page sends, and lets allowed pages read.
+    """ASGI middleware: rejects foreign pages with 403, and adds CORS headers for allowed ones.
 
-    ``origins`` and ``hosts`` are the patterns of the two variables; ``name`` is this machine's.
+    ``origins`` and ``hosts`` replace the patterns of the two variables, ``name`` the machine's.
     """
 
     def __init__(
@@ -73,7 +74,14 @@ class OriginCheck:
         self._hosts = _patterns(HOSTS_VARIABLE) if hosts is None else tuple(hosts)
         self._name = (socket.gethostname() if name is None else name).lower()
         self._logged: set[str] = set()
-        self._cors = _Cors(self)
+
+        class Cors(CORSMiddleware):
+            """Starlette's CORS headers. Only requests of allowed origins get here."""
+
+            def is_allowed_origin(self, origin: str) -> bool:
+                return True
+
+        self._cors = Cors(app, allow_methods="*", allow_headers="*", allow_private_network=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -81,83 +89,62 @@ class OriginCheck:
             return
         headers = Headers(scope=scope)
         origin, host = headers.get("origin"), headers.get("host")
+        problem = None
         keyed = host_of(HTTPConnection(scope)).requires_key
-        problem = None if keyed else self._problem(origin, host)
+        if not keyed and host is not None and not self.is_own(host):
+            problem = (
+                f"the host name {host!r} is not one of this server's: without an API key it "
+                "answers only to names that nobody else can register. "
+                f"Set {HOSTS_VARIABLE}, or an API key"
+            )
+        elif not keyed and origin is not None and not self.may_read(origin, host):
+            problem = (
+                f"pages of {origin!r} may not use this server, which has no API key. "
+                f"Set {ORIGINS_VARIABLE}, or an API key"
+            )
         if problem is not None:
-            await self._reject(problem, scope, receive, send)
+            if problem not in self._logged and len(self._logged) < _MOST_LOGGED:
+                self._logged.add(problem)
+                logger.warning("rejected: %s", problem)
+            rejection = RequestError(problem, status=403, code="origin_not_allowed")
+            response = error_response(api_at(scope["path"]).error_body, rejection)
+            if scope["type"] == "websocket":
+                await WebSocket(scope, receive, send).send_denial_response(response)
+            else:
+                await response(scope, receive, send)
         elif origin is not None and self.may_read(origin, host):
             await self._cors(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     def may_read(self, origin: str, host: str | None) -> bool:
-        """Whether pages of ``origin`` may use a server that is reached as ``host``."""
+        """Whether pages of ``origin`` may use the server at ``host``."""
         if any(fnmatchcase(origin.lower(), pattern) for pattern in self._origins):
             return True
         parts = _split(origin)
-        if parts is None or not parts[0]:  # `null` is what any page can make itself be
+        if parts is None or not parts[0]:  # any page can have the origin `null`
             return False
         name, place = parts
         local = name == "localhost" or name.endswith(".localhost")
         return local or _is_address(name, loopback=True) or place == (host or "").lower()
 
-    def _problem(self, origin: str | None, host: str | None) -> str | None:
-        """What is wrong with where a request comes from, and what to do about it."""
-        if host is not None and not self._is_ours(host):
-            return (
-                f"the host name {host!r} is not one of this server's: without an API key it "
-                f"answers only to names that nobody else can own. Set {HOSTS_VARIABLE}, or an "
-                "API key"
-            )
-        if origin is not None and not self.may_read(origin, host):
-            return (
-                f"pages of {origin!r} may not use this server, which has no API key. "
-                f"Set {ORIGINS_VARIABLE}, or an API key"
-            )
-        return None
-
-    def _is_ours(self, host: str) -> bool:
-        """Whether ``host``, with or without a port, is a name that only this server can have."""
+    def is_own(self, host: str) -> bool:
+        """Whether only this server can have the name ``host``, which may have a port."""
         parts = _split(f"http://{host}")
         if parts is None:
             return False
         name = parts[0]
         return (
-            "." not in name  # an address of version 6, or a name without a domain
+            "." not in name  # an IPv6 address, or a name without a domain
             or _is_address(name)
             or name.endswith(_UNOWNED)
             or name == self._name
             or any(fnmatchcase(name, pattern) for pattern in self._hosts)
         )
 
-    async def _reject(self, problem: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if problem not in self._logged and len(self._logged) < _MOST_LOGGED:
-            self._logged.add(problem)
-            logger.warning("refused: %s", problem)
-        body = api_at(scope["path"]).error_body
-        response = error_response(
-            body, RequestError(problem, status=403, code="origin_not_allowed")
-        )
-        if scope["type"] == "websocket":
-            await WebSocket(scope, receive, send).send_denial_response(response)
-        else:
-            await response(scope, receive, send)
-
-
-class _Cors(CORSMiddleware):
-    """Starlette's CORS headers, for requests that were let through: their origin is allowed."""
-
-    def __init__(self, check: OriginCheck) -> None:
-        super().__init__(
-            check._app, allow_methods="*", allow_headers="*", allow_private_network=True
-        )
-
-    def is_allowed_origin(self, origin: str) -> bool:
-        return True
-
 
 _MOST_LOGGED = 100
-"""Different refusals that are logged: a stranger chooses what they say."""
+"""Distinct rejections that are logged. Their texts contain what clients send."""
 
 
 def _patterns(variable: str) -> tuple[str, ...]:
@@ -166,7 +153,7 @@ def _patterns(variable: str) -> tuple[str, ...]:
 
 
 def _split(origin: str) -> tuple[str, str] | None:
-    """The name in ``origin``, and the name with its port; ``None`` when it is no address."""
+    """The host of ``origin``, without and with its port; ``None`` if it is invalid."""
     try:
         parts = urlsplit(origin.lower())
         return (parts.hostname or "").rstrip("."), parts.netloc

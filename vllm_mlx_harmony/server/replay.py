@@ -1,6 +1,6 @@
-"""Which earlier turns a request may be answered from: its model's, and its API key's.
+"""The generated turns that a request may reuse: those of the same model and tenant.
 
-Knows the setting and who asks. What is remembered, and when it is the same turn: core.replay.
+What is stored of a turn, and when it is reused: `core.replay`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from vllm_mlx_harmony.server.shared import Shared, SharedError, server_shared, s
 logger = logging.getLogger(__name__)
 
 VARIABLE = "VLLM_MLX_HARMONY_REPLAY"
-"""Environment variable: MiB of generated turns that are remembered; 0 remembers none."""
+"""Environment variable: MiB of generated turns that are kept in memory; 0 disables reuse."""
 
 DEFAULT = 64
 
 
 @lru_cache(maxsize=1)
 def replay(archive: Archive | None) -> Replay | None:
-    """The turns of this process and, where there is an ``archive``, of those before it.
+    """The generated turns of this process and, if there is an ``archive``, of earlier ones.
 
-    ``None`` when nothing is to be remembered.
+    ``None`` if reuse is disabled.
     """
     requested = os.environ.get(VARIABLE, "").strip() or str(DEFAULT)
     if not requested.isascii() or not requested.isdigit():
-        logger.warning("%s=%s is not a number of MiB: %d it is", VARIABLE, requested, DEFAULT)
+        logger.warning("%s=%s is not a number of MiB: %d applies", VARIABLE, requested, DEFAULT)
         requested = str(DEFAULT)
     return Replay(int(requested) * 2**20, archive) if int(requested) else None
 
 
 class SharedTurns:
-    """The archive of turns in Redis, where all servers that use it find them; see ``Archive``."""
+    """An ``Archive`` in Redis, for all servers that share it."""
 
     blocks = True
 
@@ -50,13 +50,13 @@ class SharedTurns:
         self._shared = shared
 
     def put(self, key: bytes, turn: GeneratedTurn) -> None:
-        """Has it written, unless Redis has gone: then no other server places it again."""
+        """Writes the turn, unless Redis is unavailable."""
         name, content = shared_key("turn", key.hex()), written(turn)
         with suppress(SharedError):
             self._shared.call(lambda redis: redis.set(name, content, ex=self._shared.seconds))
 
     def find(self, keys: Sequence[bytes]) -> list[GeneratedTurn | None]:
-        """The turns; none while Redis is gone: they are written anew, as messages are."""
+        """The turns; none while Redis is unavailable, so that messages are rendered instead."""
         names = [shared_key("turn", key.hex()) for key in keys]
         try:
             found = self._shared.call(lambda redis: redis.mget(names))
@@ -65,7 +65,7 @@ class SharedTurns:
         return [None if content is None else read(content) for content in found]
 
     def use(self, key: bytes) -> None:
-        """It expires all the same, by the time that it was generated."""
+        """Has no effect: turns expire by the time at which they were generated."""
 
 
 @lru_cache(maxsize=1)
@@ -74,7 +74,7 @@ def _shared_turns(shared: Shared) -> SharedTurns:
 
 
 def view(host: Host, lease: Lease) -> ReplayScope | None:
-    """What a request with this lease may be answered from."""
+    """The turns that a request with this lease may reuse; ``None`` if reuse is disabled."""
     shared = server_shared()
     archive = host.archive if shared is None else _shared_turns(shared)
     turns = replay(archive)  # type: ignore[arg-type]  # by identity, as any object
@@ -84,23 +84,23 @@ def view(host: Host, lease: Lease) -> ReplayScope | None:
 def replaying(
     renderer: Callable[..., Rendered], turns: ReplayScope | None
 ) -> Callable[[Turn], Rendered]:
-    """``renderer`` with ``turns``, if it is one that knows of them: it may be somebody else's."""
-    if turns is None or not _knows_replay(renderer):
+    """``renderer`` with ``turns``, if it supports them: other packages' renderers may not."""
+    if turns is None or not _supports_replay(renderer):
         return renderer
     return partial(renderer, replay=turns)
 
 
 @lru_cache(maxsize=8)
-def _knows_replay(renderer: Callable[..., Rendered]) -> bool:
+def _supports_replay(renderer: Callable[..., Rendered]) -> bool:
     return "replay" in signature(renderer).parameters
 
 
 def remember(
     turns: ReplayScope | None, context: Context, echoed: Callable[[Message], Message]
 ) -> None:
-    """Takes in what ``context``, which has ended, holds of generated turns.
+    """Stores the generated turns of ``context``, which has ended.
 
-    ``echoed`` is how its messages are read when a client gives them back.
+    ``echoed`` maps a message to how it will be read when a client sends it back.
     """
     if turns is not None:
         for output in getattr(context, "outputs", ()):

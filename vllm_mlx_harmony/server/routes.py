@@ -1,7 +1,4 @@
-"""Everything that the front end answers: the endpoints of every API, and what is around them.
-
-Knows no path and no method: each stands with its API (chat, messages, responses, cancel).
-"""
+"""All endpoints of the front end, and its middleware. Paths are defined with their APIs."""
 
 from __future__ import annotations
 
@@ -22,10 +19,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *cancel.ENDPOINTS,
     *ids.ENDPOINTS,
 )
-"""What the front end answers over HTTP."""
 
 SOCKETS = (WebSocketRoute("/v1/responses", converse),)
-"""What it answers over WebSockets; each checks the API key by itself."""
+"""WebSocket endpoints, which check the API key themselves."""
 
 MIDDLEWARE = (Middleware(OriginCheck), Middleware(RejectDuringShutdown))
-"""Around the whole application of a server, the outermost first."""
+"""Middleware of the whole application, from the outside in."""

@@ -1,4 +1,4 @@
-"""How ids are drawn for a request: its own values over the server's, and nothing left open."""
+"""The sampling settings of a request, with the server's defaults for those that it does not set."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError
 from vllm_mlx_harmony.core.turn import RECOMMENDED, VOCAB_SIZE, Limits, Sampling
 
 SMALLEST = 1e-6
-"""A temperature or ``top_p`` below it leaves the likeliest id, and float32 cannot show it."""
+"""Any smaller temperature or ``top_p`` selects the likeliest id, and may underflow in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything an engine needs beside the prompt; without a ``seed`` it takes one of its own."""
+    """What an engine needs besides the prompt. Without a ``seed`` it chooses one."""
 
     max_tokens: int
     temperature: float
@@ -37,18 +37,22 @@ def resolve(
     max_tokens: Callable[[int | None], int],
     defaults: Sampling = RECOMMENDED,
 ) -> Settings:
-    """The request's values where it gives any, the server's otherwise (``Host.max_tokens``).
+    """The settings of the request, or else the server's ``defaults``, or else neutral ones.
 
-    Raises ``RequestError`` for a ``max_tokens`` over the server's limit and a bias on no id.
+    ``max_tokens`` is ``Host.max_tokens``. Raises ``RequestError`` for a limit above the server's
+    and for a bias on an id that does not exist.
     """
 
     def value(name: str, neutral: Any) -> Any:
-        given = getattr(sampling, name)
-        given = getattr(defaults, name) if given is None else given
-        return neutral if given is None else given
+        values = (getattr(sampling, name), getattr(defaults, name))
+        return next((each for each in values if each is not None), neutral)
 
     temperature, top_p, top_k = value("temperature", 1.0), value("top_p", 1.0), value("top_k", 0)
-    most = _allowed(limits, max_tokens)
+    try:
+        most = max_tokens(limits.max_tokens)
+    except HTTPException as error:
+        message = str(error.detail).replace("max_tokens", limits.where)
+        raise RequestError(message, param=limits.where, code="invalid_value") from error
     for token, _ in sampling.logit_bias:
         if not 0 <= token < VOCAB_SIZE:
             raise RequestError(f"no token has the id {token}", param="logit_bias")
@@ -67,9 +71,9 @@ def resolve(
 
 
 def capped(settings: Settings, prompt_tokens: int, context_length: int | None) -> Settings:
-    """``settings`` with no more ``max_tokens`` than the context holds after the prompt.
+    """``settings`` with ``max_tokens`` reduced to what the context can hold after the prompt.
 
-    Raises ``PromptTooLong`` when not even one fits (semantics A11).
+    Raises ``PromptTooLong`` if that is nothing (semantics A11).
     """
     if context_length is None:
         return settings
@@ -77,11 +81,3 @@ def capped(settings: Settings, prompt_tokens: int, context_length: int | None) -
     if available < 1:
         raise PromptTooLong(prompt_tokens, context_length)
     return replace(settings, max_tokens=min(settings.max_tokens, available))
-
-
-def _allowed(limits: Limits, max_tokens: Callable[[int | None], int]) -> int:
-    try:
-        return max_tokens(limits.max_tokens)
-    except HTTPException as error:
-        message = str(error.detail).replace("max_tokens", limits.where)
-        raise RequestError(message, param=limits.where, code="invalid_value") from error

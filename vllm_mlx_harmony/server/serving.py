@@ -1,11 +1,11 @@
-"""A request, from its body to its answer: one line of values for every API.
+"""A request from its body to its answer, as a line of values that all APIs share.
 
     Document ─▶ Received ─▶ Parsed ─▶ Resolved ─▶ Rendered ─▶ Prepared ─▶ Answer ─▶ Response
             leased     parse     resolve     render    constrain     begin    respond
 
-Each step is a function of the value before it and knows nothing of the next. Until ``begin`` all of
-them may refuse the request, and nothing has to be undone but the lease, which ``serve`` releases.
-From ``begin`` on the ``Answer`` owns everything, the accounting of the request included.
+Each step is a function of the value before it. Until ``begin``, every step may reject the request,
+and only the lease has to be released, which ``serve`` does. From ``begin`` on, the ``Answer`` owns
+the lease and the metrics of the request.
 """
 
 from __future__ import annotations
@@ -40,54 +40,55 @@ from vllm_mlx_harmony.server.host import Context, Host, Lease, host_of, tenant_o
 from vllm_mlx_harmony.server.model_names import own_name, response_name
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.streams import EventStream
-from vllm_mlx_harmony.server.tools.client_servers import ConnectedServer, stop
+from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
 
 T = TypeVar("T")
 
 LONGEST = 1e9
-"""Seconds that a request may ask for: no timer can be set to a later time."""
+"""Maximum timeout of a request in seconds: timers cannot be set much further ahead."""
 
 LONGEST_NAME = 4_096
-"""Characters of a model's name, which may be a path."""
+"""Maximum length of a model's name, which may be a path."""
 
 CLIENT_CLOSED = 499
-"""nginx's status for a client that has gone, as the host uses it. It is never read."""
+"""nginx's status for a client that has disconnected, as the host uses it."""
 
 
 class ParsedRequest(Protocol):
-    """A request in an API's shape that can be run."""
+    """A valid request of an API."""
 
     @property
     def turn(self) -> Turn:
-        """What to ask the model."""
+        """The turn to generate."""
 
     @property
     def model(self) -> str:
-        """The model's name as the request has it."""
+        """The model's name in the request."""
 
     @property
     def stream(self) -> bool:
         """Whether the answer is streamed."""
 
     def emitter(self, info: ResponseInfo) -> Emitter:
-        """The writer of the answer."""
+        """Makes the emitter of the answer."""
 
     def echoed(self, message: Message) -> Message:
-        """A message of the answer, as it is read when a client sends it back."""
+        """``message`` of the answer as it will be read when the client sends it back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What an API adds to the line.
+    """What is specific to an API.
 
-    ``name``: what the host's metrics call it. ``prefix``: what its paths begin with; every error
-    below it, also a middleware's, is written by ``error_body``. ``read`` makes a ``ParsedRequest``
-    of a document; ``blocks``: it may wait for a disk or a network, and runs in a thread.
-    ``servers`` reads the tool servers that a document names by their URLs, where the operator's
-    have these labels. ``emitter`` makes the writer of the answer. ``ping`` is sent while a stream
-    is silent. ``reports_cached``: a stream begins with the usage of the prompt.
-    ``comments_progress``: until the first token, comments in a stream say how far the prompt is.
+    ``name`` is used in the host's metrics. ``error_body`` writes all errors of paths that begin
+    with ``prefix``, those of middleware included. ``read`` makes a ``ParsedRequest`` of a document;
+    if it ``blocks`` on a disk or a network, it runs in a thread. ``servers`` returns the tool
+    servers that a document names by URL, given the labels of the operator's. ``emitter`` makes the
+    emitter of the answer. ``ping`` is sent in silent streams. ``reports_cached``: streams begin
+    with the usage of the prompt.
+    ``comments_progress``: until the first token, comments in a stream report the progress of the
+    prompt.
     """
 
     name: str
@@ -96,7 +97,7 @@ class Api:
     prefix: str = ""
     blocks: bool = False
     servers: Callable[[object, Collection[str]], Sequence[ClientServer]] = lambda body, labels: ()
-    emitter: Callable[[Any, ResponseInfo, Context, str], Any] = (
+    emitter: Callable[[Any, ResponseInfo, Context, str], Emitter] = (
         lambda parsed, info, context, tenant: parsed.emitter(info)
     )
     ping: Event | None = None
@@ -109,10 +110,10 @@ class Api:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A document, and the engine that is lent to it.
+    """A document with a lease of an engine.
 
-    Ids of the answer are made from ``id_seed``. ``watched``: the request is an exchange of its own,
-    which ends when the client goes.
+    The ids of the answer contain ``id_seed``. ``watched``: the request has a connection of its own,
+    and is cancelled when the client disconnects.
     """
 
     api: Api
@@ -124,11 +125,11 @@ class Received:
 
     @property
     def host(self) -> Host:
-        """The host that it came to."""
+        """The host."""
         return host_of(self.request)
 
     async def unless_gone(self, coming: Awaitable[T]) -> T | None:
-        """What is ``coming``; ``None`` when the client has gone, and then it is cancelled.
+        """Awaits ``coming``, and cancels it if the client disconnects; returns ``None`` then.
 
         Raises ``HostError`` and ``HTTPException`` 504 at the deadline.
         """
@@ -141,21 +142,21 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """The request in its API's shape, and the turn that it asks for.
+    """The request as read by its API, and its turn.
 
-    ``defaults`` are the server's for it, ``servers`` the tool servers that it names.
+    ``defaults`` are the server's, ``servers`` the tool servers that the request names by URL.
     """
 
     received: Received
-    request: Any
+    request: ParsedRequest
     turn: Turn
     defaults: Defaults
-    servers: Sequence[ConnectedServer]
+    servers: Sequence[ToolServer]
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """How ids are drawn for the request, with the server's defaults, and who answers it."""
+    """The request with its sampling settings, for which the server's defaults were applied."""
 
     parsed: Parsed
     settings: Settings
@@ -164,7 +165,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The request as a prompt; ``replay``: the generated turns that it may be rendered from."""
+    """The rendered prompt. ``replay`` has the generated turns that may be reused in it."""
 
     resolved: Resolved
     context: Context
@@ -173,7 +174,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that is ready to run. Nothing has been computed or accounted for."""
+    """A request that is ready to run."""
 
     received: Received
     stream: bool
@@ -196,30 +197,35 @@ Respond: TypeAlias = "Callable[[Received], Awaitable[Response]]"
 async def serve(
     api: Api, request: Request, respond: Respond | None = None, id_seed: str = ""
 ) -> Response:
-    """The answer to a request in ``api``'s shape, errors included.
+    """The response to a request of ``api``, errors included.
 
-    ``respond`` answers in place of ``generate``. A request for a model that is not Harmony is
-    answered by the host, as if this front end were not there.
+    ``respond`` replaces the default, ``generate``. The host answers requests for models that are
+    not Harmony models.
     """
     try:
         request = bounded(request)
         document = await parse_body(await request.body())
         async with leased(api, request, document) as lease:
             if lease.engine is None:
-                return await _forwarded(request, lease)
+                await lease.release()
+                try:
+                    return await host_of(request).forward(request)
+                except LookupError as error:
+                    problem = f"{request.url.path} is not available for this model"
+                    raise RequestError(problem, status=404, param="model") from error
             received = Received(api, request, document, lease, id_seed or uuid4().hex)
             return await (respond or generate)(received)
-    except Exception as error:  # noqa: BLE001 - every error is answered in the API's shape
+    except Exception as error:  # noqa: BLE001 - every error gets the API's shape
         return error_answer(api, error)
 
 
 async def generate(received: Received) -> Response:
-    """The model's answer."""
+    """Generates the model's answer."""
     return await respond(await prepare(received))
 
 
 async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
-    """The number of tokens of a request's prompt, as ``body`` writes it; nothing is generated."""
+    """The response to a request that counts the tokens of a prompt, written by ``body``."""
 
     async def counted(received: Received) -> Response:
         parsed = await parse(received)
@@ -232,7 +238,7 @@ async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]
 
 
 def error_answer(api: Api, error: Exception) -> Response:
-    """``error`` as an answer in ``api``'s shape."""
+    """``error`` as a response in the shape of ``api``."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_CLOSED)
     if isinstance(error, (HarmonyFailure, HTTPException)):
@@ -242,15 +248,14 @@ def error_answer(api: Api, error: Exception) -> Response:
 
 @asynccontextmanager
 async def leased(api: Api, request: Request, document: Document) -> AsyncIterator[Lease]:
-    """The engine for ``document``, lent for as long as the request may take.
+    """A lease of the engine that ``document`` asks for.
 
     It is released at the end of the block, unless an ``Answer`` has taken it over. Raises
-    ``HarmonyFailure``, the host's ``HTTPException``, and ``ClientDisconnect`` when the client has
-    gone meanwhile.
+    ``HarmonyFailure``, ``HTTPException`` of the host, and ``ClientDisconnect``.
     """
     host = host_of(request)
     model, timeout = _routing(document.value)
-    if model is None and host.model_name is None:  # there are several
+    if model is None and host.model_name is None:  # there are several models
         await _read(api, document, host.defaults(None), tenant_of(request))
         raise RequestError("model must be a string", param="model")
     own = None if model is None else own_name(model, host.model_name)
@@ -265,55 +270,46 @@ async def leased(api: Api, request: Request, document: Document) -> AsyncIterato
 
 
 def _routing(document: object) -> tuple[str | None, float | None]:
-    """``model`` and ``timeout``, each ``None`` unless it is valid: the request is checked later.
+    """``model`` and ``timeout`` of a request, which is validated later; ``None`` if invalid.
 
-    Raises ``RequestError`` for a name that no model can have: logs and errors would repeat it.
+    Raises ``RequestError`` for a very long name, which logs and errors would repeat.
     """
     if not isinstance(document, dict):
         return None, None
     model, timeout = document.get("model"), document.get("timeout")
     if isinstance(model, str) and len(model) > LONGEST_NAME:
-        problem = f"the name of a model has no more than {LONGEST_NAME} characters"
+        problem = f"the name of a model has at most {LONGEST_NAME} characters"
         raise RequestError(problem, param="model", code="model_not_found", status=404)
     valid = isinstance(timeout, (int, float)) and 0 < timeout < LONGEST
     return model if isinstance(model, str) else None, timeout if valid else None
-
-
-async def _forwarded(request: Request, lease: Lease) -> Response:
-    """The host's own answer: the model is not Harmony. 404 where it has no such route."""
-    await lease.release()
-    try:
-        return await host_of(request).forward(request)
-    except LookupError as error:
-        problem = f"{request.url.path} is not served for this model"
-        raise RequestError(problem, status=404, param="model") from error
 
 
 # --- The line
 
 
 async def prepare(received: Received) -> Prepared:
-    """All steps before the first that computes. Raises ``HarmonyFailure``, ``ClientDisconnect``."""
+    """All steps before ``begin``. Raises ``HarmonyFailure`` and ``ClientDisconnect``."""
     parsed = await parse(received)
     return await constrain(await render(resolve(parsed)))
 
 
 async def parse(received: Received) -> Parsed:
-    """The request, read from its document. Raises ``RequestError``."""
+    """Reads the request in a document. Raises ``RequestError``."""
     api, host, lease = received.api, received.host, received.lease
-    servers: Sequence[ConnectedServer] = ()
+    servers: Sequence[ToolServer] = ()
     if host.toolbox is not None:
         labels = [each.label for each in host.toolbox.servers]
         if requested := api.servers(received.document.value, labels):
-            servers = await host.toolbox.clients.connected(requested, lease.tenant)
-            lease.on_release(partial(stop, servers))
+            clients = host.toolbox.clients
+            servers = await clients.connected(requested, lease.tenant)
+            lease.on_release(partial(clients.stop, servers))
     defaults = with_tools(host.defaults(lease.engine), host.toolbox, servers)
     request = await _read(api, received.document, defaults, lease.tenant)
     return Parsed(received, request, replace(request.turn, tenant=lease.tenant), defaults, servers)
 
 
 async def _read(api: Api, document: Document, defaults: Defaults, tenant: str) -> Any:
-    """The request of ``tenant`` in ``document``; not on the event loop when that may take long."""
+    """Calls ``api.read``, in a thread if that may take long."""
     if document.large:
         return await in_thread(api.read, document.value, defaults, tenant)
     if api.blocks:
@@ -322,7 +318,7 @@ async def _read(api: Api, document: Document, defaults: Defaults, tenant: str) -
 
 
 def resolve(parsed: Parsed) -> Resolved:
-    """What the request leaves open is the server's. Raises ``RequestError``."""
+    """Applies the server's defaults. Raises ``RequestError``."""
     host, turn = parsed.received.host, parsed.turn
     settings = sampling.resolve(
         turn.sampling, turn.limits, host.max_tokens, parsed.defaults.sampling
@@ -332,7 +328,7 @@ def resolve(parsed: Parsed) -> Resolved:
 
 
 async def render(resolved: Resolved) -> Rendered:
-    """The prompt. Raises ``RequestError`` for a turn that cannot be rendered."""
+    """Renders the prompt. Raises ``RequestError`` for a turn that cannot be rendered."""
     received = resolved.parsed.received
     remembered = replay.view(received.host, received.lease)
     context = await _context(resolved.parsed, resolved.info, remembered)
@@ -340,9 +336,9 @@ async def render(resolved: Resolved) -> Rendered:
 
 
 async def _context(parsed: Parsed, info: ResponseInfo, remembered: ReplayScope | None) -> Context:
-    """The turn, rendered; not on the event loop when that may take long.
+    """Renders the turn, in a thread if that may take long.
 
-    A small body may have large tools: a ``$ref`` can stand in it any number of times.
+    Tools may be large even if the body is small, since a schema can use a ``$ref`` many times.
     """
     host, turn = parsed.received.host, parsed.turn
     renderer = replay.replaying(host.renderer, remembered)
@@ -353,9 +349,9 @@ async def _context(parsed: Parsed, info: ResponseInfo, remembered: ReplayScope |
 
 
 async def constrain(rendered: Rendered) -> Prepared:
-    """What the output must match, how long it may be, and the tools that the server runs in it.
+    """Adds the constraint of the output, its maximum length, and the tools that the server runs.
 
-    Raises ``RequestError`` for what cannot be enforced and ``PromptTooLong``.
+    Raises ``RequestError`` for what cannot be enforced, and ``PromptTooLong``.
     """
     resolved, context = rendered.resolved, rendered.context
     parsed = resolved.parsed
@@ -379,7 +375,7 @@ async def constrain(rendered: Rendered) -> Prepared:
 
 
 def begin(prepared: Prepared) -> Job:
-    """The request, accounted for from now on: an ``Answer`` must follow."""
+    """Starts the metrics of the request. An ``Answer`` must follow."""
     received = prepared.received
     api = received.api
     cancellations.watch()
@@ -398,10 +394,9 @@ def begin(prepared: Prepared) -> Job:
 
 
 async def respond(prepared: Prepared, end: End | None = None) -> Response:
-    """The answer, streamed or whole as it was asked for; ``end`` as in ``Answer``.
+    """The response, streamed or whole as requested; ``end`` as in ``Answer``.
 
-    The headers of a stream are sent when the request has the engine: until then errors have a
-    status of their own.
+    The headers of a stream are sent with the first event. Errors before that have an HTTP status.
     """
     received, job = prepared.received, begin(prepared)
     host, request, deadline = received.host, received.request, job.lease.deadline
@@ -418,7 +413,7 @@ async def respond(prepared: Prepared, end: End | None = None) -> Response:
     )
     response: Response | None = None
     try:
-        # Without any time left the answer says so itself, and is accounted for as late.
+        # If no time is left, the answer itself raises the error and counts it as a timeout.
         seconds = deadline.left or 1.0
         if not prepared.stream:
             whole = await host.unless_gone(answer.whole(), request, seconds, deadline.total)

@@ -1,4 +1,4 @@
-"""Numbers and sizes that the environment sets. Knows no variable: each stands where it is used."""
+"""Numbers and sizes from environment variables, which are defined where they are used."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _NUMBER = re.compile(r"([0-9]{1,15}(?:\.[0-9]+(?=\s*[KMGT]))?)\s*([KMGT]?)(?:I?B
 
 
 def number(variable: str, default: int) -> int:
-    """What the environment says: ``32``, ``64M``, ``1.5GiB``; units are powers of 1,024.
+    """The value of ``variable``: ``32``, ``64M`` or ``1.5GiB``; units are powers of 1,024.
 
-    ``default`` where it says nothing, and, with a warning, where it says no such number.
+    ``default`` if it is not set, and, with a warning, if it is not such a number.
     """
     given = os.environ.get(variable, "").strip()
     found = _read(variable, given) if given else None
     return default if found is None else found
 
 
-@lru_cache(maxsize=64)  # so that what is asked for at each request is warned about once
+@lru_cache(maxsize=64)  # one warning, although some variables are read at each request
 def _read(variable: str, given: str) -> int | None:
     number = _NUMBER.fullmatch(given.upper())
     if number is None:
         logger.warning(
-            "%s=%r is not a number such as 32 or 64M: the default counts", variable, given
+            "%s=%r is not a number such as 32 or 64M: the default applies", variable, given
         )
         return None
     return int(float(number[1]) * _UNITS[number[2]])

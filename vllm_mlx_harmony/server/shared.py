@@ -1,15 +1,14 @@
-"""What servers that serve the same clients share, in Redis: the connection, and what its keys are.
+"""A Redis that several servers share if they have the same clients.
 
-What is stored is up to its users: responses (``responses.store``), background responses
-(``responses.shared_background``), generated turns (``replay``).
+Its users are stored responses (``responses.store``), background responses
+(``responses.shared_background``), cancellations and generated turns (``replay``).
 
-A request must not suffer from a Redis that has gone. Every call is for a thread, not for the event
-loop, and takes no longer than ``CONNECT`` and ``ANSWER`` say. After one that failed nobody waits
-for ``PAUSE`` seconds: all calls fail at once. Then one tries again, while the others still fail.
+Requests must not suffer if Redis is unavailable. Every call blocks, so it runs in a thread, but no
+longer than ``CONNECT`` and ``ANSWER`` allow. After a failure all calls fail at once for ``PAUSE``
+seconds. Then one call tries again, while the others still fail.
 
-Keys are ``vllm-mlx-harmony:`` and what it is, ``:`` and a digest: no key says whose it is, and
-whoever knows a response's id cannot look it up without the tenant. All but the key of encrypted
-reasoning expire.
+A key is ``vllm-mlx-harmony:``, a kind, ``:`` and a digest of the tenant and the id, so that nobody
+can look up a response by its id alone. Everything but the key of encrypted reasoning expires.
 """
 
 from __future__ import annotations
@@ -33,37 +32,41 @@ logger = logging.getLogger("vllm_mlx_harmony")
 T = TypeVar("T")
 
 STORE_VARIABLE = "VLLM_MLX_HARMONY_STORE"
-"""Environment variable: the SQLite file, or the URL of the Redis, that responses are stored in.
+"""Environment variable: the SQLite file, or the URL of the Redis, in which responses are stored.
 
-Without it they are in memory. With a Redis, generated turns and the key of encrypted reasoning are
-there, too.
+If it is not set they are in memory. A Redis also has the generated turns and the key of encrypted
+reasoning.
 """
 
 SECONDS_VARIABLE = "VLLM_MLX_HARMONY_STORE_SECONDS"
-"""Environment variable: how long something stays in Redis after it was written."""
+"""Environment variable: seconds after which an entry in Redis expires."""
 
 DEFAULT_SECONDS = 7 * 24 * 3600
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 
 CONNECT, ANSWER, PAUSE = 0.5, 1.0, 2.0
-"""Seconds: to connect, for one answer, and in which nothing is tried after a failure."""
+"""Timeouts of connecting and of one response, and the pause after a failure, in seconds."""
 
 _KEY_BYTES = 32
 _KEY_NAME = "vllm-mlx-harmony:encryption-key"
 
 
-class SharedError(HostError):
-    """Redis is not there, or does not do what it is asked for. 503."""
+class StoreError(HostError):
+    """The store of responses cannot be read, or cannot be written, at the moment. 503."""
 
     code = "store_unavailable"
 
 
+class SharedError(StoreError):
+    """Redis is unavailable, or has rejected a command. 503."""
+
+
 class Shared:
-    """One Redis. Any thread may use it; every call may block, and raise ``SharedError``."""
+    """A connection to Redis for all threads. Calls block, and raise ``SharedError``."""
 
     def __init__(self, url: str) -> None:
-        """Raises ``SharedError``, which says what to do, for one that does not answer."""
+        """Raises ``SharedError`` if Redis does not answer or the package is not installed."""
         try:
             import redis
             from redis.backoff import NoBackoff
@@ -81,7 +84,7 @@ class Shared:
         self._paused_until = 0.0
         self.seconds = max(1, number(SECONDS_VARIABLE, DEFAULT_SECONDS))
         try:
-            # A connection that Redis closed while it was idle is not its fault: tried once more.
+            # Redis may have closed an idle connection, so a lost connection is retried once.
             self._client = redis.Redis.from_url(
                 url,
                 socket_connect_timeout=CONNECT,
@@ -94,13 +97,13 @@ class Shared:
             raise SharedError(problem) from error
 
     def call(self, command: Callable[[Any], T]) -> T:
-        """What ``command`` makes of the client (`redis.Redis`)."""
+        """Calls ``command`` with the client (`redis.Redis`)."""
         with self._lock:
             now = time.monotonic()
             if now < self._paused_until:
                 raise SharedError(f"{self._name} does not answer", retry_after=int(PAUSE))
             was_paused = self._paused_until > 0
-            if was_paused:  # the others go on failing until it is known
+            if was_paused:  # other calls fail until the result is known
                 self._paused_until = now + CONNECT + ANSWER + PAUSE
         try:
             result = command(self._client)
@@ -108,10 +111,10 @@ class Shared:
             with self._lock:
                 first, self._paused_until = not self._paused_until, time.monotonic() + PAUSE
             if first:
-                logger.warning("%s does not answer: going on without it (%s)", self._name, error)
+                logger.warning("%s does not answer; continuing without it (%s)", self._name, error)
             problem = f"{self._name}: {error}"
             raise SharedError(problem, retry_after=int(PAUSE)) from error
-        except self._refused as error:  # out of memory, or no right to do so: it is there
+        except self._refused as error:  # out of memory, or not permitted
             self._answers(was_paused)
             raise SharedError(f"{self._name}: {error}", retry_after=int(PAUSE)) from error
         self._answers(was_paused)
@@ -122,12 +125,12 @@ class Shared:
             with self._lock:
                 self._paused_until = 0.0
             logger.warning("%s answers again", self._name)
-            with suppress(*self._unreachable, self._refused):  # it may have forgotten everything
+            with suppress(*self._unreachable, self._refused):  # it may have lost its data
                 self._client.set(_KEY_NAME, self.encryption_key, nx=True)
 
 
 def shared_key(kind: str, *parts: str) -> str:
-    """The key of what ``kind`` is, for ``parts``: a tenant and an id, say."""
+    """The key of an entry of this ``kind``; ``parts`` are, for example, a tenant and an id."""
     digest = blake2b(digest_size=20)
     for part in parts:
         content = part.encode("utf-8", "surrogatepass")
@@ -136,11 +139,11 @@ def shared_key(kind: str, *parts: str) -> str:
 
 
 def _encryption_key(client: Any) -> bytes:
-    """The key of encrypted reasoning, made by whoever needs it first."""
+    """The key of encrypted reasoning, which the first server creates."""
     client.set(_KEY_NAME, secrets.token_bytes(_KEY_BYTES), nx=True)
     found: bytes | None = client.get(_KEY_NAME)
     if found is None or len(found) != _KEY_BYTES:
-        raise SharedError(f"{_KEY_NAME} is no key")
+        raise SharedError(f"{_KEY_NAME} is not a key")
     return found
 
 
@@ -150,7 +153,7 @@ def _without_password(url: str) -> str:
 
 
 def is_url(path: str) -> bool:
-    """Whether ``path``, a value of ``STORE_VARIABLE``, is a Redis."""
+    """Whether ``path``, a value of ``STORE_VARIABLE``, is the URL of a Redis."""
     return path.startswith(SCHEMES)
 
 
@@ -158,9 +161,9 @@ _opening = threading.Lock()
 
 
 def server_shared() -> Shared | None:
-    """The Redis of this server; ``None`` when it shares nothing.
+    """The Redis of this server, if it has one.
 
-    Raises ``SharedError`` for one that does not answer when it is first needed.
+    Raises ``SharedError`` if it does not answer when it is first needed.
     """
     with _opening:
         return _opened()

@@ -1,17 +1,16 @@
-"""SIGTERM: new requests are rejected at once, and running answers have time to end.
+"""Graceful shutdown: SIGTERM rejects new requests at once and lets running answers finish.
 
-uvicorn, which the host runs under, reacts to SIGTERM and SIGINT in ``Server.shutdown``: it stops
-listening, hangs up on every WebSocket, and waits without a limit for HTTP responses. The lifespan
-of the application ends after that, too late to end an answer in words. So all this comes before:
+At SIGTERM and SIGINT, uvicorn's ``Server.shutdown`` stops listening, closes every WebSocket, and
+waits for HTTP responses without a limit. The application's lifespan ends only after that, too late
+to send an error. So the following comes first:
 
 1. New requests get 503 (``RejectDuringShutdown``).
-2. Answers that are being generated go on until shortly before the limit, counted from the signal,
-   and then end with an error in their API's shape, over a WebSocket, too. None of them waits for
-   its engine to stop (``Answer.end``).
-3. When they have been written, uvicorn's own shutdown, with what is left of the limit for
-   everything else the host answers.
-4. A step of an engine that computes a long prompt cannot be interrupted, and Python waits for the
-   thread it runs in: ``GRACE`` seconds after the limit the process ends all the same.
+2. Running answers continue until shortly before the limit, which counts from the signal. Then they
+   end with an error in the shape of their API, also over a WebSocket. They do not wait for their
+   engine to stop (``Answer.end``).
+3. When the errors are sent, uvicorn shuts down, with the rest of the limit for all other responses.
+4. An engine cannot be interrupted within a step, and Python waits for its thread. ``GRACE`` seconds
+   after the limit the process ends in any case.
 
 A second signal ends the process at once.
 """
@@ -43,35 +42,44 @@ LONGEST = 30.0
 """The longest grace period in seconds; shorter if the host's ``--timeout`` is."""
 
 LAST_WORDS = 0.8
-"""Seconds before the limit in which the errors at the end are written; a quarter of a short one."""
+"""Seconds before the limit at which answers are ended; a quarter of the limit if that is less."""
 
 GRACE = 0.7
-"""Seconds after the limit until the process ends, whatever still runs."""
+"""Seconds after the limit at which the process ends in any case."""
 
 TICK = 0.05
 
 _SIGNALLED = "_vllm_mlx_harmony_signalled"
-"""Attribute of a uvicorn server: when it was told to end, on the monotonic clock."""
+"""Attribute of a uvicorn server: when the signal came, on the monotonic clock."""
 
 Shutdown = Callable[..., Awaitable[None]]
 
 
 def gracefully(original: Shutdown, limit: Callable[[], float]) -> Shutdown:
-    """``original``, uvicorn's shutdown, when our answers have ended: ``limit`` seconds at most."""
+    """uvicorn's ``Server.shutdown`` after our answers have ended, within ``limit()`` seconds."""
 
     @functools.wraps(original)
     async def shutdown(self: Any, sockets: Any = None) -> None:
+        def failure() -> HarmonyFailure:  # a new one each time, as raising adds to its traceback
+            return HostError("the server is shutting down", code="shutting_down")
+
+        async def answers_end(until: float) -> None:
+            while (answer.running() or answer.unread()) and time.monotonic() < until:
+                await asyncio.sleep(TICK)
+
         now = time.monotonic()
         until = getattr(self, _SIGNALLED, now) + limit()
-        if getattr(self, "_captured_signals", ()):  # of the process, not of a server within one
-            _end_after(until + GRACE - now)
-        answer.reject_new(_failure())
+        if getattr(self, "_captured_signals", ()):  # the server runs by itself, not within another
+            timer = threading.Timer(until + GRACE - now, _end_process)
+            timer.daemon = True
+            timer.start()
+        answer.reject_new(failure())
         try:
-            await _answered(until - min(LAST_WORDS, limit() / 4))
+            await answers_end(until - min(LAST_WORDS, limit() / 4))
             if answer.running():
-                logger.warning("shutting down: answers that have not ended are ended")
-                answer.end_all(_failure())
-            await _answered(until + GRACE / 2)
+                logger.warning("shutting down: the remaining answers are ended")
+                answer.end_all(failure())
+            await answers_end(until + GRACE / 2)
             left = max(until - time.monotonic(), GRACE / 4)
             given = self.config.timeout_graceful_shutdown
             self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
@@ -82,32 +90,15 @@ def gracefully(original: Shutdown, limit: Callable[[], float]) -> Shutdown:
     return shutdown
 
 
-async def _answered(until: float) -> None:
-    """Waits until all answers are generated and read, or it is ``until``."""
-    while (answer.running() or answer.unread()) and time.monotonic() < until:
-        await asyncio.sleep(TICK)
-
-
-def _end_after(seconds: float) -> None:
-    """Ends the process after ``seconds``, with the exit code of SIGTERM as a shell has it."""
-
-    def end() -> None:
-        logger.warning("shutting down: the engine is in the middle of a step, and is left there")
-        logging.shutdown()
-        os._exit(128 + signal.SIGTERM)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-
-
-def _failure() -> HarmonyFailure:
-    """A new one each time: who raises it adds to its traceback."""
-    return HostError("the server is shutting down", code="shutting_down")
+def _end_process() -> None:
+    """Ends the process with the exit code that a shell reports for SIGTERM."""
+    logger.warning("shutting down: the engine is in the middle of a step and is not waited for")
+    logging.shutdown()
+    os._exit(128 + signal.SIGTERM)
 
 
 def at_once(original: Callable[..., None]) -> Callable[..., None]:
-    """``original``, uvicorn's signal handler, for the first signal; the second one kills."""
+    """uvicorn's signal handler, which leaves the second signal to the default action."""
 
     @functools.wraps(original)
     def handle_exit(self: Any, sig: int, frame: FrameType | None) -> None:
@@ -121,7 +112,7 @@ def at_once(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class RejectDuringShutdown:
-    """Middleware: while the server shuts down, every request that comes is answered with 503."""
+    """ASGI middleware: answers new requests with 503 while the server shuts down."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

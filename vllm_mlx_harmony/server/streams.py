@@ -1,7 +1,7 @@
-"""Events sent to a client over HTTP, and clients that read nothing.
+"""Server-sent events over HTTP.
 
-A client may stop reading without closing its connection. Everything that is sent to one has a time
-limit (``within``), after which the connection is aborted.
+A client may stop reading without closing its connection. So every write has a time limit
+(``within``), after which the connection is aborted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_mlx_harmony.server.settings import number
 logger = logging.getLogger(__name__)
 
 SECONDS_VARIABLE = "VLLM_MLX_HARMONY_STREAM_SECONDS"
-"""Environment variable: seconds after which a client that reads nothing is disconnected."""
+"""Environment variable: seconds after which a client that does not read is disconnected."""
 
 DEFAULT_SECONDS = 60
 
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 
 class EventStream(StreamingResponse):
-    """``events`` as server-sent ones, closed when the client is gone.
+    """A response of server-sent ``events``, which are closed when the client disconnects.
 
-    Starlette leaves the iterator of a client that has gone to the garbage collector, which may
-    come much later, and the engine stays busy until then.
+    Starlette leaves the iterator to the garbage collector then, which may run much later, and until
+    then the engine would be busy.
     """
 
     def __init__(self, request: Request, events: AsyncIterator[Event]) -> None:
@@ -48,20 +48,20 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         transport = host_of(self._request).transport(self._request)
         if transport is not None:
-            # Each write waits until the one before has left the process, so that the end of an
-            # answer waits for a client, too. What asyncio buffers by itself nobody would wait for.
+            # Each write waits until the previous one has left the process. Otherwise the end of an
+            # answer would be in asyncio's own buffer, which nothing waits for.
             transport.set_write_buffer_limits(high=0)
         sending = within(client_seconds(), send, partial(hang_up, transport))
         try:
             await super().__call__(scope, receive, sending)
         finally:
-            # A task of its own: this one may be cancelled, and whatever it awaits with it.
+            # A separate task, because this one may be cancelled together with what it awaits.
             closing = asyncio.ensure_future(self._close())
             _closing.add(closing)
             closing.add_done_callback(_closing.discard)
 
     async def _close(self) -> None:
-        with suppress(RuntimeError):  # it is running: then it has been cancelled just now
+        with suppress(RuntimeError):  # it is running, and has just been cancelled
             await self.body_iterator.aclose()  # type: ignore[attr-defined]
         await self._frames.aclose()
 
@@ -70,7 +70,7 @@ _closing: set[asyncio.Future[None]] = set()
 
 
 class Frames:
-    """``events`` as server-sent ones. Not a generator, which cannot be closed while it runs."""
+    """``events`` as text. Not a generator, because that cannot be closed while it runs."""
 
     def __init__(self, events: AsyncIterator[Event]) -> None:
         self._events = events
@@ -85,29 +85,29 @@ class Frames:
         return first + "".join(map(frame, self._events.ready()))
 
     async def aclose(self) -> None:
-        with suppress(RuntimeError):  # a generator, which has nothing to free
+        with suppress(RuntimeError):  # a running generator, which has nothing to free
             await self._events.aclose()  # type: ignore[attr-defined]
 
 
 def hang_up(transport: asyncio.WriteTransport | None) -> None:
-    """Drops a connection at once; what was not read is lost."""
+    """Aborts a connection. Unread bytes are lost."""
     if transport is not None:
         transport.abort()
 
 
 def client_seconds() -> float:
-    """The longest time in seconds for which a client may read nothing."""
+    """Maximum seconds for which a client may not read."""
     return number(SECONDS_VARIABLE, DEFAULT_SECONDS)
 
 
 def within(
     seconds: float, send: Callable[[T], Awaitable[None]], give_up: Callable[[], object]
 ) -> Callable[[T], Coroutine[Any, Any, None]]:
-    """``send``, with ``give_up`` called when it has waited ``seconds`` for the client."""
+    """``send``, which calls ``give_up`` after waiting ``seconds`` for the client."""
     loop = asyncio.get_running_loop()
 
     def late() -> None:
-        logger.info("a client took nothing for %.0f seconds: its connection is given up", seconds)
+        logger.info("a client has not read for %.0f seconds and is disconnected", seconds)
         give_up()
 
     async def sending(message: T) -> None:

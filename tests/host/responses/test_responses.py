@@ -829,7 +829,7 @@ def test_who_may_connect(
 def test_a_connection_does_not_last_for_ever() -> None:
     async def test() -> None:
         socket: Any = Socket()
-        await Conversation(socket, lifetime=0.01).last()
+        await Conversation(socket, lifetime=0.01).serve()
         assert [event["error"]["code"] for event in socket.sent] == [
             "websocket_connection_limit_reached"
         ]
@@ -858,7 +858,7 @@ def test_a_flood_ends_the_connection(
 
     async def test() -> None:
         socket: Any = Socket(*messages, hangs_up=True)
-        await Conversation(socket).last()
+        await Conversation(socket).serve()
         assert socket.code == code
 
     asynchronous(test)
@@ -889,7 +889,7 @@ def test_who_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def test() -> None:
         socket: Any = Full("{}")
-        await asyncio.wait_for(Conversation(socket).last(), 5)
+        await asyncio.wait_for(Conversation(socket).serve(), 5)
         assert aborted == [True]
         assert not answers.unread()
 
@@ -901,7 +901,7 @@ def test_a_model_that_is_not_harmony_has_no_websocket() -> None:
     async def test() -> None:
         message = {"type": "response.create", "model": "foreign", "input": "Bonjour ?"}
         socket: Any = Socket(json.dumps(message))
-        talking = asyncio.ensure_future(Conversation(socket, lifetime=5).last())
+        talking = asyncio.ensure_future(Conversation(socket, lifetime=5).serve())
         while not socket.sent:
             await asyncio.sleep(0.01)
         talking.cancel()

@@ -148,10 +148,10 @@ class Emitter:
         kinds = ("response.output_item.added", "response.output_item.done")
         return self._write_events([PendingEvent(kind, fields) for kind in kinds])
 
-    def unstored(self, last: list[Event]) -> list[Event]:
-        """``last``, the events of the end, of a response that could not be stored after all.
+    def mark_not_stored(self, last: list[Event]) -> list[Event]:
+        """The last events of a response that could not be stored, in place of ``last``.
 
-        ``store`` is false in it, whatever was asked for.
+        ``store`` is false in them, even if the request set it.
         """
         self._fixed["store"] = False
         if not last:

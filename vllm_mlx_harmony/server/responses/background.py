@@ -1,7 +1,7 @@
-"""Responses in the background: started, followed and cancelled by requests that come later.
+"""Background responses, which later requests follow, retrieve, cancel and delete.
 
-While one is generated, all its events are in memory, and so are those of the last that ended. What
-is stored of them: ``responses.persistence``.
+All events of a running response are in memory, and those of the last ones that ended. They are
+stored as any response is (``responses.persistence``).
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from vllm_mlx_harmony.server.responses.store import StoredResponse
 from vllm_mlx_harmony.server.settings import number
 
 MOST_EVENTS = 200_000
-"""Events kept of responses that have ended; the oldest responses are dropped first."""
+"""Maximum events of ended responses in memory. The oldest responses are dropped first."""
 
 MOST_BYTES = 64 * 1024 * 1024
-"""The same in bytes: four events of each response repeat its instructions and its tools."""
+"""The same in bytes, as four events of each response repeat its instructions and tools."""
 
 RUNNING_VARIABLE = "VLLM_MLX_HARMONY_BACKGROUND_BYTES"
-"""Environment variable: bytes that all running responses may take; more are rejected with 503."""
+"""Environment variable: maximum bytes of all running responses. More are rejected with 503."""
 
 DEFAULT_RUNNING = 256 * 1024 * 1024
 
 TURN_BYTES = 64 * 1024
-"""The least that a running response takes, its prompt included."""
+"""Minimum size of a running response, including its prompt."""
 
 
 class Running:
-    """A response in the background, from its first event to its last.
+    """A background response.
 
-    ``events`` are all events so far: the one with ``sequence_number`` n is the n-th. ``bytes`` is
-    the size of what is remembered when the response has ended. While it runs it has the request,
-    too, about as large again, and there are two more events to come that repeat it.
+    ``events`` has all events so far; the index of an event is its ``sequence_number``. ``bytes`` is
+    the size that remains when the response has ended. A running response also has the request,
+    which is about as large, and its last two events will repeat the request.
     """
 
     def __init__(self, job: Job, emitter: StoringEmitter, written: str | None = None) -> None:
@@ -59,7 +59,7 @@ class Running:
         self._input = written_input(emitter) if written is None else written
         self.bytes = len(self._input)
         self._more = asyncio.Event()
-        # Until it has ended; then nothing but the events is kept.
+        # ``None`` when the response has ended, so that only its events stay in memory.
         self._generating: tuple[Answer, StoringEmitter] | None = None
         self._append(emitter.create())
         answer = Answer(job, run(job), emitter, end=emitter.end, announced=True, keep=self._append)
@@ -67,12 +67,12 @@ class Running:
 
     @property
     def done(self) -> bool:
-        """Whether the last event is there."""
+        """Whether the response has ended."""
         return DONE in self.events[-1:]
 
     @property
     def bytes_taken(self) -> int:
-        """Bytes that it takes now, at most."""
+        """Maximum size in bytes at the moment."""
         return self.bytes if self.done else TURN_BYTES + 3 * self.bytes
 
     def document(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Running:
         return items
 
     async def follow(self, start: int = 0) -> AsyncGenerator[Event, None]:
-        """The events from number ``start`` on, as they come, to the last one."""
+        """The events from number ``start`` to the last, as they come."""
         while True:
             while start < len(self.events):
                 yield self.events[start]
@@ -98,7 +98,7 @@ class Running:
             await self._more.wait()
 
     async def cancel(self) -> None:
-        """Ends it now, and frees the engine. A response that has ended stays as it is."""
+        """Ends the response and frees the engine. Has no effect on an ended response."""
         if self._generating is None:
             return
         answer, emitter = self._generating
@@ -117,15 +117,15 @@ class Running:
 
 
 def written_input(emitter: StoringEmitter) -> str:
-    """The input items as JSON. For a thread, as they may be megabytes."""
+    """The input items as JSON. Runs in a thread, as they may be megabytes."""
     return encode_slowly(emitter.input_items())
 
 
 class Background:
-    """The background responses of this server: all that run, and the last that ended.
+    """The background responses of this server: those that run, and the last that ended.
 
-    Old ones are dropped when another is started, so that a response which has just ended can be
-    read for a while, however large it is.
+    Ended responses are dropped only when another is started, so that even a large one can be read
+    for a while.
     """
 
     def __init__(
@@ -141,17 +141,21 @@ class Background:
     def start(
         self, begin: Callable[[], Job], emitter: StoringEmitter, written: str | None = None
     ) -> Running:
-        """Generates the response to a job from now on, which ``begin`` makes when there is room.
+        """Starts a response. Calls ``begin`` for its job if there is room.
 
-        ``written`` is its ``written_input``, where that is known already.
-        Raises ``HostError`` 503 when the responses that run take all the room there is.
+        ``written`` is its ``written_input``, if that is known. Raises ``HostError`` 503 if the
+        running responses take all the memory that they may.
         """
-        self._make_room()
+        events = size = 0
+        for ended in [each for each in reversed(self._all.values()) if each.done]:
+            events, size = events + len(ended.events), size + ended.bytes
+            if events > self._most_events or size > self._most_bytes:
+                del self._all[ended.id]
         bytes_taken = sum(each.bytes_taken for each in self._all.values() if not each.done)
         limit = self._most_running
         if bytes_taken > (number(RUNNING_VARIABLE, DEFAULT_RUNNING) if limit is None else limit):
             raise HostError(
-                "the answers in the background take all the room there is; try again later",
+                "the background responses take all the memory that they may; try again later",
                 code="background_full",
                 retry_after=RETRY_SECONDS,
             )
@@ -159,12 +163,12 @@ class Background:
         return running
 
     def get(self, key: str, tenant: str) -> Running | None:
-        """The response with this id, if it is ``tenant``'s and its events are kept."""
+        """The response with this id, if ``tenant`` has it and it is in memory."""
         running = self._all.get(key)
         return running if running is not None and running.tenant == tenant else None
 
     async def forget(self, key: str, tenant: str) -> bool:
-        """Cancels it if it runs; whether ``tenant`` had one."""
+        """Cancels and drops the response; returns whether ``tenant`` had it."""
         running = self.get(key, tenant)
         if running is None:
             return False
@@ -172,25 +176,18 @@ class Background:
         await running.cancel()
         return True
 
-    def _make_room(self) -> None:
-        events = size = 0
-        for running in [each for each in reversed(self._all.values()) if each.done]:
-            events, size = events + len(running.events), size + running.bytes
-            if events > self._most_events or size > self._most_bytes:
-                del self._all[running.id]
-
 
 BACKGROUND = Background()
-"""The background responses of this server."""
+"""The instance of this server."""
 
 
 def read(
     body: object, defaults: Defaults, tenant: str, local: Mapping[str, StoredResponse] | None = None
 ) -> ResponsesRequest:
-    """``tenant``'s request in ``body``, with what it refers to; may block on a disk.
+    """Reads the request of ``tenant`` in ``body``. May block.
 
-    ``local`` comes before the server's store. Raises ``StoreError``, and ``RequestError``: 404 for
-    a previous response that is not kept, 400 for one that is still being generated.
+    Responses are looked up in ``local`` first. Raises ``StoreError``, and ``RequestError``: 404 for
+    a previous response that is not stored, and 400 for one that is still running.
     """
     key = responses.previous_response_id(body) or ""
     running = BACKGROUND.get(key, tenant)

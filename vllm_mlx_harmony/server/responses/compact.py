@@ -1,14 +1,11 @@
-"""``POST /v1/responses/compact``: the summary of a conversation as a document of its own.
-
-What is asked of the model, and what becomes of its answer: ``protocols.responses.compaction``.
-"""
+"""``POST /v1/responses/compact``: summarizes a conversation (`protocols.responses.compaction`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from vllm_mlx_harmony.core.deltas import Delta
-from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
+from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
@@ -16,30 +13,26 @@ from vllm_mlx_harmony.server.responses.background import read
 from vllm_mlx_harmony.server.serving import Api
 
 
-def _read(body: object, defaults: Defaults, tenant: str) -> ResponsesRequest:
-    return read(body, defaults, tenant).compaction()
-
-
 class _CompactionEmitter:
-    """Writes the document out of the response that has the summary."""
+    """Makes the document from the response that contains the summary."""
 
     def __init__(self, parsed: ResponsesRequest, info: ResponseInfo, *_: Any) -> None:
         self._parsed, self._info = parsed, info
         self._emitter = parsed.emitter(info)
 
     def feed(self, delta: Delta) -> list[Event]:
-        """Nothing goes on the wire before the end."""
+        """Implements ``Emitter``."""
         return self._emitter.feed(delta)
 
     def result(self) -> dict[str, Any]:
-        """The document. Raises ``OutputError`` when the model wrote no summary."""
+        """The document. Raises ``OutputError`` if the model wrote no summary."""
         document: dict[str, Any] = self._parsed.compacted(self._emitter.result(), self._info)
         return document
 
 
 COMPACT = Api(
     "responses_compact",
-    _read,
+    lambda body, defaults, tenant: read(body, defaults, tenant).compaction(),
     responses.error_body,
     blocks=True,
     servers=responses.client_servers,

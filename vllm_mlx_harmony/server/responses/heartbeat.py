@@ -1,8 +1,4 @@
-"""The heartbeat of this server's background responses, for the servers that share a Redis with it.
-
-Each beat renews what runs here, passes new events on and carries out the commands of other servers
-(``shared_background``).
-"""
+"""The heartbeat of this server's background responses (`shared_background`)."""
 
 from __future__ import annotations
 
@@ -20,44 +16,44 @@ from vllm_mlx_harmony.server.responses.shared_background import (
     SharedBackground,
     shared_background,
 )
-from vllm_mlx_harmony.server.responses.store import StoreError, server_store
-from vllm_mlx_harmony.server.shared import SharedError
+from vllm_mlx_harmony.server.responses.store import server_store
+from vllm_mlx_harmony.server.shared import SharedError, StoreError
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
 
 async def announce(answer: StoringEmitter) -> None:
-    """Stores a response before it is generated: another server may be asked for it."""
+    """Stores a response before it is generated, so that other servers can find it."""
     shared = shared_background()
     if shared is None:
         return
     stored = await in_thread(answer.stored)
     running = replace(stored, document={**stored.document, "status": "in_progress"})
-    with suppress(StoreError, SharedError):  # only this server knows it then, until it ends
+    with suppress(StoreError):  # then only this server can find it until it ends
         await in_thread(server_store().put, running)
         await asyncio.to_thread(shared.beat, [(stored.id, stored.tenant)], [[]])
 
 
 async def withdraw(answer: StoringEmitter) -> None:
-    """Removes a response that was announced, but is not generated after all."""
+    """Removes an announced response that is not generated after all."""
     shared = shared_background()
     if shared is not None:
-        with suppress(StoreError, SharedError):
+        with suppress(StoreError):
             await asyncio.to_thread(server_store().delete, answer.id, answer.tenant)
             await asyncio.to_thread(shared.forget, answer.id, answer.tenant)
 
 
 class Heartbeat:
-    """Beats for the responses in ``background`` for as long as there are any."""
+    """Sends heartbeats for the responses in ``background``."""
 
     def __init__(self, background: Background) -> None:
         self._background = background
-        self._sent: dict[Running, int] = {}  # the number of events passed on of each
+        self._sent: dict[Running, int] = {}  # events of each response that have been sent
         self._commands: dict[Running, asyncio.Future[None]] = {}
         self._beating: asyncio.Future[None] | None = None
 
     def watch(self, running: Running) -> None:
-        """Beats for ``running`` until it has ended."""
+        """Sends heartbeats for ``running`` until it has ended."""
         shared = shared_background()
         if shared is None:
             return
@@ -69,7 +65,7 @@ class Heartbeat:
         while self._sent:
             try:
                 await self._report(shared)
-            except SharedError:  # responses that have ended can only be read here now
+            except SharedError:  # the last events of an ended response can then be read only here
                 for running in [each for each in self._sent if each.done]:
                     self._drop(running)
             except Exception:
@@ -92,7 +88,7 @@ class Heartbeat:
                 self._commands[running] = asyncio.ensure_future(self._execute(running, command))
 
     async def _execute(self, running: Running, command: Command) -> None:
-        """Carries out ``command``; the next beat reports the result."""
+        """Carries out ``command``. The next heartbeat reports the result."""
         if command is Command.CANCEL:
             await running.cancel()
         else:

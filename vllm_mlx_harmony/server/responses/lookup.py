@@ -24,14 +24,14 @@ _POLL = 0.1
 
 
 async def find(key: str, tenant: str) -> StoredResponse:
-    """The response. Raises ``RequestError`` 404, and ``StoreError``.
+    """The stored response. Raises ``RequestError`` 404 and ``StoreError``.
 
-    A response whose server has gone while it generated it comes back as failed.
+    A response is returned as failed if the server that generated it has died.
     """
     stored = await _read(key, tenant)
     if not resource.is_running(stored.document) or await _runs(key, tenant):
         return stored
-    await asyncio.sleep(2 * BEAT)  # it may have ended just now, or its next beat may come
+    await asyncio.sleep(2 * BEAT)  # it may have just ended, or its heartbeat may be late
     stored = await _read(key, tenant)
     if not resource.is_running(stored.document) or await _runs(key, tenant):
         return stored
@@ -50,7 +50,7 @@ async def _runs(key: str, tenant: str) -> bool:
 
 
 async def has_events(key: str, tenant: str) -> bool:
-    """Whether another server passes its events on, or events that it passed on are stored."""
+    """Whether there are events of the response from another server."""
     shared = shared_background()
     if shared is None:
         return False
@@ -58,7 +58,7 @@ async def has_events(key: str, tenant: str) -> bool:
 
 
 async def follow(key: str, tenant: str, start: int) -> AsyncGenerator[Event, None]:
-    """The events from number ``start`` to the last, as another server passes them on."""
+    """The events from number ``start`` to the last, from another server."""
     shared = shared_background()
     assert shared is not None
     try:
@@ -76,7 +76,7 @@ async def follow(key: str, tenant: str, start: int) -> AsyncGenerator[Event, Non
                     yield resource.failed_event(stored.document, start)
                     break
                 if ending and not resource.is_running(stored.document):
-                    break  # it has ended, and its last events were never passed on
+                    break  # it has ended, and its last events were never sent
                 ending = not resource.is_running(stored.document)
             await asyncio.sleep(BEAT)
     except HarmonyFailure as failure:
@@ -85,7 +85,7 @@ async def follow(key: str, tenant: str, start: int) -> AsyncGenerator[Event, Non
 
 
 async def cancel(stored: StoredResponse) -> StoredResponse:
-    """Has another server cancel ``stored``: the response afterwards, or after ``ALIVE`` seconds."""
+    """Cancels ``stored`` on another server, and returns it when that is done or times out."""
     shared = shared_background()
     assert shared is not None
     await asyncio.to_thread(shared.send, stored.id, stored.tenant, Command.CANCEL)
@@ -98,7 +98,7 @@ async def cancel(stored: StoredResponse) -> StoredResponse:
 
 
 async def delete(key: str, tenant: str) -> bool:
-    """Deletes the response on every server; whether there was one."""
+    """Deletes the response on all servers; returns whether it existed."""
     shared = shared_background()
     if shared is not None and await _runs(key, tenant):
         await asyncio.to_thread(shared.send, key, tenant, Command.DELETE)

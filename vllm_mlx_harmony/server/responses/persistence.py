@@ -1,6 +1,6 @@
-"""Responses looked up and stored: what a request continues, and what remains of its answer.
+"""Looks up the responses that a request refers to, and stores its own.
 
-A response is stored before a client can know that it has ended.
+A response is stored before its client can see that it has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.host import Context
 from vllm_mlx_harmony.server.responses.shared_background import another_server_runs
-from vllm_mlx_harmony.server.responses.store import StoredResponse, StoreError, server_store
+from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
+from vllm_mlx_harmony.server.shared import StoreError
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -34,10 +35,7 @@ _KEY_BYTES = 10
 
 
 def new_id_seed() -> str:
-    """What the ids of a new response are made from: as much as an item's id has room for.
-
-    The id of an item contains that of its response.
-    """
+    """The seed of the ids of a new response. The ids of its items contain it."""
     return secrets.token_hex(_KEY_BYTES)
 
 
@@ -46,9 +44,9 @@ _ITEM = re.compile(rf"[a-z]+_([0-9a-f]{{{2 * _KEY_BYTES}}})[0-9a-f]{{4}}")
 
 @dataclass(slots=True)
 class References:
-    """What a request of ``tenant`` refers to, each looked up once, in ``local`` first.
+    """The responses that a request of ``tenant`` refers to, looked up in ``local`` first.
 
-    Every call may block on a disk: not for the event loop. Raises ``StoreError``.
+    Every call may block, and raise ``StoreError``.
     """
 
     tenant: str
@@ -56,7 +54,7 @@ class References:
     _known: dict[str, StoredResponse | None] = field(default_factory=dict)
 
     def stored(self, key: str) -> StoredResponse | None:
-        """The answer with the id ``key``, if it is kept."""
+        """The response with the id ``key``, if it is stored."""
         if key in self.local:
             return self.local[key]
         if key not in self._known:
@@ -64,9 +62,9 @@ class References:
         return self._known[key]
 
     def messages(self, key: str | None) -> tuple[Message, ...]:
-        """The conversation that a request goes on with.
+        """The conversation that a request continues.
 
-        Raises ``RequestError``: 404, and 400 for one that another server still generates.
+        Raises ``RequestError``: 404, and 400 if another server still generates the response.
         """
         if key is None:
             return ()
@@ -78,13 +76,13 @@ class References:
         return stored.messages
 
     def listed(self, key: str | None) -> frozenset[str]:
-        """The tool servers that a request, or one before it, was told the tools of."""
+        """The tool servers whose tools have been listed in the conversation."""
         stored = None if key is None else self.stored(key)
         tools = [] if stored is None else stored.document.get("tools") or []
         return frozenset(str(each.get("server_label")) for each in tools if each["type"] == "mcp")
 
     def item(self, key: str) -> Mapping[str, Any] | None:
-        """The item with the id ``key``, of whatever answer or its input."""
+        """The item with the id ``key``, from the output or the input of any response."""
         named = _ITEM.fullmatch(key)
         stored = named and self.stored(f"resp_{named[1]}")
         if not stored:
@@ -94,9 +92,9 @@ class References:
 
 
 def read(body: object, defaults: Defaults, references: References) -> ResponsesRequest:
-    """The request in ``body``, with what it refers to; may block on a disk.
+    """Reads the request in ``body``. May block.
 
-    Raises ``StoreError``, and ``RequestError``: 404 for a previous response that is not kept.
+    Raises ``StoreError``, and ``RequestError``: 404 for a previous response that is not stored.
     """
     previous = responses.previous_response_id(body)
     history, listed = references.messages(previous), references.listed(previous)
@@ -110,9 +108,9 @@ def read(body: object, defaults: Defaults, references: References) -> ResponsesR
 
 
 class StoringEmitter:
-    """An emitter whose answer is stored before anybody learns that it has ended.
+    """An emitter that stores the response before its last events are sent.
 
-    ``forgotten``: it was deleted before that.
+    ``forgotten``: the response was deleted before that.
     """
 
     def __init__(
@@ -122,11 +120,11 @@ class StoringEmitter:
         self._parsed, self._info, self._context = parsed, info, context
         self._emitter = parsed.emitter(info, time.time)
         self._last: list[Event] | None = None
-        self._before: dict[str, Any] = {}  # the response as it was before its end
+        self._before: dict[str, Any] = {}  # the response before its last delta
         self._storing: asyncio.Future[None] | None = None
         self.forgotten = False
         if parsed.store:
-            _unended[self.id] = self
+            _emitters[self.id] = self
 
     @property
     def id(self) -> str:
@@ -134,63 +132,60 @@ class StoringEmitter:
         return responses.response_id(self._info)
 
     def create(self) -> list[Event]:
-        """The events that announce the response, before its turn has come."""
+        """The events that announce a queued response."""
         return self._emitter.create()
 
     def feed(self, delta: Delta) -> list[Event]:
-        """The events for ``delta``, any but the last: that one ends the response (``end``)."""
+        """The events for any ``delta`` but the last, for which there is ``end``."""
         return self._emitter.feed(delta)
 
     async def end(self, delta: Finished | Failed | None) -> list[Event]:
-        """The events that end the response, once it is stored; ``None``: it was cancelled.
-
-        After that it is stored for good: a response that is deleted then does not come back.
-        """
+        """The last events of the response, when it is stored. ``None``: it was cancelled."""
         if self._last is None:
             self._before = self._emitter.document()
             self._last = self._emitter.cancel() if delta is None else self._emitter.feed(delta)
             if self._parsed.store and not self.forgotten:
                 self._storing = asyncio.ensure_future(in_thread(self._store))
         if self._storing is not None:
-            await asyncio.wait({self._storing})  # which a cancellation of ours does not cancel
+            await asyncio.wait({self._storing})  # a cancellation of this task does not stop it
         return self._last
 
     async def forget(self) -> bool:
-        """Whether it has not ended: then it is not kept, but who reads it reads it to its end.
+        """Does not store the response, whose readers still get all of it.
 
-        Otherwise it is as kept as it will ever be.
+        Returns false if it has ended; then it is stored, if it could be.
         """
         if self._last is None:
-            known, self.forgotten = not self.forgotten, True
-            return known
+            was_wanted, self.forgotten = not self.forgotten, True
+            return was_wanted
         if self._storing is not None:
             await asyncio.wait({self._storing})
         return False
 
     def result(self) -> dict[str, Any]:
-        """The whole answer, as the protocol's emitter has it."""
+        """The whole response."""
         return self._emitter.result()
 
     def document(self) -> dict[str, Any]:
-        """The response as it is now. It has not ended before it is kept."""
+        """The response as it is now. It does not end before it is stored."""
         pending = self._storing is not None and not self._storing.done()
         return self._before if pending else self._emitter.document()
 
     def input_items(self) -> list[dict[str, Any]]:
-        """What was asked, as items."""
+        """The input as items."""
         return self._parsed.input_items(self._info)
 
     def stored(self) -> StoredResponse:
-        """All of the answer that is worth keeping."""
+        """The response for the store."""
         document = self._emitter.document()
         ended = document["status"] in ("completed", "incomplete")
         messages = self._parsed.conversation(self._context.messages, ended=ended)
         return StoredResponse(self.id, document, self.input_items(), messages, self.tenant)
 
     def _store(self) -> None:
-        """A disk that is full takes no answer away from the client that waits for it.
+        """Stores the response. If that fails, the response still goes to its client.
 
-        The response says that it was not stored: nobody counts on it and meets a 404 later.
+        Its document then has ``store: false``, so that clients do not refer to it later.
         """
         try:
             if server_store().put(self.stored()):
@@ -199,14 +194,14 @@ class StoringEmitter:
         except StoreError as error:
             problem = error.message
         logger.warning("the response %s could not be stored: %s", self.id, problem)
-        self._last = self._emitter.unstored(self._last or [])
+        self._last = self._emitter.mark_not_stored(self._last or [])
 
 
-_unended: WeakValueDictionary[str, StoringEmitter] = WeakValueDictionary()
-"""The answers that are being generated, and some that have ended, by their ids."""
+_emitters: WeakValueDictionary[str, StoringEmitter] = WeakValueDictionary()
+"""The emitters of running responses, and of some that have ended, by id."""
 
 
 async def forget(key: str, tenant: str) -> bool:
-    """Whether an answer of ``tenant`` with this id was being generated: it is not kept, then."""
-    answer = _unended.get(key)
-    return answer is not None and answer.tenant == tenant and await answer.forget()
+    """Does not store the running response with this id; returns whether ``tenant`` had one."""
+    emitter = _emitters.get(key)
+    return emitter is not None and emitter.tenant == tenant and await emitter.forget()

@@ -1,4 +1,4 @@
-"""The routes of the Responses API over HTTP: new responses, and those that exist already."""
+"""The HTTP endpoints of the Responses API."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import encode_slowly
-from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
+from vllm_mlx_harmony.protocols.responses import resource
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.errors import with_error_body
-from vllm_mlx_harmony.server.host import Context, tenant_of
+from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, read, written_input
 from vllm_mlx_harmony.server.responses.compact import COMPACT
@@ -29,7 +28,7 @@ from vllm_mlx_harmony.server.responses.persistence import (
     new_id_seed,
 )
 from vllm_mlx_harmony.server.responses.shared_background import shared_background
-from vllm_mlx_harmony.server.responses.store import StoreError, server_store
+from vllm_mlx_harmony.server.responses.store import server_store
 from vllm_mlx_harmony.server.serving import (
     Api,
     Received,
@@ -40,16 +39,8 @@ from vllm_mlx_harmony.server.serving import (
     respond,
     serve,
 )
+from vllm_mlx_harmony.server.shared import StoreError
 from vllm_mlx_harmony.server.streams import EventStream
-
-
-def _emitter(
-    parsed: ResponsesRequest, info: ResponseInfo, context: Context, tenant: str
-) -> StoringEmitter:
-    """A response in the background has events, which may be asked for later."""
-    streamed = parsed.stream or parsed.background
-    return StoringEmitter(replace(parsed, stream=streamed), info, context, tenant)
-
 
 RESPONSES = Api(
     "responses",
@@ -58,13 +49,16 @@ RESPONSES = Api(
     prefix="/v1/responses",
     blocks=True,
     servers=responses.client_servers,
-    emitter=_emitter,
+    # The events of a background response may be requested later.
+    emitter=lambda parsed, info, context, tenant: StoringEmitter(
+        replace(parsed, stream=parsed.stream or parsed.background), info, context, tenant
+    ),
     comments_progress=True,
 )
 
 
 HEARTBEAT = Heartbeat(BACKGROUND)
-"""Tells other servers of the background responses of this one."""
+"""Reports the background responses of this server to other servers."""
 
 
 # --- New responses
@@ -94,39 +88,43 @@ async def _create(received: Received) -> Response:
 
 
 async def compact_response(request: Request) -> Response:
-    """``POST /v1/responses/compact``: the conversation, summarized by the model."""
+    """``POST /v1/responses/compact``: a summary of the conversation."""
     return await serve(COMPACT, request, id_seed=new_id_seed())
 
 
 async def count_input_tokens(request: Request) -> Response:
-    """``POST /v1/responses/input_tokens``: the length of the same request's prompt."""
+    """``POST /v1/responses/input_tokens``: the length of the prompt of the same request."""
     return await count(RESPONSES, request, resource.input_tokens)
 
 
 async def refuse_conversations(request: Request, path: str = "") -> Response:
-    """``/v1/conversations`` and below: 404 that says what to use instead."""
+    """``/v1/conversations`` and below: a 404 that names the alternative."""
     return error_answer(RESPONSES, resource.no_conversations())
 
 
-# --- Responses that exist
+# --- Existing responses
 
 
 async def retrieve_response(request: Request, response_id: str) -> Response:
-    """``GET /v1/responses/{response_id}``; ``stream`` and ``starting_after`` for its events."""
+    """``GET /v1/responses/{response_id}``; with ``stream`` and ``starting_after``, its events."""
     tenant = tenant_of(request)
     running = await _running(response_id, tenant)
     if request.query_params.get("stream") == "true":
-        start = _starting_after(request.query_params.get("starting_after"))
+        after, start = request.query_params.get("starting_after"), 0
+        if after:
+            if not (after.isascii() and after.isdigit()):
+                raise RequestError("starting_after must be a whole number", param="starting_after")
+            start = int(after[:18]) + 1
         if running is None:
             await lookup.find(response_id, tenant)
             if await lookup.has_events(response_id, tenant):
                 return EventStream(request, lookup.follow(response_id, tenant, start))
             raise RequestError(
-                "the events of this response are not kept: only those of responses that were "
-                "created with background, and not for ever",
+                "the events of this response are not available: they are stored for a limited time "
+                "and only for responses created with background",
                 param="stream",
             )
-        # A reader that goes away does not stop it.
+        # The response continues even if this reader disconnects.
         return EventStream(request, running.follow(start))
     if running is not None:
         return JSONResponse(running.document())
@@ -134,7 +132,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
 
 
 async def delete_response(request: Request, response_id: str) -> Response:
-    """``DELETE /v1/responses/{response_id}``; in the background, its generation ends, too."""
+    """``DELETE /v1/responses/{response_id}``, which also ends a running background response."""
     tenant = tenant_of(request)
     forgotten = await forget(response_id, tenant)
     cancelled = await BACKGROUND.forget(response_id, tenant)
@@ -145,7 +143,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 async def list_input_items(request: Request, response_id: str) -> Response:
-    """``GET /v1/responses/{response_id}/input_items``: one page of what was asked."""
+    """``GET /v1/responses/{response_id}/input_items``: a page of the input."""
     tenant = tenant_of(request)
     running = await _running(response_id, tenant)
     if running is None:
@@ -158,7 +156,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 
 
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """``POST /v1/responses/{response_id}/cancel``; what has ended stays as it is."""
+    """``POST /v1/responses/{response_id}/cancel``, which does not change ended responses."""
     tenant = tenant_of(request)
     running = await _running(response_id, tenant)
     if running is not None:
@@ -167,7 +165,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     stored = await lookup.find(response_id, tenant)
     if not stored.document["background"]:
         raise RequestError(
-            "only a response that was created with background can be cancelled", param="response_id"
+            "only responses created with background can be cancelled", param="response_id"
         )
     if resource.is_running(stored.document):
         stored = await lookup.cancel(stored)
@@ -175,7 +173,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 
 async def _running(key: str, tenant: str) -> Running | None:
-    """The answer, if it is in this server's background and no other server has deleted it."""
+    """The response, if this server has it in memory and no other server has deleted it."""
     running = BACKGROUND.get(key, tenant)
     if running is None or not running.done or shared_background() is None:
         return running
@@ -186,27 +184,18 @@ async def _running(key: str, tenant: str) -> Running | None:
     return None if known is None else running
 
 
-def _starting_after(number: str | None) -> int:
-    """The first number to send: the one after ``number``, or the very first."""
-    if not number:
-        return 0
-    if not (number.isascii() and number.isdigit()):
-        raise RequestError("starting_after must be a whole number", param="starting_after")
-    return int(number[:18]) + 1
-
-
-# --- Their paths
+# --- Paths
 
 
 def _errors_as_responses(
     endpoint: Callable[[Request, str], Awaitable[Response]],
 ) -> Callable[[Request, str], Awaitable[Response]]:
-    """``endpoint``, whose errors are answered in the API's shape."""
+    """``endpoint`` with its errors in the shape of the API."""
 
     async def answering(request: Request, response_id: str) -> Response:
         try:
             return await endpoint(request, response_id)
-        except Exception as error:  # noqa: BLE001 - every error is answered in the API's shape
+        except Exception as error:  # noqa: BLE001 - every error gets the API's shape
             return error_answer(RESPONSES, error)
 
     return answering
@@ -223,12 +212,14 @@ def _route(path: str, methods: str, endpoint: Callable[..., Any], why: str) -> E
     return with_error_body(responses.error_body, made)
 
 
-_HOST_HAS_NONE = "the host stores responses, but cannot return them"
+_HOST_HAS_NONE = "the host stores responses but cannot return them"
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     _route(*CREATE, create_response, "items and events from token ids"),
-    _route("/v1/responses/compact", "POST", compact_response, "the host cannot do it"),
-    _route("/v1/responses/input_tokens", "POST", count_input_tokens, "the host cannot do it"),
+    _route("/v1/responses/compact", "POST", compact_response, "the host has no such endpoint"),
+    _route(
+        "/v1/responses/input_tokens", "POST", count_input_tokens, "the host has no such endpoint"
+    ),
     _route(_ONE, "GET", _errors_as_responses(retrieve_response), _HOST_HAS_NONE),
     _route(_ONE, "DELETE", _errors_as_responses(delete_response), _HOST_HAS_NONE),
     _route(f"{_ONE}/input_items", "GET", _errors_as_responses(list_input_items), _HOST_HAS_NONE),
@@ -236,10 +227,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         f"{_ONE}/cancel",
         "POST",
         _errors_as_responses(cancel_response),
-        "the host has no background",
+        "the host has no background responses",
     ),
     *(
-        _route(path, "GET POST DELETE", refuse_conversations, "clients look for them")
+        _route(path, "GET POST DELETE", refuse_conversations, "clients try to use them")
         for path in ("/v1/conversations", "/v1/conversations/{path:path}")
     ),
 )

@@ -1,9 +1,8 @@
-"""Background responses that another server generates: whether one runs, its events, its commands.
+"""Background responses that are visible to all servers that share a Redis.
 
-Servers that share a Redis see each other's background responses here. Only the server that
-generates a response can stop it. Every ``BEAT`` seconds it renews the entry that says so, appends
-the events that are new, and reads the commands that other servers have left. A response whose entry
-has expired (``ALIVE``) is lost: the server that generated it has gone.
+Only the server that generates a response can stop it. Every ``BEAT`` seconds it renews an entry for
+the response, appends new events, and reads the commands that other servers have left. If the entry
+expires, after ``ALIVE`` seconds, the response is lost: its server has died.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ BEAT = 0.5
 """Seconds between two heartbeats."""
 
 ALIVE = 10
-"""Seconds after a heartbeat until a response counts as lost."""
+"""Seconds after the last heartbeat at which a response is lost."""
 
 EVENTS_SECONDS = 600
-"""Seconds for which events are stored after the last of them."""
+"""Seconds for which events are stored after the last one."""
 
 
 class Command(str, Enum):
-    """What another server asks the one that generates a response to do."""
+    """A command for the server that generates a response."""
 
     CANCEL = "cancel"
     DELETE = "delete"
@@ -44,14 +43,14 @@ class SharedBackground:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
 
-    # --- For the server that generates
+    # --- For the server that generates the response
 
     def beat(
         self, running: Sequence[tuple[str, str]], events: Sequence[Sequence[Event]]
     ) -> list[Command | None]:
-        """Renews the entries of ``running`` and appends the new ``events`` of each.
+        """Renews the entries of ``running`` and appends the new ``events`` of each response.
 
-        Returns the command for each, if another server has left one.
+        Returns the command for each response, if there is one.
         """
 
         def beat(redis: Any) -> list[bytes | None]:
@@ -70,19 +69,19 @@ class SharedBackground:
         return [None if command is None else Command(command.decode()) for command in commands]
 
     def ended(self, key: str, tenant: str) -> None:
-        """Removes the entry of a response that has ended; its events stay."""
+        """Removes the entry of a response that has ended, but not its events."""
         names = [shared_key(kind, tenant, key) for kind in ("run", "wish")]
         self._shared.call(lambda redis: redis.delete(*names))
 
     def forget(self, key: str, tenant: str) -> None:
-        """Removes everything that is stored of a response here."""
+        """Removes the entry and the events of a response."""
         names = [shared_key(kind, tenant, key) for kind in ("run", "wish", "events")]
         self._shared.call(lambda redis: redis.delete(*names))
 
-    # --- For the others
+    # --- For other servers
 
     def runs(self, key: str, tenant: str) -> bool:
-        """Whether a server generates the response."""
+        """Whether any server generates the response."""
         return bool(self._shared.call(lambda redis: redis.exists(shared_key("run", tenant, key))))
 
     def send(self, key: str, tenant: str, command: Command) -> None:
@@ -91,7 +90,7 @@ class SharedBackground:
         self._shared.call(lambda redis: redis.set(name, command.value, ex=6 * ALIVE))
 
     def events(self, key: str, tenant: str, start: int) -> list[Event]:
-        """The events of the response from number ``start`` on, as far as they are stored."""
+        """The stored events of the response from number ``start`` on."""
         name = shared_key("events", tenant, key)
         found = self._shared.call(lambda redis: redis.lrange(name, start, -1))
         return [Event(*loads(event)) for event in found]
@@ -100,7 +99,7 @@ class SharedBackground:
 def another_server_runs(key: str, tenant: str) -> bool:
     """Whether another server generates the response. Blocks.
 
-    ``True`` while Redis is away: the response is not lost because of that.
+    True if Redis is unavailable, since the response may be running.
     """
     background = shared_background()
     try:
@@ -110,7 +109,7 @@ def another_server_runs(key: str, tenant: str) -> bool:
 
 
 def shared_background() -> SharedBackground | None:
-    """The background responses of the servers that share a Redis with this one, if it has one."""
+    """The shared background responses, if this server has a Redis."""
     shared = server_shared()
     return None if shared is None else _shared_background(shared)
 

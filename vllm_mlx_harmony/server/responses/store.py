@@ -1,21 +1,18 @@
-"""Stored responses, for ``previous_response_id`` and for asking after them: memory, file or Redis.
+"""The store of responses, for ``previous_response_id`` and retrieval: in memory, a file or Redis.
 
-Knows how many to keep, which to drop first, and whose they are. Refuses to know what a response's
-document says.
+The file is an SQLite database with a write-ahead log (https://www.sqlite.org/wal.html): a response
+is stored completely or not at all, however the process ends, and readers never wait for a writer.
+Problems with the file must not affect other requests:
 
-A file is one SQLite database with a write-ahead log (https://www.sqlite.org/wal.html): a response
-is in it whole or not at all, whatever ends the process, and readers never wait for a writer. What
-else can happen to a file must not be felt by requests that have nothing to do with it:
+- A lock held by another program is waited for once, for ``_BUSY`` seconds. For the next ``_PAUSE``
+  seconds every call fails at once.
+- On a full disk nothing can be stored, but deletions must succeed, because clients rely on them. A
+  deletion needs some pages of the log. A small file reserves the space for them, and checkpoints
+  are frequent, so that the log starts from its beginning again.
+- If the file was removed or replaced, a new one is opened.
+- Reading does not write: uses are recorded together with the next response.
 
-- A lock that another program holds is waited for once, for ``_BUSY`` seconds. For ``_PAUSE``
-  seconds after that nobody waits: every call fails at once.
-- A full disk takes no response, but a deletion must succeed: it is somebody's wish that something
-  be gone. It needs some pages of the log. A small file holds the place for them, and the log is
-  moved into the database often, so that it is written from its beginning again.
-- A file that was removed or replaced is noticed, and a new one is begun.
-- Reading writes nothing: what was used is noted, and written with the next response.
-
-In Redis each response is one value, which expires; `server.shared` says what happens without it.
+In Redis each response is a value that expires (`server.shared`).
 """
 
 from __future__ import annotations
@@ -29,21 +26,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from itertools import starmap
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 
-from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.lru import ByteLRU
 from vllm_mlx_harmony.core.turn import Message
 from vllm_mlx_harmony.protocols.events import encode, encode_slowly
 from vllm_mlx_harmony.server.shared import (
     STORE_VARIABLE,
     Shared,
-    SharedError,
+    StoreError,
     is_url,
     server_shared,
     shared_key,
@@ -53,17 +48,12 @@ MAX_COUNT = 1000
 MAX_BYTES = 256 * 1024 * 1024
 
 
-class StoreError(HostError):
-    """What is stored cannot be read, or nothing can be stored, now. 503."""
-
-    code = "store_unavailable"
-
-
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """An answer as it was given: its ``document``, the ``input_items`` of its request, and the
-    conversation up to and with it as ``messages`` (without the request's own instructions).
-    It belongs to ``tenant``."""
+    """A response of ``tenant``: its ``document``, and the ``input_items`` of its request.
+
+    ``messages`` are the conversation that ends with it, without the request's own instructions.
+    """
 
     id: str
     document: Mapping[str, Any]
@@ -71,25 +61,56 @@ class StoredResponse:
     messages: tuple[Message, ...]
     tenant: str = ""
 
+    def text(self) -> str:
+        """The response as JSON."""
+        messages = (
+            [type(message).__name__, *asdict(message).values()] for message in self.messages
+        )
+        # Encoded one by one, so that other threads run in between: 20,000 items take 100 ms.
+        lists = (f"[{','.join(map(encode_slowly, each))}]" for each in (self.input_items, messages))
+        document = encode_slowly(self.document)
+        return f"[{encode(self.id)},{document},{','.join(lists)},{encode(self.tenant)}]"
+
+    @classmethod
+    def of_text(cls, text: str) -> StoredResponse:
+        """The inverse of ``text``."""
+        # Many times as fast as `json` for long strings.
+        key, document, input_items, written, tenant = from_json(text, cache_strings="none")
+        messages: list[Message] = []
+        for name, *values in written:
+            kind = _MESSAGES[name]
+            if name in _NESTED:
+                given = dict(zip((field.name for field in fields(kind)), values, strict=True))
+                messages.append(TypeAdapter(kind).validate_python(given))
+            else:
+                messages.append(kind(*values))
+        return cls(key, document, input_items, tuple(messages), tenant)
+
+
+_MESSAGES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
+
+_NESTED = frozenset({"AdditionalTools", "EffortUpdate", "FormatUpdate"})
+"""Messages that contain other dataclasses."""
+
 
 class Store(Protocol):
-    """Where answers are kept. Every call may block on a disk, and raise ``StoreError``."""
+    """The interface of stores. Every call may block, and raise ``StoreError``."""
 
     def put(self, stored: StoredResponse) -> bool:
-        """Keeps it, in place of one with the same id; the least recently used go first.
+        """Stores or replaces a response. If there is no room, the least recently used are dropped.
 
-        False for one that is larger than the store: all the others would have to go for it.
+        Returns false, and stores nothing, if the response is larger than the store.
         """
 
     def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002 - the field's name for it
-        """What ``tenant`` has kept under ``id``, which counts as a use; ``None`` for all else."""
+        """The response of ``tenant`` with this id, if it is stored. Counts as a use."""
 
     def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
-        """Forgets it; whether ``tenant`` had anything to forget."""
+        """Deletes the response; returns whether ``tenant`` had it."""
 
 
 class MemoryStore:
-    """Keeps answers as long as the process lives, up to ``max_count`` and ``max_bytes``."""
+    """A store in memory, of at most ``max_count`` responses and ``max_bytes``."""
 
     def __init__(self, max_count: int = MAX_COUNT, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -97,29 +118,29 @@ class MemoryStore:
 
     @property
     def bytes(self) -> int:
-        """What is kept, in bytes."""
+        """The size of all responses in bytes."""
         return self._texts.size
 
     def put(self, stored: StoredResponse) -> bool:
-        """See ``Store``."""
-        text, key = _written(stored), (stored.tenant, stored.id)
+        """Implements ``Store``."""
+        text, key = stored.text(), (stored.tenant, stored.id)
         if len(text) > self._max_bytes:
             return False
         self._texts.put(key, text, len(text))
         return True
 
     def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002
-        """See ``Store``."""
+        """Implements ``Store``."""
         text = self._texts.get((tenant, id))
-        return None if text is None else _read(text)
+        return None if text is None else StoredResponse.of_text(text)
 
     def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
-        """See ``Store``."""
+        """Implements ``Store``."""
         return self._texts.discard((tenant, id))
 
 
-# What is counted, ordered and touched at every use stands apart from the texts: a use costs the
-# same however large the file is.
+# What every use reads and changes is not in the table of the texts, so that the cost of a use does
+# not depend on the size of the file.
 _TABLES = """
 CREATE TABLE IF NOT EXISTS responses (
     tenant TEXT NOT NULL, id TEXT NOT NULL, used INTEGER NOT NULL, size INTEGER NOT NULL,
@@ -143,28 +164,28 @@ DELETE FROM responses WHERE (tenant, id) IN (
 """
 
 VERSION = 1
-"""Of the tables, as ``PRAGMA user_version``. A file with a higher one is from a later version."""
+"""Version of the tables (``PRAGMA user_version``). Files of a later version are not opened."""
 
 _BUSY = 1.0
 _PAUSE = 5.0
 _RESERVED = 512 * 1024
-"""Bytes held for deletions on a full disk, each of which writes some pages of 4 KiB."""
+"""Bytes reserved for deletions on a full disk, each of which writes some pages of 4 KiB."""
 
 _LOG_PAGES = 100
-"""Pages in the log after which they are moved into the database."""
+"""Pages in the log at which a checkpoint is made."""
 
 
 class FileStore:
-    """Keeps answers in a SQLite file that only this user can read.
+    """A store in an SQLite file that only this user can read.
 
-    Raises ``StoreError``, which says what to do, for a path that cannot be such a file: a
-    directory, a damaged file, another program's or a later version's, one that cannot be written.
+    Raises ``StoreError`` if the file cannot be used: for a directory, a damaged file, a file of
+    another program or of a later version, and one that cannot be written.
     """
 
     def __init__(self, path: Path, max_count: int = MAX_COUNT, max_bytes: int = MAX_BYTES) -> None:
         self._path, self._reserve = path, path.with_name(f"{path.name}.reserve")
         self._max_count, self._max_bytes = max_count, max_bytes
-        self._lock = threading.RLock()  # of the writer, and of which file it is
+        self._lock = threading.RLock()  # for writing, and for opening the file
         self._reading = threading.Lock()
         self._used: dict[tuple[str, str], None] = {}
         self._opened: tuple[int, int] | None = None  # device and inode
@@ -179,8 +200,8 @@ class FileStore:
             raise StoreError(f"{_UNUSABLE.format(path)}: it is damaged ({damage}). {_REMEDY}")
 
     def put(self, stored: StoredResponse) -> bool:
-        """See ``Store``."""
-        text = _written(stored)
+        """Implements ``Store``."""
+        text = stored.text()
         if len(text) > self._max_bytes:
             return False
         key = (stored.tenant, stored.id)
@@ -193,7 +214,7 @@ class FileStore:
         return True
 
     def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002
-        """See ``Store``."""
+        """Implements ``Store``."""
         with self._failing():
             self._follow()
             with self._reading:
@@ -204,10 +225,10 @@ class FileStore:
             return None
         self._used.pop((tenant, id), None)
         self._used[tenant, id] = None
-        return _read(row[0])
+        return StoredResponse.of_text(row[0])
 
     def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
-        """See ``Store``."""
+        """Implements ``Store``."""
         try:
             return self._delete(id, tenant)
         except StoreError as error:
@@ -216,7 +237,7 @@ class FileStore:
             if not full or not self._reserve.exists():
                 raise
         with self._lock, self._failing():
-            # On where SQLite was built so: it writes zeros over all that is deleted.
+            # Some builds of SQLite overwrite deleted content with zeros, which takes more pages.
             (secure,) = self._file.execute("PRAGMA secure_delete").fetchone()
             self._reserve.unlink()
             try:
@@ -233,14 +254,14 @@ class FileStore:
             return file.execute(deletion, (tenant, id)).rowcount > 0
 
     def close(self) -> None:
-        """Closes the file; the next call opens it anew."""
+        """Closes the file. The next call opens it again."""
         self._opened = None
         self._reader.close()
         self._file.close()
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, by one thread at a time; what was used since the last comes first."""
+        """A transaction of one thread at a time. It first records the uses since the last one."""
         with self._lock, self._failing():
             self._follow()
             with self._file:
@@ -252,7 +273,7 @@ class FileStore:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """What the disk says, as a ``StoreError``; nothing is tried while the store is paused."""
+        """Raises errors of the disk as ``StoreError``, and any call as one during a pause."""
         if time.monotonic() < self._paused_until:
             raise StoreError(f"{self._path} is locked by another program", retry_after=int(_PAUSE))
         try:
@@ -263,7 +284,7 @@ class FileStore:
             raise StoreError(f"{self._path}: {error}", retry_after=int(_PAUSE)) from error
 
     def _follow(self) -> None:
-        """Opens the file anew when the path no longer leads to the one that is open."""
+        """Opens the file again if it was removed or replaced."""
         if self._is_open():
             return
         with self._lock, self._reading:
@@ -280,11 +301,12 @@ class FileStore:
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Made here, so that it, and with it SQLite's files beside it, are nobody else's to read.
+        # Created here, so that others can read neither it nor the files that SQLite adds.
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
         os.chmod(self._path, 0o600)
-        self._file = self._connected()
-        self._reader = self._connected()
+        self._file, self._reader = (
+            sqlite3.connect(self._path, check_same_thread=False, timeout=_BUSY) for _ in range(2)
+        )
         (version,) = self._file.execute("PRAGMA user_version").fetchone()
         if version > VERSION:
             self.close()
@@ -303,11 +325,8 @@ class FileStore:
         self._opened = (now.st_dev, now.st_ino)
         self._hold_reserve()
 
-    def _connected(self) -> sqlite3.Connection:
-        return sqlite3.connect(self._path, check_same_thread=False, timeout=_BUSY)
-
     def _hold_reserve(self) -> None:
-        """Fills the reserve with bytes that no file system leaves out; without room, none is."""
+        """Fills the reserve with random bytes, which file systems cannot compress."""
         try:
             if self._reserve.stat().st_size == _RESERVED:
                 return
@@ -323,42 +342,30 @@ class FileStore:
 
 
 class SharedStore:
-    """Keeps answers in Redis, for all servers that use the same one, until they expire."""
+    """A store in Redis, for all servers that share it. Responses expire."""
 
     def __init__(self, shared: Shared, max_bytes: int = MAX_BYTES) -> None:
         self._shared, self._max_bytes = shared, max_bytes
 
     def put(self, stored: StoredResponse) -> bool:
-        """See ``Store``. What goes first when Redis is full is a setting of it (maxmemory)."""
-        text = zlib.compress(_written(stored).encode(), 1)
+        """Implements ``Store``. A setting of Redis says what is dropped (``maxmemory-policy``)."""
+        text = zlib.compress(stored.text().encode(), 1)
         if len(text) > self._max_bytes:
             return False
         name = shared_key("response", stored.tenant, stored.id)
-        with _as_store_error():
-            self._shared.call(lambda redis: redis.set(name, text, ex=self._shared.seconds))
+        self._shared.call(lambda redis: redis.set(name, text, ex=self._shared.seconds))
         return True
 
     def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002
-        """See ``Store``."""
+        """Implements ``Store``."""
         name = shared_key("response", tenant, id)
-        with _as_store_error():
-            text = self._shared.call(lambda redis: redis.get(name))
-        return None if text is None else _read(zlib.decompress(text).decode())
+        text = self._shared.call(lambda redis: redis.get(name))
+        return None if text is None else StoredResponse.of_text(zlib.decompress(text).decode())
 
     def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
-        """See ``Store``."""
+        """Implements ``Store``."""
         name = shared_key("response", tenant, id)
-        with _as_store_error():
-            deleted = self._shared.call(lambda redis: redis.delete(name))
-        return bool(deleted)
-
-
-@contextmanager
-def _as_store_error() -> Iterator[None]:
-    try:
-        yield
-    except SharedError as error:
-        raise StoreError(error.message, retry_after=error.retry_after) from error
+        return bool(self._shared.call(lambda redis: redis.delete(name)))
 
 
 _UNUSABLE = f"{STORE_VARIABLE}={{}} cannot be used"
@@ -368,9 +375,9 @@ _opening = threading.Lock()
 
 
 def server_store() -> Store:
-    """The store of this server: the file or Redis that the environment names, or in memory.
+    """The store of this server: the file or Redis that the environment names, or memory.
 
-    Raises ``StoreError`` for one that cannot be used.
+    Raises ``StoreError`` if it cannot be used.
     """
     with _opening:
         return _opened()
@@ -380,39 +387,7 @@ def server_store() -> Store:
 def _opened() -> Store:
     path = os.environ.get(STORE_VARIABLE, "")
     if is_url(path):
-        with _as_store_error():
-            shared = server_shared()
+        shared = server_shared()
         assert shared is not None
         return SharedStore(shared)
     return FileStore(Path(path).expanduser()) if path else MemoryStore()
-
-
-_MESSAGES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
-
-
-def _written(stored: StoredResponse) -> str:
-    """One by one, so that other threads run in between: of 20,000 items it would be 100 ms."""
-    messages = ([type(message).__name__, *asdict(message).values()] for message in stored.messages)
-    several = (f"[{','.join(map(encode_slowly, each))}]" for each in (stored.input_items, messages))
-    document = encode_slowly(stored.document)
-    return f"[{encode(stored.id)},{document},{','.join(several)},{encode(stored.tenant)}]"
-
-
-def _read(text: str) -> StoredResponse:
-    # Many times as fast as `json` with long strings.
-    key, document, input_items, messages, tenant = from_json(text, cache_strings="none")
-    return StoredResponse(key, document, input_items, tuple(starmap(_message, messages)), tenant)
-
-
-def _message(name: str, *values: Any) -> Message:
-    kind = _MESSAGES[name]
-    if name in _NESTED:
-        given = dict(zip((field.name for field in fields(kind)), values, strict=True))
-        read: Message = TypeAdapter(kind).validate_python(given)
-    else:
-        read = kind(*values)
-    return read
-
-
-_NESTED = frozenset({"AdditionalTools", "EffortUpdate", "FormatUpdate"})
-"""The messages that are more than strings."""

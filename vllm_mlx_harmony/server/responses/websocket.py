@@ -1,7 +1,7 @@
 """The Responses API over a WebSocket, as in the Open Responses specification.
 
 A connection has one response at a time, in the order of its messages. The last response can be
-continued as long as the connection lasts, whether or not it is stored.
+continued as long as the connection lasts, even if it is not stored.
 """
 
 from __future__ import annotations
@@ -43,34 +43,35 @@ from vllm_mlx_harmony.server.streams import client_seconds, hang_up, within
 logger = logging.getLogger("vllm_mlx_harmony")
 
 LIFETIME = 3600.0
-"""Seconds that a connection may last, as in the specification; a running answer is not cut."""
+"""Maximum duration of a connection in seconds, as in the specification. A running response is
+completed first."""
 
 MOST_WAITING = 32
-"""Messages that may wait for their turn on one connection. Several may take no more memory than a
-body has bytes (`body.limit`)."""
+"""Maximum messages that wait on a connection. Several together are limited to the maximum size of a
+body (`body.limit`)."""
 
 UNSENT_SECONDS = 0.05
-"""Seconds between two checks of what the client has not read yet."""
+"""Seconds between two checks whether the client has read everything."""
 
 _TRANSPORT = frozenset({"type", "stream", "stream_options", "background", "generate"})
-"""Fields of a message that are no fields of the request, or say how it is sent."""
+"""Fields of a message that do not belong to the request, or concern its transport."""
 
 _TOO_MUCH = 1013  # "try again later"
 
 
 async def converse(socket: WebSocket) -> None:
-    """``/v1/responses`` as a WebSocket: one response after the other, until it is closed."""
+    """``/v1/responses`` as a WebSocket: serves one response after the other until it is closed."""
     try:
         await admit(socket)
     except HTTPException as error:
         await socket.send_denial_response(error_response(responses.error_body, failure_of(error)))
         return
     await socket.accept()
-    await Conversation(socket).last()
+    await Conversation(socket).serve()
 
 
 class Conversation:
-    """One connection. The last response is remembered, whether or not it is to be stored."""
+    """One connection. It keeps the last response, even if that is not stored."""
 
     def __init__(self, socket: WebSocket, lifetime: float = LIFETIME) -> None:
         self._socket = socket
@@ -79,13 +80,13 @@ class Conversation:
         self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MOST_WAITING)
         self._waiting_bytes = 0
         self._previous: StoringEmitter | None = None
-        self._say: Callable[[str], Awaitable[None]] = self._write
+        self._send: Callable[[str], Awaitable[None]] = self._write
         self._api = Api(
             "responses", self._read, responses.error_body, blocks=True, emitter=StoringEmitter
         )
 
-    async def last(self) -> None:
-        """Answers until the connection ends, and a running answer with it."""
+    async def serve(self) -> None:
+        """Serves responses until the connection ends, which also ends a running response."""
         answering = asyncio.ensure_future(self._answer_all())
         listening = asyncio.ensure_future(self._listen())
 
@@ -93,24 +94,24 @@ class Conversation:
             hang_up(self._transport)
             answering.cancel()
 
-        self._say = within(client_seconds(), self._write, give_up)
+        self._send = within(client_seconds(), self._write, give_up)
         try:
             await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await stopped(answering)
             await stopped(listening)
-            # `_api` refers to this object: until garbage is collected nothing else would free it.
+            # `_api` refers to this object, so the response would live until a garbage collection.
             self._previous = None
 
     async def _write(self, text: str) -> None:
-        """Returns when the system has all of it. Raises ``WebSocketDisconnect`` when it is closed.
+        """Returns when the operating system has all of ``text``. Raises ``WebSocketDisconnect``.
 
-        uvicorn waits only in front of the next message, and closes a connection that has unsent
-        bytes when they have been read: of a client that reads nothing, never.
+        uvicorn itself waits only before the next message, and closes a connection only when all
+        unsent bytes have been read, which never happens if the client stops reading.
         """
         try:
             await self._socket.send_text(text)
-        except RuntimeError as error:  # which Starlette raises when we have hung up
+        except RuntimeError as error:  # Starlette raises it after `hang_up`
             raise WebSocketDisconnect from error
         while self._transport is not None and self._transport.get_write_buffer_size():
             await asyncio.sleep(UNSENT_SECONDS)
@@ -122,18 +123,18 @@ class Conversation:
                 return
             text = message.get("text")
             self._waiting_bytes += sys.getsizeof(text)
-            several = not self._waiting.empty()  # one that is too long by itself has its own error
+            several = not self._waiting.empty()  # a single long message has its own error
             if self._waiting.full() or (several and self._waiting_bytes > limit()):
-                await self._socket.close(_TOO_MUCH, "too many messages wait for their turn")
+                await self._socket.close(_TOO_MUCH, "too many messages are waiting")
                 return
             self._waiting.put_nowait(text)
 
     async def _answer_all(self) -> None:
-        with suppress(WebSocketDisconnect):  # it is written to just when the client goes
+        with suppress(WebSocketDisconnect):  # while an event is sent
             while True:
                 coming = asyncio.ensure_future(self._waiting.get())
                 left = max(self._until - time.monotonic(), 0.0)
-                try:  # not wait_for, which up to Python 3.11 can swallow a cancellation
+                try:  # not wait_for, which can swallow a cancellation up to Python 3.11
                     done, _ = await asyncio.wait({coming}, timeout=left)
                 finally:
                     coming.cancel()
@@ -141,7 +142,7 @@ class Conversation:
                     break
                 text = coming.result()
                 self._waiting_bytes -= sys.getsizeof(text)
-                with unread_until_left():  # a shutdown waits for it
+                with unread_until_left():  # a shutdown waits for the response
                     await self._answer(text)
             await self._send_error(_OVER)
             await self._socket.close()
@@ -156,60 +157,60 @@ class Conversation:
             ):
                 raise RequestError("a message must be of type 'response.create'", param="type")
             document = message.value
-            await self._run(document, message.large)
+            await host_of(self._socket).check_rate_limit(self._socket)
+            if failure := rejection():
+                raise failure
+            fields = {key: value for key, value in document.items() if key not in _TRANSPORT}
+            body = Document({**fields, "stream": True}, message.large)
+            await self._respond(body, generates=document.get("generate") is not False)
         except (HarmonyFailure, HTTPException) as error:
-            # What a turn that failed wanted to go on with is gone, as the specification has it.
-            if responses.previous_response_id(document) == self._previous_id:
-                self._previous = None
+            # The specification discards the response that a failed turn was to continue.
+            self._forget(responses.previous_response_id(document))
             await self._send_error(failure_of(error))
         except WebSocketDisconnect:
             raise
         except ClientDisconnect:
             return
-        except Exception as error:  # noqa: BLE001 - every error is sent to the client
+        except Exception as error:  # noqa: BLE001 - the client gets every error
             await self._send_error(logged_failure(error, "a response failed"))
 
-    async def _run(self, document: dict[str, Any], large: bool) -> None:
-        await host_of(self._socket).check_rate_limit(self._socket)
-        if failure := rejection():
-            raise failure
-        fields = {key: value for key, value in document.items() if key not in _TRANSPORT}
-        body = Document({**fields, "stream": True}, large)
-        request = Request({**self._socket.scope, "type": "http", "method": "POST"}, _nothing_more)
+    async def _respond(self, body: Document, *, generates: bool) -> None:
+        scope = {**self._socket.scope, "type": "http", "method": "POST"}
+        request = Request(scope, _no_more_body)
         async with leased(self._api, request, body) as lease:
             if lease.engine is None:
-                raise RequestError("this model is not served over a WebSocket", param="model")
+                raise RequestError("this model is not available over a WebSocket", param="model")
             received = Received(self._api, request, body, lease, new_id_seed(), watched=False)
             prepared = await prepare(received)
             emitter: StoringEmitter = prepared.emitter
             job = begin(prepared)
-            deltas = run(job) if document.get("generate") is not False else _unprompted(job)
+            deltas = run(job) if generates else _no_output(job)
             async with aclosing(Answer(job, deltas, emitter, end=emitter.end)) as events:
-                await events.begun()  # until then failures have a status, as they have over HTTP
+                await events.begun()  # earlier errors have a status, as over HTTP
                 async for event in events:
                     if event is not DONE:
-                        await self._say(event.data)
+                        await self._send(event.data)
             if not emitter.forgotten and emitter.document()["status"] != "failed":
                 self._previous = emitter
-            elif prepared.request.previous_response_id == self._previous_id:
-                self._previous = None
+            else:
+                self._forget(prepared.request.previous_response_id)
 
-    @property
-    def _previous_id(self) -> str | None:
-        return None if self._previous is None else self._previous.id
+    def _forget(self, response_id: str | None) -> None:
+        if self._previous is not None and self._previous.id == response_id:
+            self._previous = None
 
     def _read(self, body: object, defaults: Any, tenant: str) -> Any:
-        """In a thread: what is stored has an item for each of thousands of messages."""
+        """Reads a request. In a thread, because ``stored`` may write thousands of items."""
         previous = self._previous
         local = {} if previous is None else {previous.id: previous.stored()}
         return read(body, defaults, tenant, local)
 
     async def _send_error(self, failure: HarmonyFailure) -> None:
-        """Sends ``failure``, with the headers that it would have over HTTP, as Codex reads them."""
+        """Sends an error event, with the headers of the HTTP response, which Codex reads."""
         event = {"type": "error", "status": failure.status, **responses.error_body(failure)}
         if headers := retry_headers(failure):
             event["headers"] = headers
-        await self._say(dumps(event))
+        await self._send(dumps(event))
 
 
 _OVER = RequestError(
@@ -219,24 +220,24 @@ _OVER = RequestError(
 )
 
 
-async def _nothing_more() -> Message:
-    """The rest of a request whose document was read from a message: nothing."""
+async def _no_more_body() -> Message:
+    """The ASGI ``receive`` of a request whose body has been read."""
     return {"type": "http.request", "body": b"", "more_body": False}
 
 
-async def _unprompted(job: Job) -> Deltas:
-    """The deltas of a turn that only prepares the next: ``generate`` is false."""
+async def _no_output(job: Job) -> Deltas:
+    """The deltas of a turn without output, which prepares the next one (``generate: false``)."""
     prompt_tokens = len(job.context.render_for_completion())
     yield [Started(prompt_tokens)]
     yield [Finished("stop", None, Usage(prompt_tokens))]
 
 
 UVICORN = "uvicorn.error"
-"""The logger of uvicorn's errors."""
+"""Name of the logger of uvicorn's errors."""
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
-    """A filter of ``UVICORN``, which logs a traceback for a client's message that is not UTF-8."""
+    """A log filter for ``UVICORN``: removes the traceback for messages that are not UTF-8."""
     error = record.exc_info and record.exc_info[1]
     if isinstance(error, UnicodeDecodeError) and record.msg.startswith("Invalid UTF-8"):
         record.exc_info = None

@@ -1,13 +1,11 @@
-"""What the operator configured: which tool servers there are, and the limits of their calls.
+"""The operator's configuration: tool servers, and the limits of calls.
 
-The file has the shape of vllm-mlx's ``--mcp-config`` (``servers``), or that which MCP clients have
-in common (``mcpServers``), in JSON, or YAML where PyYAML is installed::
+The file has the format of vllm-mlx's ``--mcp-config`` (``servers``) or the one that MCP clients
+share (``mcpServers``). It is JSON, or YAML if PyYAML is installed::
 
     {"servers": {"weather": {"command": "uvx", "args": ["mcp-server-weather"]},
                  "python": {"url": "http://127.0.0.1:8931/mcp", "timeout": 60}},
      "max_tool_calls": 10, "default_timeout": 30}
-
-Knows names and ranges. Refuses to know how a server is spoken to.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -29,7 +27,7 @@ VARIABLE = "VLLM_MLX_HARMONY_TOOLS"
 
 
 class Use(str, Enum):
-    """For which requests the server runs tools; the value is the setting's word."""
+    """The requests for which the server runs tools."""
 
     OFF = "off"
     ON = "on"
@@ -37,11 +35,11 @@ class Use(str, Enum):
 
 
 def use() -> Use:
-    """What the environment says. Raises ``HostError`` for a word that is none."""
+    """The setting in the environment. Raises ``HostError`` for an invalid one."""
     word = os.environ.get(VARIABLE, "").strip().lower() or Use.OFF.value
     if word not in {each.value for each in Use}:
         known = ", ".join(each.value for each in Use)
-        raise HostError(f"{VARIABLE}: {word!r} is none of {known}")
+        raise HostError(f"{VARIABLE}: {word!r} is not one of {known}")
     return Use(word)
 
 
@@ -53,9 +51,9 @@ class _Read(BaseModel):
 
 
 class ServerConfig(_Read):
-    """One MCP server: a ``command`` that is started, or a ``url`` that is connected to.
+    """One MCP server: a ``command`` to start, or a ``url`` to connect to.
 
-    ``tools``: the only ones of its tools that are used. ``timeout``: seconds for one call.
+    ``tools`` restricts which of its tools are used. ``timeout`` is for one call, in seconds.
     """
 
     transport: Literal["stdio", "streamable-http", "sse"]
@@ -72,8 +70,8 @@ class ServerConfig(_Read):
 
     @model_validator(mode="before")
     @classmethod
-    def _transport(cls, given: Any) -> Any:
-        """``type`` for ``transport``, other spellings of HTTP, and none where it is plain."""
+    def _transport(cls, given: object) -> object:
+        """Accepts ``type`` for ``transport`` and other names of HTTP, and infers a missing one."""
         if not isinstance(given, Mapping):
             return given
         fields = {key: value for key, value in given.items() if key != "type"}
@@ -93,11 +91,11 @@ class ServerConfig(_Read):
 
 
 class ToolsConfig(_Read):
-    """All servers by their labels, and the limits of a request's calls.
+    """All servers by label, and the limits of calls.
 
-    ``max_output_tokens`` and ``max_output_bytes`` bound what one call answers, ``max_seconds`` the
-    time of a request from its first call on, ``max_concurrent_calls`` the calls of all requests
-    that run at the same time.
+    ``max_output_tokens`` and ``max_output_bytes`` limit the result of one call, ``max_seconds`` the
+    time of a request from its first call on, and ``max_concurrent_calls`` the concurrent calls of
+    all requests.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")  # the host has fields of its own
@@ -112,19 +110,27 @@ class ToolsConfig(_Read):
 
     @model_validator(mode="before")
     @classmethod
-    def _servers(cls, given: Any) -> Any:
+    def _servers(cls, given: object) -> object:
         if isinstance(given, Mapping) and "servers" not in given and "mcpServers" in given:
             return {**given, "servers": given["mcpServers"]}
         return given
 
 
 def read(path: str | Path) -> ToolsConfig:
-    """The configuration in the file at ``path``. Raises ``HostError`` that says what is wrong."""
+    """Reads the configuration file. Raises ``HostError`` if it is invalid."""
     file = Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8")
-        document = _yaml(text) if file.suffix in (".yaml", ".yml") else json.loads(text)
-        return ToolsConfig.model_validate(document)
+        if file.suffix not in (".yaml", ".yml"):
+            return ToolsConfig.model_validate(json.loads(text))
+        import yaml
+
+        try:
+            return ToolsConfig.model_validate(yaml.safe_load(text))
+        except yaml.YAMLError as error:
+            raise HostError(f"{file}: {error}") from error
+    except ImportError as error:
+        raise HostError(f"{file}: PyYAML is not installed; use JSON instead") from error
     except OSError as error:
         raise HostError(f"{file}: {error.strerror or error}") from error
     except ValidationError as error:
@@ -133,14 +139,3 @@ def read(path: str | Path) -> ToolsConfig:
         raise HostError(f"{file}: {where}: {first['msg']}") from error
     except ValueError as error:
         raise HostError(f"{file}: {error}") from error
-
-
-def _yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ValueError("PyYAML is not installed: write it as JSON") from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error

@@ -1,16 +1,17 @@
-"""What MCP servers send, before the package ``mcp`` checks it.
+"""Repairs messages of MCP servers before the package ``mcp`` validates them.
 
-The package checks a message as a whole. One malformed tool would take away the server with all its
-other tools, and half a surrogate pair, which a server written in JavaScript produces when it
-shortens a text, the whole message, whose call would then wait until its time is over.
+The package validates a message as a whole. A single malformed tool would cost all other tools of
+the server. A lone surrogate, which a server in JavaScript produces by truncating a string, would
+cost the whole message, and the call that it answers would wait until its timeout.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
+
+from pydantic import ValidationError
 
 from vllm_mlx_harmony.core import schema
 from vllm_mlx_harmony.core.errors import RequestError, quoted
@@ -19,40 +20,41 @@ from vllm_mlx_harmony.protocols.validation import mended
 
 
 def accept_half_surrogates() -> None:
-    """Makes the package read half a surrogate pair as U+FFFD, in messages over every transport.
+    """Makes the package read lone surrogates as U+FFFD, in messages over every transport.
 
-    All transports parse with one object of the package, and only there is the text of a message at
-    hand. Drop when pydantic's JSON parser accepts lone surrogates.
+    All transports parse messages with the same object of the package. Drop when pydantic's JSON
+    parser accepts lone surrogates.
     """
     from mcp_types import jsonrpc_message_adapter
 
-    if "validate_json" not in vars(jsonrpc_message_adapter):
-        lenient = partial(_validate_json, jsonrpc_message_adapter.validate_json)
-        vars(jsonrpc_message_adapter)["validate_json"] = lenient
+    if "validate_json" in vars(jsonrpc_message_adapter):
+        return
+    strict = jsonrpc_message_adapter.validate_json
 
-
-def _validate_json(strict: Any, data: str | bytes, /, **options: Any) -> Any:
-    try:
-        return strict(data, **options)
-    except ValueError:
+    def lenient(data: str | bytes, /, **options: Any) -> object:
         try:
-            whole = json.dumps(mended(json.loads(data)))
-        except (ValueError, RecursionError, RequestError):
-            whole = None
-        if whole is None:
-            raise
-        return strict(whole, **options)
+            return strict(data, **options)
+        except ValueError:
+            try:
+                repaired = json.dumps(mended(json.loads(data)))
+            except (ValueError, RecursionError, RequestError):
+                repaired = None
+            if repaired is None:
+                raise
+            return strict(repaired, **options)
+
+    vars(jsonrpc_message_adapter)["validate_json"] = lenient
 
 
 def malformed_tools(result: object, version: str) -> Iterator[tuple[int, str]]:
-    """The places of malformed tools in ``result``, and what is wrong with each.
+    """The indices of malformed tools in ``result``, each with a description of the problem.
 
-    ``result`` is that of a request in the protocol's ``version``; only a ``tools/list`` has tools.
-    Takes about a millisecond for each.
+    ``result`` is that of any request in the protocol's ``version``; only that of a ``tools/list``
+    has tools. Takes about a millisecond per tool.
     """
     fields = result if isinstance(result, dict) else {}
     tools = fields.get("tools")
-    # What is long beside the tools is not checked again with each of them.
+    # The tools are validated one by one, with the short fields beside them.
     short = {key: value for key, value in fields.items() if not isinstance(value, (dict, list))}
     for place, tool in enumerate(tools if isinstance(tools, list) else ()):
         try:
@@ -60,11 +62,15 @@ def malformed_tools(result: object, version: str) -> Iterator[tuple[int, str]]:
         except (ValueError, RequestError, RecursionError) as error:
             name = tool.get("name") if isinstance(tool, dict) else None
             which = quoted(name) if isinstance(name, str) and name else f"number {place + 1}"
-            yield place, f"{which} ({_summary(error)})"
+            problem = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                problem = f"{'.'.join(map(str, first['loc'][2:])) or 'tool'}: {first['msg']}"
+            yield place, f"{which} ({problem})"
 
 
 def _check(result: dict[str, Any], version: str) -> None:
-    """Raises ``ValueError`` or ``RequestError`` when the only tool of ``result`` is malformed."""
+    """Raises ``ValueError`` or ``RequestError`` if the only tool of ``result`` is malformed."""
     from mcp_types import ListToolsResult, methods
 
     methods.validate_server_result("tools/list", version, result)
@@ -72,12 +78,3 @@ def _check(result: dict[str, Any], version: str) -> None:
     if not tool.name:
         raise ValueError("it has no name")
     schema.parameters(Tool(tool.name, parameters=tool.input_schema), schema.SizeBudget())
-
-
-def _summary(error: Exception) -> str:
-    """One line that says where a tool is malformed."""
-    errors = getattr(error, "errors", None)
-    if errors is None:
-        return str(error)
-    first = errors()[0]
-    return f"{'.'.join(map(str, first['loc'][2:])) or 'tool'}: {first['msg']}"

@@ -1,15 +1,15 @@
-"""One MCP server: started or connected to, kept that way, asked for its tools, called.
+"""``McpServer``: the client of one MCP server, which stays connected to it.
 
-https://modelcontextprotocol.io/specification, by the official package ``mcp``, which is imported
-when the first server is made and not before.
+It uses the official package ``mcp``, which is imported when the first server is made
+(https://modelcontextprotocol.io/specification).
 
-A connection lives in a task of its own (`_keep_connected`), because the package's connections can
-be left only by the task that entered them. It ends when the server's process does, when a server
-over HTTP no longer answers, and with `stop`; after an end that nobody wanted another is made, each
-time after twice the pause of the time before. Calls come from other tasks.
+A connection lives in a task of its own (`_keep_connected`), because the package requires that the
+task which opens a connection also closes it. It ends when the process of the server does, when a
+server over HTTP stops answering, and with `stop`. A lost connection is replaced, after a pause that
+doubles each time. Calls come from other tasks.
 
-An operator may have a secret in a server's URL. What goes wrong is told to clients and models, so
-neither that nor the log has it.
+URLs of servers may contain secrets of the operator, so they are removed from errors, which clients
+and models can see, and from the log.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
-"""Seconds before a server is started again, and the most that doubling them comes to."""
+"""Seconds before the first and, after doubling, at most before any later attempt to reconnect."""
 
 STEADY = 30.0
-"""Seconds of a connection after which the next pause is the first one again."""
+"""Duration of a connection in seconds after which the pause starts at ``FIRST_PAUSE`` again."""
 
 STARTING = 60.0
-"""Seconds until a server has to be there: a command may download it first."""
+"""Seconds within which a server must be ready. Its command may download it first."""
 
 MOST_PAGES = 100
-"""Of a list of tools: one that never ends must not hold anybody up."""
+"""Maximum pages of a list of tools, in case it never ends."""
 
 
 def check_package() -> None:
-    """Raises ``HostError`` that says what to install, where the package ``mcp`` is not 2.x.
+    """Raises ``HostError`` unless the package ``mcp`` 2.x is installed.
 
-    It is not imported for that: it brings sse-starlette, which replaces a method of uvicorn's.
+    Does not import it, because its dependency sse-starlette replaces a method of uvicorn.
     """
     try:
         found = metadata.version("mcp")
@@ -67,8 +67,8 @@ def check_package() -> None:
 class McpServer:
     """An MCP server as a ``ToolServer``.
 
-    ``http`` makes what speaks HTTP to it, in place of the package's own. ``starting`` seconds may
-    a connection take. ``log`` is the level for what becomes of it, where less is to be said.
+    ``http`` makes the HTTP client, in place of the package's own. ``starting`` is the timeout of a
+    connection attempt in seconds. ``log`` is the level of all log records, if given.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class McpServer:
         self._tools: tuple[Tool, ...] = ()
         self._problem = "it has not been started"
         self._client: Client | None = None
-        self._look = asyncio.Event()  # something may have changed: the tools, or that it answers
+        self._check = asyncio.Event()  # the tools may have changed, or the server may have died
         self._lost = False
-        self._version = ""  # of the protocol, once it is agreed on
-        self._malformed: set[str] = set()  # what the log has said of its tools
+        self._version = ""  # of the protocol, once it is negotiated
+        self._malformed: set[str] = set()  # problems of its tools that have been logged
         self._ready, self._tried = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._own_urls: re.Pattern[str] | None = None
         if config.transport != "stdio":
-            # At ``info`` httpx2 writes every URL. Of a server over HTTP the package has nothing to
-            # say that is not a problem here, too, but URLs and what was answered.
+            # At ``info`` httpx2 logs every URL. The package logs URLs and responses, and otherwise
+            # only errors that are reported here as well.
             logging.getLogger("httpx2").setLevel(logging.WARNING)
             logging.getLogger("mcp").setLevel(logging.CRITICAL)
             host = re.escape(urlsplit(config.url).hostname or "")
@@ -107,16 +107,16 @@ class McpServer:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """See ``ToolServer``."""
+        """Implements ``ToolServer``."""
         return self._tools
 
     @property
     def problem(self) -> str:
-        """See ``ToolServer``."""
+        """Implements ``ToolServer``."""
         return self._problem
 
     async def start(self) -> None:
-        """Connects for the first time; from then on the connection is kept in the background."""
+        """Connects for the first time, and then stays connected in the background."""
         self._task = asyncio.create_task(self._keep_connected(), name=f"mcp {self.label}")
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._tried.wait(), self._starting + 1.0)
@@ -129,7 +129,7 @@ class McpServer:
             await asyncio.wait({task})
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Answer:
-        """See ``ToolServer``."""
+        """Implements ``ToolServer``."""
         from mcp import MCPError
 
         client = self._client
@@ -138,18 +138,18 @@ class McpServer:
         try:
             result = await client.call_tool(tool, dict(arguments))
         except MCPError as error:
-            self._look.set()  # it may be that it has died, or that its tools are others now
+            self._check.set()
             raise ToolError(self._without_urls(error.message)) from error
         except Exception as error:
-            self._look.set()
+            self._check.set()
             raise ToolError(self._without_urls(_reason(error))) from error
         return Answer(text_of(result), bool(result.is_error))
 
     def _without_urls(self, text: str) -> str:
-        """``text`` for whoever may not know where the server is."""
+        """``text`` without the URL of the server."""
         return text if self._own_urls is None else self._own_urls.sub("its URL", text)
 
-    # The connection
+    # --- The connection
 
     async def _keep_connected(self) -> None:
         pause = FIRST_PAUSE
@@ -177,8 +177,8 @@ class McpServer:
             self._tried.set()
             if loop.time() - began > STEADY:
                 pause = FIRST_PAUSE
-            told = "tool server %s: %s; next try in %.1f s"
-            logger.log(self._warning, told, self.label, self._problem, pause)
+            message = "tool server %s: %s; next attempt in %.1f s"
+            logger.log(self._warning, message, self.label, self._problem, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -187,14 +187,20 @@ class McpServer:
         from mcp import Client
         from mcp_types import ToolListChangedNotification
 
-        async def noticed(message: Any) -> None:
+        async def on_message(message: object) -> None:
             if isinstance(message, ToolListChangedNotification):
-                self._look.set()
+                self._check.set()
+
+        async def listen() -> None:  # protocol versions from 2026-07-28 on have a stream of changes
+            with suppress(Exception):
+                async with client.listen(tools_list_changed=True) as changes:
+                    async for _ in changes:
+                        self._check.set()
 
         accept_half_surrogates()
         self._lost, self._version = False, ""
-        self._look.clear()
-        async with Client(self._watched(), message_handler=noticed, cache=None) as client:
+        self._check.clear()
+        async with Client(self._watched(), message_handler=on_message, cache=None) as client:
             self._version = client.protocol_version
             self._tools = await self._listed(client)
             self._client, self._problem = client, ""
@@ -202,30 +208,27 @@ class McpServer:
             logger.log(self._info, "tool server %s: %s", self.label, names or "no tools")
             self._ready.set()
             self._tried.set()
-            listening = asyncio.create_task(self._listen(client))
+            listening = asyncio.create_task(listen())
             try:
+                tools = self._tools
                 while not self._lost:
-                    await self._look.wait()
-                    self._look.clear()
-                    if not self._lost:
-                        await self._list_again(client)
+                    await self._check.wait()
+                    self._check.clear()
+                    if not self._lost:  # raises if the server does not answer any more
+                        tools = await asyncio.wait_for(self._listed(client), self.timeout)
+                    if tools != self._tools:
+                        self._tools = tools
+                        names = ", ".join(each.name for each in tools) or "none"
+                        changed = "the tools of the tool server %s have changed: %s"
+                        logger.log(self._info, changed, self.label, names)
             finally:
                 self._client = None
                 listening.cancel()
                 await asyncio.wait({listening})
 
-    async def _list_again(self, client: Client) -> None:
-        """Raises when the server does not answer any more."""
-        tools = await asyncio.wait_for(self._listed(client), self.timeout)
-        if tools != self._tools:
-            self._tools = tools
-            names = ", ".join(each.name for each in tools)
-            told = "tool server %s has other tools now: %s"
-            logger.log(self._info, told, self.label, names or "none")
-
     @asynccontextmanager
     async def _watched(self) -> AsyncIterator[Any]:
-        """The transport, which notices that the other side has hung up."""
+        """The transport, which notices when the server closes the connection."""
         import anyio
 
         async with self._transport() as (received, sent):
@@ -238,7 +241,7 @@ class McpServer:
                             await self._leave_out_malformed_tools(message)
                             await passed_on.send(message)
                 self._lost = True
-                self._look.set()
+                self._check.set()
 
             async with anyio.create_task_group() as group:
                 group.start_soon(pass_on)
@@ -249,55 +252,54 @@ class McpServer:
                     incoming.close()
 
     async def _leave_out_malformed_tools(self, message: Any) -> None:
-        """In place, in the message of a list of tools. The others are served."""
+        """Removes malformed tools from a ``message`` that has a list of tools."""
         result: Any = getattr(getattr(message, "message", None), "result", None)
         if not (self._version and isinstance(result, dict) and "tools" in result):
             return
-        # In a thread: a list of thousands takes seconds.
+        # In a thread, since a list of thousands takes seconds.
         problems = await asyncio.to_thread(lambda: dict(malformed_tools(result, self._version)))
         for place in sorted(problems, reverse=True):
             del result["tools"][place]
         for problem in problems.values():
-            if problem not in self._malformed:  # a list is read again after every failed call
-                left_out = "tool server %s: the tool %s is malformed and left out"
-                logger.log(self._warning, left_out, self.label, self._without_urls(problem))
+            if problem not in self._malformed:  # the list is read again after every failed call
+                ignored = "tool server %s: the tool %s is malformed and left out"
+                logger.log(self._warning, ignored, self.label, self._without_urls(problem))
         self._malformed.update(problems.values())
 
-    def _transport(self) -> Any:
-        config = self._config
+    @asynccontextmanager
+    async def _transport(self) -> AsyncIterator[Any]:
+        config, http = self._config, self._http
         if config.transport == "stdio":
             from mcp import StdioServerParameters, stdio_client
 
-            return stdio_client(
-                StdioServerParameters(
-                    command=config.command, args=list(config.args), env=config.env, cwd=config.cwd
-                )
+            parameters = StdioServerParameters(
+                command=config.command, args=list(config.args), env=config.env, cwd=config.cwd
             )
-        if config.transport == "sse":
+            async with stdio_client(parameters) as streams:
+                yield streams
+        elif config.transport == "sse":
             from mcp.client.sse import sse_client
 
-            if self._http is None:
-                return sse_client(config.url, headers=config.headers, timeout=self.timeout)
-            http = self._http
-            return sse_client(config.url, httpx_client_factory=lambda **_: http())
-        return self._streamable_http()
+            sse = (
+                sse_client(config.url, headers=config.headers, timeout=self.timeout)
+                if http is None
+                else sse_client(config.url, httpx_client_factory=lambda **_: http())
+            )
+            async with sse as streams:
+                yield streams
+        else:
+            from mcp.client.streamable_http import streamable_http_client
+            from mcp.shared._httpx_utils import create_mcp_http_client
 
-    @asynccontextmanager
-    async def _streamable_http(self) -> AsyncIterator[Any]:
-        from mcp.client.streamable_http import streamable_http_client
-        from mcp.shared._httpx_utils import create_mcp_http_client
-
-        made = (
-            create_mcp_http_client(headers=self._config.headers) if not self._http else self._http()
-        )
-        async with (
-            made as http,
-            streamable_http_client(self._config.url, http_client=http) as streams,
-        ):
-            yield streams
+            made = http() if http else create_mcp_http_client(headers=config.headers)
+            async with (
+                made as client,
+                streamable_http_client(config.url, http_client=client) as streams,
+            ):
+                yield streams
 
     async def _listed(self, client: Client) -> tuple[Tool, ...]:
-        """All its tools that the operator wants used, page by page."""
+        """All tools of the server that the operator allows."""
         tools: list[Tool] = []
         cursor: str | None = None
         for _ in range(MOST_PAGES):
@@ -318,41 +320,33 @@ class McpServer:
                 break
         return tuple(tools)
 
-    async def _listen(self, client: Client) -> None:
-        """Hears of changes where the protocol has a stream for them (from 2026-07-28 on)."""
-        with suppress(Exception):  # a server that has none tells of them in notifications, or never
-            async with client.listen(tools_list_changed=True) as changes:
-                async for _ in changes:
-                    self._look.set()
-
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, out of the groups that anyio's tasks raise."""
+    """A description of ``error``, which may be an exception group of anyio's."""
     inner = getattr(error, "exceptions", ())
     if inner:
         return _reason(inner[0])
     if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
         return "it does not answer"
-    response = getattr(error, "response", None)  # httpx2's: its own words have the URL twice
+    response = getattr(error, "response", None)  # httpx2's, whose message contains the URL
     if response is not None:
         return f"it answers {response.status_code} {response.reason_phrase}".rstrip()
     return f"{error}" or type(error).__name__
 
 
 def text_of(result: Any) -> str:
-    """What a model can read of a tool's result; of images and the like, that they were there."""
-    texts = [_text_of_part(part) for part in result.content]
+    """The text of a tool's result, with placeholders for images and the like."""
+    texts = []
+    for part in result.content:
+        if part.type == "text":
+            texts.append(str(part.text))
+        elif part.type == "resource":
+            text = getattr(part.resource, "text", None)
+            texts.append(left_out("file") if text is None else str(text))
+        elif part.type == "resource_link":
+            texts.append(f"{part.name}: {part.uri}")
+        else:
+            texts.append(left_out(part.type))
     if not texts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(texts)
-
-
-def _text_of_part(part: Any) -> str:
-    if part.type == "text":
-        return str(part.text)
-    if part.type == "resource":
-        text = getattr(part.resource, "text", None)
-        return left_out("file") if text is None else str(text)
-    if part.type == "resource_link":
-        return f"{part.name}: {part.uri}"
-    return left_out(part.type)

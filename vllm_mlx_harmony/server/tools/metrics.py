@@ -12,17 +12,17 @@ PREFIX = "vllm_mlx_harmony_tool"
 
 
 class ToolMetrics:
-    """Collects the counts of ``toolbox`` for a Prometheus registry."""
+    """A Prometheus collector of the counters of ``toolbox``."""
 
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Three counters by ``server`` and ``tool``."""
+        """Three counters, labelled with ``server`` and ``tool``."""
         for field, name, about in (
             ("calls", "calls", "Calls of tools that the server ran."),
             ("errors", "errors", "Calls that failed, timed out or were cancelled."),
-            ("seconds", "seconds", "Seconds that calls took, the wait for a free place included."),
+            ("seconds", "seconds", "Seconds that calls took, including the wait for a free place."),
         ):
             family = CounterMetricFamily(f"{PREFIX}_{name}", about, labels=["server", "tool"])
             for (server, tool), counts in list(self._toolbox.counts.items()):

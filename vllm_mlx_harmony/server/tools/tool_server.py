@@ -1,7 +1,7 @@
-"""The interface of a tool server: the tools it has now, and the answer to a call.
+"""``ToolServer``: the interface of tool servers.
 
-Tools of another kind than MCP implement ``ToolServer``. A function that makes one is an entry point
-of the group ``GROUP``.
+Other packages implement it for tools of other kinds than MCP, and register a function that makes
+one as an entry point of the group ``GROUP``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GROUP = "vllm_mlx_harmony.tools"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a tool answered. ``failed``: the tool reports an error, in ``text``."""
+    """The result of a call. ``failed``: ``text`` is an error message of the tool."""
 
     text: str
     failed: bool = False

@@ -1,11 +1,11 @@
-"""All tools that this server can run, and one call of one of them, from its text to its answer.
+"""``Toolbox``: all tools that this server can run, and the execution of a call.
 
-A call always has an answer for the model to read. Whatever goes wrong - a tool that is unknown,
-arguments that are no JSON, a server that is slow, refuses, dies or says nothing - is told to the
-model in the words of the answer, and it goes on.
+A call always has a result for the model. Any failure - an unknown tool, invalid arguments, a server
+that is slow, rejects the call, dies or returns nothing - is described in its text, and the model
+continues.
 
-What a tool answers is data: it becomes ordinary text in a prompt (semantics A7), cut to the bytes
-and tokens the operator allows. Arguments and answers are logged at ``debug`` and nowhere else.
+Results are data: they become ordinary text in the prompt (semantics A7), truncated to the
+operator's limits of bytes and tokens. Arguments and results are logged at ``debug`` only.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from vllm_mlx_harmony.server.tools.tool_server import GROUP, ToolError, ToolServ
 logger = logging.getLogger(__name__)
 
 BROWSER_TOOLS = frozenset({"search", "open", "find"})
-"""What a server has to have for the namespace that gpt-oss was trained with."""
+"""The tools of the namespace ``browser`` that gpt-oss was trained with."""
 
 CODE = "code"
-"""What the parameter is called that takes the code, where a tool has several."""
+"""The parameter that takes the code, if a tool has several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What the model gets to read of a call, and why it failed, if it did."""
+    """The result of a call for the model, and why it failed, if it did."""
 
     text: str
     failure: ToolFailure | None = None
@@ -52,7 +52,7 @@ class Answered:
 
 @dataclass(slots=True)
 class Counts:
-    """Calls of one tool since the start: how many, how many failed, and their seconds."""
+    """Counters of one tool since the start of the server."""
 
     calls: int = 0
     errors: int = 0
@@ -60,9 +60,9 @@ class Counts:
 
 
 class Toolbox:
-    """Some tool servers, started and stopped together. ``use``: for which requests they are.
+    """Tool servers, which are started and stopped together. ``use`` says for which requests.
 
-    ``clients`` has those that requests name by themselves, which live as long as their requests.
+    ``clients`` connects to servers that requests name by URL.
     """
 
     def __init__(
@@ -77,17 +77,27 @@ class Toolbox:
         self.use = use
         self.clients = clients or ClientServers((), self.config.default_timeout)
         self.counts: dict[tuple[str, str], Counts] = {}
-        """By label and tool."""
+        """By label and tool name."""
         self._free = asyncio.Semaphore(self.config.max_concurrent_calls)
-        self._names = _namespace_names([each.label for each in self.servers])
+        repeated = [
+            label
+            for label, times in Counter(each.label for each in self.servers).items()
+            if times > 1
+        ]
+        if repeated:
+            raise ValueError(f"two tool servers are named {repeated[0]!r}")
+        reserved = set(_RESERVED)
+        self._names = {
+            each.label: carryable(each.label.replace(".", "_"), reserved) for each in self.servers
+        }
         self._shown: dict[str, tuple[tuple[Tool, ...], Namespace]] = {}
 
     @classmethod
     def of(cls, config: ToolsConfig, use: Use) -> Toolbox:
-        """The MCP servers of ``config``, and whatever other packages bring.
+        """The MCP servers of ``config``, and the tool servers of other packages.
 
-        Raises ``HostError`` where the package ``mcp`` is missing or too old, and for a pattern of
-        URLs in the environment that is none.
+        Raises ``HostError`` if the package ``mcp`` is missing or too old, and for an invalid URL
+        pattern in the environment.
         """
         clients = ClientServers.of_environment(use, config.default_timeout)
         if config.servers:
@@ -101,21 +111,32 @@ class Toolbox:
         return cls(servers, config, use, clients)
 
     async def start(self) -> None:
-        """Starts all servers at once. What goes wrong is said in the log, and tried again."""
+        """Starts all servers concurrently. Failures are logged, and retried in the background."""
         await asyncio.gather(*(each.start() for each in self.servers))
 
     async def stop(self) -> None:
-        """Ends all of them."""
+        """Stops all servers."""
         await asyncio.gather(*(each.stop() for each in self.servers), return_exceptions=True)
 
     @property
     def namespaces(self) -> tuple[Namespace, ...]:
-        """The tools as they are now: a turn that begins with them ends with them."""
-        return tuple(map(self._namespace, self.servers))
+        """The current tools. A turn has the same tools from its beginning to its end."""
+        namespaces = []
+        for server in self.servers:
+            name, tools = self._names[server.label], server.tools
+            if not tools:
+                problem = server.problem or "it has no tools"
+                namespaces.append(Namespace(name, (), label=server.label, problem=problem))
+                continue
+            known = self._shown.get(server.label)
+            if known is None or known[0] is not tools:
+                known = self._shown[server.label] = tools, _shown(name, server, tools)
+            namespaces.append(known[1])
+        return tuple(namespaces)
 
     @property
     def lines(self) -> list[str]:
-        """What is there, one line for each server, and one for what requests may name."""
+        """A description with one line per server, and one for URLs that requests may name."""
         lines = [
             f"{each.label}: {', '.join(tool.origin[-1] for tool in each.tools) or each.problem}"
             for each in self.namespaces
@@ -125,8 +146,8 @@ class Toolbox:
         return lines
 
     def given(self, servers: Sequence[ToolServer]) -> tuple[Namespace, ...]:
-        """The tools of ``servers`` that a request has named itself."""
-        taken = {*_TAKEN, *self._names.values()}
+        """The tools of ``servers`` that a request names by URL."""
+        taken = {*_RESERVED, *self._names.values()}
         return tuple(
             replace(
                 _shown(carryable(each.label.replace(".", "_"), taken), each, each.tools), given=True
@@ -134,18 +155,7 @@ class Toolbox:
             for each in servers
         )
 
-    def _namespace(self, server: ToolServer) -> Namespace:
-        tools = server.tools
-        if not tools:
-            problem = server.problem or "it has no tools"
-            return Namespace(self._names[server.label], (), label=server.label, problem=problem)
-        known = self._shown.get(server.label)
-        if known is None or known[0] is not tools:
-            known = tools, _shown(self._names[server.label], server, tools)
-            self._shown[server.label] = known
-        return known[1]
-
-    # One call
+    # --- One call
 
     async def run(
         self,
@@ -155,15 +165,16 @@ class Toolbox:
         room: int,
         given: Sequence[ToolServer] = (),
     ) -> Answered:
-        """The answer to ``call`` of a turn that has ``namespaces``, some of them ``given``.
+        """Runs ``call`` of a turn that has ``namespaces``, some of them of ``given`` servers.
 
-        It comes within ``seconds``, and takes no more than ``room`` tokens of a prompt.
+        Takes ``seconds`` at most. The result has ``room`` tokens at most.
         """
         began = time.monotonic()
-        found = _tool_of(call.name, namespaces)
-        if isinstance(found, str):
-            return self._failed(call, found)
-        namespace, tool = found
+        found = [each for each in namespaces if call.name in each.by_recipient]
+        if not found:
+            known = ", ".join(name for each in namespaces for name in each.by_recipient)
+            return _failed(call, f"there is no tool {call.name}; there are: {known or 'none'}")
+        namespace, tool = found[0], found[0].by_recipient[call.name]
         label, name = tool.origin
         server = next(
             each for each in (given if namespace.given else self.servers) if each.label == label
@@ -175,7 +186,7 @@ class Toolbox:
         try:
             arguments = _arguments(call.arguments, namespace, tool)
             if isinstance(arguments, str):
-                answered = self._failed(call, arguments)
+                answered = _failed(call, arguments)
                 return answered
             logger.debug("%s: %s %s", call.id, call.name, call.arguments)
             answered = await self._answered(server, name, arguments, seconds)
@@ -214,56 +225,49 @@ class Toolbox:
         return Answered(f"Error: {text}", ToolFailure(text))
 
     async def _cut(self, answered: Answered, room: int) -> Answered:
-        """No more of the answer than there is room for, in bytes and in tokens."""
+        """``answered``, truncated to the limits of bytes and tokens."""
         tokens = max(0, min(self.config.max_output_tokens, room))
         text = answered.text
-        if len(text) <= min(tokens, self.config.max_output_bytes // 4):  # each at least a byte
+        if len(text) <= min(
+            tokens, self.config.max_output_bytes // 4
+        ):  # a token has at least one byte, a character at most four
             return answered
-        kept = await in_thread(_beginning, text, self.config.max_output_bytes, tokens)
-        if len(kept) == len(text):
+        start = await in_thread(_truncated, text, self.config.max_output_bytes, tokens)
+        if len(start) == len(text):
             return answered
-        note = f"[… {len(text) - len(kept)} more characters were cut off]"
-        text = f"{kept}\n{note}" if kept else note
+        note = f"[… {len(text) - len(start)} more characters were cut off]"
+        text = f"{start}\n{note}" if start else note
         failure = answered.failure
         return Answered(text, None if failure is None else replace(failure, text=text))
 
-    def _failed(self, call: ServerCall, text: str) -> Answered:
-        logger.debug("%s: %s", call.id, text)
-        return Answered(f"Error: {text}", ToolFailure(text))
+
+def _failed(call: ServerCall, text: str) -> Answered:
+    logger.debug("%s: %s", call.id, text)
+    return Answered(f"Error: {text}", ToolFailure(text))
 
 
 GIVEN = ("(of a request)", "")
-"""What calls of servers that requests name are counted as: their names are without end."""
+"""The counter of all servers that requests name by URL, whose names are unbounded."""
 
 NOTHING = "[the tool returned nothing]"
-"""What the model reads of an answer that says nothing."""
+"""The text of an empty result."""
 
 
-def _beginning(text: str, most_bytes: int, most_tokens: int) -> str:
-    kept = text.encode("utf-8", "replace")[:most_bytes].decode("utf-8", "ignore")
-    ids = vocab.encode(kept[: most_tokens * _LONGEST_TOKEN])
+def _truncated(text: str, most_bytes: int, most_tokens: int) -> str:
+    start = text.encode("utf-8", "replace")[:most_bytes].decode("utf-8", "ignore")
+    start = start[: most_tokens * _LONGEST_TOKEN]
+    ids = vocab.encode(start)
     if len(ids) <= most_tokens:
-        return kept[: most_tokens * _LONGEST_TOKEN]
+        return start
     return b"".join(map(vocab.token_bytes, ids[:most_tokens])).decode("utf-8", "ignore")
 
 
 _LONGEST_TOKEN = 128
-"""Characters that no token of the vocabulary is longer than."""
-
-
-def _tool_of(name: str, namespaces: Sequence[Namespace]) -> tuple[Namespace, Tool] | str:
-    """The tool that a call to ``name`` is for; else what the model is told."""
-    known: list[str] = []
-    for namespace in namespaces:
-        tools = namespace.by_recipient
-        if name in tools:
-            return namespace, tools[name]
-        known += tools
-    return f"there is no tool {name}; there are: {', '.join(known) or 'none'}"
+"""Maximum characters of a token of the vocabulary."""
 
 
 def _arguments(text: str, namespace: Namespace, tool: Tool) -> Mapping[str, Any] | str:
-    """The arguments of a call; else what the model is told. Those of ``python`` are code."""
+    """The arguments of a call, or an error message. Those of ``python`` are code."""
     if namespace.name == PYTHON:
         return {code_parameter(tool) or CODE: text}
     if not is_parsed_soon(text):
@@ -273,15 +277,15 @@ def _arguments(text: str, namespace: Namespace, tool: Tool) -> Mapping[str, Any]
     except (ValueError, RecursionError, RequestError) as error:
         return f"the arguments are not valid JSON ({error}): call the tool again"
     if not isinstance(arguments, dict):
-        return "the arguments are no JSON object: call the tool again"
+        return "the arguments are not a JSON object: call the tool again"
     return arguments
 
 
-# --- How tools are shown to the model.
+# --- The tools as the model sees them
 
 
 def code_parameter(tool: Tool) -> str | None:
-    """The parameter that takes the code, of a tool that runs code; ``None`` when it has none."""
+    """The parameter of ``tool`` that takes the code; ``None`` if there is none."""
     schema = tool.parameters or {}
     properties = schema.get("properties", {})
     texts = [name for name, each in properties.items() if each.get("type") == "string"]
@@ -292,7 +296,7 @@ def code_parameter(tool: Tool) -> str | None:
 
 
 def _shown(name: str, server: ToolServer, tools: Sequence[Tool]) -> Namespace:
-    """The namespace; a built-in one only of a server that has its tools."""
+    """The namespace of ``server``; a built-in one only if it has the tools of that."""
     if name == PYTHON:
         code = [tool for tool in tools if tool.name == PYTHON] or (tools if len(tools) == 1 else [])
         if code and code_parameter(code[0]):
@@ -309,8 +313,8 @@ def _shown(name: str, server: ToolServer, tools: Sequence[Tool]) -> Namespace:
     if name in (PYTHON, "browser"):
         name = f"{name}_tools"
         logger.warning(
-            "tool server %s is shown to the model as %s: it does not have the tools that gpt-oss "
-            "knows under its name",
+            "tool server %s is shown to the model as %s, because it does not have the tools that "
+            "gpt-oss knows by its name",
             server.label,
             name,
         )
@@ -322,15 +326,6 @@ def _shown(name: str, server: ToolServer, tools: Sequence[Tool]) -> Namespace:
     return Namespace(name, named, server.description, server.label)
 
 
-def _namespace_names(labels: Sequence[str]) -> dict[str, str]:
-    """What the model is shown each label as: names without dots, none of them taken."""
-    repeated = [label for label, times in Counter(labels).items() if times > 1]
-    if repeated:
-        raise ValueError(f"two tool servers are named {repeated[0]!r}")
-    taken = set(_TAKEN)
-    return {label: carryable(label.replace(".", "_"), taken) for label in labels}
-
-
-_TAKEN = frozenset(
+_RESERVED = frozenset(
     {"functions", "assistant", "user", "system", "developer", "tool", "all", "multi_tool_use"}
 )

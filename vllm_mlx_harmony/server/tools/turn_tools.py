@@ -1,4 +1,4 @@
-"""The tool loop of one turn: how many calls, how much time and how many tokens are left."""
+"""The tool calls of one turn, and what is left of its calls, time and tokens."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MOST_REFUSED = 3
 
 @dataclass(slots=True)
 class TurnTools:
-    """What a turn may still run.
+    """The tools of a turn and the remaining limits.
 
-    ``patience``: seconds that a call may take before the silent stream would be ended. ``given``:
-    the tool servers that the request names by their URLs.
+    ``patience`` is the longest time of a call in seconds, so that the silent stream is not ended.
+    ``given`` has the tool servers that the request names by URL.
     """
 
     toolbox: Toolbox
@@ -52,24 +52,19 @@ class TurnTools:
         deadline: Deadline,
         given: Sequence[ToolServer] = (),
     ) -> TurnTools | None:
-        """The tools that ``host`` runs in ``turn``; ``None`` when there are none."""
+        """The tools that ``host`` runs in ``turn``; ``None`` if there are none."""
         if host.toolbox is None or not turn.namespaces:
             return None
-        # A stream that is silent for the whole time limit is ended: a tool has to end before that.
+        # A stream that is silent for the whole time limit is ended, so a call must end before that.
         patience = max(deadline.total - 1.0, deadline.total / 2)
         return cls(host.toolbox, turn, names, patience, host.reasoning_tokens, tuple(given))
 
     @property
-    def _allowed(self) -> int:
-        own = self.toolbox.config.max_tool_calls
-        asked = self.turn.max_tool_calls
-        return own if asked is None else min(own, asked)
-
-    @property
     def exhausted(self) -> bool:
-        """Whether no more calls are run: the limit of calls or of time is reached."""
+        """Whether the limit of calls or of time is reached."""
         late = self._until is not None and time.monotonic() >= self._until
-        return self._calls >= self._allowed or late
+        most, requested = self.toolbox.config.max_tool_calls, self.turn.max_tool_calls
+        return late or self._calls >= (most if requested is None else min(most, requested))
 
     def needs_approval(self, call: ServerCall) -> bool:
         """Whether ``call`` needs the caller's approval before it is run."""
@@ -77,7 +72,7 @@ class TurnTools:
 
     @property
     def over(self) -> bool:
-        """Whether the model keeps calling although it was told that no more calls are run."""
+        """Whether the model keeps calling although no more calls are run."""
         return self._refused >= MOST_REFUSED
 
     @property
@@ -88,7 +83,7 @@ class TurnTools:
     async def run(
         self, call: ServerCall, prompt_tokens: int, context_length: int | None
     ) -> Answered:
-        """The answer to ``call``, in a conversation that has ``prompt_tokens`` so far."""
+        """Runs ``call`` in a conversation of ``prompt_tokens``."""
         now = time.monotonic()
         if self._until is None:
             self._until = now + self.toolbox.config.max_seconds
@@ -110,10 +105,10 @@ class TurnTools:
         context_length: int | None,
         generated: int,
     ) -> tuple[Settings, Constraint | None] | None:
-        """The settings and the constraint of the output behind a tool's answer.
+        """The settings and the constraint of the output that follows a tool's result.
 
-        ``settings`` and ``constraint`` are those of the output before, which has ``generated`` ids.
-        ``None`` when no token is left, of the request's limit or of the model's context.
+        ``settings`` and ``constraint`` belong to the previous output, which has ``generated`` ids.
+        ``None`` if no token is left of the request's limit or of the model's context.
         """
         if settings.max_tokens <= generated:
             return None
@@ -124,12 +119,15 @@ class TurnTools:
             return None
         if constraint is None:
             return left, None
-        # A required call has been made: none is required now. The grammar leaves out the calls
-        # that would not be run.
+        # A required call has been made. The grammar leaves out calls that would not be run.
         choice = replace(self.turn.tool_choice, required=False)
+        if self.exhausted and not self.turn.pauses:
+            served = {each for namespace in self.turn.namespaces for each in namespace.recipients}
+            names = choice.names
+            if names is None:
+                names = tuple(tool.name for tool in self.turn.callable_tools)
+            choice = ToolChoice(False, tuple(name for name in names if name not in served))
         turn = replace(self.turn, tool_choice=choice, prefill=None)
-        if self.exhausted and not turn.pauses:
-            turn = _without_calls(turn)
         spec = constraint.spec
         if spec.grammar is not None:
             fresh = await constraint_for(turn, self.names, self.by_flag)
@@ -150,10 +148,7 @@ class TurnTools:
 def with_tools(
     defaults: Defaults, toolbox: Toolbox | None, given: Sequence[ToolServer] = ()
 ) -> Defaults:
-    """``defaults`` with the tools that the server can run now.
-
-    ``given``: the tool servers that the request names by their URLs.
-    """
+    """``defaults`` with the tools of the server, and of the servers ``given`` by the request."""
     if toolbox is None:
         return defaults
     for_all = toolbox.use is Use.ALL
@@ -162,13 +157,3 @@ def with_tools(
 
 
 _NO_MORE = "no more tools can be called in this turn: answer with what you have"
-
-
-def _without_calls(turn: Turn) -> Turn:
-    """``turn`` whose grammar has no calls of the server's tools, only of the client's."""
-    served = {name for namespace in turn.namespaces for name in namespace.recipients}
-    names = turn.tool_choice.names
-    if names is None:
-        names = tuple(tool.name for tool in turn.callable_tools)
-    left = tuple(name for name in names if name not in served)
-    return replace(turn, tool_choice=ToolChoice(False, left))

@@ -1,10 +1,9 @@
-"""MCP servers that requests name by their URL, where the operator allows it: none by default.
+"""MCP servers that requests name by URL, where the operator allows it. The default is none.
 
-Each request has connections of its own, made when they are needed and closed with it: what one
-client's server knows of a session is nobody else's. The list of tools alone is remembered, for
-whoever comes with the same key, URL and credentials, and not for long.
-
-Knows who may ask for what. Refuses to know how a URL is reached safely (guarded_http).
+The rest of the server sees ``Toolbox.clients`` and nothing else of this package. Each request has
+connections of its own, which are made when they are needed and closed with the request, so no
+session is shared between clients. Only lists of tools are cached for a short time, by tenant, URL
+and headers.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from vllm_mlx_harmony.protocols.validation import UNSUPPORTED
 from vllm_mlx_harmony.server.tools import config
 from vllm_mlx_harmony.server.tools.config import ServerConfig, Use
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
-from vllm_mlx_harmony.server.tools.tool_server import Answer, ToolError
+from vllm_mlx_harmony.server.tools.tool_server import Answer, ToolError, ToolServer
 
 if TYPE_CHECKING:
     import httpx2
 
-    from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern
+    from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
 
 VARIABLE = "VLLM_MLX_HARMONY_TOOL_URLS"
-"""Environment variable: patterns of the URLs that requests may name, with commas between."""
+"""Environment variable: comma-separated patterns of the URLs that requests may name."""
 
 CONNECTING = 10.0
-"""Seconds until a server has to have told its tools, or a connection for a call stands."""
+"""Seconds within which a server must be connected and have listed its tools."""
 
 REMEMBERED = 300.0
-"""Seconds for which a list of tools is taken for the same."""
+"""Seconds for which a list of tools is cached."""
 
 CLOSING = 5.0
-"""Seconds that a connection has to end."""
+"""Seconds within which a connection must close."""
 
 _Key: TypeAlias = "tuple[str, str, bytes]"
 
 
 class ClientServers:
-    """What requests may name, and the tools of what they have named."""
+    """The URLs that requests may name, and a cache of the tools there."""
 
     def __init__(self, patterns: Sequence[UrlPattern], timeout: float) -> None:
         self._patterns = tuple(patterns)
@@ -59,41 +58,51 @@ class ClientServers:
 
     @classmethod
     def of_environment(cls, use: Use, timeout: float) -> ClientServers:
-        """What the environment allows. Raises ``HostError`` for what is no pattern, for patterns
-        where the server runs no tools, and without the package ``mcp``.
+        """Reads the patterns in the environment.
+
+        Raises ``HostError`` for an invalid pattern, for patterns while tools are disabled, and if
+        the package ``mcp`` is missing.
         """
         given = [each.strip() for each in os.environ.get(VARIABLE, "").split(",")]
         texts = [each for each in given if each]
         if not texts:
             return cls((), timeout)
         if use is Use.OFF:
-            raise HostError(f"{VARIABLE} allows nothing without {config.VARIABLE}=on")
+            raise HostError(f"{VARIABLE} has no effect without {config.VARIABLE}=on")
         check_package()
-        from vllm_mlx_harmony.server.tools.guarded_http import UrlPattern
+        from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
 
         return cls([UrlPattern.read(each) for each in texts], timeout)
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """The patterns of what may be named."""
+        """The patterns."""
         return tuple(map(str, self._patterns))
 
     async def connected(
         self, requested: Sequence[ClientServer], tenant: str
-    ) -> tuple[ConnectedServer, ...]:
-        """The servers that ``tenant`` has ``requested``, with their tools; all are stopped later.
+    ) -> tuple[ToolServer, ...]:
+        """The ``requested`` servers with their tools, to be passed to ``stop`` later.
 
-        Raises ``RequestError``: 400 for one that is not allowed, and what its API has for one that
-        cannot be reached.
+        Raises ``RequestError``: 400 for a URL that is not allowed, and the error that its API has
+        for a server that cannot be reached.
         """
         if len(requested) > MOST_SERVERS:
-            problem = f"a request names no more than {MOST_SERVERS} servers"
+            problem = f"a request can name at most {MOST_SERVERS} servers"
             raise RequestError(problem, param=requested[MOST_SERVERS].where)
         for at, each in enumerate(requested):
             if any(each.label == other.label for other in requested[:at]):
-                problem = f"{each.where}: {quoted(each.label)} was asked for twice"
+                problem = f"{each.where}: {quoted(each.label)} is used twice"
                 raise RequestError(problem, param=each.where)
-        servers = tuple(self._server(each, tenant) for each in requested)
+        servers = []
+        for each in requested:
+            url, pattern = self._allowed(each)
+            key = tenant, each.url, sha256(json.dumps(each.headers).encode()).digest()
+            servers.append(
+                ConnectedServer(
+                    each, url, self._timeout, self._lists, key, private=pattern.names_host
+                )
+            )
         starting = [asyncio.ensure_future(each.start()) for each in servers]
         try:
             await asyncio.gather(*starting)
@@ -101,22 +110,18 @@ class ClientServers:
             for task in starting:
                 task.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
-            await stop(servers)
+            await self.stop(servers)
             raise
-        return servers
+        return tuple(servers)
 
-    def _server(self, requested: ClientServer, tenant: str) -> ConnectedServer:
-        url, pattern = self._allowed(requested)
-        headers = json.dumps(requested.headers).encode()
-        key = tenant, requested.url, sha256(headers).digest()
-        return ConnectedServer(
-            requested, url, self._timeout, self._lists, key, private=pattern.names_host
-        )
+    async def stop(self, servers: Sequence[ToolServer]) -> None:
+        """Closes the connections of a request."""
+        await asyncio.gather(*(each.stop() for each in servers), return_exceptions=True)
 
     def _allowed(self, requested: ClientServer) -> tuple[httpx2.URL, UrlPattern]:
         problem = (
-            f"{requested.where}: a request may name servers at URLs that the operator allows, by "
-            f"patterns in {VARIABLE}, and this is none of them"
+            f"{requested.where}: the operator allows servers by URL patterns in {VARIABLE}, and "
+            "this URL matches none"
         )
         refused = RequestError(problem, param=requested.where, code=UNSUPPORTED)
         if not self._patterns:
@@ -127,7 +132,7 @@ class ClientServers:
             url = httpx2.URL(requested.url)
         except (httpx2.InvalidURL, ValueError) as error:
             raise RequestError(
-                f"{requested.where} is no URL", param=requested.where, code="invalid_value"
+                f"{requested.where} is not a URL", param=requested.where, code="invalid_value"
             ) from error
         for pattern in self._patterns:
             if pattern.allows(url):
@@ -136,9 +141,9 @@ class ClientServers:
 
 
 class ConnectedServer:
-    """One of them for one request, as a ``ToolServer``.
+    """A server that one request names, as a ``ToolServer``.
 
-    Nothing of it is logged above debug, but that one of its tools was called, and for how long.
+    Above debug level, the log has the durations of its calls and nothing else.
     """
 
     def __init__(
@@ -163,11 +168,11 @@ class ConnectedServer:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """See ``ToolServer``: as they were when the request came."""
+        """Implements ``ToolServer``. The tools do not change during the request."""
         return self._tools
 
     async def start(self) -> None:
-        """Asks for its tools, if they are not remembered. Raises ``RequestError``."""
+        """Lists the tools, unless they are cached. Raises ``RequestError``."""
         known = self._lists.get(self._key)
         if known is not None and known[1] > time.monotonic():
             self._tools = known[0]
@@ -181,21 +186,21 @@ class ConnectedServer:
         self._lists.put(self._key, (self._tools, time.monotonic() + REMEMBERED), size + 512)
 
     async def stop(self) -> None:
-        """Closes the connection, if there is one."""
+        """Implements ``ToolServer``."""
         server, self._server = self._server, None
         if server is not None:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(server.stop(), CLOSING)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Answer:
-        """See ``ToolServer``."""
+        """Implements ``ToolServer``."""
         return await (await self._connection()).call(tool, arguments)
 
     async def _connection(self) -> McpServer:
-        """Connected, for the first time when it is needed. Raises ``ToolError``."""
+        """The connection, which is made when it is first needed. Raises ``ToolError``."""
         async with self._connecting:
             if self._server is None:
-                from vllm_mlx_harmony.server.tools import guarded_http
+                from vllm_mlx_harmony.server.tools.client_servers import guarded_http
 
                 headers = self._requested.headers
                 sse = self._url.path.rstrip("/").endswith("/sse")
@@ -214,8 +219,3 @@ class ConnectedServer:
                     await self.stop()
                     raise ToolError(problem)
             return self._server
-
-
-async def stop(servers: Sequence[ConnectedServer]) -> None:
-    """Closes the connections of a request."""
-    await asyncio.gather(*(each.stop() for each in servers), return_exceptions=True)

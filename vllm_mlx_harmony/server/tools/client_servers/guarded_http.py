@@ -1,21 +1,21 @@
-"""HTTP to where a client points, and to nowhere else: what is checked, and when.
+"""An HTTP client that connects only to what the operator allows.
 
-A server that fetches what clients name can be used to reach what they cannot reach themselves
-(server-side request forgery, https://owasp.org/www-community/attacks/Server_Side_Request_Forgery):
-services inside its network that trust whoever is there. Therefore:
+Clients could use a server that fetches their URLs to reach what they cannot reach themselves, such
+as services inside its network that have no authentication (server-side request forgery,
+https://owasp.org/www-community/attacks/Server_Side_Request_Forgery). Therefore:
 
-- One parser reads a URL for the check and for the request (httpx2's).
-- A pattern is compared part by part, not as text: ``https://*.example.com`` is no ``evil.com``
-  that has ``.example.com`` in its path.
-- A name is resolved once, and what is connected to is the address that was checked, so that no
-  second answer of the DNS can be another (DNS rebinding). The certificate is still the name's.
-- Addresses that are not public are refused, unless the pattern names that host as it is.
-- Every request of a connection is for the origin that was allowed: no redirect leads elsewhere.
-- No proxy, no ``.netrc``: nothing of the environment.
-- No more bytes than ``MOST``, and none that are compressed: a thousand times as many could be in
-  them, in memory before anybody has counted them.
+- The same parser (httpx2's) reads a URL for the check and for the request.
+- A pattern is compared part by part, not as text: ``https://*.example.com`` does not match a URL of
+  ``evil.com`` that has ``.example.com`` in its path.
+- A name is resolved once, and the connection goes to the address that was checked, so that a second
+  DNS answer cannot change it (DNS rebinding). The certificate is still checked against the name.
+- Addresses that are not public are rejected, unless the pattern names the host exactly.
+- All requests of a connection go to the allowed origin; redirects elsewhere are not followed.
+- Proxies and ``.netrc`` are ignored.
+- At most ``MOST`` bytes are read, and none that are compressed: they could expand a thousandfold in
+  memory before they are counted.
 
-Imports httpx2, which the package ``mcp`` brings: it is imported when the first URL is asked for.
+httpx2, a dependency of the package ``mcp``, is imported when the first URL is used.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ import httpx2
 from vllm_mlx_harmony.core.errors import HostError
 
 MOST, MOST_AT_ONCE = 64 * 2**20, 8 * 2**20
-"""Bytes of all answers to one connection's requests, and of one of them."""
+"""Maximum bytes of all responses of a connection, and of one response."""
 
 CONNECTING, READING = 5.0, 300.0
-"""Seconds until a connection stands, and that one may be silent: a call has its own limit."""
+"""Timeouts in seconds of connecting and of reading. A call has a limit of its own."""
 
 _PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
 class UrlPattern:
-    """URLs that clients may name: ``SCHEME://HOST[:PORT][/PATH]``.
+    """A pattern of URLs: ``SCHEME://HOST[:PORT][/PATH]``.
 
-    ``*`` is any host, ``*.example.com`` any below that one. A path that ends with ``*`` is any that
-    begins so; without a path it is any.
+    ``*`` is any host, ``*.example.com`` any subdomain. A path that ends with ``*`` is a prefix; no
+    path means any path.
     """
 
     scheme: str
@@ -55,8 +55,8 @@ class UrlPattern:
 
     @classmethod
     def read(cls, text: str) -> UrlPattern:
-        """Raises ``HostError`` for a text that is none."""
-        problem = f"{text!r} is no pattern of URLs: https://HOST/PATH, where HOST may begin with *."
+        """Parses a pattern. Raises ``HostError`` for an invalid one."""
+        problem = f"{text!r} is not a URL pattern: https://HOST/PATH, where HOST may begin with *."
         try:
             parts = urlsplit(text)
             host, port = parts.hostname or "", parts.port
@@ -67,7 +67,7 @@ class UrlPattern:
         if not known or parts.query or parts.fragment or parts.username is not None:
             raise HostError(problem)
         if "*" in parts.path[:-1]:
-            raise HostError(f"{text!r}: * in a path stands at its end")
+            raise HostError(f"{text!r}: * may only be at the end of a path")
         return cls(parts.scheme, host, port or _PORTS[parts.scheme], parts.path or None)
 
     def __str__(self) -> str:
@@ -76,11 +76,11 @@ class UrlPattern:
 
     @property
     def names_host(self) -> bool:
-        """Whether it has one host, which the operator knows: it may be at a private address."""
+        """Whether it has a single host, which may then have a private address."""
         return "*" not in self.host
 
     def allows(self, url: httpx2.URL) -> bool:
-        """Whether ``url`` is one of them."""
+        """Whether ``url`` matches."""
         if url.scheme != self.scheme or port_of(url) != self.port or url.userinfo:
             return False
         below = self.host.startswith("*.") and url.host.endswith(self.host[1:])
@@ -89,25 +89,26 @@ class UrlPattern:
         if self.path is None:
             return True
         raw = url.raw_path.decode("ascii", "replace").partition("?")[0].lower()
-        if "%2e" in raw or "%2f" in raw or "%5c" in raw or "\\" in raw:  # some would read it anew
+        if (
+            "%2e" in raw or "%2f" in raw or "%5c" in raw or "\\" in raw
+        ):  # some servers decode it again
             return False
         path = url.path or "/"
-        # What stands behind ";" is a parameter of its segment (RFC 3986, 3.3): to Tomcat and others
-        # "..;x" is "..".
+        # ";" begins parameters of a segment (RFC 3986, 3.3): Tomcat and others read "..;x" as "..".
         if {".", ".."} & {segment.partition(";")[0] for segment in path.split("/")}:
             return False
         return path.startswith(self.path[:-1]) if self.path.endswith("*") else path == self.path
 
 
 def port_of(url: httpx2.URL) -> int:
-    """The port, also where it is the scheme's own."""
+    """The port, which may be the default of the scheme."""
     return url.port or _PORTS.get(url.scheme, 0)
 
 
 def client(
     url: httpx2.URL, headers: Sequence[tuple[str, str]], *, private: bool
 ) -> httpx2.AsyncClient:
-    """For requests to the origin of ``url``. ``private``: it may be at any address."""
+    """A client for the origin of ``url``. ``private``: private addresses are allowed."""
     return httpx2.AsyncClient(
         transport=_GuardedTransport(url, private=private),
         headers=list(headers),
@@ -124,9 +125,9 @@ class _GuardedTransport(httpx2.AsyncHTTPTransport):
         self._left = MOST
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Connects to an address that was checked, one after the other as far as need be."""
+        """Connects to the checked addresses in turn, until one accepts."""
         if _origin(request.url) != self._origin:
-            raise httpx2.ConnectError("it leads to another server")
+            raise httpx2.ConnectError("it redirects to another server")
         host = request.url.host
         addresses = await _addresses(host, port_of(request.url), private=self._private)
         headers = request.headers.copy()
@@ -148,24 +149,24 @@ class _GuardedTransport(httpx2.AsyncHTTPTransport):
                 continue
             if response.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
                 await response.aclose()
-                raise httpx2.ReadError("its answer is compressed, which it was not asked for")
+                raise httpx2.ReadError("its response is compressed although that was not requested")
             return httpx2.Response(
                 response.status_code,
                 headers=response.headers,
                 stream=_Bounded(response, self),
                 extensions=response.extensions,
             )
-        raise httpx2.ConnectError("it has no address")
+        raise httpx2.ConnectError("its host has no address")
 
     def count(self, size: int) -> None:
-        """Raises when all answers together are too long."""
+        """Raises ``httpx2.ReadError`` if all responses together are too long."""
         self._left -= size
         if self._left < 0:
-            raise httpx2.ReadError("it has sent too much")
+            raise httpx2.ReadError("its responses are too long in total")
 
 
 class _Bounded(httpx2.AsyncByteStream):
-    """The bytes of an answer, as long as there are not too many."""
+    """The body of a response, up to the limits."""
 
     def __init__(self, response: httpx2.Response, transport: _GuardedTransport) -> None:
         self._response, self._transport = response, transport
@@ -177,8 +178,8 @@ class _Bounded(httpx2.AsyncByteStream):
         async for part in self._response.stream:
             size += len(part)
             self._transport.count(len(part))
-            if size > MOST_AT_ONCE and not streams:  # of a stream each event is bounded
-                raise httpx2.ReadError("its answer is too long")
+            if size > MOST_AT_ONCE and not streams:  # the events of a stream are bounded one by one
+                raise httpx2.ReadError("its response is too long")
             yield part
 
     async def aclose(self) -> None:
@@ -190,14 +191,14 @@ def _origin(url: httpx2.URL) -> tuple[str, str, int]:
 
 
 async def _addresses(host: str, port: int, *, private: bool) -> list[str]:
-    """Where ``host`` is, as far as it may be reached. Raises ``httpx2.ConnectError``."""
+    """The allowed addresses of ``host``. Raises ``httpx2.ConnectError``."""
     loop = asyncio.get_running_loop()
     try:
         found = await asyncio.wait_for(
             loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), CONNECTING
         )
     except (OSError, UnicodeError, asyncio.TimeoutError) as error:
-        raise httpx2.ConnectError("its host cannot be found") from error
+        raise httpx2.ConnectError("its host cannot be resolved") from error
     every = list(dict.fromkeys(str(each[4][0]) for each in found))
     allowed = [each for each in every if private or is_public(each)]
     if not allowed:
@@ -206,11 +207,11 @@ async def _addresses(host: str, port: int, *, private: bool) -> list[str]:
 
 
 _TRIED = 4
-"""Addresses of one host that are tried."""
+"""Maximum addresses of a host that are tried."""
 
 
 def is_public(address: str) -> bool:
-    """Whether anybody could reach it; an IPv4 address within an IPv6 one is looked at as such."""
+    """Whether ``address`` is global. IPv4 addresses embedded in IPv6 ones are extracted."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
@@ -230,9 +231,9 @@ _NEVER_PUBLIC = tuple(
         ipaddress.IPv6Network,
         (
             "::/96",  # IPv4-compatible (RFC 4291, 2.5.5.1)
-            "64:ff9b:1::/48",  # a network's own NAT64 (RFC 8215): where it leads, only that knows
+            "64:ff9b:1::/48",  # local-use NAT64 (RFC 8215)
             "fec0::/10",  # site-local (RFC 3879)
         ),
     )
 )
-"""What ``ipaddress`` takes for global, before some release or still, and is not."""
+"""Networks that some versions of ``ipaddress`` wrongly consider global."""
