@@ -40,7 +40,7 @@ def test_random_ids() -> None:
             raise AssertionError(f"seed {SEED}, stream {number}: {stream}") from error
     seconds = time.monotonic() - began
     figures.report(
-        "ids", "core", f"{STREAMS} streams, {ids} ids at random, in {seconds:.0f} s: none raised"
+        "ids", f"{STREAMS} streams, {ids} ids at random, in {seconds:.0f} s: none raised"
     )
 
 

@@ -42,17 +42,18 @@ async def a_round(target: Target, chance: random.Random) -> list[tuple[str, bool
 def test_nothing_is_left_behind(target: Target) -> None:
     chance = random.Random(SEED)
     began = time.monotonic()
-    memory, left = [], None
+    memory, left, dropped = [], None, 0
     before = target.inspection.baseline()
     for _ in range(ROUNDS):
         for way, leaves, seen in asyncio.run(a_round(target, chance)):
-            if leaves:
-                assert seen.end == "left", (way, seen)
-            else:
+            if leaves and seen.end == "left":
+                dropped += 1
+            else:  # or the whole answer came in fewer events than its client wanted to read
                 assert (seen.status, seen.end, seen.text) == (200, "completed", ANSWER), (way, seen)
         left = target.inspection.quiet(before)
         memory.append(left.rss)
     assert left is not None
+    assert dropped > ROUNDS * STREAMS / 4
     assert not left.more_than(before), (before, left)
     assert memory[-1] - memory[1] <= GROWTH_MIB, memory
     with target.server.client() as client:
@@ -65,7 +66,7 @@ def test_nothing_is_left_behind(target: Target) -> None:
     assert "Traceback" not in target.server.log
     figures.report(
         "load",
-        f"{ROUNDS * STREAMS} streams, {STREAMS} at once, half of them dropped, in "
+        f"{ROUNDS * STREAMS} streams, {STREAMS} at once, {dropped} of them dropped, in "
         f"{time.monotonic() - began:.0f} s: RSS {' '.join(f'{each:.0f}' for each in memory)} MiB, "
         f"tasks {before.tasks} -> {left.tasks}, files {before.files} -> {left.files}, "
         f"buffers and jobs left: {sum(left.objects.values())}",

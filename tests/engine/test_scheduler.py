@@ -75,6 +75,22 @@ def the_debt_is_paid(scheduler: Scheduler) -> None:
     scheduler.stepped(0.015)
 
 
+def a_step_took_longer_than_was_owed(scheduler: Scheduler) -> None:
+    """Two chunks of 50 ms gave it 39 ms, and it took 200."""
+    beside_an_answer(scheduler)
+    for _ in range(2):
+        scheduler.computed(1, 50, 0.05)
+    scheduler.stepped(0.2)
+    scheduler.computed(1, 50, 0.05)
+
+
+def steps_of_an_answer_alone_are_no_credit(scheduler: Scheduler) -> None:
+    an_answer(scheduler)
+    scheduler.stepped(5.0)
+    began(scheduler, 1, 5000)
+    scheduler.computed(1, 50, 0.05)
+
+
 def the_answer_has_ended(scheduler: Scheduler) -> None:
     beside_an_answer_and_behind_a_chunk(scheduler)
     scheduler.remove(0)
@@ -188,6 +204,8 @@ ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (beside_an_answer, 0.0, Chunk(1, CUT)),
     (beside_an_answer_and_behind_a_chunk, 0.0, Step()),
     (the_debt_is_paid, 0.0, Chunk(1, CUT)),
+    (a_step_took_longer_than_was_owed, 0.0, Chunk(1, CUT)),
+    (steps_of_an_answer_alone_are_no_credit, 0.0, Step()),
     (the_answer_has_ended, 0.0, Chunk(1, 2048)),
     (of_unknown_speed, 0.0, Chunk(1, FIRST_CHUNK)),
     (slow, 0.0, Chunk(1, GRAIN)),

@@ -15,7 +15,8 @@ mlx-lm's models cannot do. So the two alternate, and two numbers bound what each
   ``GROWTH`` from one to the next.
 - *Share.* A chunk that took ``c`` seconds is followed by steps that take
   ``c * share / (1 - share)`` seconds together. Answers keep ``share`` of the time, and a prompt
-  takes ``1 / (1 - share)`` times as long as it would alone.
+  takes ``1 / (1 - share)`` times as long as it would alone. Where a
+  step takes longer than answers were owed, prompts that wait have more time before the next one.
 
 While no answer runs, prompts are computed in full chunks.
 
@@ -164,7 +165,8 @@ class Scheduler:
 
     def stepped(self, seconds: float) -> None:
         """A step of all answers was made."""
-        self._owed = max(0.0, self._owed - seconds)
+        credit = seconds if self._prompts else 0.0
+        self._owed = max(-credit, self._owed - seconds)
 
     def remove(self, request: int) -> None:
         """It has ended, or its client has gone."""
