@@ -51,8 +51,10 @@ from vllm_mlx_harmony.server.settings import number
 logger = logging.getLogger(__name__)
 
 QUEUE_VARIABLE = "VLLM_MLX_HARMONY_QUEUE"
-"""Environment variable: requests whose prompts may wait; more are rejected with 503. Without it,
-``Limits.sequences``."""
+"""Environment variable: requests whose prompts may wait; more are rejected with 503."""
+
+WAITING = 256
+"""The same without the variable."""
 
 FREED = 2048
 """Ids of prompts, and an eighth as many steps, after which mlx gives back what it has put aside."""
@@ -307,7 +309,7 @@ class MlxEngine:
         if not self._thread.alive:
             raise self.problem or HostError(_STOPPED)
         waiting = sum(not each.begun for each in list(self._requests.values()))
-        if waiting >= max(1, number(QUEUE_VARIABLE, self.options.limits.sequences)):
+        if waiting >= max(1, number(QUEUE_VARIABLE, WAITING)):
             problem = f"{waiting} requests are waiting already; try again later"
             raise HostError(problem, code="queue_full")
         return self._generated(prompt, settings, tenant, constraint)
