@@ -740,7 +740,7 @@ def test_a_failing_grammar_fails_its_own_answer_and_only_where_it_was_promised(
         return ids
 
     if binding:
-        with pytest.raises(OutputError, match="could not be held"):
+        with pytest.raises(OutputError, match="could not be constrained"):
             run(answer())
     else:
         assert run(answer()) == vocab.encoding().encode(PROSE, allowed_special="all")

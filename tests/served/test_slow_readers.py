@@ -73,7 +73,7 @@ runpy.run_module("vllm_mlx_harmony", run_name="__main__")
 """
 """The plugin's command, on a system that buffers little."""
 
-GIVEN_UP = "its connection is given up"
+GIVEN_UP = "has not read for"
 
 PATIENCE = 300
 """Seconds that what has to happen may take: hundreds of steps of the engine, on a busy machine."""

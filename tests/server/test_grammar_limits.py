@@ -128,7 +128,7 @@ def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.Monk
     """Strict: try again soon. Otherwise any arguments will do, this time."""
 
     def busy(*_: Any) -> None:
-        raise grammar_checks.Unchecked("there was no time to check it")
+        raise grammar_checks.Unchecked("there was not enough time to check it")
 
     monkeypatch.setattr(grammar_checks._Lane, "tried", busy)
     schema = {"type": "object", "properties": {"unseen": {"type": "integer"}}}
