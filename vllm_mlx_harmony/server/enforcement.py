@@ -270,14 +270,29 @@ def _written(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> G
         asked.append(text)
         return ""
 
+    def asked_apart(text: str) -> str:
+        _writing.release()
+        try:
+            return check(text)
+        finally:
+            _writing.acquire()
+
     supposed = replace(turn, tenant=f"{turn.tenant} supposed")
-    grammar = grammar_of(supposed, names, policy, check=assumed)
+    with _writing:
+        grammar = grammar_of(supposed, names, policy, check=assumed)
     if grammar is None or remembered(grammar, turn.tenant) is not None:
         return grammar
     parts = [(text, "") for text in asked]
     if check.try_all([*parts, (grammar.text, turn.prefill or "")]):
         return grammar
-    return grammar_of(turn, names, policy, check=check)
+    with _writing:
+        return grammar_of(turn, names, policy, check=asked_apart)
+
+
+_writing = threading.Lock()
+"""Held while a grammar is written, but not while the helper process is asked about a part of it.
+Writing is Python, of which only one thread runs at a time: several at once would make each step of
+the engine wait for all of them."""
 
 
 def _checked(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | str:
