@@ -593,11 +593,10 @@ class MlxEngine:
             self._join(request)
 
     def _settle(self) -> None:
-        """Answers are computed one step ahead: that is their time, not the prompt's."""
+        """Answers are computed one step ahead: that is not the prompt's time. Nor is it the
+        answers': what they lose by taking turns is not taken from their share."""
         if len(self._answers):
-            started = time.perf_counter()
             self._answers.settle()
-            self._scheduler.stepped(time.perf_counter() - started)
 
     def _join(self, request: _Request) -> None:
         """All of its prompt but the last id is computed: it generates from now on."""

@@ -77,7 +77,7 @@ class Limits:
     chunk: int = 2048
     chunk_beside: int = 0
     pause: float = 0.25
-    share: float = 0.28
+    share: float = 0.32
 
 
 @dataclass(frozen=True, slots=True)
