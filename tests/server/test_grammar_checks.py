@@ -289,6 +289,17 @@ def test_nothing_is_left_when_the_server_is_killed(busy: bool) -> None:
     assert soon(lambda: all(map(gone, started)))
 
 
+def test_the_helper_is_of_the_server_s_session_and_of_no_process_group_of_it(
+    checks: GrammarChecks,
+) -> None:
+    """Ctrl-C does not reach it, and the niceness of its workers counts beside the server."""
+    checks.start()
+    process = checks._helper._process
+    assert process is not None
+    assert os.getsid(process.pid) == os.getsid(0)
+    assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+
+
 def test_the_helper_imports_the_library_and_nothing_else() -> None:
     program = (
         "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"

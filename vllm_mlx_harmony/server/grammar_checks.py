@@ -419,7 +419,6 @@ class _Helper:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a panic message quotes the grammar
-                start_new_session=True,  # Ctrl-C is for the server, which still needs this process
                 env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )
         self._control = ours

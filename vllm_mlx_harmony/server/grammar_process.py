@@ -85,6 +85,9 @@ _WORDS = _VOCABULARY // 32
 
 def main() -> None:
     """Forks a worker for each socket received over standard input, until that is closed."""
+    # Ctrl-C ends the server, which still needs this process. A new session would do as well, but
+    # Linux shares out its processors by session: the workers' niceness would count for nothing.
+    os.setpgid(0, 0)
     control = socket.socket(fileno=0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers
     try:
