@@ -253,7 +253,7 @@ def _fill(directory: Path, count: int, size: int) -> None:
             with (pieces / name).open("wb") as sparse:
                 sparse.truncate(size)
             values = (key, parent, 100, 100 * (n % 10), name, size, 0, n)
-            file.execute("INSERT INTO pieces VALUES (?,?,?,?,?,?,?,?)", values)
+            file.execute("INSERT INTO entries VALUES (?,?,?,?,?,?,?,?,NULL)", values)
     rows.close()
 
 

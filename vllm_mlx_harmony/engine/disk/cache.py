@@ -1,17 +1,18 @@
-"""The prefix cache on disk: what outlives the process, its crash and the unloading of the model.
+"""The prefix cache on disk: survives the end of the process, crashes and unloading of the model.
 
-Which thread does what:
+Threads:
 
 - The engine's thread offers pieces (`DiskCache.offer`): keys and where their bytes are, no copies.
 - The writer writes them, one at a time. While the engine computes, it uses ``SHARE`` of a
-  processor's time; otherwise it writes on.
-- The reader reads (`DiskCache.load`) before the engine's turn: it checks every byte and leaves them
-  in plain memory. What was read and not yet used is bounded: the next prompt waits to be read.
+  processor's time.
+- The reader reads (`DiskCache.load`) before the engine's turn: it verifies every byte and leaves
+  them in plain memory. What was read and not yet used is bounded: the next prompt waits.
 - The event loop waits for neither. It reads turns, which are rows, beside what is being written.
 
-**Nothing here may fail a request.** A file that is not what was written is removed, with all pieces
-that continue it, and computed again. When the disk fails as a whole (full, read-only, removed), the
-log says so once, and nothing is written for ``PAUSE`` seconds; the cache in memory goes on.
+**No failure here fails a request.** A file that differs from what was written is removed, with all
+pieces that continue it, and computed again. When the disk fails as a whole (full, read-only,
+removed), one warning is logged and nothing is written for ``PAUSE`` seconds; the cache in memory
+continues.
 
 **The process may end at any moment.** A file is written first, then its row, in one transaction; a
 later process removes files without a row. What waits to be written is lost.
@@ -30,16 +31,17 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from weakref import WeakValueDictionary
 from zlib import crc32
 
-from vllm_mlx_harmony.engine.disk.index import NAME, Index, Row, below
+from vllm_mlx_harmony.engine.disk.index import NAME, Index, Row, key_of
 from vllm_mlx_harmony.engine.disk.safetensors import SLICE, Damaged, Tensors, decoded, encoded
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH
 
@@ -60,7 +62,7 @@ PAUSE = 30.0
 """Seconds without writing after the disk has failed."""
 
 RETRY = 0.05
-"""Seconds after which a prompt looks again whether it may be read."""
+"""Seconds after which a prompt checks again whether it may be read."""
 
 ABANDONED = 600.0
 """Seconds after which a file without a row is removed: another process may be writing it."""
@@ -98,8 +100,8 @@ class Counters:
     """What the disk did for this process, and what it holds now, whichever process wrote it.
 
     ``hits`` and ``misses`` are prompts of which the disk had more, or no more, than memory;
-    ``dropped`` pieces were not written in time; ``damaged`` ones were not what was written. Seconds
-    are those of reading and writing, without waiting.
+    ``dropped`` pieces and turns were not written; ``damaged`` ones differ from what was written.
+    Seconds are those of reading and writing, without waiting.
     """
 
     directory: str = ""
@@ -125,41 +127,29 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A piece on its way to the disk."""
+class _Job:
+    """Work of the writer. ``nbytes`` of what is stored under ``key`` are in memory until then."""
 
-    row: Row
-    tensors: Tensors
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A turn on its way to the disk, or, without content, off it."""
-
-    key: bytes
-    content: bytes | None
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.content or b"")
+    run: Callable[[], None]
+    key: bytes = b""
+    nbytes: int = 0
 
 
 class DiskCache:
     """Pieces and turns in ``directory``, at most ``budget`` bytes of them.
 
-    Creation raises ``OSError`` and ``sqlite3.Error``. No other call does.
+    ``patience``: bytes that may wait to be written, and bytes that may be read ahead. Creation
+    raises ``OSError`` and ``sqlite3.Error``. No other call does.
     """
 
     def __init__(self, directory: Path, budget: int, patience: int = 1 << 30) -> None:
-        """``patience``: bytes that may wait to be written, and bytes that may be read ahead."""
         self.directory, self.budget = directory, budget
         self._home = directory / DIRECTORY
         self._patience = patience
         self._counters = Counters(str(directory), budget)
         self._failing = False
         self._paused_until = 0.0
-        self._queue: deque[_Piece | _Turn] = deque()
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._waiting = 0
         self._used: dict[bytes, None] = {}
         """Keys of pieces and turns that were used, in this order."""
@@ -168,11 +158,12 @@ class DiskCache:
         another process has removed some, it is emptied: all are offered again."""
         self._turns: set[bytes] = set()
         self._computing, self._computed = 0, 0.0
-        self._more = threading.Condition()
-        """Guards the queue. Engines' threads take it, so that it is held for moments only."""
+        self._lock = threading.Lock()
+        """Guards the numbers and keys above. Engines' threads take it: it is held only briefly."""
         self._changing = threading.RLock()
         """Guards which index is open, and clearing it."""
         self._cleared = 0
+        """How often everything was removed: a job from before that writes nothing."""
         self._closing = False
         self._recent: WeakValueDictionary[bytes, Loaded] = WeakValueDictionary()
         """What was read and is still held by a prompt."""
@@ -181,9 +172,13 @@ class DiskCache:
         self._index = self._opened()
         self._found = self._index.found()
         self._reader = ThreadPoolExecutor(1, "prefix-cache-reader")
-        self._writer = threading.Thread(target=self._write_on, name="prefix-cache-writer")
-        self._writer.daemon = True
+        self._writer = threading.Thread(
+            target=self._write_on, name="prefix-cache-writer", daemon=True
+        )
         self._writer.start()
+        self._queue.put(_Job(self._sweep))
+
+    # --- Faults
 
     def _opened(self) -> Index:
         """The index, in a directory below the one that was named, which is created if need be."""
@@ -202,7 +197,7 @@ class DiskCache:
         return index
 
     def _set_index_aside(self, error: Exception) -> None:
-        """Renames a damaged index. Its files are swept later."""
+        """Renames a damaged index. Its files are removed later."""
         logger.warning("prefix cache: the index in %s is set aside: %s", self._home, error)
         self._counters.damaged += 1
         path = self._home / NAME
@@ -210,11 +205,9 @@ class DiskCache:
         for suffix in ("-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 
-    # --- Faults
-
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:
-        """Ends the block early when the disk fails: logs that once, and pauses writing."""
+        """Ends the block early when the disk fails: logs the first failure, and pauses writing."""
         try:
             yield
         except Failed as error:
@@ -233,17 +226,13 @@ class DiskCache:
             elif what == "writing":
                 self._paused_until = time.monotonic() + PAUSE
 
-    @property
-    def _paused(self) -> bool:
-        return time.monotonic() < self._paused_until
-
     def _follow(self) -> None:
-        """Opens the index again when it was removed or replaced. Raises ``Failed``."""
+        """Opens the index again if it was removed or replaced. Raises ``Failed``."""
         with self._changing:
             if self._index.is_there():
                 if not (self._home / PIECES).is_dir():
                     (self._home / PIECES).mkdir(exist_ok=True, mode=0o700)
-                    self._index.remove_pieces()
+                    self._index.clear(turns=False)
                     self._written.clear()
                 return
             if not self.directory.is_dir():  # a volume may be mounted there: it is not created
@@ -251,17 +240,22 @@ class DiskCache:
             self._index.close()
             self._index = self._opened()
 
+    @property
+    def _refuses(self) -> bool:
+        """Whether nothing may be queued: the disk has failed just now, or this is closing."""
+        return self._closing or time.monotonic() < self._paused_until
+
     # --- Writing
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """While an engine computes: the writer holds back."""
-        with self._more:
+        """While an engine computes: the writer is slowed down."""
+        with self._lock:
             self._computing += 1
         try:
             yield
         finally:
-            with self._more:
+            with self._lock:
                 self._computing -= 1
                 self._computed = time.monotonic()
 
@@ -271,19 +265,20 @@ class DiskCache:
         ``pieces`` are all those of ``sequence`` (packed), first to last. A piece is written only
         after those before it, and only if all of them fit together.
         """
-        if self._paused or self._closing:
+        if self._refuses:
             return
         ids = memoryview(sequence)
         key, start, nbytes, last = root, 0, 0, None
         for piece in pieces:
-            parent, key = key, below(key, ids[start * WIDTH : piece.end * WIDTH])
+            parent, key = key, key_of(key, ids[start * WIDTH : piece.end * WIDTH])
             nbytes += piece.nbytes
             if nbytes > self.budget:
                 break
             if key not in self._written:
                 name = f"{key.hex()}-{secrets.token_hex(4)}.safetensors"
                 row = Row(key, parent, piece.end - start, start, name, 0, 0)
-                if not self._put(_Piece(row, piece.export(), piece.nbytes)):
+                write = partial(self._write, row, piece.export(), self._cleared)
+                if not self._put(_Job(write, key, piece.nbytes)):
                     self._counters.dropped += 1
                     break
                 self._written.add(key)
@@ -291,107 +286,77 @@ class DiskCache:
         if last is not None:
             self._use(last)
 
-    def _put(self, job: _Piece | _Turn) -> bool:
-        with self._more:
+    def _put(self, job: _Job) -> bool:
+        with self._lock:
             if self._waiting + job.nbytes > self._patience:
                 return False
-            self._queue.append(job)
             self._waiting += job.nbytes
-            self._more.notify()
-            return True
+        self._queue.put(job)
+        return True
 
     def _use(self, key: bytes) -> None:
-        with self._more:
+        with self._lock:
+            first = not self._used
             self._used[key] = None
-            self._more.notify()
+        if first:  # what follows until this runs is part of it
+            self._queue.put(_Job(self._touch))
+
+    def _touch(self) -> None:
+        with self._lock:
+            used, self._used = self._used, {}
+        if not self._index.touch(used) and not self._waiting:
+            self._written.clear()
 
     def _write_on(self) -> None:
-        swept = False
-        while True:
-            used: dict[bytes, None] = {}
-            with self._more:
-                while not (self._queue or self._used or self._closing):
-                    self._more.wait()
-                if self._closing and not self._queue:
-                    return
-                job = self._queue.popleft() if self._queue else None
-                if job is None:  # only then: what is used may have been in the queue
-                    used, self._used = self._used, used
-                cleared = self._cleared
+        while (job := self._queue.get()) is not None:
+            done = False
             try:
-                if not self._carry_out(job, used, cleared):
-                    self._drop(job)
+                if time.monotonic() >= self._paused_until:
+                    with self._trying("writing"):
+                        self._follow()
+                        job.run()
+                        self._found = self._index.found()
+                        done = True
             except Exception:
                 logger.exception("the prefix cache on disk failed")
-            with self._more:
-                self._waiting -= 0 if job is None else job.nbytes
-            job = None  # its buffers are the engine's memory
-            if not swept:  # not at the start, which everybody waits for
-                swept = True
-                with suppress(*Failed):
-                    self._sweep()
+            with self._lock:
+                self._waiting -= job.nbytes
+                if not done:
+                    self._used = {}
+                    self._written.discard(job.key)
+                    self._turns.discard(job.key)
+                    self._counters.dropped += bool(job.key)
+            del job  # its buffers are the engine's memory
 
-    def _carry_out(self, job: _Piece | _Turn | None, used: Iterable[bytes], cleared: int) -> bool:
-        """Writes one job, or notes what was used. Returns whether the disk worked."""
-        done = False
-        if not self._paused:
-            with self._trying("writing"):
-                self._follow()
-                if isinstance(job, _Piece):
-                    self._write(job, cleared)
-                elif job is not None:
-                    self._write_turn(job, cleared)
-                elif not self._index.touch(used):
-                    self._written.clear()
-                self._found = self._index.found()
-                done = True
-        return done
-
-    def _drop(self, job: _Piece | _Turn | None) -> None:
-        if isinstance(job, _Piece):
-            self._written.discard(job.row.key)
-            self._counters.dropped += 1
-        elif job is not None:
-            self._turns.discard(job.key)
-
-    def _write_turn(self, turn: _Turn, cleared: int) -> None:
-        with self._changing:
-            if turn.content is None:
-                self._index.remove_turn(turn.key)
-            elif cleared == self._cleared:
-                self._remove(self._index.put(turn.key, turn.content, self.budget))
-
-    def _write(self, piece: _Piece, cleared: int) -> None:
-        row = piece.row
-        if self._index.has(row.key):  # another process was quicker
+    def _write(self, row: Row, tensors: Tensors, cleared: int) -> None:
+        if cleared != self._cleared or self._index.has(row.key):  # another process was quicker
             return
         if row.start and not self._index.has(row.parent):
             self._written.clear()
             return
-        path = self._home / PIECES / row.file
+        path, gone = self._home / PIECES / row.file, None
         try:
-            size, crc = self._write_file(path, piece.tensors, row)
-            row = replace(row, size=size, crc=crc)
-            with self._changing:  # nothing that was cleared comes back
-                gone = self._index.add(row, self.budget) if cleared == self._cleared else None
-        except BaseException:
-            with suppress(OSError):
-                path.unlink()
-            raise
+            size, crc = self._write_file(path, tensors, row)
+            with self._changing:
+                if cleared == self._cleared:
+                    gone = self._index.add(replace(row, size=size, crc=crc), self.budget)
+        finally:
+            if gone is None:
+                self._written.discard(row.key)
+                with suppress(OSError):
+                    path.unlink()
         if gone is None:
-            self._written.discard(row.key)
-            with suppress(OSError):
-                path.unlink()
             return
         if self._failing:
             self._failing = False
             logger.warning("prefix cache: %s can be used again", self.directory)
         self._counters.pieces_written += 1
         self._counters.bytes_written += size
+        self._counters.evictions += len(gone)
         self._remove(gone)
 
     def _write_file(self, path: Path, tensors: Tensors, row: Row) -> tuple[int, int]:
-        """Bytes and checksum of a new file, written as fast as the engine permits."""
+        """Size and checksum of a new file, written as fast as the engine permits."""
         size = crc = 0
         metadata = {"format": "vllm-mlx-harmony", "start": str(row.start), "end": str(row.end)}
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -410,12 +375,11 @@ class DiskCache:
                     time.sleep(min(spent / SHARE, 1.0))
         return size, crc
 
-    def _remove(self, names: Sequence[str], *, evicted: bool = True) -> None:
+    def _remove(self, names: Sequence[str]) -> None:
         """Removes files whose rows are gone."""
-        self._counters.evictions += len(names) if evicted else 0
         for name in names:
             self._written.discard(bytes.fromhex(name.partition("-")[0]))
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # `_sweep` removes it one day
                 (self._home / PIECES / name).unlink()
 
     def _sweep(self) -> None:
@@ -424,16 +388,17 @@ class DiskCache:
         since = time.time() - ABANDONED
         with os.scandir(self._home / PIECES) as entries:
             for entry in entries:
-                ours = _FILE.fullmatch(entry.name) and entry.name not in known
-                if ours and entry.stat(follow_symlinks=False).st_mtime < since:
-                    os.unlink(entry.path)
+                if _FILE.fullmatch(entry.name) and entry.name not in known:
+                    with suppress(OSError):  # another process may do the same
+                        if entry.stat(follow_symlinks=False).st_mtime < since:
+                            os.unlink(entry.path)
 
     # --- Reading
 
     def find(self, roots: Sequence[bytes], sequence: bytes) -> tuple[Row, ...]:
         """The pieces of the longest beginning of ``sequence`` that is shorter than it is.
 
-        Of several roots, the one that leads furthest counts. Reads the index; blocks for moments.
+        Of several roots, the one that leads furthest counts. Reads the index; blocks briefly.
         """
         limit = len(sequence) // WIDTH - 1
         best: tuple[Row, ...] = ()
@@ -445,7 +410,7 @@ class DiskCache:
         return best
 
     async def load(self, rows: Sequence[Row], known: Callable[[], int]) -> tuple[Loaded, ...]:
-        """The pieces of ``rows`` that end behind ``known`` ids, read and checked; first to last.
+        """The pieces of ``rows`` that end after ``known`` ids, read and verified; first to last.
 
         The first may begin before that; what follows a damaged one is missing. Waits while what was
         read for other prompts, and not yet used, exceeds ``patience``; then asks how much is
@@ -493,7 +458,7 @@ class DiskCache:
         return piece
 
     def _content(self, row: Row) -> bytearray:
-        """The bytes of a file, checked. Raises ``OSError`` and ``Damaged``."""
+        """The bytes of a file, verified. Raises ``OSError`` and ``Damaged``."""
         opened = os.open(self._home / PIECES / row.file, os.O_RDONLY | os.O_NOFOLLOW)
         with os.fdopen(opened, "rb", buffering=0) as file:
             size = os.fstat(opened).st_size
@@ -509,29 +474,35 @@ class DiskCache:
                 crc = crc32(view[at : at + count], crc)
                 at += count
         if crc != row.crc:
-            raise Damaged("its checksum is another")
+            raise Damaged("its checksum differs")
         return content
 
     def _set_aside(self, row: Row, error: Exception) -> None:
         """Removes a piece that cannot be read, and all pieces that continue it."""
-        if not isinstance(error, FileNotFoundError):  # that was another process, for room
+        if not isinstance(error, FileNotFoundError):  # another process evicted it
             self._counters.damaged += 1
             self._counters.last_error = f"{row.file}: {error}"
             logger.warning("prefix cache: %s is set aside: %s", row.file, error)
         self._written.discard(row.key)
         with self._trying("setting a piece aside"):
             self._follow()
-            for name in self._index.remove(row.key, row.file):
-                with suppress(OSError):
-                    self._remove([name], evicted=False)
+            self._remove(self._index.remove(row.key, row.file))
             self._found = self._index.found()
 
     # --- Turns
 
     def put_turn(self, key: bytes, content: bytes) -> None:
         """Queues a turn; never waits."""
-        if not (self._paused or self._closing) and self._put(_Turn(key, content)):
+        write = partial(self._write_turn, key, content, self._cleared)
+        if not self._refuses and self._put(_Job(write, key, len(content))):
             self._turns.add(key)
+
+    def _write_turn(self, key: bytes, content: bytes, cleared: int) -> None:
+        with self._changing:
+            if cleared == self._cleared:
+                gone = self._index.put(key, content, self.budget)
+                self._counters.evictions += len(gone)
+                self._remove(gone)
 
     def turn(self, key: bytes) -> bytes | None:
         """The content of a turn. On the event loop: reads beside what is being written.
@@ -546,7 +517,7 @@ class DiskCache:
         return None
 
     def use_turn(self, key: bytes) -> None:
-        """Notes that a turn was used."""
+        """Marks a turn as used."""
         if key in self._turns:
             self._use(key)
 
@@ -554,19 +525,15 @@ class DiskCache:
         """Queues the removal of a damaged turn; never waits."""
         self._turns.discard(key)
         self._counters.damaged += 1
-        self._put(_Turn(key, None))
+        self._put(_Job(lambda: self._remove(self._index.remove(key, None))))
 
     # --- All of it
 
     def clear(self) -> None:
         """Removes everything, also what waits to be written. Blocks."""
-        with self._more:
-            self._cleared += 1
-            self._waiting -= sum(job.nbytes for job in self._queue)
-            self._queue.clear()
-            self._used = {}
-            self._written.clear()
-            self._turns.clear()
+        self._cleared += 1
+        self._written.clear()
+        self._turns.clear()
         with self._changing, self._trying("emptying it"):
             self._follow()
             try:
@@ -575,24 +542,14 @@ class DiskCache:
                 for path in self._home.glob(f"{NAME}*"):
                     path.unlink()
                 self._follow()
-            for name in os.listdir(self._home / PIECES):
-                if _FILE.fullmatch(name):
-                    with suppress(FileNotFoundError):
-                        (self._home / PIECES / name).unlink()
+            self._remove([*filter(_FILE.fullmatch, os.listdir(self._home / PIECES))])
             self._found = self._index.found()
 
     def counters(self) -> Counters:
         """The counters now, without waiting for another thread."""
-        found = self._found
-        return replace(
-            self._counters,
-            nbytes=found.nbytes,
-            pieces=found.pieces,
-            turns=found.turns,
-            conversations=found.conversations,
-            waiting=self._waiting,
-            paused=self._paused,
-        )
+        paused = time.monotonic() < self._paused_until
+        found = asdict(self._found)
+        return replace(self._counters, waiting=self._waiting, paused=paused, **found)
 
     def flush(self, patience: float) -> bool:
         """Waits until everything is written, at most ``patience`` seconds; whether it is."""
@@ -602,10 +559,9 @@ class DiskCache:
         return not self._waiting
 
     def close(self, patience: float = 0.0) -> None:
-        """Writes for ``patience`` seconds what still waits, without holding back, and ends."""
-        with self._more:
-            self._closing = True
-            self._more.notify()
+        """Writes for ``patience`` seconds what still waits, at full speed, and ends."""
+        self._closing = True
+        self._queue.put(None)
         self._writer.join(patience)
         self._reader.shutdown(wait=False)
         if not self._writer.is_alive():
@@ -613,5 +569,5 @@ class DiskCache:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether SQLite reports a file that is no database, rather than one it cannot get at."""
+    """Whether SQLite reports a file that is no database, rather than one it cannot open."""
     return type(error) is sqlite3.DatabaseError

@@ -64,14 +64,12 @@ def decoded(content: memoryview) -> dict[str, Tensor]:
             raise Damaged(f"a header of {length} bytes")
         header = json.loads(bytes(content[8 : 8 + length]))
         header.pop("__metadata__", None)
-        body = content[8 + length :]
-        return {name: _tensor(body, **entry) for name, entry in header.items()}
+        body, found = content[8 + length :], {}
+        for name, entry in header.items():
+            data = body[slice(*entry["data_offsets"])]
+            if prod(entry["shape"]) * WIDTHS[entry["dtype"]] != data.nbytes:
+                raise Damaged(f"a tensor of shape {entry['shape']} in {data.nbytes} bytes")
+            found[name] = Tensor(entry["dtype"], tuple(entry["shape"]), data)
     except (struct.error, ValueError, TypeError, AttributeError, KeyError) as error:
         raise Damaged(f"no safetensors file: {error}") from error
-
-
-def _tensor(body: memoryview, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
-    start, end = data_offsets
-    if not 0 <= start <= end <= len(body) or prod(shape) * WIDTHS[dtype] != end - start:
-        raise Damaged(f"a tensor of shape {shape} in bytes {start} to {end} of {len(body)}")
-    return Tensor(dtype, tuple(shape), body[start:end])
+    return found
