@@ -21,12 +21,13 @@ from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.gateway.shared_limit import SharedRateLimit
 from vllm_mlx_harmony.protocols.events import DONE, Event
-from vllm_mlx_harmony.server import encryption, shared
-from vllm_mlx_harmony.server.replay import SharedTurns
+from vllm_mlx_harmony.server import encryption
+from vllm_mlx_harmony.server.peers import connection as shared
+from vllm_mlx_harmony.server.peers.answers import Command, Directory
+from vllm_mlx_harmony.server.peers.connection import Connection, PeersError
+from vllm_mlx_harmony.server.peers.stores import SharedStore, SharedTurns
 from vllm_mlx_harmony.server.responses import store
-from vllm_mlx_harmony.server.responses.shared_background import Command, SharedBackground
-from vllm_mlx_harmony.server.responses.store import SharedStore, StoredResponse, StoreError
-from vllm_mlx_harmony.server.shared import Shared, SharedError
+from vllm_mlx_harmony.server.responses.stored import StoredResponse, StoreError
 
 KEPT = StoredResponse(
     "resp_1",
@@ -54,7 +55,7 @@ def own(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def test_what_one_server_stores_the_other_has(server: RedisServer) -> None:
-    one, other = SharedStore(Shared(server.url)), SharedStore(Shared(server.url))
+    one, other = SharedStore(Connection(server.url)), SharedStore(Connection(server.url))
     kept = replace(KEPT, document={"text": "x" * 100_000})
     assert one.put(kept)
     assert other.get("resp_1", "alice") == kept
@@ -65,23 +66,32 @@ def test_what_one_server_stores_the_other_has(server: RedisServer) -> None:
 
 
 def test_what_is_larger_than_the_store_is_not_stored(server: RedisServer) -> None:
-    assert not SharedStore(Shared(server.url), max_bytes=100).put(KEPT)
+    assert not SharedStore(Connection(server.url), max_bytes=100).put(KEPT)
 
 
 def test_keys_say_nothing_and_expire(own: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(shared.SECONDS_VARIABLE, "3600")
-    connection = Shared(own.url)
+    connection = Connection(own.url)
     SharedStore(connection).put(KEPT)
     Replay(2**20, SharedTurns(connection)).view("model\0alice").remember(OUTPUT)
-    SharedBackground(connection).beat([("resp_1", "alice")], [[DONE]])
-    SharedBackground(connection).send("resp_1", "alice", Command.CANCEL)
-    names = [name.decode() for name in own.client.scan_iter()]
-    kinds = {name.split(":")[1] for name in names}
-    assert kinds == {"encryption-key", "response", "turn", "run", "events", "wish"}
-    for name in names:
+    directory, response = Directory(connection), ("resp_1", "alice")
+    directory.beat([], {response: [DONE]})
+
+    async def while_sending() -> dict[str, int]:
+        sending = asyncio.ensure_future(directory.send(response, Command.CANCEL, 30.0))
+        await asyncio.sleep(0.2)
+        found = {name.decode(): own.client.ttl(name) for name in own.client.scan_iter()}
+        directory.ended(response)
+        assert await sending
+        return found
+
+    lifetimes = asyncio.run(while_sending())
+    kinds = {name.split(":")[1] for name in lifetimes}
+    assert kinds == {"encryption-key", "response", "turn", "run", "events", "command"}
+    for name in lifetimes:
         assert "alice" not in name and "resp_1" not in name
         if not name.endswith("encryption-key"):
-            assert 0 < own.client.ttl(name) <= 3600
+            assert 0 < lifetimes[name] <= 3600
 
 
 # --- Generated turns
@@ -92,7 +102,7 @@ OUTPUT = Output((User("Hi"),), (Answer("Hello."),), (200_006, *IDS, 200_002), (0
 
 def test_a_turn_of_another_server_is_placed_again(server: RedisServer) -> None:
     views = [
-        Replay(2**20, SharedTurns(Shared(server.url))).view(scope)
+        Replay(2**20, SharedTurns(Connection(server.url))).view(scope)
         for scope in ("model\0alice", "model\0alice", "model\0bob")
     ]
     views[0].remember(OUTPUT)
@@ -105,7 +115,7 @@ def test_a_turn_of_another_server_is_placed_again(server: RedisServer) -> None:
 
 
 def test_a_history_asks_redis_once(server: RedisServer) -> None:
-    connection = Shared(server.url)
+    connection = Connection(server.url)
     asked = 0
 
     class Counting(SharedTurns):
@@ -158,31 +168,44 @@ def test_the_environments_key_comes_first(
 # --- The background of other servers
 
 
-def test_wishes_and_events_reach_the_other_server(server: RedisServer) -> None:
-    here, there = SharedBackground(Shared(server.url)), SharedBackground(Shared(server.url))
+def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None:
+    here, there = Directory(Connection(server.url)), Directory(Connection(server.url))
     run, second = ("resp_1", "alice"), ("resp_2", "alice")
+    seed = ("0a1b", "alice")
     first = [Event('{"n":0}', "response.created"), Event('{"n":1}', "response.queued")]
-    assert not there.runs(*run)
-    assert here.beat([run, second], [first, []]) == [None, None]
-    assert there.runs(*run) and not there.runs("resp_1", "bob")
-    assert there.events(*run, 0) == first
-    there.send(*second, Command.DELETE)
-    assert here.beat([run, second], [[DONE], []]) == [None, Command.DELETE]
-    assert there.events(*run, 1) == [first[1], DONE]
-    here.ended(*run)
-    here.forget(*second)
-    assert not there.runs(*run) and there.events(*run, 2) == [DONE]
-    assert here.beat([second], [[]]) == [None]
-    assert there.events(*second, 0) == []
-    here.forget(*second)
-    here.forget(*run)
+    assert not there.runs(run)
+    assert here.beat([seed], {run: first, second: []}) == {}
+    assert there.runs(run) and not there.runs(("resp_1", "bob"))
+    assert there.events(run, 0) == first
+
+    async def cancelled_and_deleted() -> list[bool]:
+        sending = [
+            asyncio.ensure_future(there.send(second, Command.DELETE, 30.0)),
+            asyncio.ensure_future(there.send(seed, Command.CANCEL, 30.0)),
+        ]
+        await asyncio.sleep(0.2)
+        commands = here.beat([seed], {run: [DONE], second: []})
+        assert commands == {second: Command.DELETE, seed: Command.CANCEL}
+        here.forget(second)
+        here.ended(seed)
+        return await asyncio.gather(*sending)
+
+    assert asyncio.run(cancelled_and_deleted()) == [True, True]
+    assert not asyncio.run(there.send(("resp_3", "alice"), Command.CANCEL, 0.1))
+    assert there.events(run, 1) == [first[1], DONE]
+    here.ended(run)
+    assert not there.runs(run) and there.events(run, 2) == [DONE]
+    assert here.beat([seed], {second: []}) == {}
+    assert there.events(second, 0) == []
+    here.forget(second)
+    here.forget(run)
 
 
 # --- Rate limits
 
 
 def test_gateways_count_requests_together(server: RedisServer) -> None:
-    one, other = (SharedRateLimit(Shared(server.url), 4) for _ in range(2))
+    one, other = (SharedRateLimit(Connection(server.url), 4) for _ in range(2))
     begin = 60_000_000.0  # a whole minute
     counted = [limit.count("carol", begin + 10) for limit in (one, other) * 3]
     assert counted == [0, 0, 0, 0, 50, 50]
@@ -230,7 +253,7 @@ def test_a_gateway_counts_by_itself_while_redis_is_away(
 def test_nobody_waits_for_a_redis_that_has_gone_and_it_is_found_again(
     own: RedisServer, fault: str
 ) -> None:
-    connection = Shared(own.url)
+    connection = Connection(own.url)
     responses, turns = SharedStore(connection), SharedTurns(connection)
     view = Replay(2**20, turns).view("m")
     assert responses.put(KEPT)
@@ -259,11 +282,11 @@ def test_nobody_waits_for_a_redis_that_has_gone_and_it_is_found_again(
             time.sleep(0.1)
     assert stored == (None if fault == "stopped" else KEPT)
     assert responses.put(KEPT) and responses.get("resp_1", "alice") == KEPT
-    assert Shared(own.url).encryption_key == connection.encryption_key
+    assert Connection(own.url).encryption_key == connection.encryption_key
 
 
 def test_a_redis_that_is_full_refuses_and_still_answers(own: RedisServer) -> None:
-    responses = SharedStore(Shared(own.url))
+    responses = SharedStore(Connection(own.url))
     assert responses.put(KEPT)
     own.client.config_set("maxmemory", "1")
     with pytest.raises(StoreError, match="maxmemory"):
@@ -292,5 +315,5 @@ def test_a_redis_that_is_not_there_at_the_start_is_said(
 
 def test_another_programs_key_is_not_taken(own: RedisServer) -> None:
     own.client.set("vllm-mlx-harmony:encryption-key", b"short")
-    with pytest.raises(SharedError, match="is not a key"):
-        Shared(own.url)
+    with pytest.raises(PeersError, match="is not a key"):
+        Connection(own.url)

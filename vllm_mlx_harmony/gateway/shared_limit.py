@@ -16,7 +16,12 @@ from contextlib import suppress
 from typing import Any
 
 from vllm_mlx_harmony.gateway.limits import MINUTE
-from vllm_mlx_harmony.server.shared import Shared, SharedError, server_shared, shared_key
+from vllm_mlx_harmony.server.peers.connection import (
+    Connection,
+    PeersError,
+    key_of,
+    server_connection,
+)
 
 
 async def count(tenant: str, limit: int) -> int:
@@ -25,9 +30,9 @@ async def count(tenant: str, limit: int) -> int:
     0 without a limit or a Redis, and while Redis does not answer: each gateway then has only its
     own limit.
     """
-    shared = server_shared() if limit else None
+    shared = server_connection() if limit else None
     if shared is not None:
-        with suppress(SharedError):
+        with suppress(PeersError):
             return await asyncio.to_thread(
                 SharedRateLimit(shared, limit).count, tenant, time.time()
             )
@@ -37,14 +42,14 @@ async def count(tenant: str, limit: int) -> int:
 class SharedRateLimit:
     """At most ``limit`` requests per tenant and minute, at all gateways together."""
 
-    def __init__(self, shared: Shared, limit: int) -> None:
+    def __init__(self, shared: Connection, limit: int) -> None:
         self._shared, self._limit = shared, limit
 
     def count(self, tenant: str, now: float) -> int:
         """Counts a request at ``now`` (Unix time); returns the seconds to wait, as
-        ``limits.RateLimit`` does. Blocks. Raises ``SharedError``."""
+        ``limits.RateLimit`` does. Blocks. Raises ``PeersError``."""
         minute, elapsed = divmod(now, MINUTE)
-        name, before = (shared_key("rate", tenant, str(int(minute) - ago)) for ago in (0, 1))
+        name, before = (key_of("rate", tenant, str(int(minute) - ago)) for ago in (0, 1))
 
         def counted(redis: Any) -> tuple[int, int]:
             pipe = redis.pipeline()

@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import answer
-from vllm_mlx_harmony.server.cancellations import cancel_on_other_servers
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.errors import error_response, with_error_body
 from vllm_mlx_harmony.server.host import host_of, tenant_of
+from vllm_mlx_harmony.server.peers import answers as peers
+from vllm_mlx_harmony.server.peers.connection import PeersError
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
-from vllm_mlx_harmony.server.shared import SharedError
 
 _ID = re.compile(r"[a-z]+[-_](?P<seed>[0-9a-f]+)")
 
@@ -34,8 +34,8 @@ async def cancel_request(request: Request, request_id: str) -> Response:
     elif match is not None:
         seed = match["seed"]
         try:
-            cancelled = answer.cancel(seed, tenant) or await cancel_on_other_servers(seed, tenant)
-        except SharedError as error:
+            cancelled = answer.cancel(seed, tenant) or await peers.cancel(seed, tenant)
+        except PeersError as error:
             return error_response(chat.error_body, error)
     if not cancelled:
         try:

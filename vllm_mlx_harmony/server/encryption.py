@@ -18,7 +18,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from vllm_mlx_harmony.core.files import write_atomically
-from vllm_mlx_harmony.server.shared import server_shared
+from vllm_mlx_harmony.server.peers.connection import server_connection
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -69,9 +69,9 @@ def _server_key() -> bytes:
     given = os.environ.get(KEY_VARIABLE)
     if given:
         return sha256(given.encode()).digest()
-    shared = server_shared()
-    if shared is not None:
-        return shared.encryption_key
+    connection = server_connection()
+    if connection is not None:
+        return connection.encryption_key
     path = state_dir() / FILE_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

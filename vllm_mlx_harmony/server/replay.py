@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from inspect import signature
 
 from vllm_mlx_harmony.core.render import Rendered
-from vllm_mlx_harmony.core.replay import Archive, GeneratedTurn, Replay, ReplayScope
-from vllm_mlx_harmony.core.serialization import read, written
+from vllm_mlx_harmony.core.replay import Archive, Replay, ReplayScope
 from vllm_mlx_harmony.core.turn import Message, Turn
 from vllm_mlx_harmony.server.host import Context, Host, Lease
-from vllm_mlx_harmony.server.shared import Shared, SharedError, server_shared, shared_key
+from vllm_mlx_harmony.server.peers.connection import Connection, server_connection
+from vllm_mlx_harmony.server.peers.stores import SharedTurns
 
 logger = logging.getLogger(__name__)
 
@@ -41,42 +40,15 @@ def replay(archive: Archive | None) -> Replay | None:
     return Replay(int(requested) * 2**20, archive) if int(requested) else None
 
 
-class SharedTurns:
-    """An ``Archive`` in Redis, for all servers that share it."""
-
-    blocks = True
-
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-
-    def put(self, key: bytes, turn: GeneratedTurn) -> None:
-        """Writes the turn, unless Redis is unavailable."""
-        name, content = shared_key("turn", key.hex()), written(turn)
-        with suppress(SharedError):
-            self._shared.call(lambda redis: redis.set(name, content, ex=self._shared.seconds))
-
-    def find(self, keys: Sequence[bytes]) -> list[GeneratedTurn | None]:
-        """The turns; none while Redis is unavailable, so that messages are rendered instead."""
-        names = [shared_key("turn", key.hex()) for key in keys]
-        try:
-            found = self._shared.call(lambda redis: redis.mget(names))
-        except SharedError:
-            return [None] * len(keys)
-        return [None if content is None else read(content) for content in found]
-
-    def use(self, key: bytes) -> None:
-        """Has no effect: turns expire by the time at which they were generated."""
-
-
 @lru_cache(maxsize=1)
-def _shared_turns(shared: Shared) -> SharedTurns:
-    return SharedTurns(shared)
+def _shared_turns(connection: Connection) -> SharedTurns:
+    return SharedTurns(connection)
 
 
 def view(host: Host, lease: Lease) -> ReplayScope | None:
     """The turns that a request with this lease may reuse; ``None`` if reuse is disabled."""
-    shared = server_shared()
-    archive = host.archive if shared is None else _shared_turns(shared)
+    connection = server_connection()
+    archive = host.archive if connection is None else _shared_turns(connection)
     turns = replay(archive)  # type: ignore[arg-type]  # by identity, as any object
     return None if turns is None else turns.view(f"{lease.harmony.model}\0{lease.tenant}")
 

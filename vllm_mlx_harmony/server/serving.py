@@ -30,7 +30,7 @@ from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.server import cancellations, replay, sampling
+from vllm_mlx_harmony.server import replay, sampling
 from vllm_mlx_harmony.server.answer import Answer, Emitter, End, dropped
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
@@ -38,6 +38,7 @@ from vllm_mlx_harmony.server.errors import error_response, failure_of, logged_fa
 from vllm_mlx_harmony.server.generation import Job, run
 from vllm_mlx_harmony.server.host import Context, Host, Lease, host_of, tenant_of
 from vllm_mlx_harmony.server.model_names import own_name, response_name
+from vllm_mlx_harmony.server.peers.answers import BEATING
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.streams import EventStream
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
@@ -378,7 +379,7 @@ def begin(prepared: Prepared) -> Job:
     """Starts the metrics of the request. An ``Answer`` must follow."""
     received = prepared.received
     api = received.api
-    cancellations.watch()
+    BEATING.begin()
     return Job(
         lease=received.lease,
         context=prepared.context,

@@ -59,7 +59,8 @@ from vllm_mlx_harmony.server.responses.persistence import (
     forget,
     read,
 )
-from vllm_mlx_harmony.server.responses.store import MemoryStore, StoredResponse, StoreError
+from vllm_mlx_harmony.server.responses.store import MemoryStore
+from vllm_mlx_harmony.server.responses.stored import StoredResponse, StoreError
 from vllm_mlx_harmony.server.responses.websocket import (
     MOST_WAITING,
     Conversation,
@@ -84,7 +85,7 @@ SAID: list[list[Delta]] = [
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     store = MemoryStore()
     monkeypatch.setattr(f"{RESPONSES}.persistence.server_store", lambda: store)
-    monkeypatch.setattr(f"{RESPONSES}.lookup.server_store", lambda: store)
+    monkeypatch.setattr("vllm_mlx_harmony.server.peers.responses.server_store", lambda: store)
     return store
 
 
@@ -449,7 +450,7 @@ class Slow(MemoryStore):
 def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
     store = Slow()
     monkeypatch.setattr(f"{RESPONSES}.persistence.server_store", lambda: store)
-    monkeypatch.setattr(f"{RESPONSES}.lookup.server_store", lambda: store)
+    monkeypatch.setattr("vllm_mlx_harmony.server.peers.responses.server_store", lambda: store)
     monkeypatch.setattr(routes, "BACKGROUND", Background())
     monkeypatch.setattr(background, "BACKGROUND", routes.BACKGROUND)
     return store

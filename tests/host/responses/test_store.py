@@ -39,16 +39,15 @@ from vllm_mlx_harmony.core.turn import (
     Tool,
     User,
 )
+from vllm_mlx_harmony.server.peers.connection import STORE_VARIABLE
 from vllm_mlx_harmony.server.responses import store as stores
 from vllm_mlx_harmony.server.responses.store import (
-    STORE_VARIABLE,
     FileStore,
     MemoryStore,
     Store,
-    StoredResponse,
-    StoreError,
     server_store,
 )
+from vllm_mlx_harmony.server.responses.stored import StoredResponse, StoreError
 
 Open = Callable[..., Store]
 TENANT = "the tenant"
@@ -441,7 +440,8 @@ def test_a_file_of_another_layout_is_no_obstacle(tmp_path: Path) -> None:
 WRITER = dedent("""
     import sys
     from pathlib import Path
-    from vllm_mlx_harmony.server.responses.store import FileStore, StoredResponse
+    from vllm_mlx_harmony.server.responses.store import FileStore
+    from vllm_mlx_harmony.server.responses.stored import StoredResponse
 
     store = FileStore(Path(sys.argv[1]))
     for number in range(100_000):

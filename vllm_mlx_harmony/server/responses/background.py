@@ -22,12 +22,9 @@ from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.errors import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import Job, run
-from vllm_mlx_harmony.server.responses.persistence import (
-    References,
-    StoringEmitter,
-)
+from vllm_mlx_harmony.server.responses.persistence import References, StoringEmitter, forget
 from vllm_mlx_harmony.server.responses.persistence import read as read_request
-from vllm_mlx_harmony.server.responses.store import StoredResponse
+from vllm_mlx_harmony.server.responses.stored import StoredResponse
 from vllm_mlx_harmony.server.settings import number
 
 MOST_EVENTS = 200_000
@@ -50,12 +47,14 @@ class Running:
 
     ``events`` has all events so far; the index of an event is its ``sequence_number``. ``bytes`` is
     the size that remains when the response has ended. A running response also has the request,
-    which is about as large, and its last two events will repeat the request.
+    which is about as large, and its last two events will repeat the request. ``deleted``: a client
+    has deleted it.
     """
 
     def __init__(self, job: Job, emitter: StoringEmitter, written: str | None = None) -> None:
         self.id, self.tenant = emitter.id, emitter.tenant
         self.events: list[Event] = []
+        self.deleted = False
         self._input = written_input(emitter) if written is None else written
         self.bytes = len(self._input)
         self._more = asyncio.Event()
@@ -107,6 +106,12 @@ class Running:
         if not self.done:  # it may have been cancelled twice
             self._append(last)
 
+    async def delete(self) -> None:
+        """Ends the response, which is neither stored nor found any more."""
+        self.deleted = True
+        await forget(self.id, self.tenant)
+        await self.cancel()
+
     def _append(self, events: list[Event]) -> None:
         self.events.extend(events)
         self.bytes += sum(len(event.data) for event in events)
@@ -149,7 +154,7 @@ class Background:
         events = size = 0
         for ended in [each for each in reversed(self._all.values()) if each.done]:
             events, size = events + len(ended.events), size + ended.bytes
-            if events > self._most_events or size > self._most_bytes:
+            if ended.deleted or events > self._most_events or size > self._most_bytes:
                 del self._all[ended.id]
         bytes_taken = sum(each.bytes_taken for each in self._all.values() if not each.done)
         limit = self._most_running
@@ -165,7 +170,8 @@ class Background:
     def get(self, key: str, tenant: str) -> Running | None:
         """The response with this id, if ``tenant`` has it and it is in memory."""
         running = self._all.get(key)
-        return running if running is not None and running.tenant == tenant else None
+        found = running is not None and running.tenant == tenant and not running.deleted
+        return running if found else None
 
     async def forget(self, key: str, tenant: str) -> bool:
         """Cancels and drops the response; returns whether ``tenant`` had it."""
@@ -173,7 +179,7 @@ class Background:
         if running is None:
             return False
         del self._all[key]
-        await running.cancel()
+        await running.delete()
         return True
 
 

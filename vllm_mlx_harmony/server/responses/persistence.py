@@ -25,9 +25,9 @@ from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.host import Context
-from vllm_mlx_harmony.server.responses.shared_background import another_server_runs
-from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
-from vllm_mlx_harmony.server.shared import StoreError
+from vllm_mlx_harmony.server.peers.answers import runs_elsewhere
+from vllm_mlx_harmony.server.responses.store import server_store
+from vllm_mlx_harmony.server.responses.stored import StoredResponse, StoreError
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -71,7 +71,7 @@ class References:
         stored = self.stored(key)
         if stored is None:
             raise resource.not_found(key, param="previous_response_id")
-        if resource.is_running(stored.document) and another_server_runs(key, self.tenant):
+        if resource.is_running(stored.document) and runs_elsewhere(key, self.tenant):
             raise resource.not_ready(key)
         return stored.messages
 

@@ -18,17 +18,10 @@ from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.errors import with_error_body
 from vllm_mlx_harmony.server.host import tenant_of
-from vllm_mlx_harmony.server.responses import lookup
+from vllm_mlx_harmony.server.peers import responses as peers
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, read, written_input
 from vllm_mlx_harmony.server.responses.compact import COMPACT
-from vllm_mlx_harmony.server.responses.heartbeat import Heartbeat, announce, withdraw
-from vllm_mlx_harmony.server.responses.persistence import (
-    StoringEmitter,
-    forget,
-    new_id_seed,
-)
-from vllm_mlx_harmony.server.responses.shared_background import shared_background
-from vllm_mlx_harmony.server.responses.store import server_store
+from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget, new_id_seed
 from vllm_mlx_harmony.server.serving import (
     Api,
     Received,
@@ -39,7 +32,6 @@ from vllm_mlx_harmony.server.serving import (
     respond,
     serve,
 )
-from vllm_mlx_harmony.server.shared import StoreError
 from vllm_mlx_harmony.server.streams import EventStream
 
 RESPONSES = Api(
@@ -57,10 +49,6 @@ RESPONSES = Api(
 )
 
 
-HEARTBEAT = Heartbeat(BACKGROUND)
-"""Reports the background responses of this server to other servers."""
-
-
 # --- New responses
 
 
@@ -76,12 +64,12 @@ async def _create(received: Received) -> Response:
         return await respond(prepared, emitter.end)
     try:
         written = await in_thread(written_input, emitter)
-        await announce(emitter)
+        await peers.announce(emitter)
         running = BACKGROUND.start(partial(begin, prepared), emitter, written)
     except BaseException:
-        await withdraw(emitter)
+        await peers.withdraw(emitter)
         raise
-    HEARTBEAT.watch(running)
+    peers.report(running)
     if prepared.stream:
         return EventStream(received.request, running.follow())
     return JSONResponse(running.document())
@@ -116,9 +104,9 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
                 raise RequestError("starting_after must be a whole number", param="starting_after")
             start = int(after[:18]) + 1
         if running is None:
-            await lookup.find(response_id, tenant)
-            if await lookup.has_events(response_id, tenant):
-                return EventStream(request, lookup.follow(response_id, tenant, start))
+            await peers.find(response_id, tenant)
+            if (events := await peers.follow(response_id, tenant, start)) is not None:
+                return EventStream(request, events)
             raise RequestError(
                 "the events of this response are not available: they are stored for a limited time "
                 "and only for responses created with background",
@@ -128,7 +116,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
         return EventStream(request, running.follow(start))
     if running is not None:
         return JSONResponse(running.document())
-    return JSONResponse((await lookup.find(response_id, tenant)).document)
+    return JSONResponse((await peers.find(response_id, tenant)).document)
 
 
 async def delete_response(request: Request, response_id: str) -> Response:
@@ -136,7 +124,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     tenant = tenant_of(request)
     forgotten = await forget(response_id, tenant)
     cancelled = await BACKGROUND.forget(response_id, tenant)
-    deleted = await lookup.delete(response_id, tenant)
+    deleted = await peers.delete(response_id, tenant)
     if not (forgotten or cancelled or deleted):
         raise resource.not_found(response_id)
     return JSONResponse(resource.deleted(response_id))
@@ -147,7 +135,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     tenant = tenant_of(request)
     running = await _running(response_id, tenant)
     if running is None:
-        items = (await lookup.find(response_id, tenant)).input_items
+        items = (await peers.find(response_id, tenant)).input_items
     else:
         items = await in_thread(running.input_items)
     page = resource.page(items, request.query_params)
@@ -162,26 +150,18 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     if running is not None:
         await running.cancel()
         return JSONResponse(running.document())
-    stored = await lookup.find(response_id, tenant)
+    stored = await peers.find(response_id, tenant)
     if not stored.document["background"]:
         raise RequestError(
             "only responses created with background can be cancelled", param="response_id"
         )
-    if resource.is_running(stored.document):
-        stored = await lookup.cancel(stored)
-    return JSONResponse(stored.document)
+    return JSONResponse((await peers.cancel(stored)).document)
 
 
 async def _running(key: str, tenant: str) -> Running | None:
     """The response, if this server has it in memory and no other server has deleted it."""
     running = BACKGROUND.get(key, tenant)
-    if running is None or not running.done or shared_background() is None:
-        return running
-    try:
-        known = await in_thread(server_store().get, key, tenant)
-    except StoreError:
-        return running
-    return None if known is None else running
+    return None if running is None else await peers.unless_deleted(running)
 
 
 # --- Paths

@@ -11,8 +11,6 @@ Problems with the file must not affect other requests:
   are frequent, so that the log starts from its beginning again.
 - If the file was removed or replaced, a new one is opened.
 - Reading does not write: uses are recorded together with the next response.
-
-In Redis each response is a value that expires (`server.shared`).
 """
 
 from __future__ import annotations
@@ -21,76 +19,18 @@ import os
 import sqlite3
 import threading
 import time
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, get_args
-
-from pydantic import TypeAdapter
-from pydantic_core import from_json
+from typing import Protocol
 
 from vllm_mlx_harmony.core.lru import ByteLRU
-from vllm_mlx_harmony.core.turn import Message
-from vllm_mlx_harmony.protocols.events import encode, encode_slowly
-from vllm_mlx_harmony.server.shared import (
-    STORE_VARIABLE,
-    Shared,
-    StoreError,
-    is_url,
-    server_shared,
-    shared_key,
-)
+from vllm_mlx_harmony.server.peers.connection import STORE_VARIABLE, server_connection
+from vllm_mlx_harmony.server.peers.stores import SharedStore
+from vllm_mlx_harmony.server.responses.stored import MAX_BYTES, StoredResponse, StoreError
 
 MAX_COUNT = 1000
-MAX_BYTES = 256 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """A response of ``tenant``: its ``document``, and the ``input_items`` of its request.
-
-    ``messages`` are the conversation that ends with it, without the request's own instructions.
-    """
-
-    id: str
-    document: Mapping[str, Any]
-    input_items: Sequence[Mapping[str, Any]]
-    messages: tuple[Message, ...]
-    tenant: str = ""
-
-    def text(self) -> str:
-        """The response as JSON."""
-        messages = (
-            [type(message).__name__, *asdict(message).values()] for message in self.messages
-        )
-        # Encoded one by one, so that other threads run in between: 20,000 items take 100 ms.
-        lists = (f"[{','.join(map(encode_slowly, each))}]" for each in (self.input_items, messages))
-        document = encode_slowly(self.document)
-        return f"[{encode(self.id)},{document},{','.join(lists)},{encode(self.tenant)}]"
-
-    @classmethod
-    def of_text(cls, text: str) -> StoredResponse:
-        """The inverse of ``text``."""
-        # Many times as fast as `json` for long strings.
-        key, document, input_items, written, tenant = from_json(text, cache_strings="none")
-        messages: list[Message] = []
-        for name, *values in written:
-            kind = _MESSAGES[name]
-            if name in _NESTED:
-                given = dict(zip((field.name for field in fields(kind)), values, strict=True))
-                messages.append(TypeAdapter(kind).validate_python(given))
-            else:
-                messages.append(kind(*values))
-        return cls(key, document, input_items, tuple(messages), tenant)
-
-
-_MESSAGES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
-
-_NESTED = frozenset({"AdditionalTools", "EffortUpdate", "FormatUpdate"})
-"""Messages that contain other dataclasses."""
 
 
 class Store(Protocol):
@@ -341,33 +281,6 @@ class FileStore:
                 self._reserve.unlink()
 
 
-class SharedStore:
-    """A store in Redis, for all servers that share it. Responses expire."""
-
-    def __init__(self, shared: Shared, max_bytes: int = MAX_BYTES) -> None:
-        self._shared, self._max_bytes = shared, max_bytes
-
-    def put(self, stored: StoredResponse) -> bool:
-        """Implements ``Store``. A setting of Redis says what is dropped (``maxmemory-policy``)."""
-        text = zlib.compress(stored.text().encode(), 1)
-        if len(text) > self._max_bytes:
-            return False
-        name = shared_key("response", stored.tenant, stored.id)
-        self._shared.call(lambda redis: redis.set(name, text, ex=self._shared.seconds))
-        return True
-
-    def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002
-        """Implements ``Store``."""
-        name = shared_key("response", tenant, id)
-        text = self._shared.call(lambda redis: redis.get(name))
-        return None if text is None else StoredResponse.of_text(zlib.decompress(text).decode())
-
-    def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
-        """Implements ``Store``."""
-        name = shared_key("response", tenant, id)
-        return bool(self._shared.call(lambda redis: redis.delete(name)))
-
-
 _UNUSABLE = f"{STORE_VARIABLE}={{}} cannot be used"
 _REMEDY = f"Name another file, move this one away, or unset {STORE_VARIABLE}"
 
@@ -385,9 +298,8 @@ def server_store() -> Store:
 
 @lru_cache(maxsize=1)
 def _opened() -> Store:
+    connection = server_connection()
+    if connection is not None:
+        return SharedStore(connection)
     path = os.environ.get(STORE_VARIABLE, "")
-    if is_url(path):
-        shared = server_shared()
-        assert shared is not None
-        return SharedStore(shared)
     return FileStore(Path(path).expanduser()) if path else MemoryStore()

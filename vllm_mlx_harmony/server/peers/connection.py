@@ -1,7 +1,4 @@
-"""A Redis that several servers share if they have the same clients.
-
-Its users are stored responses (``responses.store``), background responses
-(``responses.shared_background``), cancellations and generated turns (``replay``).
+"""The connection to the Redis that several servers share.
 
 Requests must not suffer if Redis is unavailable. Every call blocks, so it runs in a thread, but no
 longer than ``CONNECT`` and ``ANSWER`` allow. After a failure all calls fail at once for ``PAUSE``
@@ -24,7 +21,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.server.responses.stored import StoreError
 from vllm_mlx_harmony.server.settings import number
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -52,21 +49,15 @@ _KEY_BYTES = 32
 _KEY_NAME = "vllm-mlx-harmony:encryption-key"
 
 
-class StoreError(HostError):
-    """The store of responses cannot be read, or cannot be written, at the moment. 503."""
-
-    code = "store_unavailable"
-
-
-class SharedError(StoreError):
+class PeersError(StoreError):
     """Redis is unavailable, or has rejected a command. 503."""
 
 
-class Shared:
-    """A connection to Redis for all threads. Calls block, and raise ``SharedError``."""
+class Connection:
+    """A connection to Redis for all threads. Calls block, and raise ``PeersError``."""
 
     def __init__(self, url: str) -> None:
-        """Raises ``SharedError`` if Redis does not answer or the package is not installed."""
+        """Raises ``PeersError`` if Redis does not answer or the package is not installed."""
         try:
             import redis
             from redis.backoff import NoBackoff
@@ -76,7 +67,7 @@ class Shared:
                 f"{STORE_VARIABLE}={_without_password(url)} needs the package redis: "
                 "pip install 'redis>=5'"
             )
-            raise SharedError(problem) from error
+            raise PeersError(problem) from error
         self._unreachable = (redis.ConnectionError, redis.TimeoutError, OSError)
         self._refused = redis.RedisError
         self._name = _without_password(url)
@@ -92,16 +83,16 @@ class Shared:
                 retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
             )
             self.encryption_key = self.call(_encryption_key)
-        except (SharedError, ValueError) as error:
+        except (PeersError, ValueError) as error:
             problem = f"{STORE_VARIABLE}={self._name} cannot be used: {error}"
-            raise SharedError(problem) from error
+            raise PeersError(problem) from error
 
     def call(self, command: Callable[[Any], T]) -> T:
         """Calls ``command`` with the client (`redis.Redis`)."""
         with self._lock:
             now = time.monotonic()
             if now < self._paused_until:
-                raise SharedError(f"{self._name} does not answer", retry_after=int(PAUSE))
+                raise PeersError(f"{self._name} does not answer", retry_after=int(PAUSE))
             was_paused = self._paused_until > 0
             if was_paused:  # other calls fail until the result is known
                 self._paused_until = now + CONNECT + ANSWER + PAUSE
@@ -113,10 +104,10 @@ class Shared:
             if first:
                 logger.warning("%s does not answer; continuing without it (%s)", self._name, error)
             problem = f"{self._name}: {error}"
-            raise SharedError(problem, retry_after=int(PAUSE)) from error
+            raise PeersError(problem, retry_after=int(PAUSE)) from error
         except self._refused as error:  # out of memory, or not permitted
             self._answers(was_paused)
-            raise SharedError(f"{self._name}: {error}", retry_after=int(PAUSE)) from error
+            raise PeersError(f"{self._name}: {error}", retry_after=int(PAUSE)) from error
         self._answers(was_paused)
         return result
 
@@ -129,7 +120,7 @@ class Shared:
                 self._client.set(_KEY_NAME, self.encryption_key, nx=True)
 
 
-def shared_key(kind: str, *parts: str) -> str:
+def key_of(kind: str, *parts: str) -> str:
     """The key of an entry of this ``kind``; ``parts`` are, for example, a tenant and an id."""
     digest = blake2b(digest_size=20)
     for part in parts:
@@ -143,7 +134,7 @@ def _encryption_key(client: Any) -> bytes:
     client.set(_KEY_NAME, secrets.token_bytes(_KEY_BYTES), nx=True)
     found: bytes | None = client.get(_KEY_NAME)
     if found is None or len(found) != _KEY_BYTES:
-        raise SharedError(f"{_KEY_NAME} is not a key")
+        raise PeersError(f"{_KEY_NAME} is not a key")
     return found
 
 
@@ -160,16 +151,16 @@ def is_url(path: str) -> bool:
 _opening = threading.Lock()
 
 
-def server_shared() -> Shared | None:
+def server_connection() -> Connection | None:
     """The Redis of this server, if it has one.
 
-    Raises ``SharedError`` if it does not answer when it is first needed.
+    Raises ``PeersError`` if it does not answer when it is first needed.
     """
     with _opening:
         return _opened()
 
 
 @lru_cache(maxsize=1)
-def _opened() -> Shared | None:
+def _opened() -> Connection | None:
     path = os.environ.get(STORE_VARIABLE, "")
-    return Shared(path) if is_url(path) else None
+    return Connection(path) if is_url(path) else None

@@ -1,0 +1,65 @@
+"""A server beats for other servers as long as it has answers that they may want to end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from vllm_mlx_harmony.server import answer
+from vllm_mlx_harmony.server.peers import answers
+from vllm_mlx_harmony.server.peers.answers import Beat, Command
+
+ANSWER = ("abc", "somebody")
+
+
+@pytest.mark.parametrize("when", ["during a beat", "after a beat"])
+def test_an_answer_that_begins_at_the_last_beat_can_be_cancelled(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was prepared just then, and runs at the next beat."""
+    beats = 0
+    cancelled: list[tuple[str, ...]] = []
+    beat = Beat()
+
+    class Directory:
+        def beat(self, running: list[Any], background: Any) -> dict[Any, Command]:
+            return dict.fromkeys(running, Command.CANCEL)
+
+        def ended(self, name: Any) -> None:
+            assert name == ANSWER
+
+    def running() -> list[tuple[str, str]]:
+        nonlocal beats
+        beats += 1
+        if beats == 2 and when == "during a beat":
+            beat.begin()
+        return [] if beats < 3 else [ANSWER] if not cancelled else []
+
+    class Loop(asyncio.SelectorEventLoop):
+        """Has something else to do while a thread works."""
+
+        def run_in_executor(self, *given: Any) -> Any:  # type: ignore[override]
+            if beats == 2 and when == "after a beat":
+                beat.begin()
+            return super().run_in_executor(*given)
+
+    async def test() -> None:
+        beat.begin()
+        assert beat._task is not None
+        await asyncio.wait_for(beat._task, 5)
+
+    monkeypatch.setattr(answers, "BEAT", 0.001)
+    monkeypatch.setattr(answers, "directory", Directory)
+    monkeypatch.setattr(answer, "running", running)
+    monkeypatch.setattr(answer, "cancel", lambda *answer: cancelled.append(answer))
+    loop = Loop()
+    try:
+        loop.run_until_complete(test())
+    finally:
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+    assert cancelled == [ANSWER]

@@ -1,0 +1,252 @@
+"""Answers on other servers: cancelled from here, and background responses watched from here.
+
+Only the server that generates an answer can stop it. Another server leaves a command for it in
+Redis, and waits until the command is gone. Every ``BEAT`` seconds each server reads the commands
+for its running answers. It deletes a command when it has carried it out.
+
+With the same beat a server renews the entry of each background response that it generates, and
+appends the new events. If the entry expires, after ``ALIVE`` seconds, the response is lost: its
+server has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import lru_cache
+from json import dumps, loads
+from typing import Any, Protocol, TypeAlias
+
+from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.server import answer as answers
+from vllm_mlx_harmony.server.peers.connection import (
+    Connection,
+    PeersError,
+    key_of,
+    server_connection,
+)
+
+logger = logging.getLogger("vllm_mlx_harmony")
+
+BEAT = 0.5
+"""Seconds between two beats."""
+
+ALIVE = 10
+"""Seconds after the last beat at which a background response is lost."""
+
+PATIENCE = 3 * BEAT
+"""Seconds after which no server has an answer that is to be cancelled."""
+
+EVENTS_SECONDS = 600
+"""Seconds for which events are stored after the last one."""
+
+TICK = 0.05
+
+Name: TypeAlias = "tuple[str, str]"
+"""An answer: the id of a background response, or else the seed of the ids; and the tenant."""
+
+
+class Command(str, Enum):
+    """A command for the server that generates an answer."""
+
+    CANCEL = "cancel"
+    DELETE = "delete"
+
+
+class BackgroundResponse(Protocol):
+    """A background response of this server (`responses.background.Running`)."""
+
+    id: str
+    tenant: str
+    events: list[Event]
+    deleted: bool
+
+    @property
+    def done(self) -> bool:
+        """Whether the response has ended."""
+
+    async def cancel(self) -> None:
+        """Ends the response."""
+
+    async def delete(self) -> None:
+        """Ends the response, which is not stored."""
+
+
+class Directory:
+    """The running answers of all servers. Methods block, and raise ``PeersError``."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._call = connection.call
+
+    def beat(
+        self, running: Sequence[Name], background: Mapping[Name, Sequence[Event]]
+    ) -> dict[Name, Command]:
+        """The commands for ``running`` answers and ``background`` responses.
+
+        Renews the entries of the latter, and appends their new events.
+        """
+        names = [*running, *background]
+        if not names:
+            return {}
+
+        def exchanged(redis: Any) -> list[bytes | None]:
+            pipe = redis.pipeline(transaction=False)
+            for name, events in background.items():
+                pipe.set(_key("run", name), b"1", ex=ALIVE)
+                if events:
+                    pipe.rpush(_key("events", name), *(dumps(event) for event in events))
+                    pipe.expire(_key("events", name), EVENTS_SECONDS)
+            pipe.mget([_key("command", name) for name in names])
+            commands: list[bytes | None] = pipe.execute()[-1]
+            return commands
+
+        found = zip(names, self._call(exchanged), strict=True)
+        return {name: Command(command.decode()) for name, command in found if command}
+
+    def ended(self, name: Name) -> None:
+        """Removes the entry of an answer, and the command for it, but not its events."""
+        self._call(lambda redis: redis.delete(_key("run", name), _key("command", name)))
+
+    def forget(self, name: Name) -> None:
+        """Removes everything about an answer."""
+        self._call(
+            lambda redis: redis.delete(*(_key(kind, name) for kind in ("run", "command", "events")))
+        )
+
+    def runs(self, name: Name) -> bool:
+        """Whether any server generates the background response."""
+        return bool(self._call(lambda redis: redis.exists(_key("run", name))))
+
+    def events(self, name: Name, start: int) -> list[Event]:
+        """The stored events of the background response from number ``start`` on."""
+        found = self._call(lambda redis: redis.lrange(_key("events", name), start, -1))
+        return [Event(*loads(event)) for event in found]
+
+    async def send(self, name: Name, command: Command, patience: float) -> bool:
+        """Whether a server has carried out ``command`` within ``patience`` seconds."""
+        key = _key("command", name)
+        lifetime = 2 * int(patience + 1)
+
+        async def call(request: Any) -> Any:
+            return await asyncio.to_thread(self._call, request)
+
+        await call(lambda redis: redis.set(key, command.value, ex=lifetime))
+        until = time.monotonic() + patience
+        while time.monotonic() < until:
+            await asyncio.sleep(TICK)
+            if not await call(lambda redis: redis.exists(key)):
+                return True
+        return not await call(lambda redis: redis.delete(key))
+
+
+def _key(kind: str, name: Name) -> str:
+    answer, tenant = name
+    return key_of(kind, tenant, answer)
+
+
+def directory() -> Directory | None:
+    """The running answers of all servers, if this server has a Redis."""
+    connection = server_connection()
+    return None if connection is None else _directory(connection)
+
+
+@lru_cache(maxsize=1)
+def _directory(connection: Connection) -> Directory:
+    return Directory(connection)
+
+
+def runs_elsewhere(response_id: str, tenant: str) -> bool:
+    """Whether another server generates the background response. Blocks.
+
+    True if Redis is unavailable, since the response may be running.
+    """
+    known = directory()
+    try:
+        return known is not None and known.runs((response_id, tenant))
+    except PeersError:
+        return True
+
+
+async def cancel(id_seed: str, tenant: str) -> bool:
+    """Cancels the answer with this seed on another server; returns whether one had it.
+
+    Raises ``PeersError``.
+    """
+    known = directory()
+    return known is not None and await known.send((id_seed, tenant), Command.CANCEL, PATIENCE)
+
+
+class Beat:
+    """The task that beats for the answers of this server, as long as there are any."""
+
+    def __init__(self) -> None:
+        self._sent: dict[BackgroundResponse, int] = {}  # the number of events in Redis
+        self._executing: dict[Name, asyncio.Future[None]] = {}
+        self._task: asyncio.Future[None] | None = None
+        self._idle = 0  # beats without an answer, since the last one began
+
+    def begin(self, background: BackgroundResponse | None = None) -> None:
+        """An answer begins, maybe that of a ``background`` response."""
+        known = directory()
+        if known is None:
+            return
+        if background is not None:
+            self._sent[background] = 0
+        self._idle = 0  # the task may be about to end
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._run(known))
+
+    async def _run(self, known: Directory) -> None:
+        while self._idle < 2:  # noqa: PLR2004 - an answer that is about to run is found by the next
+            running = answers.running()
+            self._idle = 0 if running or self._sent else self._idle + 1
+            try:
+                await self._beat(known, running)
+            except PeersError:  # the last events of an ended response can then be read only here
+                for ended in [each for each in self._sent if each.done]:
+                    del self._sent[ended]
+            except Exception:
+                logger.exception("the beat for other servers failed")
+            await asyncio.sleep(BEAT)
+
+    async def _beat(self, known: Directory, running: Sequence[Name]) -> None:
+        background = {(each.id, each.tenant): each for each in self._sent}
+        new = {name: each.events[self._sent[each] :] for name, each in background.items()}
+        commands = await asyncio.to_thread(known.beat, running, new)
+        for name, command in commands.items():
+            if name not in self._executing:
+                work = self._execute(known, name, background.get(name), command)
+                self._executing[name] = asyncio.ensure_future(work)
+        for name, each in background.items():
+            self._sent[each] += len(new[name])
+            if each.deleted or (each.done and self._sent[each] == len(each.events)):
+                await asyncio.to_thread(known.forget if each.deleted else known.ended, name)
+                del self._sent[each]
+
+    async def _execute(
+        self,
+        known: Directory,
+        name: Name,
+        background: BackgroundResponse | None,
+        command: Command,
+    ) -> None:
+        """Carries out ``command``. For a background response the next beat removes it."""
+        try:
+            if background is None:
+                answers.cancel(*name)
+                await asyncio.to_thread(known.ended, name)
+            elif command is Command.CANCEL:
+                await background.cancel()
+            else:
+                await background.delete()
+        except PeersError:
+            pass  # the command expires
+        finally:
+            del self._executing[name]
+
+
+BEATING = Beat()
+"""The task of this server."""
