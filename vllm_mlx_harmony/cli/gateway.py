@@ -10,7 +10,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import get_type_hints
 
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core.errors import HostError
@@ -30,13 +31,7 @@ the file. SIGHUP reloads the file.
 
 def parser() -> argparse.ArgumentParser:
     """A parser with a flag for each setting, which has no default, so that others can apply."""
-    from vllm_mlx_harmony.gateway.settings import (
-        PREFIX,
-        RENAMED,
-        REPEATABLE,
-        GatewaySettings,
-        flag,
-    )
+    from vllm_mlx_harmony.gateway.settings import FLAGS, PREFIX, RENAMED, GatewaySettings, flag
 
     made = argparse.ArgumentParser(
         prog="vllm-mlx-harmony gateway",
@@ -46,18 +41,19 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--config", metavar="FILE", help=f"TOML file of settings; or {PREFIX}CONFIG")
-    groups: dict[str, Any] = {}
-    for each in fields(GatewaySettings):
-        title, about = each.metadata["group"], each.metadata["help"]
-        if title not in groups:
-            groups[title] = made.add_argument_group(title)
-        if each.default not in (MISSING, None, "", ()):
-            about += f" (default: {each.default})"
-        repeatable: dict[str, Any] = {"action": "append"} if each.name in REPEATABLE else {}
-        metavar = each.metadata["metavar"]
-        groups[title].add_argument(
-            flag(each.name), dest=each.name, metavar=metavar, help=about, **repeatable
-        )
+    hints = get_type_hints(GatewaySettings, include_extras=True)
+    abouts = {each: hints[each.name].__metadata__[-1] for each in fields(GatewaySettings)}
+    for group, settings in groupby(abouts.items(), lambda setting: setting[1].group):
+        flags = made.add_argument_group(group)
+        for each, about in settings:
+            default = each.default not in (MISSING, None, "", ())
+            flags.add_argument(
+                flag(each.name),
+                dest=each.name,
+                action="append" if each.name in FLAGS else "store",
+                metavar=about.metavar,
+                help=f"{about.text} (default: {each.default})" if default else about.text,
+            )
     for old in RENAMED:
         made.add_argument(flag(old), dest=old, help=argparse.SUPPRESS)
     return made

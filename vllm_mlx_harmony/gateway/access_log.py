@@ -17,11 +17,11 @@ import logging
 import sys
 import time
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Literal
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger("vllm_mlx_harmony.access")
 
@@ -32,43 +32,9 @@ current: ContextVar[Access | None] = ContextVar("access", default=None)
 """The entry of the current request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """The fields of a line."""
-
-    time: str
-    key: str | None
-    method: str
-    path: str
-    status: int
-    result: str | None
-    model: str
-    input: int
-    cached: int
-    output: int
-    reasoning: int
-    first: float | None
-    seconds: float
-
-    def written(self, form: Format) -> str:
-        """The line as text; names and paths are quoted, so that no client can forge a line."""
-        if form == "json":
-            return json.dumps(asdict(self), ensure_ascii=True)
-        return " ".join(f"{name}={_text(value)}" for name, value in asdict(self).items())
-
-
-def _text(value: object) -> str:
-    if value is None or value == "":
-        return "-"
-    if isinstance(value, str):
-        plain = value.isascii() and value.isprintable() and not set(value) & set(' "=\\')
-        return value if plain else json.dumps(value)
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
 @dataclass(slots=True, eq=False)
 class Access:
-    """A running request; ``generating`` and ``exchanged`` say which half of it has ended."""
+    """A request. ``generating`` and ``exchanged`` say which half of it has ended."""
 
     form: Format
     method: str
@@ -88,14 +54,28 @@ class Access:
 
     def ended(self) -> None:
         """Writes the line if both halves have ended."""
-        if self.generating or not self.exchanged:
-            return
-        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        if self.exchanged and not self.generating:
+            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+            logger.info("%s", self.line(now, time.monotonic() - self.begun))
+
+    def line(self, now: str, seconds: float) -> str:
+        """The line; names and paths are quoted, so that no client can forge a line."""
         names = ("key", "method", "path", "status", "result", "model")
         counts = ("input", "cached", "output", "reasoning", "first")
-        values: dict[str, Any] = {name: getattr(self, name) for name in (*names, *counts)}
-        line = Line(time=now, seconds=time.monotonic() - self.begun, **values)
-        logger.info("%s", line.written(self.form))
+        values = {name: getattr(self, name) for name in (*names, *counts)}
+        values = {"time": now, **values, "seconds": seconds}
+        if self.form == "json":
+            return json.dumps(values, ensure_ascii=True)
+        return " ".join(f"{name}={_text(value)}" for name, value in values.items())
+
+
+def _text(value: object) -> str:
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, str):
+        plain = value.isascii() and value.isprintable() and not set(value) & set(' "=\\')
+        return value if plain else json.dumps(value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def to_standard_output() -> None:
@@ -107,7 +87,7 @@ def to_standard_output() -> None:
     logger.setLevel(logging.INFO)
 
 
-async def logged(access: Access, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
+async def logged(access: Access, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Runs ``app`` for one request and logs it."""
 
     async def sending(message: Message) -> None:

@@ -36,11 +36,11 @@ and nothing before them changes. The tenant is part of the digest.
 
 When an engine is down
 ----------------------
-``_NEXT`` below is the only place that decides it. Requests notice first (passive checks): after
-``failures`` in a row, the engine gets no requests for ``pause`` seconds. Then it is probed, and
-each failed probe doubles the pause. Engines that are up are probed periodically. An engine that
-rejects a request for lack of capacity (429, or anything with ``Retry-After``) is full, not broken:
-it does not count as a failure.
+Requests notice first (passive checks): after ``failures`` in a row, the engine gets no requests
+for ``pause`` seconds. Then it is probed, and each failed probe doubles the pause. Only a probe
+brings it back, because a request that began earlier proves nothing. Engines that are up are probed
+periodically. An engine that rejects a request for lack of capacity (429, or anything with
+``Retry-After``) is full, not broken: it does not count as a failure.
 
 A server may pass every health check while it generates nothing. A failure therefore makes an engine
 ``doubted``: it is probed at once, and only a generated id, for the probe or for a request, ends the
@@ -72,7 +72,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from hashlib import blake2b
 from statistics import median
 from typing import Generic, Literal, TypeAlias, TypeVar
@@ -106,83 +106,17 @@ def conversation(prompt: tuple[int, ...], tenant: str) -> bytes:
     return digest.digest()
 
 
-# --- Engines that are up, and those that are not
-
-
 class Health(Enum):
-    """What is known of an engine."""
+    """Whether an engine is draining, and whether it is down.
 
-    UP = auto()
-    DOWN = auto()
-    """Nothing is sent to it until a probe finds it well."""
-    DRAINING = auto()
-    """It is to be taken away: what runs on it goes on, nothing new comes."""
-    DRAINING_DOWN = auto()
-    """The same, and it was down when last seen."""
+    A draining engine finishes its requests, and gets no new ones. One that is down gets none until
+    a probe succeeds.
+    """
 
-
-class Event(Enum):
-    """What is found out about an engine."""
-
-    ANSWERED = auto()
-    """A request got its first ids, or a probe its answer."""
-    FAILED = auto()
-    """A request or a probe failed."""
-    FAILED_OFTEN = auto()
-    """The same, as the last of ``Rule.failures`` in a row."""
-    SILENT = auto()
-    """It has generated nothing for anybody for longer than it may."""
-    PROBED_UP = auto()
-    """A probe of an engine that was down found it well."""
-    DRAIN = auto()
-    """Somebody wants it taken away."""
-    RESTORE = auto()
-    """Somebody wants it back."""
-
-
-_UP, _DOWN = Health.UP, Health.DOWN
-_DRAINING, _DRAINING_DOWN = Health.DRAINING, Health.DRAINING_DOWN
-
-_NEXT: dict[Health, dict[Event, Health]] = {
-    _UP: {
-        Event.ANSWERED: _UP,
-        Event.FAILED: _UP,
-        Event.FAILED_OFTEN: _DOWN,
-        Event.SILENT: _DOWN,
-        Event.PROBED_UP: _UP,
-        Event.DRAIN: _DRAINING,
-        Event.RESTORE: _UP,
-    },
-    # A request that began earlier proves nothing now: only a probe brings an engine back.
-    _DOWN: {
-        Event.ANSWERED: _DOWN,
-        Event.FAILED: _DOWN,
-        Event.FAILED_OFTEN: _DOWN,
-        Event.SILENT: _DOWN,
-        Event.PROBED_UP: _UP,
-        Event.DRAIN: _DRAINING_DOWN,
-        Event.RESTORE: _DOWN,
-    },
-    _DRAINING: {
-        Event.ANSWERED: _DRAINING,
-        Event.FAILED: _DRAINING,
-        Event.FAILED_OFTEN: _DRAINING_DOWN,
-        Event.SILENT: _DRAINING_DOWN,
-        Event.PROBED_UP: _DRAINING,
-        Event.DRAIN: _DRAINING,
-        Event.RESTORE: _UP,
-    },
-    _DRAINING_DOWN: {
-        Event.ANSWERED: _DRAINING_DOWN,
-        Event.FAILED: _DRAINING_DOWN,
-        Event.FAILED_OFTEN: _DRAINING_DOWN,
-        Event.SILENT: _DRAINING_DOWN,
-        Event.PROBED_UP: _DRAINING,
-        Event.DRAIN: _DRAINING_DOWN,
-        Event.RESTORE: _DOWN,
-    },
-}
-"""The state of an engine after an event, by its state before: all transitions."""
+    UP = (False, False)
+    DOWN = (False, True)
+    DRAINING = (True, False)
+    DRAINING_DOWN = (True, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +165,8 @@ class Choice(Generic[E]):
 
 @dataclass(slots=True)
 class _Engine:
-    health: Health = Health.UP
+    down: bool = False
+    draining: bool = False
     failures: int = 0
     pause: float = 0.0
     probe_at: float = 0.0
@@ -240,6 +175,10 @@ class _Engine:
     """Seconds to the first id of the last requests with few tokens to compute."""
     paces: deque[float] = field(default_factory=deque)
     """The same per token, of requests with more."""
+
+    @property
+    def health(self) -> Health:
+        return Health((self.draining, self.down))
 
 
 class Routing(Generic[E]):
@@ -308,7 +247,9 @@ class Routing(Generic[E]):
 
     def answered(self, engine: E) -> None:
         """A request got its first ids from ``engine``."""
-        self._happened(engine, Event.ANSWERED, 0.0)
+        known = self._engines.get(engine)
+        if known is not None and not known.down:
+            known.failures, known.doubted = 0, False
 
     def observed(self, engine: E, seconds: float, tokens: int) -> None:
         """A request got its first id after ``seconds``; ``tokens`` of its prompt were not cached.
@@ -336,70 +277,65 @@ class Routing(Generic[E]):
 
     def doubt(self, engine: E, now: float) -> None:
         """A request to ``engine`` went wrong: it is probed as soon as possible."""
-        doubted = self._engines.get(engine)
-        if doubted is not None and not _is_down(doubted):
-            doubted.doubted, doubted.probe_at = True, min(doubted.probe_at, now)
+        known = self._engines.get(engine)
+        if known is not None and not known.down:
+            known.doubted, known.probe_at = True, min(known.probe_at, now)
 
     def doubted(self, engine: E) -> bool:
         """Whether only a generated id can prove that ``engine`` is healthy."""
         known = self._engines.get(engine)
-        return known is not None and (known.doubted or _is_down(known))
+        return known is not None and (known.doubted or known.down)
 
     def failed(self, engine: E, now: float) -> None:
         """A request failed, and ``engine`` was at fault."""
-        self._happened(engine, Event.FAILED, now)
+        self._failed(engine, now)
         self.doubt(engine, now)
 
     def silent(self, engine: E, now: float) -> None:
         """``engine`` generated nothing for longer than ``expected`` and ``Rule.patience``."""
-        self._happened(engine, Event.SILENT, now)
+        self._failed(engine, now, count=self._rule.failures)
+
+    def _failed(self, engine: E, now: float, count: int = 1) -> None:
+        """Counts a failure, or as many at once."""
+        known = self._engines.get(engine)
+        if known is None or known.down:
+            return
+        known.failures += count
+        if known.failures >= self._rule.failures:
+            known.down, known.pause = True, self._rule.pause
+            known.probe_at = now + known.pause
 
     def due(self, now: float, probed: Collection[E] = ()) -> list[E]:
         """The engines whose probe is due, except those that are being ``probed``.
 
         Schedules the next probe of each.
         """
-        due = [
-            engine
-            for engine, known in self._engines.items()
-            if known.probe_at <= now and engine not in probed
-        ]
-        for engine in due:
-            known = self._engines[engine]
-            known.probe_at = now + (known.pause or self._rule.probe_every)
+        due: list[E] = []
+        for engine, known in self._engines.items():
+            if known.probe_at <= now and engine not in probed:
+                known.probe_at = now + (known.pause or self._rule.probe_every)
+                due.append(engine)
         return due
 
     def probed(self, engine: E, well: bool, now: float) -> None:
         """A probe of ``engine`` has ended. Each failure doubles the time to the next probe."""
-        probed = self._engines.get(engine)
-        if probed is not None and probed.pause and not well:
-            probed.pause = min(2 * probed.pause, self._rule.longest_pause)
-            probed.probe_at = now + probed.pause
+        known = self._engines.get(engine)
+        if known is None:  # removed while it was probed
             return
-        self._happened(engine, Event.PROBED_UP if well else Event.FAILED, now)
+        if not well and known.down:
+            known.pause = min(2 * known.pause, self._rule.longest_pause)
+            known.probe_at = now + known.pause
+        elif not well:
+            self._failed(engine, now)
+        else:
+            if known.down:
+                known.probe_at = now + self._rule.probe_every
+            known.down, known.failures, known.pause, known.doubted = False, 0, 0.0, False
 
     def retry_after(self, now: float) -> float | None:
         """Seconds until the next probe of an engine that is down; ``None`` if none is down."""
         down = [each.probe_at for each in self._engines.values() if each.health is Health.DOWN]
         return max(0.0, min(down) - now) if down else None
-
-    def _happened(self, engine: E, event: Event, now: float) -> None:
-        known = self._engines.get(engine)
-        if known is None:  # removed while it was probed
-            return
-        if event is Event.FAILED:
-            known.failures += 1
-            if known.failures >= self._rule.failures:
-                event = Event.FAILED_OFTEN
-        was_down, known.health = _is_down(known), _NEXT[known.health][event]
-        if _is_down(known):
-            if not was_down:
-                known.pause = self._rule.pause
-                known.probe_at = now + known.pause
-        elif event in (Event.ANSWERED, Event.PROBED_UP):
-            known.failures, known.pause, known.doubted = 0, 0.0, False
-            if was_down:
-                known.probe_at = now + self._rule.probe_every
 
     # --- Engines come and go
 
@@ -410,24 +346,20 @@ class Routing(Generic[E]):
 
     def add(self, engine: E, *, up: bool = True) -> None:
         """Adds an engine: up, or down until its first probe, which is due at once."""
-        new = _Engine() if up else _Engine(Health.DOWN, pause=self._rule.pause)
+        new = _Engine() if up else _Engine(down=True, pause=self._rule.pause)
         self._engines.setdefault(engine, new)
 
     def drain(self, engine: E) -> None:
         """Sends no new requests to ``engine``, before it is removed. Raises ``KeyError``."""
-        self._engines[engine].health = _NEXT[self._engines[engine].health][Event.DRAIN]
+        self._engines[engine].draining = True
 
     def restore(self, engine: E) -> None:
         """Reverses ``drain``. Raises ``KeyError``."""
-        self._engines[engine].health = _NEXT[self._engines[engine].health][Event.RESTORE]
+        self._engines[engine].draining = False
 
     def remove(self, engine: E) -> None:
         """Removes ``engine``. Its conversations move to other engines."""
         self._engines.pop(engine, None)
-
-
-def _is_down(engine: _Engine) -> bool:
-    return engine.health in (Health.DOWN, Health.DRAINING_DOWN)
 
 
 def _weight(name: str, conversation: bytes) -> bytes:
