@@ -43,7 +43,7 @@ def engine_at(
     """The engine of a kind at a URL, as if it had been found there."""
     client: Any = ClientOfLoop(receive_buffer)
     dialect = KINDS[kind.removesuffix("-incremental")]
-    return HttpEngine(client, url, dialect, model=MODEL, served_name="m", context_length=length)
+    return HttpEngine(client, url, dialect, MODEL, "m", length)
 
 
 class Recorded:

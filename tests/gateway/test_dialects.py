@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.gateway.engines.detection import KINDS as DIALECTS
-from vllm_mlx_harmony.gateway.engines.dialect import EngineRequest
+from vllm_mlx_harmony.gateway.engines.dialect import Dialect, EngineRequest
+from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.sampling import Settings
 
 SAID = ids("<|channel|>final<|message|>☀ été 👩‍🚀 你好\n<|return|>")
@@ -37,16 +39,23 @@ SETTINGS = Settings(
 REQUEST = EngineRequest("m", (1, 2, 3), SETTINGS, "salt", 'start: "x"', 4)
 
 
-def dialect(kind: str) -> Any:
+def dialect(kind: str) -> Dialect:
     return DIALECTS[kind.removesuffix("-incremental")]
+
+
+def read(kind: str, events: Iterable[str]) -> list[Step]:
+    """The steps of a stream."""
+    steps: list[Step] = []
+    for event in events:
+        steps.append(dialect(kind).read(event, sum(len(each.ids) for each in steps)))
+    return steps
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_id_comes_once(kind: str, finish: str) -> None:
     said = SAID if finish == "stop" else SAID[:-1]
-    reader = dialect(kind).reader()
-    chunks = [reader.read(event) for event in EXCHANGES[kind].events([1, 2, 3], said, finish)]
+    chunks = read(kind, EXCHANGES[kind].events([1, 2, 3], said, finish))
     assert [token for chunk in chunks for token in chunk.ids] == said
     assert [chunk.finish for chunk in chunks if chunk.finish] == [finish]
     assert max(chunk.cached_tokens for chunk in chunks) == 16
@@ -72,15 +81,14 @@ def test_progress_is_read(kind: str, reported: object, expected: Progress | None
         assert DIALECTS[kind].body(REQUEST)["return_progress"] is True
     else:
         event = {"ids": [], "finish": None, "cached_tokens": 0}
-    chunk = DIALECTS[kind].reader().read(json.dumps({**event, "prompt_progress": reported}))
+    chunk = DIALECTS[kind].read(json.dumps({**event, "prompt_progress": reported}), 0)
     assert (chunk.ids, chunk.finish, chunk.progress) == ((), None, expected)
 
 
 def test_the_recorded_stream_of_vllm() -> None:
     recorded = (Path(__file__).parent / "data" / "vllm.sse").read_text("utf-8")
     events = [line.removeprefix("data: ") for line in recorded.split("\n") if line]
-    reader = DIALECTS["vllm"].reader()
-    chunks = [reader.read(event) for event in events]
+    chunks = read("vllm", events)
     assert [token for chunk in chunks for token in chunk.ids] == [122047, 115648, 105475]
     assert [chunk.finish for chunk in chunks if chunk.finish] == ["length"]
 
@@ -92,8 +100,8 @@ def test_ids_that_llamacpp_does_not_stream_are_read_from_the_text() -> None:
     assert any(not _is_text(piece) for piece in pieces), "these ids do not cut a character"
     events = list(EXCHANGES["llamacpp"].events([], [*said, vocab.RETURN], "stop"))
     assert len(events) < len(said) + 2
-    reader = DIALECTS["llamacpp"].reader()
-    assert [token for event in events for token in reader.read(event).ids] == [*said, vocab.RETURN]
+    steps = read("llamacpp", events)
+    assert [token for step in steps for token in step.ids] == [*said, vocab.RETURN]
 
 
 def _is_text(piece: bytes) -> bool:
@@ -105,13 +113,11 @@ def _is_text(piece: bytes) -> bool:
 
 
 def test_an_id_that_cannot_be_recovered_is_a_failure() -> None:
-    reader = DIALECTS["llamacpp"].reader()
     lost = {"content": "a", "tokens": [64], "stop": False, "tokens_predicted": 3}
     with pytest.raises(OutputError, match="every id"):
-        reader.read(json.dumps(lost))
-    sglang = DIALECTS["sglang"].reader()
+        read("llamacpp", [json.dumps(lost)])
     with pytest.raises(OutputError, match="every id"):
-        sglang.read(json.dumps({"output_ids": [5], "meta_info": {"completion_tokens": 3}}))
+        read("sglang", [json.dumps({"output_ids": [5], "meta_info": {"completion_tokens": 3}})])
 
 
 GARBAGE = ["", "null", "[]", "7", "{", '{"choices": 1}', '{"choices": [7]}', '{"meta_info": 1}']
@@ -120,12 +126,11 @@ GARBAGE = ["", "null", "[]", "7", "{", '{"choices": 1}', '{"choices": [7]}', '{"
 @pytest.mark.parametrize("data", GARBAGE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_garbage_is_the_engines_failure(kind: str, data: str) -> None:
-    reader = dialect(kind).reader()
     if kind == "vllm-mlx" and data.startswith("{") and len(data) > 1:
-        assert reader.read(data).ids == ()
+        assert dialect(kind).read(data, 0).ids == ()
         return
     with pytest.raises(OutputError):
-        reader.read(data)
+        dialect(kind).read(data, 0)
 
 
 @pytest.mark.parametrize(
@@ -140,17 +145,17 @@ def test_garbage_is_the_engines_failure(kind: str, data: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_in_a_stream(kind: str, error: Any, kind_of: type[HarmonyFailure]) -> None:
     with pytest.raises(kind_of, match=r"no such grammar|CUDA error"):
-        dialect(kind).reader().read(json.dumps({"error": error}))
+        dialect(kind).read(json.dumps({"error": error}), 0)
 
 
 def test_an_engine_that_gives_up_says_so() -> None:
     aborted = {"choices": [{"index": 0, "token_ids": [], "finish_reason": "abort"}]}
     with pytest.raises(OutputError, match="abort"):
-        DIALECTS["vllm"].reader().read(json.dumps(aborted))
+        read("vllm", [json.dumps(aborted)])
     reason = {"type": "abort", "message": "out of memory"}
     event = {"output_ids": [], "meta_info": {"completion_tokens": 0, "finish_reason": reason}}
     with pytest.raises(OutputError, match="out of memory"):
-        DIALECTS["sglang"].reader().read(json.dumps(event))
+        read("sglang", [json.dumps(event)])
 
 
 def test_the_body_for_vllm() -> None:

@@ -216,12 +216,12 @@ def test_an_answer_that_comes_while_nobody_takes_it_is_closed(
     engine = Late("vllm", SCRIPTS, pause=0.1, faults=[Fault(after=None)])
 
     async def going(url: str) -> None:
-        chunks = engine_at(url, "vllm").chunks(REQUEST)
-        assert await anext(chunks) is http.ACCEPTED
+        steps = engine_at(url, "vllm").stream(REQUEST)
+        assert await anext(steps) is http.ACCEPTED
         while not engine.running:
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.1)  # what it sent has arrived
-        await chunks.aclose()
+        await steps.aclose()
         while not engine.aborted:
             await asyncio.sleep(0.02)
 
@@ -249,8 +249,8 @@ def test_an_answer_that_comes_with_a_cancellation_is_closed() -> None:
                 return answer
 
         client: Any = Client()
-        engine = http.HttpEngine(client, "http://a", DIALECTS["vllm"], model=MODEL)
-        task = asyncio.ensure_future(anext(engine.chunks(REQUEST)))
+        engine = http.HttpEngine(client, "http://a", DIALECTS["vllm"], MODEL, MODEL)
+        task = asyncio.ensure_future(anext(engine.stream(REQUEST)))
         with pytest.raises(asyncio.CancelledError):
             await task
 

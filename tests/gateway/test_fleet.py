@@ -105,7 +105,7 @@ def test_a_probe_says_nothing_of_the_engine_that_came_after(
             """The server is the same."""
 
         monkeypatch.setattr(app, "detect", slow)
-        monkeypatch.setattr(app, "is_well", well)
+        monkeypatch.setattr(app, "get", well)
         fleet = Fleet("m", [A])
         (old,) = fleet.backends
         probing = asyncio.ensure_future(app.probe(http, old, "m"))

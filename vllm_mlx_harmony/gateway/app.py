@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from http import HTTPStatus
 from typing import Any, TypeAlias, TypeVar
 
 import uvicorn
@@ -34,9 +33,9 @@ from vllm_mlx_harmony.gateway import access_log, shared_limit
 from vllm_mlx_harmony.gateway.access_log import Access, logged
 from vllm_mlx_harmony.gateway.engines import http as engine_http
 from vllm_mlx_harmony.gateway.engines.detection import (
-    Spec,
     detect,
     first_id,
+    get,
     same_model,
     start_line,
 )
@@ -65,9 +64,6 @@ T = TypeVar("T")
 
 TICK = 0.1
 """Seconds between two checks for engines whose probe is due."""
-
-PROBE_SECONDS = 5.0
-"""The time limit of a health check."""
 
 AT_THE_START = ("model", "host", "port", "mcp_config", "shutdown_grace", "log_level")
 """Settings that change only with a restart."""
@@ -367,7 +363,7 @@ async def probe(http: ClientSession, backend: Backend, model: str) -> None:
         elif backend.routing.doubted(backend):
             backend.probed("")
         else:
-            await is_well(http, backend.spec)
+            await get(http, backend.spec, "/health")
             if not backend.routing.doubted(backend):
                 backend.probed("")
     except EngineUnavailable as error:
@@ -400,19 +396,6 @@ async def _generates(backend: Backend, engine: HttpEngine) -> None:
     except EngineUnavailable:
         if backend.routing.health(backend) in (Health.UP, Health.DRAINING):
             raise
-
-
-async def is_well(http: ClientSession, spec: Spec) -> None:
-    """Raises ``EngineUnavailable`` unless ``/health``, which every kind has, answers."""
-    try:
-        url = f"{spec.url.rstrip('/')}/health"
-        async with http.get(url, timeout=engine_http.silence(PROBE_SECONDS)) as response:
-            status = response.status
-    except engine_http.FAILURES as error:
-        problem = f"its /health cannot be reached ({str(error) or type(error).__name__})"
-        raise EngineUnavailable(problem) from error
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise EngineUnavailable(f"its /health answered {status}")
 
 
 def _health(host: Gateway) -> Response:

@@ -1,26 +1,25 @@
-"""Which kind of server a URL is, what it serves, and what it can do: asked once, when it is there.
+"""Detects the kind of a server, the model that it serves and its capabilities, once it is up.
 
-Each kind answers a question that no other does: the id endpoint of this plugin, llama.cpp's
-``/props``, SGLang's ``/get_model_info``, vLLM's ``/version``. Whether vLLM keeps to a grammar of
-ids depends on its backend and its reasoning parser, so it is tried: one token, which only a
-grammar would make it write.
+Each kind has a route that no other has: the id endpoint of this plugin, llama.cpp's ``/props``,
+SGLang's ``/get_model_info``, vLLM's ``/version``. Whether vLLM follows a grammar of ids depends on
+its backend and its reasoning parser, which a trial shows: one token that only a grammar would make
+it generate.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, TypeAlias
 
 from aiohttp import ClientSession
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.grammar.json_schema import ANY_OBJECT
-from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, EngineRequest
+from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, EngineRequest, Json
 from vllm_mlx_harmony.gateway.engines.http import (
     FAILURES,
     EngineLost,
@@ -48,7 +47,9 @@ KINDS: dict[str, Dialect] = {
 }
 """The kinds of ``--engine KIND=URL``. ``vllm`` is detected as either of its endpoints."""
 
-ASK_SECONDS = 5.0
+PROBE_SECONDS = 5.0
+"""The time limit of a request about the server itself."""
+
 TRIAL = (vocab.START, *vocab.encode("assistant"))
 """The prompt of a trial."""
 
@@ -62,49 +63,42 @@ KEY_REQUIRED = (
 )
 
 TRY_SECONDS = 60.0
-"""For the first grammar, which an engine prepares its tokenizer for."""
+"""The time limit of a trial: for the first grammar, an engine prepares its tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """An engine as it is configured. ``kind`` is empty where it is to be found out."""
+    """An engine as it is configured. An empty ``kind`` is detected."""
 
     url: str
     kind: str = ""
     key: str = ""
 
 
-_Json: TypeAlias = "dict[str, Any]"
-
-
 async def detect(http: ClientSession, spec: Spec, model: str) -> HttpEngine:
     """The engine at a URL, for the ``model`` of the gateway.
 
-    Raises ``EngineUnavailable`` as long as nobody answers there, ``HostError`` for what is no
-    engine, or serves other models only.
+    Raises ``EngineUnavailable`` while no engine responds there, and ``HostError`` for a server that
+    is not an engine or serves only other models.
     """
-    ask = _Asking(http, spec)
-    dialect, about = await _kind(ask, spec)
-    served_name, context_length = _served(await ask("/v1/models") or {}, about, model)
-    engine = HttpEngine(
-        http,
-        spec.url,
-        await _able(dialect, ask),
-        model=model,
-        served_name=served_name,
-        context_length=context_length,
-        key=spec.key,
-    )
+    dialect, about = await _kind(http, spec)
+    if dialect is SGLANG:
+        _, server = await get(http, spec, "/get_server_info")
+        grammar = server.get("grammar_backend") == "llguidance"
+        dialect = replace(dialect, capabilities=replace(dialect.capabilities, grammar=grammar))
+    _, models = await get(http, spec, "/v1/models")
+    served_name, length = _served(models, about, model)
+    engine = HttpEngine(http, spec.url.rstrip("/"), dialect, model, served_name, length, spec.key)
     engine.dialect = await _tried(engine, spec)
     return engine
 
 
 async def _tried(engine: HttpEngine, spec: Spec) -> Dialect:
-    """The engine's dialect, with what a trial has shown of it.
+    """The engine's dialect, with the capabilities that a trial has shown.
 
-    vLLM has the route of its endpoint of ids always, and refuses (403) what is posted to it unless
-    it was started with it. Raises ``EngineUnavailable`` where a trial shows nothing: what is taken
-    for an engine without grammars stays one for as long as it is up.
+    vLLM always has the route of its endpoint for ids, and rejects requests there (403) unless it
+    was started with it. Raises ``EngineUnavailable`` for an inconclusive trial: an engine that is
+    taken for one without grammars remains so for as long as it is up.
     """
     found = engine.dialect
     if found not in (VLLM, VLLM_TOKENS):
@@ -115,7 +109,7 @@ async def _tried(engine: HttpEngine, spec: Spec) -> Dialect:
                 raise HostError(NO_ENDPOINT) from error
             raise
         return found
-    if spec.kind not in _ENDPOINTS:
+    if spec.kind not in ("vllm-completions", "vllm-tokens"):
         engine.dialect = VLLM_TOKENS
         try:
             return replace(VLLM_TOKENS, capabilities=await _grammars(engine))
@@ -126,11 +120,8 @@ async def _tried(engine: HttpEngine, spec: Spec) -> Dialect:
     return replace(found, capabilities=await _grammars(engine))
 
 
-_ENDPOINTS = ("vllm-completions", "vllm-tokens")
-
-
 def _is_absent(answered: int) -> bool:
-    """Whether a status says that there is no such endpoint, or none that streams (200)."""
+    """Whether a status means that there is no such endpoint, or that it does not stream (200)."""
     if answered >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return answered == HTTPStatus.NOT_IMPLEMENTED
     return answered not in (0, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
@@ -140,11 +131,11 @@ _PARAMETRIC = f"""\
 start: <[{vocab.RETURN}]> | <[{vocab.RETURN}]> never::0x1
 never::_: "x" %if bit_clear(0)
 """
-"""Nothing but the end, in the notation of schemas that are not strict (llguidance 0.7.30)."""
+"""Allows only the end, in the notation of schemas that are not strict (llguidance 0.7.30)."""
 
 
 async def _grammars(engine: HttpEngine) -> Capabilities:
-    """Whether the engine writes what a grammar says. Raises ``EngineUnavailable``."""
+    """The capabilities of an engine that may follow grammars. Raises ``EngineUnavailable``."""
     can = replace(engine.capabilities, grammar=False)
     try:
         if await _first_id(engine, _PARAMETRIC) != vocab.RETURN:
@@ -152,14 +143,14 @@ async def _grammars(engine: HttpEngine) -> Capabilities:
     except EngineUnavailable as error:
         if error.answered != HTTPStatus.INTERNAL_SERVER_ERROR:
             raise
-        await _first_id(engine, None)  # is it the grammar?
+        await _first_id(engine, None)  # raises unless the grammar is the cause
         return can
     spaced = await _first_id(engine, f"start: %json {ANY_OBJECT.text}") is not None
     return replace(can, grammar=True, grammar_white_space=spaced)
 
 
 async def first_id(engine: HttpEngine, seconds: float) -> None:
-    """Has the engine generate an id. Raises ``EngineUnavailable`` where it does not."""
+    """Makes the engine generate an id. Raises ``EngineUnavailable`` if it does not."""
     try:
         await asyncio.wait_for(_first_id(engine, None, refused=False), seconds)
     except asyncio.TimeoutError as error:
@@ -168,20 +159,20 @@ async def first_id(engine: HttpEngine, seconds: float) -> None:
 
 
 async def _first_id(engine: HttpEngine, grammar: str | None, *, refused: bool = True) -> int | None:
-    """What the engine writes first under a grammar; ``None`` where it refuses that, and ``refused``
-    says that it may.
+    """The first id that the engine generates, with a grammar if there is one.
 
-    Raises ``EngineUnavailable`` when it takes no request, or breaks off.
+    ``None`` if it refuses the request, and may (``refused``). Raises ``EngineUnavailable`` if it
+    accepts no request, or loses it.
     """
     settings = Settings(max_tokens=1, temperature=1.0, top_p=1.0)
     trial = EngineRequest(engine.served_name, TRIAL, settings, grammar=grammar)
     first: int | None = None
     finish: Finish | None = None
     try:
-        async with aclosing(engine.chunks(trial, seconds=TRY_SECONDS)) as chunks:
-            async for chunk in chunks:
-                first = chunk.ids[0] if chunk.ids else first
-                finish = chunk.finish or finish
+        async with aclosing(engine.stream(trial, seconds=TRY_SECONDS)) as steps:
+            async for step in steps:
+                first = step.ids[0] if step.ids else first
+                finish = step.finish or finish
     except EngineLost as error:
         raise EngineUnavailable(error.message) from error
     except (OutputError, RequestError) as error:
@@ -194,8 +185,8 @@ async def _first_id(engine: HttpEngine, grammar: str | None, *, refused: bool = 
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two names may well be of one model: the last parts of paths and repositories are the
-    same, but for what one of them says of its format."""
+    """Whether two names may belong to one model: the last parts of the paths or repositories are
+    the same, except for the format at the end of one of them."""
     first, second = (
         name.rstrip("/").rpartition("/")[2].lower().removesuffix(".gguf") for name in (one, other)
     )
@@ -203,47 +194,35 @@ def same_model(one: str, other: str) -> bool:
 
 
 def start_line(engine: HttpEngine) -> str:
-    """What a log says of an engine that was found."""
+    """The description of a detected engine for the log."""
     missing = ", ".join(engine.capabilities.missing)
     length = engine.context_length
     return (
         f"{engine.url}: {engine.dialect.name} serves {engine.served_name!r}, "
-        f"{f'{length} tokens of context' if length else 'context length not known'}; "
+        f"{f'{length} tokens of context' if length else 'context length unknown'}; "
         f"missing: {missing or 'nothing'}"
     )
 
 
-class _Asking:
-    """GETs JSON from an engine."""
+async def get(http: ClientSession, spec: Spec, path: str) -> tuple[int, Json]:
+    """The status at ``path`` and the JSON object there; an empty one if there is none.
 
-    def __init__(self, http: ClientSession, spec: Spec) -> None:
-        self._http = http
-        self._url = spec.url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {spec.key}"} if spec.key else {}
-        self.unauthorized = False
-        """Whether the engine rejected the key, or the lack of one."""
-
-    async def __call__(self, path: str) -> _Json | None:
-        """The object at ``path``; ``None`` where there is none. Raises ``EngineUnavailable``."""
-        try:
-            asked = self._http.get(
-                self._url + path, headers=self._headers, timeout=silence(ASK_SECONDS)
-            )
-            async with asked as response:
-                content = await response.read()
-        except FAILURES as error:
-            problem = f"{self._url} cannot be reached ({reason_of(error)})"
-            raise EngineUnavailable(problem) from error
-        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise EngineUnavailable(f"{self._url}{path} answered {response.status}")
-        if response.status != HTTPStatus.OK:
-            self.unauthorized |= response.status == HTTPStatus.UNAUTHORIZED
-            return None
-        try:
-            found = json.loads(content)
-        except ValueError:
-            return None
-        return found if isinstance(found, dict) else None
+    Raises ``EngineUnavailable`` if the server cannot be reached, or fails.
+    """
+    headers = {"Authorization": f"Bearer {spec.key}"} if spec.key else {}
+    url = spec.url.rstrip("/") + path
+    try:
+        async with http.get(url, headers=headers, timeout=silence(PROBE_SECONDS)) as response:
+            content = await response.read()
+    except FAILURES as error:
+        raise EngineUnavailable(f"its {path} cannot be reached ({reason_of(error)})") from error
+    if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise EngineUnavailable(f"its {path} answered {response.status}")
+    document: object = None
+    if response.status == HTTPStatus.OK:
+        with suppress(ValueError):
+            document = json.loads(content)
+    return response.status, document if isinstance(document, dict) else {}
 
 
 _SIGNS: tuple[tuple[str, str, str], ...] = (
@@ -252,10 +231,11 @@ _SIGNS: tuple[tuple[str, str, str], ...] = (
     ("sglang", "/get_model_info", "is_generation"),
     ("vllm", "/version", "version"),
 )
-"""Kind, question, and a field that no other kind's answer has."""
+"""Kind, path, and a field that no other kind has there."""
 
 
-async def _kind(ask: _Asking, spec: Spec) -> tuple[Dialect, _Json]:
+async def _kind(http: ClientSession, spec: Spec) -> tuple[Dialect, Json]:
+    """The kind of a server, and its answer to the request that identifies the kind."""
     if spec.kind:
         if spec.kind not in KINDS:
             raise HostError(
@@ -263,16 +243,18 @@ async def _kind(ask: _Asking, spec: Spec) -> tuple[Dialect, _Json]:
             )
         # The longest: `vllm-mlx` begins with `vllm`.
         signs = [sign for sign in _SIGNS if spec.kind.startswith(sign[0])]
-        path = max(signs, key=lambda sign: len(sign[0]))[1] if signs else ""
-        return KINDS[spec.kind], (await ask(path) if path else None) or {}
+        _, path, _ = max(signs, key=lambda sign: len(sign[0]))
+        return KINDS[spec.kind], (await get(http, spec, path))[1]
+    statuses = set()
     for kind, path, field in _SIGNS:
-        about = await ask(path)
-        if about is not None and field in about:
+        status, about = await get(http, spec, path)
+        if field in about:
             return KINDS[kind], about
-    models = await ask("/v1/models")
-    if any(str(each.get("owned_by")).startswith("vllm-mlx") for each in _entries(models or {})):
+        statuses.add(status)
+    status, models = await get(http, spec, "/v1/models")
+    if any(str(each.get("owned_by")).startswith("vllm-mlx") for each in _entries(models)):
         raise HostError(NO_ENDPOINT)
-    if ask.unauthorized:
+    if HTTPStatus.UNAUTHORIZED in (*statuses, status):
         raise HostError(f"{KEY_REQUIRED}, or name its kind: --engine KIND=URL")
     raise HostError(
         f"this server is not recognized as any of {', '.join(KINDS)}: check the URL, "
@@ -280,13 +262,13 @@ async def _kind(ask: _Asking, spec: Spec) -> tuple[Dialect, _Json]:
     )
 
 
-def _entries(listed: _Json) -> list[_Json]:
-    """The models in an answer of ``/v1/models``."""
+def _entries(listed: Json) -> list[Json]:
+    """The models in the response of ``/v1/models``."""
     return [each for each in listed.get("data") or () if isinstance(each, dict)]
 
 
-def _served(listed: _Json, about: _Json, model: str) -> tuple[str, int | None]:
-    """The engine's name for the model, and its context length if it says one."""
+def _served(listed: Json, about: Json, model: str) -> tuple[str, int | None]:
+    """The engine's name for the model, and its context length if it reports one."""
     entries = _entries(listed)
     names = [str(each.get("id")) for each in entries]
     if entries and model not in names and len(entries) > 1:
@@ -300,12 +282,3 @@ def _served(listed: _Json, about: _Json, model: str) -> tuple[str, int | None]:
     )
     length = next((each for each in lengths if type(each) is int and each > 0), None)
     return str(entry.get("id") or model), length
-
-
-async def _able(dialect: Dialect, ask: _Asking) -> Dialect:
-    """``dialect`` with what this server of its kind can do."""
-    if dialect is SGLANG:
-        about = await ask("/get_server_info") or {}
-        grammar = about.get("grammar_backend") == "llguidance"
-        return replace(dialect, capabilities=replace(dialect.capabilities, grammar=grammar))
-    return dialect

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
-from vllm_mlx_harmony.server.engine import Finish
+from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.sampling import Settings
 
 TURN_ENDS = sorted(vocab.TURN_ENDS)
@@ -22,6 +22,10 @@ TURN_ENDS = sorted(vocab.TURN_ENDS)
 
 DONE = "[DONE]"
 """The last event of OpenAI's streams, and of those modelled on them."""
+
+NOTHING = Step(())
+
+Json: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,45 +67,40 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """One event: its new ``ids``, and the finish reason if the turn has ended.
-
-    ``cached_tokens`` is the number of prompt ids that the engine had cached. ``progress`` is set
-    while it computes the prompt, by engines that report it.
-    """
-
-    ids: tuple[int, ...] = ()
-    finish: Finish | None = None
-    cached_tokens: int = 0
-    progress: Progress | None = None
-
-
-EMPTY = Chunk()
-
-
-class Reader(Protocol):
-    """Reads the events of one stream, in order."""
-
-    def read(self, data: str) -> Chunk:
-        """Reads the data of one event. Raises ``OutputError`` for anything malformed."""
-
-
-@dataclass(frozen=True, slots=True)
 class Dialect:
     """One kind of server; shared by all requests to it.
 
-    ``name`` is its kind in flags, logs and metrics, ``path`` where requests are posted, ``body``
-    makes the JSON of a request, and ``reader`` a reader for a new stream.
+    ``name`` is its kind in flags, logs and metrics, ``path`` where requests are posted, and
+    ``body`` makes the JSON of a request. ``step`` reads an event of the stream, which has brought
+    a number of ids so far: its new ids, the cached ids of the prompt if it reports them, and
+    progress or a finish reason. It raises ``OutputError`` for anything malformed.
     """
 
     name: str
     path: str
     capabilities: Capabilities
-    body: Callable[[EngineRequest], dict[str, Any]]
-    reader: Callable[[], Reader]
+    body: Callable[[EngineRequest], Json]
+    step: Callable[[Json, int], Step]
+
+    def read(self, data: str, seen: int) -> Step:
+        """The step of one event behind ``seen`` ids.
+
+        Raises ``OutputError`` for a malformed event, and the exception for an error event.
+        """
+        if data == DONE:
+            return NOTHING
+        try:
+            event = json.loads(data)
+        except ValueError as error:
+            raise garbled(data) from error
+        if not isinstance(event, dict):
+            raise garbled(data)
+        if "error" in event:
+            raise failure_in(event)
+        return self.step(event, seen)
 
 
-def sampling(settings: Settings) -> dict[str, Any]:
+def sampling(settings: Settings) -> Json:
     """The sampling fields that have the same names on every engine."""
     return {
         "temperature": settings.temperature,
@@ -113,12 +112,10 @@ def sampling(settings: Settings) -> dict[str, Any]:
     }
 
 
-def batch_sampling(
-    request: EngineRequest, *, max_tokens: str, min_tokens: str, seed: str
-) -> dict[str, Any]:
+def batch_sampling(request: EngineRequest, *, max_tokens: str, min_tokens: str, seed: str) -> Json:
     """The sampling fields of vLLM and SGLang, which differ in three names."""
     settings = request.settings
-    body: dict[str, Any] = {
+    body: Json = {
         **sampling(settings),
         "repetition_penalty": settings.repetition_penalty,
         max_tokens: settings.max_tokens,
@@ -132,20 +129,6 @@ def batch_sampling(
     if request.min_tokens:
         body[min_tokens] = min(request.min_tokens, settings.max_tokens)
     return body
-
-
-def parsed(data: str) -> dict[str, Any]:
-    """The JSON object of an event. Raises ``OutputError`` for anything else, and what an ``error``
-    in it means."""
-    try:
-        event = json.loads(data)
-    except ValueError as error:
-        raise garbled(data) from error
-    if not isinstance(event, dict):
-        raise garbled(data)
-    if "error" in event:
-        raise failure_in(event)
-    return event
 
 
 def garbled(data: object) -> OutputError:

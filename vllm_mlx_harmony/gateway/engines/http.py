@@ -1,17 +1,18 @@
-"""An engine behind HTTP as the front end's ``Engine``: one request, one stream of ids.
+"""An engine behind HTTP: one request, one stream of ids.
 
-Knows connections, statuses and how a turn ends. Refuses to know what fields and events are called
-(`dialect`), and where a request goes that this engine does not take (`router`).
+Connections, statuses and the end of a turn are handled here. Fields and events differ between kinds
+of engines (`dialect`); `router` sends a request that this engine rejects to another one.
 
-**Back-pressure.** Nothing is read from the engine's socket before the last ids were taken: whoever
-reads slowly fills the kernel's buffers, and the engine's server waits for room in them. **Abort.**
-Closing the iterator closes the connection, which ends the request on every engine here.
+**Back-pressure.** The socket is read only after the last ids were consumed. A slow reader thus
+fills the kernel's buffers, and the engine's server waits for room in them. **Abort.** Closing the
+iterator closes the connection, which ends the request on every engine here.
 
-**Costs.** The client is aiohttp's: its parser is in C and hands on what a socket brought in one
-piece, and all that follows is done once for a piece (``ci/bench_gateway.py`` has the figures).
+**Costs.** The client is aiohttp: its parser is written in C and returns everything that a read of
+the socket brought in one piece, which is then processed at once (``ci/bench_gateway.py`` has the
+figures).
 
-**Ids that are forced.** No engine lets ids be put into a running request. Where reasoning has to
-end (`core.reasoning`), the request is closed and another one begun behind the forced ids: the
+**Forced ids.** No engine accepts ids in the middle of a request. When reasoning has to end
+(`core.reasoning`), the request is closed and another one continues after the forced ids: the
 engine's prefix cache has everything before them.
 """
 
@@ -20,9 +21,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from http import HTTPStatus
@@ -46,7 +47,6 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError,
 from vllm_mlx_harmony.core.grammar import with_compact_json
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
-    Chunk,
     Dialect,
     EngineRequest,
     message_of,
@@ -57,36 +57,37 @@ from vllm_mlx_harmony.server.sampling import Settings
 
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 4.0
-"""For which a connection without a request is kept: uvicorn, which vLLM and SGLang run under,
-closes it after 5, and a request that is on its way just then would be lost."""
+"""How long an idle connection is kept. uvicorn, which serves vLLM and SGLang, closes it after 5
+seconds, and a request sent at that moment would be lost."""
+
 LONGEST_ERROR = 65_536
 """Bytes of an error's body that are read."""
 
 FAILURES = (ClientError, OSError, asyncio.TimeoutError, ValueError)
-"""Of a connection; ``ValueError``: what came is no HTTP, or there is no such URL."""
+"""Errors of a connection; ``ValueError`` for a response that is not HTTP and for an invalid URL."""
 
 NOT_CONNECTED = (ClientConnectorError, ServerTimeoutError)
-"""Those of a connection that was never there."""
+"""Those raised before a connection exists."""
 
 PATIENCE_SECONDS = 2.0
-"""After which a request that has no answer yet counts as accepted: some engines send no status
-before they have computed the prompt."""
+"""A request without a response for so long counts as accepted: some engines send no status before
+they have computed the prompt."""
 
 END_SECONDS = 3.0
-"""For what an engine sends behind the last id."""
+"""How long an engine may take to end the stream after the last id."""
 
-ACCEPTED = Chunk()
-"""Says that the engine has accepted the request."""
+ACCEPTED = Step(())
+"""The engine has accepted the request."""
 
 MOST_CONTINUATIONS = 4
-"""Requests that one turn is made of, at most: each after the first follows ids that were forced."""
+"""The most requests that make up one turn: each after the first follows forced ids."""
 
 
 class EngineUnavailable(HostError):
-    """The engine did not take the request, or lost it: another one may do it.
+    """The engine did not accept the request, or lost it; another one may serve it.
 
-    ``answered`` is the HTTP status that it answered with; 0 where it did not. ``reached`` is
-    whether there was a connection at all.
+    ``answered`` is the HTTP status of its response; 0 if there was none. ``reached`` is whether
+    there was a connection at all.
     """
 
     code = "engine_unavailable"
@@ -95,12 +96,12 @@ class EngineUnavailable(HostError):
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine is well, and has no room."""
+        """Whether the engine is healthy but has no capacity."""
         return self.retry_after is not None or self.status == HTTPStatus.TOO_MANY_REQUESTS
 
 
 class EngineSilent(EngineUnavailable):
-    """The engine takes requests and generates nothing, for this one or any other."""
+    """The engine accepts requests and generates nothing, for this one or any other."""
 
 
 class EngineLost(OutputError):
@@ -108,11 +109,10 @@ class EngineLost(OutputError):
 
 
 def client(receive_buffer: int | None = None) -> ClientSession:
-    """The one client of a process: connections are kept alive, and there is no limit to them.
+    """The HTTP client of a process, made in its event loop. It keeps connections alive.
 
-    Of an event loop that runs. Silence has no limit here: that of a request is the front end's
-    (``Host.deadline``). ``receive_buffer``: bytes that the kernel takes of a stream nobody reads;
-    as it likes, where it is not given.
+    There is no limit to their number and none to silence: the front end limits the time of a
+    request (``Host.deadline``). ``receive_buffer`` is the size of the kernel's buffer in bytes.
     """
     connector = TCPConnector(
         limit=0,
@@ -125,60 +125,38 @@ def client(receive_buffer: int | None = None) -> ClientSession:
 
 
 def silence(seconds: float | None) -> ClientTimeout:
-    """A server may say nothing for so long; ``None``: for ever."""
+    """A timeout for each read; ``None`` is no limit."""
     return ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=seconds)
 
 
 def _socket(receive_buffer: int, address: Any) -> socket.socket:
-    """For a connection to ``address``, as ``getaddrinfo`` gives it."""
+    """A socket for ``address``, as ``getaddrinfo`` returns it."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     return made
 
 
+@dataclass(eq=False)
 class HttpEngine:
-    """The engine at ``url``, which speaks ``dialect`` and calls its model ``served_name``.
+    """The engine at ``url``, which calls its model ``served_name``.
 
-    ``model`` is what the weights are called here: turns are remembered for it, whichever engine
+    ``model`` is the gateway's name for the weights: turns are remembered for it, whichever engine
     generated them. ``key`` is the engine's own API key.
     """
 
-    remote = True
-
-    def __init__(
-        self,
-        http: ClientSession,
-        url: str,
-        dialect: Dialect,
-        *,
-        model: str,
-        served_name: str = "",
-        context_length: int | None = None,
-        key: str = "",
-    ) -> None:
-        self.url = url.rstrip("/")
-        self.dialect = dialect
-        self.model = model
-        self.context_length = context_length
-        self.served_name = served_name or model
-        self._http = http
-        self._headers = {
-            "Accept": "text/event-stream",
-            "Accept-Encoding": "identity",
-            "Content-Type": "application/json",
-        }
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
+    http: ClientSession
+    url: str
+    dialect: Dialect
+    model: str
+    served_name: str
+    context_length: int | None = None
+    key: str = ""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do."""
+        """What it supports."""
         return self.dialect.capabilities
-
-    async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
-        """See ``server.engine.Engine``. No engine says it before it has computed."""
-        return 0
 
     async def generate(
         self,
@@ -187,34 +165,38 @@ class HttpEngine:
         tenant: str,
         constraint: Constraint | None,
     ) -> Steps:
-        """See ``server.engine.Engine``. Raises ``EngineUnavailable`` before anything came."""
+        """Generates as ``server.engine.Engine`` describes.
+
+        Raises ``EngineUnavailable`` before the first id.
+        """
         grammar = self._grammar(constraint.spec) if constraint is not None else None
+        min_tokens = constraint.spec.min_tokens if constraint is not None else 0
         request = EngineRequest(
             model=self.served_name,
             prompt=prompt,
             settings=replace(settings, max_tokens=max(settings.max_tokens, 1)),
             salt=_salt(tenant) if self.capabilities.tenant_salt else "",
             grammar=grammar,
-            min_tokens=constraint.spec.min_tokens if constraint is not None else 0,
+            min_tokens=min_tokens,
         )
-        # The grammar is the engine's to follow: its llguidance may be another version than ours.
+        # The engine itself follows the grammar: its version of llguidance may differ from ours.
         turn = _Turn(None if constraint is None else constraint.start(grammar=False))
         cached = 0
         for number in range(MOST_CONTINUATIONS):
             finish: Finish | None = None
             ids: tuple[int, ...] = ()
-            async with aclosing(self.chunks(request)) as chunks:
-                async for chunk in chunks:
-                    cached = max(cached, chunk.cached_tokens)
-                    finish = finish or chunk.finish
-                    ids = turn.take(chunk.ids) if settings.max_tokens else ()
+            async with aclosing(self.stream(request)) as steps:
+                async for step in steps:
+                    cached = max(cached, step.cached_tokens)
+                    finish = finish or step.finish
+                    ids = turn.take(step.ids) if settings.max_tokens else ()
                     if turn.forced:
-                        break  # what it says from here on is not wanted
-                    progress = None if turn.ids else chunk.progress
-                    if ids or progress or (chunk is ACCEPTED and number == 0):
+                        break  # other ids must follow than those of this stream
+                    progress = None if turn.ids else step.progress
+                    if ids or progress or (step is ACCEPTED and number == 0):
                         yield Step(ids, None, cached, progress)
                     if turn.ended and finish is None:
-                        cached = max(cached, await _cached_behind(chunks))
+                        cached = max(cached, await _cached_at_end(steps))
                         break
             if turn.ended or (finish is not None and not turn.forced):
                 finish = finish if settings.max_tokens else "length"
@@ -223,17 +205,26 @@ class HttpEngine:
             if not turn.forced:
                 raise OutputError("the engine ended before the answer did")
             yield Step(ids + turn.force(), None, cached)
-            request = _behind(request, prompt, settings, turn.ids)
-            if grammar is not None and constraint is not None and constraint.spec.grammar:
-                text = constraint.spec.grammar.grammar.without_analysis
-                request = replace(request, grammar=self._written(text))
-            if request.settings.max_tokens < 1:
+            count = len(turn.ids)
+            if settings.max_tokens <= count:
                 yield Step((), "length", cached)
                 return
+            if grammar is not None and constraint is not None and constraint.spec.grammar:
+                grammar = self._written(constraint.spec.grammar.grammar.without_analysis)
+            request = replace(
+                request,
+                prompt=(*prompt, *turn.ids),
+                settings=replace(settings, max_tokens=settings.max_tokens - count),
+                grammar=grammar,
+                min_tokens=max(0, min_tokens - count),
+            )
         raise OutputError("the model would not stop to reason")
 
     def _grammar(self, spec: ConstraintSpec) -> str | None:
-        """The text of the grammar, where it can be kept to. Raises ``RequestError`` otherwise."""
+        """The text of the grammar; ``None`` if there is none, or if the engine need not follow it.
+
+        Raises ``RequestError`` if the engine has to, and cannot.
+        """
         grammar = spec.grammar
         if grammar is None:
             return None
@@ -248,23 +239,26 @@ class HttpEngine:
         return None
 
     def _written(self, text: str) -> str:
-        """A grammar, as this engine's llguidance reads it."""
+        """A grammar in the form that this engine's version of llguidance reads."""
         return text if self.capabilities.grammar_white_space else with_compact_json(text)
 
-    async def chunks(
-        self, request: EngineRequest, seconds: float | None = None
-    ) -> AsyncGenerator[Chunk, None]:
-        """What the engine streams, ``ACCEPTED`` first; never silent for longer than ``seconds``.
+    async def stream(self, request: EngineRequest, seconds: float | None = None) -> Steps:
+        """The steps that the engine streams, ``ACCEPTED`` first.
 
-        Raises ``EngineUnavailable`` before anything came, and ``OutputError`` behind that:
-        ``EngineLost`` where the connection broke.
+        Raises ``EngineUnavailable`` before the first step, and if none comes for ``seconds``, and
+        ``OutputError`` after it: ``EngineLost`` if the connection broke.
         """
-        body = json.dumps(self.dialect.body(request), separators=(",", ":")).encode()
+        headers = {
+            "Accept": "text/event-stream",
+            "Accept-Encoding": "identity",
+            "Content-Type": "application/json",
+            **({"Authorization": f"Bearer {self.key}"} if self.key else {}),
+        }
         sending = asyncio.ensure_future(
-            self._http.post(
+            self.http.post(
                 self.url + self.dialect.path,
-                data=body,
-                headers=self._headers,
+                data=json.dumps(self.dialect.body(request), separators=(",", ":")).encode(),
+                headers=headers,
                 timeout=silence(seconds),
                 allow_redirects=False,
             )
@@ -277,24 +271,19 @@ class HttpEngine:
                     yield ACCEPTED
                 response = await sending
             except FAILURES as error:
-                unavailable = EngineUnavailable(
-                    f"the engine cannot be reached ({reason_of(error)})"
-                )
+                problem = f"the engine cannot be reached ({reason_of(error)})"
+                unavailable = EngineUnavailable(problem)
                 unavailable.reached = not isinstance(error, NOT_CONNECTED)
                 raise unavailable from error
             await _check(response)
             yield ACCEPTED
-            read = self.dialect.reader().read
-            async with aclosing(_events(response.content)) as groups:
-                async for group in groups:
-                    found, failure = _read(read, group)
-                    for chunk in found:
-                        yield chunk
-                    if failure is not None:
-                        raise failure
-                    if ending is None and found and found[-1].finish is not None:
-                        # What is left is numbers and the end, after which the connection is free:
-                        # no engine has a reason to keep us waiting for it.
+            async with aclosing(_steps(response.content, self.dialect)) as groups:
+                async for steps in groups:
+                    for step in steps:
+                        yield step
+                    if ending is None and steps and steps[-1].finish is not None:
+                        # Only usage and the end of the stream are left, after which the connection
+                        # can be used again. Neither is worth a long wait.
                         loop = asyncio.get_running_loop()
                         ending = loop.call_later(END_SECONDS, response.close)
         except FAILURES as error:
@@ -308,68 +297,63 @@ class HttpEngine:
 
 
 async def _closed(sending: asyncio.Task[ClientResponse]) -> None:
-    """Ends a request, whose answer may have come when nobody waited for it."""
+    """Ends a request, whose response may arrive while it is being cancelled."""
     try:
         await stopped(sending)
     finally:
         if not sending.cancelled() and sending.exception() is None:
-            sending.result().close()  # free already, if all of it was read
+            sending.result().close()  # no effect if all of it was read
 
 
-async def _cached_behind(chunks: AsyncGenerator[Chunk, None]) -> int:
-    """The cached tokens that an engine counts behind the id that ends the turn.
+async def _cached_at_end(steps: Steps) -> int:
+    """The cached tokens that an engine reports after the id that ends the turn.
 
-    It is let come to its end, so that it keeps what it computed, unless it goes on to generate or
+    The engine may finish, so that it caches what it computed, unless it goes on to generate or
     takes long.
     """
     cached = 0
     with suppress(StopAsyncIteration, asyncio.TimeoutError, OutputError):
         while True:
-            chunk = await asyncio.wait_for(anext(chunks), END_SECONDS)
-            if chunk.ids:
+            step = await asyncio.wait_for(anext(steps), END_SECONDS)
+            if step.ids:
                 break
-            cached = max(cached, chunk.cached_tokens)
+            cached = max(cached, step.cached_tokens)
     return cached
 
 
 class _Turn:
-    """One turn, id by id: where it ends, and where ids are forced."""
+    """The ids of one turn: where it ends, and which ids are forced."""
 
     def __init__(self, matcher: ConstraintMatcher | None) -> None:
         self._matcher = matcher
         self.ids: list[int] = []
-        """All so far."""
         self.ended = False
         self.forced: tuple[int, ...] = ()
-        """What has to follow now, whatever the engine says."""
+        """The ids that have to follow now, in place of the engine's."""
 
     def take(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of ``ids`` that are the turn's: up to its end, or to where others are forced."""
+        """The part of ``ids`` that belongs to the turn: up to its end or to forced ids."""
         matcher = self._matcher
-        if matcher is None:
-            for at, token in enumerate(ids, start=1):
-                if token in vocab.TURN_ENDS:
-                    self.ended = True
-                    ids = ids[:at]
-                    break
-            self.ids += ids
-            return ids
-        reasoning = matcher.reasoning
-        for at, token in enumerate(ids, start=1):
+        reasoning = None if matcher is None else matcher.reasoning
+        for at, token in enumerate(ids):
             if reasoning is not None and token in reasoning.banned:
                 self.forced = tuple(vocab.encode("final"))
-                return self._taken(ids[: at - 1])
-            matcher.consume(token)
+                ids = ids[:at]
+                break
+            if matcher is not None:
+                matcher.consume(token)
             if token in vocab.TURN_ENDS:
                 self.ended = True
-                return self._taken(ids[:at])
-            if reasoning is not None and reasoning.forced:
+            elif reasoning is not None:
                 self.forced = reasoning.forced
-                return self._taken(ids[:at])
-        return self._taken(ids)
+            if self.ended or self.forced:
+                ids = ids[: at + 1]
+                break
+        self.ids += ids
+        return ids
 
     def force(self) -> tuple[int, ...]:
-        """What is forced: said from now on."""
+        """The forced ids, which now belong to the turn."""
         forced, self.forced = self.forced, ()
         if self._matcher is not None:
             for token in forced:
@@ -377,56 +361,42 @@ class _Turn:
         self.ids += forced
         return forced
 
-    def _taken(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        self.ids += ids
-        return ids
-
-
-def _behind(
-    request: EngineRequest, prompt: tuple[int, ...], settings: Settings, said: Sequence[int]
-) -> EngineRequest:
-    """``request`` of what follows ``said``."""
-    left = replace(settings, max_tokens=settings.max_tokens - len(said))
-    missing = max(0, request.min_tokens - len(said))
-    return replace(request, prompt=(*prompt, *said), settings=left, min_tokens=missing)
-
 
 def _salt(tenant: str) -> str:
-    """What keeps one tenant's prefixes apart: not what its key can be guessed by elsewhere."""
+    """Separates the cached prefixes of tenants, and reveals nothing about their keys."""
     return blake2b(tenant.encode(), digest_size=16, person=b"cache salt").hexdigest()
 
 
-def _joined(chunks: list[Chunk]) -> list[Chunk]:
-    """Chunks that came at once, as one, behind the last progress among them; empty ones are left
-    out."""
-    reported = [Chunk(progress=each.progress) for each in chunks if each.progress][-1:]
-    chunks = [each for each in chunks if each.ids or each.finish or each.cached_tokens]
-    if len(chunks) < 2:  # noqa: PLR2004
-        return reported + chunks
-    finish = next((each.finish for each in chunks if each.finish is not None), None)
-    ids = tuple(token for each in chunks for token in each.ids)
-    cached = max(each.cached_tokens for each in chunks)
-    return [*reported, Chunk(ids, finish, cached)]
+async def _steps(content: StreamReader, dialect: Dialect) -> AsyncGenerator[list[Step], None]:
+    """The steps of a stream. Those that arrived at once are joined, except for progress.
 
-
-def _read(
-    read: Callable[[str], Chunk], group: list[str]
-) -> tuple[list[Chunk], HarmonyFailure | None]:
-    """What came at once, and the failure that ended it: ids before that were generated."""
-    chunks: list[Chunk] = []
-    try:
-        for data in group:
-            chunks.append(read(data))  # noqa: PERF401 - those before a failure are wanted
-    except HarmonyFailure as failure:
-        return _joined(chunks), failure
-    return _joined(chunks), None
+    Raises ``HarmonyFailure`` for an error event or a malformed one, after the steps before it.
+    """
+    seen = 0
+    async with aclosing(_events(content)) as groups:
+        async for group in groups:
+            steps: list[Step] = []
+            failure: HarmonyFailure | None = None
+            try:
+                for data in group:
+                    steps.append(dialect.read(data, seen))
+                    seen += len(steps[-1].ids)
+            except HarmonyFailure as error:
+                failure = error
+            progress = [Step((), progress=each.progress) for each in steps if each.progress][-1:]
+            ids = tuple(token for each in steps for token in each.ids)
+            finish = next((each.finish for each in steps if each.finish is not None), None)
+            cached = max((each.cached_tokens for each in steps), default=0)
+            yield [*progress, Step(ids, finish, cached)] if ids or finish or cached else progress
+            if failure is not None:
+                raise failure
 
 
 async def _events(content: StreamReader) -> AsyncGenerator[list[str], None]:
-    """The data of the events, in the groups that they came in.
+    """The data of server-sent events, in the groups in which they arrived.
 
-    As https://html.spec.whatwg.org/multipage/server-sent-events.html has it, of which ``data`` is
-    all that counts here; lines end with LF or CRLF.
+    https://html.spec.whatwg.org/multipage/server-sent-events.html; fields other than ``data`` are
+    ignored, and lines end with LF or CRLF.
     """
     rest = b""
     data: list[bytes] = []
@@ -444,44 +414,38 @@ async def _events(content: StreamReader) -> AsyncGenerator[list[str], None]:
 
 
 async def _check(response: ClientResponse) -> None:
-    """Raises what a status, or another kind of answer than a stream, means."""
+    """Raises the exception for an error status, and for a response that is not a stream."""
     status = response.status
     if status == HTTPStatus.OK:
         kind = response.headers.get("content-type", "")
-        if not kind.startswith("text/event-stream"):
-            problem = f"the engine answered with {kind or 'nothing'}, not a stream"
-            unavailable = EngineUnavailable(problem)
-            unavailable.answered = status
-            raise unavailable
-        return
-    said = await _said(response)
-    if status in (400, 413, 422):
-        raise RequestError(f"the engine refused the request: {said}", code="engine_refused")
-    retry_after = response.headers.get("retry-after", "")
-    unavailable = EngineUnavailable(
-        f"the engine answered {status}: {said}",
-        status=429 if status == HTTPStatus.TOO_MANY_REQUESTS else 503,
-        retry_after=int(retry_after) if retry_after.isdigit() else None,
-    )
+        if kind.startswith("text/event-stream"):
+            return
+        unavailable = EngineUnavailable(
+            f"the engine answered with {kind or 'nothing'}, not a stream"
+        )
+    else:
+        content = b""
+        with suppress(*FAILURES):  # the status is enough
+            async for piece in response.content.iter_any():
+                content += piece
+                if len(content) > LONGEST_ERROR:
+                    break
+        text = content.decode("utf-8", "replace")
+        message = text[:200]
+        with suppress(ValueError):
+            message = message_of(json.loads(text)) or message
+        if status in (400, 413, 422):
+            raise RequestError(f"the engine refused the request: {message}", code="engine_refused")
+        retry_after = response.headers.get("retry-after", "")
+        unavailable = EngineUnavailable(
+            f"the engine answered {status}: {message}",
+            status=429 if status == HTTPStatus.TOO_MANY_REQUESTS else 503,
+            retry_after=int(retry_after) if retry_after.isdigit() else None,
+        )
     unavailable.answered = status
     raise unavailable
 
 
-async def _said(response: ClientResponse) -> str:
-    """What an error says, or how it begins."""
-    content = b""
-    with suppress(*FAILURES):  # the status is there
-        async for piece in response.content.iter_any():
-            content += piece
-            if len(content) > LONGEST_ERROR:
-                break
-    text = content.decode("utf-8", "replace")
-    try:
-        return message_of(json.loads(text)) or text[:200]
-    except ValueError:
-        return text[:200]
-
-
 def reason_of(error: Exception) -> str:
-    """What ``error`` says of itself: the name of its kind where it says nothing."""
+    """The message of ``error``, or its type if it has none."""
     return str(error) or type(error).__name__

@@ -22,34 +22,30 @@ Grammars: builds with llguidance accept Lark after ``%llguidance``; in all other
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.gateway.engines.dialect import (
-    DONE,
-    EMPTY,
     Capabilities,
-    Chunk,
     Dialect,
     EngineRequest,
+    Json,
     count_of,
     finish_of,
     garbled,
     ids_of,
-    parsed,
     progress_of,
     sampling,
 )
-from vllm_mlx_harmony.server.engine import Finish
+from vllm_mlx_harmony.server.engine import Finish, Step
 
 FINISHES: dict[str, Finish] = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
-def _body(request: EngineRequest) -> dict[str, Any]:
+def _body(request: EngineRequest) -> Json:
     """Penalties cover the whole context, as on other engines, instead of the last 64 ids."""
     settings = request.settings
-    body: dict[str, Any] = {
+    body: Json = {
         **sampling(settings),
         "prompt": request.prompt,
         "stream": True,
@@ -69,29 +65,19 @@ def _body(request: EngineRequest) -> dict[str, Any]:
     return body
 
 
-class LlamaCppReader:
-    """Events with the ids of complete characters."""
-
-    def __init__(self) -> None:
-        self._seen = 0
-
-    def read(self, data: str) -> Chunk:
-        if data == DONE:
-            return EMPTY
-        event = parsed(data)
-        if "stop" not in event:
-            raise garbled(data)
-        ids, total = ids_of(event.get("tokens")), count_of(event.get("tokens_predicted"))
-        missing = total - self._seen - len(ids)
-        if missing > 0:
-            ids = _recovered(str(event.get("content", "")), ids, missing)
-        self._seen += len(ids)
-        if event["stop"] is not True:
-            return Chunk(ids, progress=progress_of(event.get("prompt_progress")))
-        timings = event.get("timings")
-        cached = count_of(timings.get("cache_n")) if isinstance(timings, dict) else 0
-        finish = finish_of(event.get("stop_type", "none"), FINISHES)
-        return Chunk(ids, finish, cached)
+def _step(event: Json, seen: int) -> Step:
+    """An event with the ids of complete characters."""
+    if "stop" not in event:
+        raise garbled(event)
+    ids, total = ids_of(event.get("tokens")), count_of(event.get("tokens_predicted"))
+    missing = total - seen - len(ids)
+    if missing > 0:
+        ids = _recovered(str(event.get("content", "")), ids, missing)
+    if event["stop"] is not True:
+        return Step(ids, progress=progress_of(event.get("prompt_progress")))
+    timings = event.get("timings")
+    cached = count_of(timings.get("cache_n")) if isinstance(timings, dict) else 0
+    return Step(ids, finish_of(event.get("stop_type", "none"), FINISHES), cached)
 
 
 def _recovered(content: str, ids: tuple[int, ...], missing: int) -> tuple[int, ...]:
@@ -108,6 +94,6 @@ LLAMACPP = Dialect(
     "/completion",
     Capabilities(cached_tokens=True, min_tokens=False),
     _body,
-    LlamaCppReader,
+    _step,
 )
 LLAMACPP_LLGUIDANCE = replace(LLAMACPP, capabilities=replace(LLAMACPP.capabilities, grammar=True))

@@ -7,22 +7,21 @@ event has ``ids``, ``finish`` and ``cached_tokens``, or ``prompt_progress`` befo
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
-    Chunk,
     Dialect,
     EngineRequest,
+    Json,
     count_of,
     finish_of,
     ids_of,
-    parsed,
     progress_of,
 )
+from vllm_mlx_harmony.server.engine import Step
 
 
-def _body(request: EngineRequest) -> dict[str, Any]:
+def _body(request: EngineRequest) -> Json:
     return {
         "model": request.model,
         "prompt": request.prompt,
@@ -33,14 +32,9 @@ def _body(request: EngineRequest) -> dict[str, Any]:
     }
 
 
-class PluginReader:
-    """Events with new ids."""
-
-    def read(self, data: str) -> Chunk:
-        event = parsed(data)
-        finish = finish_of(event.get("finish"))
-        cached, progress = event.get("cached_tokens"), event.get("prompt_progress")
-        return Chunk(ids_of(event.get("ids")), finish, count_of(cached), progress_of(progress))
+def _step(event: Json, seen: int) -> Step:
+    finish, cached = finish_of(event.get("finish")), count_of(event.get("cached_tokens"))
+    return Step(ids_of(event.get("ids")), finish, cached, progress_of(event.get("prompt_progress")))
 
 
 PLUGIN = Dialect(
@@ -48,5 +42,5 @@ PLUGIN = Dialect(
     "/harmony/v1/generate",
     Capabilities(grammar=True, grammar_white_space=True, cached_tokens=True, tenant_salt=True),
     _body,
-    PluginReader,
+    _step,
 )

@@ -14,26 +14,22 @@ connection aborts the request (``create_abort_task``). ``extra_key`` keeps prefi
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.gateway.engines.dialect import (
-    DONE,
-    EMPTY,
     Capabilities,
-    Chunk,
     Dialect,
     EngineRequest,
+    Json,
     batch_sampling,
     count_of,
     finish_of,
     garbled,
     ids_of,
-    parsed,
 )
+from vllm_mlx_harmony.server.engine import Step
 
 
-def _body(request: EngineRequest) -> dict[str, Any]:
+def _body(request: EngineRequest) -> Json:
     fields = batch_sampling(
         request, max_tokens="max_new_tokens", min_tokens="min_new_tokens", seed="sampling_seed"
     )
@@ -46,34 +42,22 @@ def _body(request: EngineRequest) -> dict[str, Any]:
     return body
 
 
-class SGLangReader:
-    """Events with all ids so far, or with the new ones only."""
-
-    def __init__(self) -> None:
-        self._seen = 0
-
-    def read(self, data: str) -> Chunk:
-        if data == DONE:
-            return EMPTY
-        event = parsed(data)
-        about = event.get("meta_info")
-        if not isinstance(about, dict):
-            raise garbled(data)
-        ids, total = ids_of(event.get("output_ids")), count_of(about.get("completion_tokens"))
-        if len(ids) >= total:  # all of them; perhaps more than had been counted
-            new = ids[self._seen :]
-        elif len(ids) == total - self._seen:
-            new = ids
-        else:
-            raise OutputError("the engine did not return every id")
-        self._seen += len(new)
-        reason, message = about.get("finish_reason"), None
-        if isinstance(reason, dict):  # {"type": "stop", "matched": 200002} and the like
-            reason, message = reason.get("type", ""), reason.get("message")
-        finish = finish_of(reason, message=message)
-        return Chunk(new, finish, count_of(about.get("cached_tokens")))
+def _step(event: Json, seen: int) -> Step:
+    """An event with all ids so far, or with the new ones only."""
+    about = event.get("meta_info")
+    if not isinstance(about, dict):
+        raise garbled(event)
+    ids, total = ids_of(event.get("output_ids")), count_of(about.get("completion_tokens"))
+    if len(ids) >= total:  # all of them; perhaps more than had been counted
+        ids = ids[seen:]
+    elif len(ids) != total - seen:
+        raise OutputError("the engine did not return every id")
+    reason, message = about.get("finish_reason"), None
+    if isinstance(reason, dict):  # {"type": "stop", "matched": 200002} and the like
+        reason, message = reason.get("type", ""), reason.get("message")
+    return Step(ids, finish_of(reason, message=message), count_of(about.get("cached_tokens")))
 
 
 SGLANG = Dialect(
-    "sglang", "/generate", Capabilities(cached_tokens=True, tenant_salt=True), _body, SGLangReader
+    "sglang", "/generate", Capabilities(cached_tokens=True, tenant_salt=True), _body, _step
 )

@@ -22,25 +22,21 @@ cached tokens only with ``--enable-prompt-tokens-details``.
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm_mlx_harmony.gateway.engines.dialect import (
-    DONE,
-    EMPTY,
     Capabilities,
-    Chunk,
     Dialect,
     EngineRequest,
+    Json,
     batch_sampling,
     count_of,
     finish_of,
     garbled,
     ids_of,
-    parsed,
 )
+from vllm_mlx_harmony.server.engine import Step
 
 
-def _completion(request: EngineRequest) -> dict[str, Any]:
+def _completion(request: EngineRequest) -> Json:
     return {
         **_common(request),
         **_sampling(request),
@@ -50,7 +46,7 @@ def _completion(request: EngineRequest) -> dict[str, Any]:
     }
 
 
-def _generate(request: EngineRequest) -> dict[str, Any]:
+def _generate(request: EngineRequest) -> Json:
     return {
         **_common(request),
         "token_ids": request.prompt,
@@ -59,9 +55,9 @@ def _generate(request: EngineRequest) -> dict[str, Any]:
     }
 
 
-def _common(request: EngineRequest) -> dict[str, Any]:
+def _common(request: EngineRequest) -> Json:
     """The fields of both endpoints, apart from the prompt and sampling."""
-    fields: dict[str, Any] = {
+    fields: Json = {
         "model": request.model,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -71,7 +67,7 @@ def _common(request: EngineRequest) -> dict[str, Any]:
     return fields
 
 
-def _sampling(request: EngineRequest) -> dict[str, Any]:
+def _sampling(request: EngineRequest) -> Json:
     """``SamplingParams``: top-level fields of completions, an object of the other endpoint."""
     fields = batch_sampling(request, max_tokens="max_tokens", min_tokens="min_tokens", seed="seed")
     if request.grammar is not None:
@@ -79,31 +75,20 @@ def _sampling(request: EngineRequest) -> dict[str, Any]:
     return fields
 
 
-class VllmReader:
-    """The events of both endpoints: each has its new ids, and the last has the usage."""
-
-    def read(self, data: str) -> Chunk:
-        if data == DONE:
-            return EMPTY
-        event = parsed(data)
-        choices = event.get("choices")
-        if not isinstance(choices, list):
-            raise garbled(data)
-        cached = 0
-        usage = event.get("usage")
-        if isinstance(usage, dict):
-            details = usage.get("prompt_tokens_details")
-            cached = count_of(details.get("cached_tokens")) if isinstance(details, dict) else 0
-        if not choices:
-            return Chunk(cached_tokens=cached)
-        choice = choices[0]
-        if not isinstance(choice, dict):
-            raise garbled(data)
-        finish = finish_of(choice.get("finish_reason"))
-        return Chunk(ids_of(choice.get("token_ids")), finish, cached)
+def _step(event: Json, seen: int) -> Step:
+    """An event of either endpoint: each has its new ids, and the last has the usage."""
+    choices, usage = event.get("choices"), event.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    cached = count_of(details.get("cached_tokens")) if isinstance(details, dict) else 0
+    if choices == []:
+        return Step((), cached_tokens=cached)
+    if not isinstance(choices, list) or not isinstance(choices[0], dict):
+        raise garbled(event)
+    finish = finish_of(choices[0].get("finish_reason"))
+    return Step(ids_of(choices[0].get("token_ids")), finish, cached)
 
 
 _CAPABILITIES = Capabilities(cached_tokens=True, tenant_salt=True)
 
-VLLM = Dialect("vllm", "/v1/completions", _CAPABILITIES, _completion, VllmReader)
-VLLM_TOKENS = Dialect("vllm-tokens", "/inference/v1/generate", _CAPABILITIES, _generate, VllmReader)
+VLLM = Dialect("vllm", "/v1/completions", _CAPABILITIES, _completion, _step)
+VLLM_TOKENS = Dialect("vllm-tokens", "/inference/v1/generate", _CAPABILITIES, _generate, _step)
