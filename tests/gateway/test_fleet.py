@@ -29,7 +29,8 @@ from vllm_mlx_harmony.gateway import app
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
 from vllm_mlx_harmony.gateway.metrics import Metrics
-from vllm_mlx_harmony.gateway.router import Fleet
+from vllm_mlx_harmony.gateway.router import Fleet, FleetEngine
+from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.server.sampling import Settings
 
 LONG = "word " * 100
@@ -148,7 +149,8 @@ def test_retry_after_is_when_the_first_engine_may_be_there(
 
     async def asked() -> None:
         settings = Settings(max_tokens=1, temperature=1.0, top_p=1.0)
-        await anext(fleet.generate((1,), settings, "", None))
+        engine = FleetEngine(fleet, Deadline(600.0, now + 600.0))
+        await anext(engine.generate((1,), settings, "", None))
 
     with pytest.raises(EngineUnavailable, match=said) as caught:
         asyncio.run(asked())

@@ -42,7 +42,7 @@ from vllm_mlx_harmony.gateway.engines.detection import (
 from vllm_mlx_harmony.gateway.engines.http import EngineSilent, EngineUnavailable, HttpEngine
 from vllm_mlx_harmony.gateway.limits import Keys, RateLimit
 from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
-from vllm_mlx_harmony.gateway.router import NOT_FOUND, Backend, Fleet
+from vllm_mlx_harmony.gateway.router import NOT_FOUND, Backend, Fleet, FleetEngine
 from vllm_mlx_harmony.gateway.routing import Health, Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server import defaults, enforcement
@@ -130,7 +130,7 @@ class Gateway:
         """Leases the whole fleet: an engine is chosen once the prompt is known."""
         if model not in (None, self.settings.model):
             raise HTTPException(404, f"The model `{model}` does not exist.")
-        return Lease(self.fleet.within(deadline), tenant_of(request), deadline, _nothing)
+        return Lease(FleetEngine(self.fleet, deadline), tenant_of(request), deadline, _nothing)
 
     async def forward(self, request: Request) -> Response:
         """There is no server behind this one."""

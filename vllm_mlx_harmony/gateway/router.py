@@ -1,8 +1,8 @@
 """Sends a request to one of several engines, and to another one if that fails.
 
-A ``Fleet`` presents all engines of a model as one ``Engine``. `routing` chooses the engine and
-learns of the result. A request is retried only until its first id: after that the client has part
-of the answer, and a failure ends it with an error.
+A ``FleetEngine`` presents all engines of a model as one ``Engine``. `routing` chooses the engine
+and learns of the result. A request is retried only until its first id: after that the client has
+part of the answer, and a failure ends it with an error.
 
 **Who is at fault.** A failure before the first id is held back until another engine has tried. If
 that one answers, the first was at fault. If it fails in the same way, the request is the cause: no
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
@@ -144,6 +145,8 @@ class _Try:
     """A request on one of the engines. Times are of the monotonic clock."""
 
     backend: Backend
+    key: bytes
+    """Of the conversation."""
     tokens: int
     began: float
     first_at: float = 0.0
@@ -161,19 +164,18 @@ class _Try:
             if not self.first_at:
                 self.first_at = self.backend.generated_at
                 self.backend.waiting.pop(self, None)
+                self.backend.routing.went(self.key, self.backend)
                 self.backend.succeeded()
 
     def observed(self) -> None:
-        """Records its end, when the number of cached tokens is known (some engines never tell)."""
+        """Records its end. Some engines never report the number of cached tokens."""
         if self.first_at:
             computed = self.tokens - self.cached if self.cached else 0
             self.backend.routing.observed(self.backend, self.first_at - self.began, computed)
 
 
 class Fleet:
-    """The engines of one model as one ``Engine``."""
-
-    remote = True
+    """The engines of one model."""
 
     def __init__(
         self,
@@ -229,146 +231,12 @@ class Fleet:
         lengths = [each.engine.context_length for each in self.backends if each.engine is not None]
         return min((length for length in lengths if length is not None), default=None)
 
-    async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
-        """Always 0: engines report cached tokens only after the prompt."""
-        return 0
-
     @property
     def patience(self) -> float:
         """Seconds of silence that an engine may be taken down for."""
         return min(self.routing.rule.patience, self.limit / SHARE)
 
-    def within(self, deadline: Deadline) -> Bounded:
-        """The fleet, for one request with a ``deadline``."""
-        return Bounded(self, deadline)
-
-    async def generate(
-        self,
-        prompt: tuple[int, ...],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None,
-        deadline: Deadline | None = None,
-    ) -> Steps:
-        """Raises ``EngineUnavailable`` if no engine accepts the request."""
-        # With one engine there is no choice, and hashing a long prompt takes a while.
-        key = conversation(prompt, tenant) if len(self.backends) > 1 else b""
-        tried: list[Backend] = []
-        held_back: list[tuple[Backend, HarmonyFailure]] = []
-        taken = False
-        try:
-            while True:
-                backend, engine = self._chosen(key, tried)
-                tried.append(backend)
-                last = len(tried) >= min(MOST_TRIES, len(self.backends))
-                running = _Try(backend, len(prompt), time.monotonic())
-                backend.in_flight += 1
-                backend.waiting[running] = len(prompt)
-                try:
-                    generated = engine.generate(prompt, settings, tenant, constraint)
-                    async with aclosing(generated) as steps:
-                        while (step := await self._next(steps, running, deadline)) is not None:
-                            if step.ids and not running.first_at:
-                                self.routing.went(key, backend)
-                            running.took(step)
-                            if step.ids or step.finish or step.progress or not taken:
-                                taken = True
-                                yield step
-                    return
-                except (EngineUnavailable, OutputError) as error:
-                    own_fault = self._failed(key, running, error, held_back)
-                    if own_fault or running.first_at or last:
-                        raise
-                except asyncio.CancelledError:  # while waiting for the engine, not for the reader
-                    self._given_up(key, running, deadline)
-                    raise
-                finally:
-                    backend.in_flight -= 1
-                    backend.waiting.pop(running, None)
-                    running.observed()
-                self.retried += 1
-        finally:
-            for failing, failure in held_back:
-                failing.failed(failure.message)
-
-    async def _next(self, steps: Steps, running: _Try, deadline: Deadline | None) -> Step | None:
-        """The next of ``steps``; ``None`` after the last. Raises ``EngineSilent`` if the engine is
-        silent before the first id while another one is up."""
-        if running.first_at or len(self.backends) == 1:
-            return await anext(steps, None)
-        coming = asyncio.ensure_future(anext(steps, None))
-        try:
-            while not coming.done():
-                left = self._may_be_silent(running, deadline)
-                if left <= 0:
-                    seconds = running.silence(time.monotonic())
-                    raise EngineSilent(f"it has generated nothing for {seconds:.0f} seconds")
-                await asyncio.wait({coming}, timeout=left)
-        finally:
-            if not coming.done():
-                await stopped(coming)
-        return coming.result()
-
-    def _may_be_silent(self, running: _Try, deadline: Deadline | None) -> float:
-        """Seconds until the engine must generate an id; positive while no other one is up."""
-        backend, rule = running.backend, self.routing.rule
-        silence = running.silence(time.monotonic())
-        shortest = rule.patience
-        if deadline is not None:
-            shortest = min(shortest, deadline.total / SHARE)
-        if silence < shortest:  # nearly always, and cheap
-            return shortest - silence
-        others = any(each.up for each in self.backends if each is not backend)
-        if not others:
-            return rule.patience
-        return max(shortest, backend.expected(running)) - silence
-
-    def _failed(
-        self,
-        key: bytes,
-        running: _Try,
-        error: EngineUnavailable | OutputError,
-        held_back: list[tuple[Backend, HarmonyFailure]],
-    ) -> bool:
-        """Records a failure. Returns whether the request is its cause: then it is not retried."""
-        backend = running.backend
-        if isinstance(error, EngineSilent):
-            if running.silence(time.monotonic()) >= self.patience:
-                backend.silent(error.message)
-            else:
-                backend.doubt()
-            self.routing.left(key, backend)
-        elif isinstance(error, EngineUnavailable) and error.is_full:
-            backend.busy(error.retry_after or BUSY_SECONDS)
-        elif running.first_at or (isinstance(error, EngineUnavailable) and not error.reached):
-            backend.failed(error.message)
-        else:
-            backend.doubt()
-            if any(_alike(each, error) for _, each in held_back):
-                held_back.clear()
-                return True
-            held_back.append((backend, error))
-        return False
-
-    def _given_up(self, key: bytes, running: _Try, deadline: Deadline | None) -> None:
-        """Its client disconnected, or its deadline passed, while the engine generated nothing."""
-        backend, now = running.backend, time.monotonic()
-        silence = running.silence(now)
-        waited = silence if running.first_at else now - running.began
-        over = deadline is not None and (
-            silence >= deadline.total - LATE if running.first_at else now >= deadline.at - LATE
-        )
-        full = deadline is not None and deadline.total >= self.limit
-        counts = silence >= self.patience or (over and full)
-        late = waited >= backend.expected(running)
-        if late and (counts or over):
-            self.routing.left(key, backend)
-        if late and counts:
-            backend.failed(f"it generated nothing for {waited:.0f} seconds")
-        elif silence >= SHORT_SECONDS:
-            backend.doubt()
-
-    def _chosen(self, key: bytes, tried: Collection[Backend]) -> tuple[Backend, HttpEngine]:
+    def choose(self, key: bytes, tried: Collection[Backend]) -> tuple[Backend, HttpEngine]:
         """Chooses an engine. Raises ``EngineUnavailable`` if none is left."""
         now = time.monotonic()
         excluded = [each for each in self.backends if each in tried or not each.up]
@@ -391,33 +259,143 @@ class Fleet:
         return choice.engine, choice.engine.engine
 
 
-class Bounded:
-    """A fleet, for one request with a ``deadline``."""
+@dataclass(frozen=True, slots=True)
+class FleetEngine:
+    """A fleet as the ``Engine`` of one request with a ``deadline``."""
 
-    remote = True
-
-    def __init__(self, fleet: Fleet, deadline: Deadline) -> None:
-        self._fleet, self._deadline = fleet, deadline
+    fleet: Fleet
+    deadline: Deadline
+    remote: ClassVar[bool] = True
 
     @property
     def model(self) -> str:
-        return self._fleet.model
+        return self.fleet.model
 
     @property
     def context_length(self) -> int | None:
-        return self._fleet.context_length
+        return self.fleet.context_length
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
-        return await self._fleet.reusable_tokens(prompt, tenant)
+        """Always 0: engines report cached tokens only after the prompt."""
+        return 0
 
-    def generate(
+    async def generate(
         self,
         prompt: tuple[int, ...],
         settings: Settings,
         tenant: str,
         constraint: Constraint | None,
     ) -> Steps:
-        return self._fleet.generate(prompt, settings, tenant, constraint, self._deadline)
+        """Raises ``EngineUnavailable`` if no engine accepts the request."""
+        fleet = self.fleet
+        # With one engine there is no choice, and hashing a long prompt takes a while.
+        key = conversation(prompt, tenant) if len(fleet.backends) > 1 else b""
+        tried: list[Backend] = []
+        held_back: list[tuple[Backend, HarmonyFailure]] = []
+        accepted = False
+        try:
+            while True:
+                backend, engine = fleet.choose(key, tried)
+                tried.append(backend)
+                last = len(tried) >= min(MOST_TRIES, len(fleet.backends))
+                running = _Try(backend, key, len(prompt), time.monotonic())
+                backend.in_flight += 1
+                backend.waiting[running] = len(prompt)
+                try:
+                    generated = engine.generate(prompt, settings, tenant, constraint)
+                    async with aclosing(generated) as steps:
+                        while (step := await self._next(steps, running)) is not None:
+                            running.took(step)
+                            if step.ids or step.finish or step.progress or not accepted:
+                                accepted = True
+                                yield step
+                    return
+                except (EngineUnavailable, OutputError) as error:
+                    at_fault = self._failed(running, error, held_back)
+                    if at_fault or running.first_at or last:
+                        raise
+                except asyncio.CancelledError:  # while waiting for the engine, not for the reader
+                    self._cancelled(running)
+                    raise
+                finally:
+                    backend.in_flight -= 1
+                    backend.waiting.pop(running, None)
+                    running.observed()
+                fleet.retried += 1
+        finally:
+            for failing, failure in held_back:
+                failing.failed(failure.message)
+
+    async def _next(self, steps: Steps, running: _Try) -> Step | None:
+        """The next of ``steps``; ``None`` after the last. Raises ``EngineSilent`` if the engine is
+        silent before the first id while another one is up."""
+        if running.first_at or len(self.fleet.backends) == 1:
+            return await anext(steps, None)
+        coming = asyncio.ensure_future(anext(steps, None))
+        try:
+            while not coming.done():
+                left = self._may_be_silent(running)
+                if left <= 0:
+                    seconds = running.silence(time.monotonic())
+                    raise EngineSilent(f"it has generated nothing for {seconds:.0f} seconds")
+                await asyncio.wait({coming}, timeout=left)
+        finally:
+            if not coming.done():
+                await stopped(coming)
+        return coming.result()
+
+    def _may_be_silent(self, running: _Try) -> float:
+        """Seconds until the engine must generate an id; positive while no other one is up."""
+        patience = self.fleet.routing.rule.patience
+        silence = running.silence(time.monotonic())
+        shortest = min(patience, self.deadline.total / SHARE)
+        if silence < shortest:  # nearly always, and cheap
+            return shortest - silence
+        if not any(each.up for each in self.fleet.backends if each is not running.backend):
+            return patience
+        return max(shortest, running.backend.expected(running)) - silence
+
+    def _failed(
+        self,
+        running: _Try,
+        error: EngineUnavailable | OutputError,
+        held_back: list[tuple[Backend, HarmonyFailure]],
+    ) -> bool:
+        """Records a failure. Returns whether the request is its cause: then it is not retried."""
+        backend = running.backend
+        if isinstance(error, EngineSilent):
+            if running.silence(time.monotonic()) >= self.fleet.patience:
+                backend.silent(error.message)
+            else:
+                backend.doubt()
+            backend.routing.left(running.key, backend)
+        elif isinstance(error, EngineUnavailable) and error.is_full:
+            backend.busy(error.retry_after or BUSY_SECONDS)
+        elif running.first_at or (isinstance(error, EngineUnavailable) and not error.reached):
+            backend.failed(error.message)
+        else:
+            backend.doubt()
+            if any(_alike(each, error) for _, each in held_back):
+                held_back.clear()
+                return True
+            held_back.append((backend, error))
+        return False
+
+    def _cancelled(self, running: _Try) -> None:
+        """The client disconnected, or the deadline passed, while the engine generated nothing."""
+        backend, now, deadline = running.backend, time.monotonic(), self.deadline
+        silence = running.silence(now)
+        waited = silence if running.first_at else now - running.began
+        early = deadline.total - silence if running.first_at else deadline.at - now
+        over = early <= LATE
+        counts = silence >= self.fleet.patience or (over and deadline.total >= self.fleet.limit)
+        late = waited >= backend.expected(running)
+        if late and (counts or over):
+            backend.routing.left(running.key, backend)
+        if late and counts:
+            backend.failed(f"it generated nothing for {waited:.0f} seconds")
+        elif silence >= SHORT_SECONDS:
+            backend.doubt()
 
 
 def _alike(one: HarmonyFailure, other: HarmonyFailure) -> bool:
