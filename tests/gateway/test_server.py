@@ -123,6 +123,12 @@ def test_an_engine_that_a_grammar_breaks_is_one_without_grammars() -> None:
         assert detected(url).capabilities.missing == ("grammar",)
 
 
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The errors of the gateway; not those of asyncio, which other tests may cause."""
+    logged = [each for each in caplog.records if each.levelname == "ERROR"]
+    return [each.getMessage() for each in logged if each.name == "vllm_mlx_harmony"]
+
+
 @pytest.mark.parametrize("kind", ["", "vllm-mlx"])
 def test_a_plugin_without_its_endpoint_is_refused(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -142,7 +148,7 @@ def test_a_plugin_without_its_endpoint_is_refused(
             refused = httpx.post(base + CHAT, json=USER, timeout=60)
             assert refused.status_code == 503
             assert "/ready" in refused.json()["error"]["message"]
-    (error,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    (error,) = errors(caplog)
     assert error.startswith("no engine can be used; until one can, requests get 503:")
     assert f"{url}: this vllm-mlx has {expected}" in error
 
@@ -160,7 +166,7 @@ def test_an_engine_that_can_be_used_is_no_error_at_the_start(
         specs = (Spec(url), Spec("http://127.0.0.1:9"))  # nobody answers at the second
         with served(gateway(GatewaySettings(engines=specs, model=MODEL))):
             pass
-    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+    assert not errors(caplog)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from vllm_mlx_harmony.core.turn import Answer, Call, User
 from vllm_mlx_harmony.gateway.app import Gateway
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
-from vllm_mlx_harmony.gateway.shared_limit import SharedRateLimit
+from vllm_mlx_harmony.gateway.shared_limit import count_at
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import encryption
 from vllm_mlx_harmony.server.peers import connection as shared
@@ -205,16 +205,16 @@ def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None
 
 
 def test_gateways_count_requests_together(server: RedisServer) -> None:
-    one, other = (SharedRateLimit(Connection(server.url), 4) for _ in range(2))
+    one, other = Connection(server.url), Connection(server.url)
     begin = 60_000_000.0  # a whole minute
-    counted = [limit.count("carol", begin + 10) for limit in (one, other) * 3]
+    counted = [count_at(each, "carol", 4, begin + 10) for each in (one, other) * 3]
     assert counted == [0, 0, 0, 0, 50, 50]
-    assert one.count("dave", begin + 10) == 0
-    # Of the four a minute ago the half counts: there is room for two.
-    counted = [limit.count("carol", begin + 90) for limit in (one, other, one)]
+    assert count_at(one, "dave", 4, begin + 10) == 0
+    # Half of the four requests of the previous minute count: there is room for two.
+    counted = [count_at(each, "carol", 4, begin + 90) for each in (one, other, one)]
     assert counted == [0, 0, 15]
-    assert one.count("carol", begin + 105) == 0  # a quarter of the four, and the two
-    assert other.count("carol", begin + 300) == 0
+    assert count_at(one, "carol", 4, begin + 105) == 0  # a quarter of the four, and the two
+    assert count_at(other, "carol", 4, begin + 300) == 0
 
 
 def test_a_gateway_counts_by_itself_while_redis_is_away(

@@ -32,13 +32,7 @@ from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.gateway import access_log, shared_limit
 from vllm_mlx_harmony.gateway.access_log import Access, logged
 from vllm_mlx_harmony.gateway.engines import http as engine_http
-from vllm_mlx_harmony.gateway.engines.detection import (
-    detect,
-    first_id,
-    get,
-    same_model,
-    start_line,
-)
+from vllm_mlx_harmony.gateway.engines.detection import detect, first_id, get
 from vllm_mlx_harmony.gateway.engines.http import EngineSilent, EngineUnavailable, HttpEngine
 from vllm_mlx_harmony.gateway.limits import Keys, RateLimit
 from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
@@ -285,32 +279,22 @@ class _Outer:
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGHUP, self._reloaded, self._reload)
         enforcement.get_ready()
-        async with engine_http.client() as http, self._running_tools():
+        async with contextlib.AsyncExitStack() as stack:
+            http = await stack.enter_async_context(engine_http.client())
+            if (toolbox := self.host.toolbox) is not None:
+                await toolbox.start()
+                stack.push_async_callback(toolbox.stop)
+                for line in toolbox.lines:
+                    logger.info("tools %s", line)
+                self.host.metrics.registry.register(ToolMetrics(toolbox))
             watching = asyncio.ensure_future(watch(http, self.host.fleet))
-            try:
-                # Engines are detected before it listens, so that first requests need no retry.
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(_asked(self.host.fleet), timeout=10.0)
-                _log_unusable(self.host.fleet)
-                set_aside()
-                yield
-            finally:
-                await stopped(watching)
-
-    @contextlib.asynccontextmanager
-    async def _running_tools(self) -> AsyncIterator[None]:
-        toolbox = self.host.toolbox
-        if toolbox is None:
+            stack.push_async_callback(stopped, watching)
+            # Engines are detected before it listens, so that first requests need no retry.
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_probed(self.host.fleet), timeout=10.0)
+            _log_unusable(self.host.fleet)
+            set_aside()
             yield
-            return
-        await toolbox.start()
-        for line in toolbox.lines:
-            logger.info("tools %s", line)
-        self.host.metrics.registry.register(ToolMetrics(toolbox))
-        try:
-            yield
-        finally:
-            await toolbox.stop()
 
     def _reloaded(self, reload: Reload) -> None:
         """On SIGHUP: applies the engines, keys, limits and defaults of the reloaded settings."""
@@ -320,7 +304,7 @@ class _Outer:
             logger.error("the settings were not reloaded: %s", error.message)
 
 
-async def _asked(fleet: Fleet) -> None:
+async def _probed(fleet: Fleet) -> None:
     """Returns once every engine has been probed."""
     while any(each.engine is None and each.problem == NOT_FOUND for each in fleet.backends):
         await asyncio.sleep(0.02)
@@ -357,9 +341,7 @@ async def probe(http: ClientSession, backend: Backend, model: str) -> None:
         if backend.routing.doubted(backend) and backend.engine is not None:
             await _generates(backend, backend.engine)
         if backend.routing.health(backend) not in (Health.UP, Health.DRAINING):
-            engine = await detect(http, backend.spec, model)
-            backend.found(engine)
-            _log_found(engine, model)
+            backend.found(await detect(http, backend.spec, model))
         elif backend.routing.doubted(backend):
             backend.probed("")
         else:
@@ -374,13 +356,6 @@ async def probe(http: ClientSession, backend: Backend, model: str) -> None:
     except Exception as error:  # whatever it is, the engine is probed again
         logger.exception("engine %s could not be probed", backend.spec.url)
         backend.probed(str(error) or type(error).__name__)
-
-
-def _log_found(engine: HttpEngine, model: str) -> None:
-    logger.info("engine %s", start_line(engine))
-    if not same_model(engine.served_name, model):
-        problem = "engine %s serves %r, and gets the requests for %r"
-        logger.warning(problem, engine.url, engine.served_name, model)
 
 
 async def _generates(backend: Backend, engine: HttpEngine) -> None:
@@ -450,16 +425,11 @@ def run(settings: GatewaySettings, reload: Reload | None = None) -> int:
             settings.host,
             settings.port,
         )
-    server = _server(settings.shutdown_grace)(config)
-    server.run()
-    return 0 if server.started else 1
-
-
-def _server(grace: float) -> type[uvicorn.Server]:
-    """uvicorn's server, which gives running requests ``grace`` seconds to finish."""
 
     class Draining(uvicorn.Server):  # type: ignore[misc]  # no stubs are read for uvicorn
-        shutdown = gracefully(uvicorn.Server.shutdown, lambda: grace)
+        shutdown = gracefully(uvicorn.Server.shutdown, lambda: settings.shutdown_grace)
         handle_exit = at_once(uvicorn.Server.handle_exit)
 
-    return Draining
+    server = Draining(config)
+    server.run()
+    return 0 if server.started else 1

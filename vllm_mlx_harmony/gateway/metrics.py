@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,46 +27,37 @@ class Metrics:
 
     def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
+        options: dict[str, Any] = {"namespace": _NAME, "registry": self.registry}
         self.requests = Counter(
-            f"{_NAME}_requests",
+            "requests",
             "Finished requests, by API and result.",
             ["api", "stream", "result"],
-            registry=self.registry,
+            **options,
         )
-        self.running = Gauge(
-            f"{_NAME}_requests_running", "Requests in progress.", registry=self.registry
-        )
+        self.running = Gauge("requests_running", "Requests in progress.", **options)
         self.seconds = Histogram(
-            f"{_NAME}_request_seconds",
+            "request_seconds",
             "Time from reading a request to its last token.",
             ["api"],
             buckets=_SECONDS,
-            registry=self.registry,
+            **options,
         )
         self.first = Histogram(
-            f"{_NAME}_first_token_seconds",
+            "first_token_seconds",
             "Time from reading a request to its first token.",
             ["api"],
             buckets=_SECONDS,
-            registry=self.registry,
+            **options,
         )
-        self.tokens = Counter(
-            f"{_NAME}_tokens",
-            "Prompt tokens and generated tokens.",
-            ["kind"],
-            registry=self.registry,
-        )
+        self.tokens = Counter("tokens", "Prompt tokens and generated tokens.", ["kind"], **options)
         self.reasoning_ended = Counter(
-            f"{_NAME}_reasoning_ended",
+            "reasoning_ended",
             "Requests whose reasoning was cut short, by reason.",
             ["reason"],
-            registry=self.registry,
+            **options,
         )
         self.refused = Counter(
-            f"{_NAME}_refused",
-            "Requests rejected for their key or the rate limit.",
-            ["reason"],
-            registry=self.registry,
+            "refused", "Requests rejected for their key or the rate limit.", ["reason"], **options
         )
         self.registry.register(_Engines(fleet))
 

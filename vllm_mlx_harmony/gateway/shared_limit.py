@@ -33,40 +33,29 @@ async def count(tenant: str, limit: int) -> int:
     shared = server_connection() if limit else None
     if shared is not None:
         with suppress(PeersError):
-            return await asyncio.to_thread(
-                SharedRateLimit(shared, limit).count, tenant, time.time()
-            )
+            return await asyncio.to_thread(count_at, shared, tenant, limit, time.time())
     return 0
 
 
-class SharedRateLimit:
-    """At most ``limit`` requests per tenant and minute, at all gateways together."""
+def count_at(shared: Connection, tenant: str, limit: int, now: float) -> int:
+    """``count`` at ``now`` (Unix time). Blocks. Raises ``PeersError``."""
+    minute, elapsed = divmod(now, MINUTE)
+    name, before = (key_of("rate", tenant, str(int(minute) - ago)) for ago in (0, 1))
 
-    def __init__(self, shared: Connection, limit: int) -> None:
-        self._shared, self._limit = shared, limit
+    def counted(redis: Any) -> tuple[int, int]:
+        pipe = redis.pipeline()
+        pipe.incr(name)
+        pipe.expire(name, int(3 * MINUTE))
+        pipe.get(before)
+        count, _, last = pipe.execute()
+        return int(count), int(last or 0)
 
-    def count(self, tenant: str, now: float) -> int:
-        """Counts a request at ``now`` (Unix time); returns the seconds to wait, as
-        ``limits.RateLimit`` does. Blocks. Raises ``PeersError``."""
-        minute, elapsed = divmod(now, MINUTE)
-        name, before = (key_of("rate", tenant, str(int(minute) - ago)) for ago in (0, 1))
-
-        def counted(redis: Any) -> tuple[int, int]:
-            pipe = redis.pipeline()
-            pipe.incr(name)
-            pipe.expire(name, int(3 * MINUTE))
-            pipe.get(before)
-            count, _, last = pipe.execute()
-            return int(count), int(last or 0)
-
-        count, last = self._shared.call(counted)
-        left = 1 - elapsed / MINUTE
-        if count + last * left <= self._limit:
-            return 0
-        self._shared.call(lambda redis: redis.decr(name))  # rejected requests do not count
-        if count > self._limit:
-            return max(1, math.ceil(MINUTE - elapsed))
-        free = (
-            self._limit - count
-        ) / last  # the share of the previous minute for which there is room
-        return max(1, math.ceil((left - free) * MINUTE))
+    count, last = shared.call(counted)
+    left = 1 - elapsed / MINUTE
+    if count + last * left <= limit:
+        return 0
+    shared.call(lambda redis: redis.decr(name))  # rejected requests do not count
+    if count > limit:
+        return max(1, math.ceil(MINUTE - elapsed))
+    free = (limit - count) / last  # the share of the previous minute for which there is room
+    return max(1, math.ceil((left - free) * MINUTE))

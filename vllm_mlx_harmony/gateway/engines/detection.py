@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -35,6 +36,8 @@ from vllm_mlx_harmony.gateway.engines.sglang import SGLANG
 from vllm_mlx_harmony.gateway.engines.vllm import VLLM, VLLM_TOKENS
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.sampling import Settings
+
+logger = logging.getLogger("vllm_mlx_harmony")
 
 KINDS: dict[str, Dialect] = {
     "vllm": VLLM,
@@ -90,6 +93,10 @@ async def detect(http: ClientSession, spec: Spec, model: str) -> HttpEngine:
     served_name, length = _served(models, about, model)
     engine = HttpEngine(http, spec.url.rstrip("/"), dialect, model, served_name, length, spec.key)
     engine.dialect = await _tried(engine, spec)
+    logger.info("engine %s", start_line(engine))
+    if not same_model(served_name, model):
+        problem = "engine %s serves %r, and gets the requests for %r"
+        logger.warning(problem, engine.url, served_name, model)
     return engine
 
 

@@ -32,16 +32,14 @@ Json: TypeAlias = dict[str, Any]
 class Capabilities:
     """What an engine supports.
 
-    ``ids``: a prompt of ids in, every generated id out. ``grammar``: llguidance's Lark, with
-    control tokens as ids. ``grammar_white_space``: JSON with white space, bounded as llguidance 1.9
-    does. ``tenant_salt``: tenants never share cached prefixes.
+    ``grammar``: llguidance's Lark, with control tokens as ids. ``grammar_white_space``: JSON with
+    white space, bounded as llguidance 1.9 does. ``tenant_salt``: tenants never share cached
+    prefixes.
     """
 
-    ids: bool = True
     grammar: bool = False
     grammar_white_space: bool = False
     cached_tokens: bool = False
-    logit_bias: bool = True
     min_tokens: bool = True
     tenant_salt: bool = False
 
