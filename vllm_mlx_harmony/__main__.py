@@ -1,6 +1,7 @@
 """The command line: vllm-mlx-harmony serve | gateway | connect | demo | doctor | render | parse.
 
-Any failure is one line on standard error and exit code 2. `cli` has one file per command.
+Any failure is one line on standard error and exit code 2. `cli` has one file per command, which is
+imported when it runs, so that `parse` does not load a server.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib import metadata
+from collections.abc import Sequence
+from importlib import import_module, metadata
 
 from vllm_mlx_harmony import __version__
 from vllm_mlx_harmony.cli.errors import UsageError
@@ -18,8 +19,8 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure
 DISTRIBUTION = "vllm-mlx-harmony"
 INTERRUPTED = 130
 MOST_CONTEXT = 2**31 - 1
-PASSED_ON = ("serve", "gateway", "doctor")
-"""Commands that parse their own arguments, `--help` included."""
+PASSED_ON = {"serve": "cli.serve", "gateway": "cli.gateway", "doctor": "host.doctor"}
+"""Commands that parse their own arguments, `--help` included, and their modules."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,23 +43,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # `… | head`: the reader has closed the pipe
-        _print_no_more()
+        _discard_output()
         return 1
     except OSError as error:  # a full disk, a read-only home directory, …
         code = _fail(error)
-        _print_no_more()
+        _discard_output()
         return code
 
 
 def _run(arguments: list[str]) -> int:
+    code: int
     if arguments and arguments[0] in PASSED_ON:
-        return _pass_on(*arguments)
-    parsed = parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int] = parsed.command
-    return command(parsed)
+        command, *rest = arguments
+        code = import_module(f"{__package__}.{PASSED_ON[command]}").main(rest)
+    else:
+        options = vars(parser().parse_args(arguments))
+        code = import_module(f"{__package__}.cli.{options.pop('command')}").run(**options)
+    return code
 
 
-def _print_no_more() -> None:
+def _discard_output() -> None:
     """Discards buffered output: Python would fail again when it flushes that at exit."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -71,8 +75,28 @@ def _fail(error: Exception) -> int:
     return 2
 
 
+def version() -> str:
+    """The version of the installed package, or else of the source."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return __version__
+
+
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands but those in ``PASSED_ON``."""
+    """The parser of all commands but those in ``PASSED_ON``.
+
+    ``command`` is the name of the module, and everything else an argument of its ``run``.
+    """
+    from vllm_mlx_harmony.cli.connect import AGENTS, LEAST_CONTEXT, URL
+
+    def context(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdigit() else 0
+        if not LEAST_CONTEXT <= number <= MOST_CONTEXT:
+            problem = f"{text!r} is not a number of tokens, {LEAST_CONTEXT} or more"
+            raise argparse.ArgumentTypeError(problem)
+        return number
+
     top = argparse.ArgumentParser(
         prog=DISTRIBUTION, description="Serves gpt-oss (the Harmony format) correctly on vllm-mlx."
     )
@@ -84,32 +108,13 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "gateway", help="serve the APIs in front of vLLM, SGLang, llama.cpp or vllm-mlx"
     )
-    _add_connect(commands)
-    _add_demo(commands)
-    commands.add_parser(
-        "doctor", help="check what is installed, active and supported, and name fixes"
-    )
-    _add_render(commands)
-    _add_parse(commands)
-    return top
-
-
-def version() -> str:
-    """The version of the installed package, or else of the source."""
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return __version__
-
-
-def _add_connect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from vllm_mlx_harmony.cli.connect import AGENTS, URL
 
     connect = commands.add_parser(
         "connect",
         help=f"configure a coding agent for a server: {', '.join(AGENTS)}",
         description="Prints the configuration of a coding agent for a server, or writes it.",
     )
+    connect.set_defaults(command="connect")
     connect.add_argument("agent", choices=AGENTS)
     connect.add_argument("--url", default=URL, help=f"URL of the server (default: {URL})")
     connect.add_argument("--model", help="default: the only model that the server lists")
@@ -118,125 +123,75 @@ def _add_connect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     connect.add_argument(
         "--context",
-        type=_context,
+        type=context,
         metavar="TOKENS",
         help="context length (default: the server's, or 131072)",
     )
     connect.add_argument(
         "--write", action="store_true", help="write the files; existing ones are backed up first"
     )
-    connect.set_defaults(command=_connect)
 
-
-def _context(text: str) -> int:
-    """Raises ``ArgumentTypeError`` for a context too short for any agent."""
-    from vllm_mlx_harmony.cli.connect import LEAST_CONTEXT
-
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if not LEAST_CONTEXT <= number <= MOST_CONTEXT:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of tokens, {LEAST_CONTEXT} or more"
-        )
-    return number
-
-
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser(
         "demo",
         help="show a tool-call conversation, without model weights",
         description="Shows a tool-call conversation through the real server, with a scripted "
         "stand-in for the model. Downloads nothing.",
     )
+    demo.set_defaults(command="demo")
     demo.add_argument(
-        "--continuous-batching", action="store_true", help="use vllm-mlx's batched engine"
+        "--continuous-batching",
+        dest="batched",
+        action="store_true",
+        help="pass --continuous-batching to the server",
     )
     demo.add_argument(
-        "--tools", action="store_true", help="show a turn with server-side tools over MCP"
+        "--tools",
+        dest="command",
+        action="store_const",
+        const="demo_tools",
+        help="show a turn with server-side tools over MCP",
     )
-    demo.set_defaults(command=_demo)
 
+    commands.add_parser(
+        "doctor", help="check what is installed, active and supported, and name fixes"
+    )
 
-def _add_render(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     render = commands.add_parser(
         "render",
         help="print the prompt of a Chat Completions request",
         description="Prints the exact prompt that a Chat Completions request becomes.",
     )
+    render.set_defaults(command="render")
     render.add_argument(
-        "request", metavar="REQUEST.json", help="the request body; - is standard input"
+        "name", metavar="REQUEST.json", help="the request body; - is standard input"
     )
     render.add_argument(
-        "--json", action="store_true", help="print the token ids, their count and the text as JSON"
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="print the token ids, their count and the text as JSON",
     )
-    render.set_defaults(command=_render)
 
-
-def _add_parse(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parse = commands.add_parser(
         "parse",
         help="print the messages in a completion",
         description="Prints the messages in a completion.",
     )
+    parse.set_defaults(command="parse")
     parse.add_argument(
-        "completion",
+        "name",
         metavar="FILE",
         help="the model's output: text with its control tokens, or a JSON list of token ids; "
         "- is standard input",
     )
     parse.add_argument("--cut", action="store_true", help="the output was cut off by a token limit")
     parse.add_argument(
-        "--json", action="store_true", help="print messages, finish reason and usage as JSON"
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="print messages, finish reason and usage as JSON",
     )
-    parse.set_defaults(command=_parse)
-
-
-# Commands import what they need when they run, so that `parse` does not load a server.
-
-
-def _pass_on(command: str, *arguments: str) -> int:
-    if command == "serve":
-        from vllm_mlx_harmony.cli import serve
-
-        return serve.run(arguments)
-    if command == "gateway":
-        from vllm_mlx_harmony.cli import gateway
-
-        return gateway.main(arguments)
-    from vllm_mlx_harmony.host import doctor
-
-    return doctor.main(list(arguments))
-
-
-def _connect(parsed: argparse.Namespace) -> int:
-    from vllm_mlx_harmony.cli import connect
-
-    return connect.run(
-        parsed.agent,
-        url=parsed.url,
-        model=parsed.model,
-        key=parsed.key,
-        context=parsed.context,
-        write=parsed.write,
-    )
-
-
-def _demo(parsed: argparse.Namespace) -> int:
-    from vllm_mlx_harmony.cli import demo, demo_tools
-
-    run = demo_tools.run if parsed.tools else demo.run
-    return run(batched=parsed.continuous_batching)
-
-
-def _render(parsed: argparse.Namespace) -> int:
-    from vllm_mlx_harmony.cli import render
-
-    return render.run(parsed.request, as_json=parsed.json)
-
-
-def _parse(parsed: argparse.Namespace) -> int:
-    from vllm_mlx_harmony.cli import parse
-
-    return parse.run(parsed.completion, cut=parsed.cut, as_json=parsed.json)
+    return top
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""A small streaming client of the Chat Completions API, for the demo."""
+"""A small HTTP client, for the demos."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
 from vllm_mlx_harmony.cli.errors import UsageError
+from vllm_mlx_harmony.cli.process import ADDRESS
 
-ADDRESS = "127.0.0.1"
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Timeout of a read in seconds."""
 
 
@@ -40,10 +42,6 @@ class Completion:
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
-    def text(self, key: str) -> str:
-        """The text of all parts of a field."""
-        return "".join(part.text for part in self.parts if part.key == key)
-
     @property
     def calls(self) -> list[Part]:
         """The tool calls, in order."""
@@ -51,6 +49,10 @@ class Completion:
 
     def message(self) -> dict[str, object]:
         """The assistant's message for the next request."""
+        reasoning, content = (
+            "".join(part.text for part in self.parts if part.key == key)
+            for key in ("reasoning", "content")
+        )
         calls = [
             {
                 "id": call.id,
@@ -61,8 +63,8 @@ class Completion:
         ]
         return {
             "role": "assistant",
-            "content": self.text("content"),
-            "reasoning_content": self.text("reasoning"),
+            "content": content,
+            "reasoning_content": reasoning,
             **({"tool_calls": calls} if calls else {}),
         }
 
@@ -89,21 +91,23 @@ class Completion:
 def ask(port: int, body: dict[str, object]) -> Completion:
     """Sends a Chat Completions request, streamed. Raises ``UsageError`` if it fails."""
     answer = Completion()
-    for chunk in chunks(port, {**body, "stream": True, "stream_options": {"include_usage": True}}):
-        answer.add(chunk)
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    with post(port, "/v1/chat/completions", streamed) as response:
+        for chunk in events(response):
+            answer.add(chunk)
     return answer
 
 
-def chunks(port: int, body: dict[str, object]) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed answer. Raises ``UsageError``."""
+@contextmanager
+def post(port: int, path: str, body: dict[str, object]) -> Iterator[HTTPResponse]:
+    """The response to a request. Raises ``UsageError`` if it fails."""
     connection = HTTPConnection(ADDRESS, port, timeout=PATIENCE)
-    headers = {"Content-Type": "application/json"}
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
-        if response.status != 200:  # noqa: PLR2004 - the number is its name
+        if response.status != HTTPStatus.OK:
             raise UsageError(f"the server answered {response.status}: {response.read().decode()}")
-        yield from events(response)
+        yield response
     except (OSError, HTTPException) as error:
         raise UsageError(f"the connection to the server failed: {error}") from error
     finally:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -129,26 +129,39 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
         raise UsageError(f"--url: {url!r} is not a server's address: http://host:port")
     if model == "":
         raise UsageError("--model is empty")
+    served = Served(base, model or "", context or CONTEXT, keyed=key is not None)
     if model is not None and context is not None:
-        return Served(base, model, context, keyed=key is not None)
+        return served
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        entries = _models(base, key)
+        with urlopen(Request(f"{base}/v1/models", headers=headers), timeout=PATIENCE) as response:
+            document = json.loads(response.read())
+        listed = document.get("data") if isinstance(document, dict) else None
+        if not isinstance(listed, list):
+            raise ValueError("it does not list its models at /v1/models")
+    except HTTPError as error:
+        fix = "set --key" if error.code in (401, 403) else "is it vllm-mlx?"
+        raise UsageError(f"the server at {base} answered {error.code}: {fix}") from error
     except (OSError, ValueError, HTTPException) as error:
-        if model is None or isinstance(error, HTTPError):
-            raise UsageError(_unreachable(base, error)) from error
-        return Served(base, model, context or CONTEXT, keyed=key is not None)
-    names = [str(entry["id"]) for entry in entries]
-    if model is None and len(names) != 1:
+        if model is not None:
+            return served
+        reason = error.reason if isinstance(error, URLError) else error
         raise UsageError(
-            f"the server at {base} serves {', '.join(names) or 'nothing'}: choose one with --model"
-        )
-    if model is not None and model not in names:
-        raise UsageError(
-            f"the server at {base} serves {', '.join(names) or 'nothing'}, not {model}"
-        )
-    (entry,) = [each for each in entries if model in (None, each["id"])]
-    window = context or entry.get("max_model_len") or CONTEXT
-    return Served(base, str(entry["id"]), int(window), keyed=key is not None)
+            f"no server answers at {base} ({reason}): start it, set --url, or set --model to "
+            "configure the agent without it"
+        ) from error
+    lengths = {
+        str(entry["id"]): entry.get("max_model_len")
+        for entry in listed
+        if isinstance(entry, dict) and "id" in entry
+    }
+    serves = f"the server at {base} serves {', '.join(lengths) or 'nothing'}"
+    if model is None and len(lengths) != 1:
+        raise UsageError(f"{serves}: choose one with --model")
+    if model is not None and model not in lengths:
+        raise UsageError(f"{serves}, not {model}")
+    name = model or next(iter(lengths))
+    return replace(served, model=name, context=int(context or lengths[name] or CONTEXT))
 
 
 def _is_url(text: str) -> bool:
@@ -157,27 +170,6 @@ def _is_url(text: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
-
-
-def _models(base: str, key: str | None) -> list[dict[str, Any]]:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with urlopen(Request(f"{base}/v1/models", headers=headers), timeout=PATIENCE) as answer:
-        document = json.loads(answer.read())
-    entries = document.get("data") if isinstance(document, dict) else None
-    if not isinstance(entries, list):
-        raise ValueError("it does not list its models at /v1/models")
-    return [entry for entry in entries if isinstance(entry, dict) and "id" in entry]
-
-
-def _unreachable(base: str, error: Exception) -> str:
-    if isinstance(error, HTTPError):
-        fix = "set --key" if error.code in (401, 403) else "is it vllm-mlx?"
-        return f"the server at {base} answered {error.code}: {fix}"
-    reason = error.reason if isinstance(error, URLError) else error
-    return (
-        f"no server answers at {base} ({reason}): start it, set --url, or set --model to "
-        "configure the agent without it"
-    )
 
 
 # --- The agents

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli.client import Completion, ask
@@ -17,7 +21,7 @@ from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.parse import parse
 from vllm_mlx_harmony.cli.process import serving
 from vllm_mlx_harmony.cli.render import prompt
-from vllm_mlx_harmony.cli.screen import Screen, Turn
+from vllm_mlx_harmony.cli.screen import busy, show_log, show_turn
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Kind
 from vllm_mlx_harmony.standin import Script
@@ -74,25 +78,42 @@ def run(*, batched: bool = False) -> int:
                 f"the demo runs the real server, but {module} cannot be imported ({error}): "
                 f"pip install {wanted}"
             ) from error
-    view = Screen()
-    view.opening()
+    console, began = Console(highlight=False), time.monotonic()
+    console.print(
+        "[bold]vllm-mlx-harmony demo[/]: the real server, the real HTTP API, and in place of "
+        "gpt-oss a [bold]scripted stand-in[/]. There are no weights: the output of the model "
+        "was written by hand, token by token.\n"
+    )
     with ExitStack() as stack:
-        made = tempfile.TemporaryDirectory(prefix="vllm-mlx-harmony-", ignore_cleanup_errors=True)
-        home = Path(stack.enter_context(made))
-        with view.busy("writing the stand-in"):
+        home = stack.enter_context(home_directory())
+        with busy(console, "writing the stand-in"):
             model = written("standin", SCRIPTS, home)
-        with view.busy("starting the server"):
+        with busy(console, "starting the server"):
             flags = ["--continuous-batching"] if batched else []
             server = stack.enter_context(serving(model, home, flags))
-        view.serving(server)
+        line = shlex.join(["python", *server.command[1:]])
+        console.print(f"$ {line}\n", style="dim", soft_wrap=True)
         right = False
         try:
-            right = _converse(view, server.port, str(model))
+            right = _converse(console, server.port, str(model))
         finally:
             if not right:
-                view.log(server)
-    view.closing(right=right)
+                show_log(console, server.log)
+    if right:
+        result = "reasoning, preamble, call and answer each arrived in their own field"
+        took = f"{time.monotonic() - began:.0f} s"
+        console.print(f"\n[green]✓[/] {result}; the server is stopped ({took})")
+    else:
+        console.print("\n[bold red]✗ the client did not receive the scripted output[/]")
     return 0 if right else 1
+
+
+@contextmanager
+def home_directory() -> Iterator[Path]:
+    """A temporary home directory for the server."""
+    prefix = "vllm-mlx-harmony-"
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as home:
+        yield Path(home)
 
 
 def written(name: str, scripts: Sequence[Script], home: Path) -> Path:
@@ -103,7 +124,7 @@ def written(name: str, scripts: Sequence[Script], home: Path) -> Path:
         return standin.write(home / name, scripts)
 
 
-def _converse(view: Screen, port: int, model: str) -> bool:
+def _converse(console: Console, port: int, model: str) -> bool:
     """Runs both turns; returns whether each was exactly as scripted."""
     body: dict[str, Any] = {
         "model": model,
@@ -112,15 +133,15 @@ def _converse(view: Screen, port: int, model: str) -> bool:
     }
     first_prompt = prompt(body)
     first = ask(port, body)
-    view.turn("Turn 1: the user asks", Turn(first_prompt, ids_of(CALLS), first))
+    show_turn(console, "Turn 1: the user asks", first_prompt, ids_of(CALLS), first)
     if not _is_scripted(first, CALLS, first_prompt) or len(first.calls) != 1:
         return False
     result = {"role": "tool", "tool_call_id": first.calls[0].id, "content": RESULT}
     body["messages"] += [first.message(), result]
     second_prompt = prompt(body)
     second = ask(port, body)
-    shown = Turn(second_prompt, ids_of(ANSWERS), second, first_prompt)
-    view.turn("Turn 2: the tool answered", shown)
+    title = "Turn 2: the tool answered"
+    show_turn(console, title, second_prompt, ids_of(ANSWERS), second, before=first_prompt)
     return _is_scripted(second, ANSWERS, second_prompt)
 
 

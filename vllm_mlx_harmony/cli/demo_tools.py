@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from contextlib import ExitStack, closing
-from http.client import HTTPConnection
+from contextlib import ExitStack
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from vllm_mlx_harmony.cli.demo import written
+from vllm_mlx_harmony.cli.client import post
+from vllm_mlx_harmony.cli.demo import home_directory, written
 from vllm_mlx_harmony.cli.errors import UsageError
-from vllm_mlx_harmony.cli.process import ADDRESS, serving
+from vllm_mlx_harmony.cli.process import serving
 from vllm_mlx_harmony.standin import Script
 
 QUESTION = "How many seconds do 17 weeks have?"
@@ -61,8 +59,7 @@ def run(*, batched: bool = False) -> int:
         "of gpt-oss a [bold]scripted stand-in[/], whose output was written by hand.\n"
     )
     with ExitStack() as stack:
-        made = tempfile.TemporaryDirectory(prefix="vllm-mlx-harmony-", ignore_cleanup_errors=True)
-        home = Path(stack.enter_context(made))
+        home = stack.enter_context(home_directory())
         configuration = home / "mcp.json"
         configuration.write_text(json.dumps(SERVERS, indent=2))
         model = written("standin-tools", SCRIPTS, home)
@@ -70,13 +67,10 @@ def run(*, batched: bool = False) -> int:
         flags += ["--continuous-batching"] if batched else []
         env = {"VLLM_MLX_HARMONY_TOOLS": "on"}
         server = stack.enter_context(serving(model, home, flags, env))
-        request = {"model": str(model), "input": QUESTION, "tools": TOOLS}
+        request: dict[str, object] = {"model": str(model), "input": QUESTION, "tools": TOOLS}
         console.print(f"POST /v1/responses {json.dumps(request)}\n", style="dim", soft_wrap=True)
-        connection = HTTPConnection(ADDRESS, server.port, timeout=120)
-        with closing(connection):
-            body, headers = json.dumps(request), {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/responses", body, headers)
-            response = json.loads(connection.getresponse().read())
+        with post(server.port, "/v1/responses", request) as answer:
+            response = json.loads(answer.read())
         for item in response.get("output", []):
             console.print(_line(item), markup=False, soft_wrap=True)
     usage = response.get("usage")

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
@@ -124,25 +125,19 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    def tail() -> str:
-        return "\n".join(log.read_text("utf-8", "replace").splitlines()[-20:])
-
-    until = time.monotonic() + STARTING
-    while time.monotonic() < until:
+    problem, until = "", time.monotonic() + STARTING
+    while not problem:
+        with (
+            suppress(OSError, HTTPException),
+            closing(HTTPConnection(ADDRESS, port, timeout=5)) as connection,
+        ):
+            connection.request("GET", "/health")
+            if connection.getresponse().status == HTTPStatus.OK:
+                return
         if process.poll() is not None:
-            raise UsageError(f"the server ended with exit code {process.returncode}:\n{tail()}")
-        if _is_healthy(port):
-            return
+            problem = f"the server ended with exit code {process.returncode}"
+        elif time.monotonic() > until:
+            problem = f"the server was not ready after {STARTING:.0f} seconds"
         time.sleep(0.1)
-    raise UsageError(f"the server was not ready after {STARTING:.0f} seconds:\n{tail()}")
-
-
-def _is_healthy(port: int) -> bool:
-    connection = HTTPConnection(ADDRESS, port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200  # noqa: PLR2004 - the number is its name
-    except (OSError, HTTPException):
-        return False
-    finally:
-        connection.close()
+    tail = log.read_text("utf-8", "replace").splitlines()[-20:]
+    raise UsageError("\n".join([f"{problem}:", *tail]))

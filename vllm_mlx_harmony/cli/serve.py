@@ -28,7 +28,7 @@ vllm-mlx-harmony:
 """Added to the host's ``--help``."""
 
 
-def run(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Runs ``vllm-mlx serve`` with these arguments until it ends.
 
     ``--tool-call-parser harmony`` comes first, so that ``arguments`` can override it.
