@@ -1048,7 +1048,7 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
         ".content[0].tool.definition.input_schema",
     ),
     ({"role": "system", "content": [{"type": "tool_removal"}]}, ".content[0]"),
-    (user(addition({})), ".content[0]"),
+    (user(addition({"name": "g", "input_schema": {}})), ".content[0]"),
     (assistant(result("a")), ".content[0]"),
     (assistant({"type": "thinking", "signature": "a"}), ".content[0].thinking"),
     (assistant({"type": "redacted_thinking"}), ".content[0].data"),

@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from json import dumps
 from json.encoder import encode_basestring_ascii
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, characters
+
+Document: TypeAlias = dict[str, Any]
+"""A JSON object: a document of an API, or a part of one."""
 
 quote: Callable[[str], str] = encode_basestring_ascii
 """A Python string as a JSON string, in ASCII."""
@@ -37,19 +40,19 @@ REASONING_ENDED_BY = "reasoning_ended_by"
 """The field with the reason why the model had to stop thinking (C5), an extension of every API."""
 
 
-def encode(document: Any) -> str:
+def encode(document: object) -> str:
     """``document`` as compact one-line JSON."""
     return dumps(document, separators=(",", ":"))
 
 
-def encode_slowly(document: Any) -> str:
+def encode_slowly(document: object) -> str:
     """Like ``encode``, but lets other threads run while it writes a large document."""
     if characters(document) <= MOST_CHARACTERS:
         return encode(document)
     return "".join(_parts(document))
 
 
-def _parts(value: Any) -> Iterator[str]:
+def _parts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield '"'
         for at in range(0, len(value), _AT_ONCE):

@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from json import dumps
 from typing import Annotated
 
-from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
-
 from vllm_mlx_harmony.core.attachments import Attachments, left_out
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Wire, required
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Wire, required, text_parts
 
 
 class Part(Wire):
@@ -25,16 +22,7 @@ class Part(Wire):
     refusal: str | None = None
 
 
-def _as_parts(value: object) -> object:
-    """A string is a list of one text part."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if value is None or isinstance(value, list):
-        return value
-    raise PydanticCustomError("content_type", "must be a string or a list of parts")
-
-
-Parts = Annotated[list[Part] | None, BeforeValidator(_as_parts)]
+Parts = Annotated[list[Part] | None, text_parts("parts")]
 """A content: a string or a list of parts."""
 
 _TEXTS = {

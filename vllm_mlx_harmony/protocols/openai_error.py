@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from http import HTTPStatus
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure
+from vllm_mlx_harmony.protocols.events import Document
 
-_CALLERS_FAULT = range(400, 500)
 _ERRORS: dict[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
     424: ("external_connector_error", "http_error"),
@@ -14,15 +14,10 @@ _ERRORS: dict[int, tuple[str, str | None]] = {
 }
 
 
-def error_body(error: HarmonyFailure) -> dict[str, Any]:
+def error_body(error: HarmonyFailure) -> Document:
     """``error`` in OpenAI's format, with the ``type`` that api.openai.com sends for its status."""
-    other = "invalid_request_error" if error.status in _CALLERS_FAULT else "server_error"
+    is_callers = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
+    other = "invalid_request_error" if is_callers else "server_error"
     kind, code = _ERRORS.get(error.status, (other, None))
-    return {
-        "error": {
-            "message": error.message,
-            "type": kind,
-            "param": error.param,
-            "code": error.code or code,
-        }
-    }
+    body = {"message": error.message, "type": kind, "param": error.param}
+    return {"error": {**body, "code": error.code or code}}

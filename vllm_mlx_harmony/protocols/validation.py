@@ -6,20 +6,21 @@ The error has the path of the invalid field (``messages[1].content[0].text``) an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.pretokens import encodable
@@ -48,16 +49,21 @@ _VARIANT = "\0"
 """Prefix of the names that pydantic puts into the path of an error for the model it has chosen."""
 
 
+def _type_of(value: Mapping[str, object]) -> object:
+    return value.get("type")
+
+
 @dataclass(frozen=True, slots=True, eq=False)  # hashed, as typing requires of annotations
 class Variants:
-    """Annotates a field whose model depends on the ``type`` of its value; null fields are absent.
+    """Annotates a field whose model depends on the ``kind`` of its value; null fields are absent.
 
-    A key ``*_end`` of ``models`` stands for every type with that end that has no key of its own,
-    ``other`` for all types without a key.
+    A key ``*_end`` of ``models`` stands for every kind with that end that has no key of its own,
+    ``other`` for all kinds without a key.
     """
 
     models: Mapping[str, type[Wire]]
     other: type[Wire]
+    kind: Callable[[Mapping[str, object]], object] = _type_of
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -68,12 +74,12 @@ class Variants:
         return core_schema.no_info_before_validator_function(_without_nulls, union)
 
     def _chosen(self, value: object) -> str:
-        kind = value.get("type") if isinstance(value, dict) else None
-        model = None
+        kind = self.kind(value) if isinstance(value, dict) else None
+        model = self.other
         if isinstance(kind, str):
             ends = (key for key in self.models if key.startswith("*") and kind.endswith(key[1:]))
-            model = self.models.get(kind) or self.models.get(next(ends, ""))
-        return _VARIANT + (model or self.other).__name__
+            model = self.models.get(kind) or self.models.get(next(ends, ""), self.other)
+        return _VARIANT + model.__name__
 
 
 def _without_nulls(value: object) -> object:
@@ -81,6 +87,19 @@ def _without_nulls(value: object) -> object:
     if not isinstance(value, dict):
         return value
     return {name: field for name, field in value.items() if field is not None or name == "type"}
+
+
+def text_parts(noun: str) -> BeforeValidator:
+    """Makes a list of one text part, or block, of a content that is a string."""
+
+    def listed(value: object) -> object:
+        if isinstance(value, str):
+            return [{"type": "text", "text": value}]
+        if value is None or isinstance(value, list):
+            return value
+        raise PydanticCustomError("content_type", f"must be a string or a list of {noun}")
+
+    return BeforeValidator(listed)
 
 
 StopStrings: TypeAlias = Annotated[

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from http import HTTPStatus
 from json import loads
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from typing_extensions import assert_never
 
@@ -26,7 +27,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, PromptTooLong
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ResponseInfo
 from vllm_mlx_harmony.protocols.encryption import Cipher
-from vllm_mlx_harmony.protocols.events import REASONING_ENDED_BY, Event, encode, quote
+from vllm_mlx_harmony.protocols.events import REASONING_ENDED_BY, Document, Event, encode, quote
 from vllm_mlx_harmony.protocols.messages.partial_json import ObjectText
 from vllm_mlx_harmony.protocols.messages.schema import THREAD_UNSUPPORTED
 from vllm_mlx_harmony.protocols.server_calls import CodeArguments
@@ -42,20 +43,16 @@ what the model says between its calls comes as thinking, and the text of an answ
 alone.
 """
 
-
 UPDATE = "<|channel|>commentary<|message|>"
 """Prefix of the encrypted text of a preamble that is shown as thinking."""
 
 
-def counted(prompt_tokens: int) -> dict[str, Any]:
+def counted(prompt_tokens: int) -> Document:
     """The response of ``count_tokens`` for a prompt of ``prompt_tokens``."""
     return {"input_tokens": prompt_tokens}
 
 
-# --- Errors.
-
-_CALLERS_FAULT = range(400, 500)
-_ERRORS: dict[int, str] = {
+_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -65,81 +62,62 @@ _ERRORS: dict[int, str] = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+"""The type of an error, by its status; others are those of the caller or of the server."""
 
 
 def request_id(info: ResponseInfo) -> str:
-    """The ``request-id`` of the answer that ``info`` is of."""
+    """The ``request-id`` of the answer."""
     return f"req_{info.id_seed[:24]}"
 
 
-def error_body(error: HarmonyFailure, request_id: str | None = None) -> dict[str, Any]:
-    """``error`` in Anthropic's format, with the ``type`` that api.anthropic.com sends for it."""
-    other = "invalid_request_error" if error.status in _CALLERS_FAULT else "api_error"
-    details = {"type": _ERRORS.get(error.status, other), "message": _message(error)}
-    return {"type": "error", "error": {**details, **_details(error)}, "request_id": request_id}
+def error_body(error: HarmonyFailure, request_id: str | None = None) -> Document:
+    """``error`` in Anthropic's format, with the ``type`` that api.anthropic.com sends for it.
 
-
-def _details(error: HarmonyFailure) -> dict[str, Any]:
-    """The machine-readable details that Anthropic's client looks for."""
-    if error.code != THREAD_UNSUPPORTED:
-        return {}
-    return {"details": {"error_code": error.code, "unsupported": [error.param]}}
-
-
-def _message(error: HarmonyFailure) -> str:
-    """The message, which names the invalid field: the format has no field for it.
-
-    Claude Code reads the two numbers and shortens the conversation by their difference.
+    The format has no field for the invalid parameter, so the message names it. Claude Code reads
+    the two numbers of a prompt that is too long and shortens the conversation by their difference.
     """
+    message = error.message
     if isinstance(error, PromptTooLong):
-        return f"prompt is too long: {error.prompt_tokens} tokens > {error.window} maximum"
-    if error.param is None or error.param in error.message:
-        return error.message
-    return f"{error.param}: {error.message}"
+        message = f"prompt is too long: {error.prompt_tokens} tokens > {error.window} maximum"
+    elif error.param is not None and error.param not in message:
+        message = f"{error.param}: {message}"
+    is_callers = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
+    other = "invalid_request_error" if is_callers else "api_error"
+    body: Document = {"type": _TYPES.get(error.status, other), "message": message}
+    if error.code == THREAD_UNSUPPORTED:  # the details that Anthropic's client looks for
+        body["details"] = {"error_code": error.code, "unsupported": [error.param]}
+    return {"type": "error", "error": body, "request_id": request_id}
 
 
-# --- Content blocks, a class for each: the text that is sent of a message, and the document.
+# --- Content blocks.
 
 
-class _Block(Protocol):
-    """A block while it is being written.
+class _TextBlock:
+    """A text while it is written, and the base of other blocks.
 
     ``delta`` is the type of its deltas and ``name`` the field that carries their text.
     """
 
-    delta: str
-    name: str
-
-    def take(self, text: str) -> str:
-        """Adds to the message; returns the text to send."""
-
-    def rest(self) -> str:
-        """The remaining text to send when the message ends."""
-
-    def signature(self) -> str:
-        """The signature of the whole text; empty if the block has none."""
-
-    def document(self, text: str, signature: str) -> dict[str, Any]:
-        """The block with ``text``, all that was sent or nothing."""
-
-
-class _TextBlock:
     delta, name = "text_delta", "text"
 
     def take(self, text: str) -> str:
+        """Adds to the message; returns the text to send."""
         return text
 
     def rest(self) -> str:
+        """The remaining text to send when the message ends."""
         return ""
 
     def signature(self) -> str:
+        """The signature of the whole text; empty if the block has none."""
         return ""
 
-    def document(self, text: str, signature: str) -> dict[str, Any]:
+    def document(self, text: str, signature: str) -> Document:
+        """The block with ``text``, all that was sent or nothing."""
         return {"type": "text", "text": text}
 
 
-class _ThinkingBlock:
+class _ThinkingBlock(_TextBlock):
     """Collects its text, shown or not: the signature encrypts all of it, preceded by ``mark``."""
 
     delta, name = "thinking_delta", "thinking"
@@ -153,55 +131,38 @@ class _ThinkingBlock:
         self._parts.append(text)
         return text if self._shown else ""
 
-    def rest(self) -> str:
-        return ""
-
     def signature(self) -> str:
         return self._cipher.encrypt("".join(self._parts))
 
-    def document(self, text: str, signature: str) -> dict[str, Any]:
+    def document(self, text: str, signature: str) -> Document:
         return {"type": "thinking", "thinking": text, "signature": signature}
 
 
-class _ToolUseBlock:
+class _ToolUseBlock(_TextBlock):
+    """A call: of a tool of the server ``label``, which the server runs, or of the client's.
+
+    Since the input is an object, ``code`` becomes a field of it.
+    """
+
     delta, name = "input_json_delta", "partial_json"
 
-    def __init__(self, call_id: str, tool: str) -> None:
-        self._id = call_id
-        self._tool = tool
+    def __init__(self, call_id: str, tool: str, label: str = "", *, code: bool = False) -> None:
+        self._head = {"type": "tool_use", "id": call_id, "name": tool}
+        if label:
+            self._head |= {"type": "mcp_tool_use", "id": _mcp_id(call_id)}
+        self._server = {"server_name": label} if label else {}
         self._input = ObjectText()
-
-    def take(self, text: str) -> str:
-        return self._input.feed(text)
-
-    def rest(self) -> str:
-        return self._input.close()
-
-    def signature(self) -> str:
-        return ""
-
-    def document(self, text: str, signature: str) -> dict[str, Any]:
-        given = loads(text) if text else {}
-        return {"type": "tool_use", "id": self._id, "name": self._tool, "input": given}
-
-
-class _McpToolUseBlock(_ToolUseBlock):
-    """A call of a tool that the server runs. Code becomes a field, since input is an object."""
-
-    def __init__(self, call_id: str, label: str, tool: str, *, code: bool) -> None:
-        super().__init__(_mcp_id(call_id), tool)
-        self._label = label
         self._code = CodeArguments() if code else None
 
     def take(self, text: str) -> str:
-        return super().take(self._code.feed(text) if self._code else text)
+        return self._input.feed(self._code.feed(text) if self._code else text)
 
     def rest(self) -> str:
-        return (super().take(self._code.close()) if self._code else "") + super().rest()
+        behind = self._input.feed(self._code.close()) if self._code else ""
+        return behind + self._input.close()
 
-    def document(self, text: str, signature: str) -> dict[str, Any]:
-        block = super().document(text, signature)
-        return {**block, "type": "mcp_tool_use", "server_name": self._label}
+    def document(self, text: str, signature: str) -> Document:
+        return {**self._head, "input": loads(text) if text else {}, **self._server}
 
 
 def _mcp_id(call_id: str) -> str:
@@ -248,28 +209,67 @@ class Emitter:
             for each in namespaces
             for recipient, tool in each.by_recipient.items()
         }
-        self._block: _Block | None = None
+        self._block: _TextBlock | None = None  # the open one, unless it is hidden
         self._server_call = ""  # the id of the last one
         self._count = 0
         self._head = ""
         self._parts: list[str] = []
-        self._content: list[dict[str, Any]] = []
+        self._content: list[Document] = []
         self._finished: Finished | None = None
         self._error: HarmonyFailure | None = None
 
-    def feed(self, delta: Delta) -> list[Event]:
+    def feed(self, delta: Delta) -> list[Event]:  # noqa: C901, PLR0912 - a case for each delta
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
             case Text():
-                return [] if self._block is None else self._more(self._block.take(delta.text))
+                return self._show(self._block.take(delta.text)) if self._block else []
             case Started():
+                # Without the parts while they are unknown: a client must not add a guess to them.
+                usage: Document = {"input_tokens": delta.prompt_tokens, "output_tokens": 0}
+                if delta.cached_tokens is not None:
+                    usage = _usage(Usage(delta.prompt_tokens, cached_tokens=delta.cached_tokens))
                 nothing = {"stop_reason": None, "stop_sequence": None}
-                message = self._message([], nothing, _started_usage(delta))
-                return self._send("message_start", message=message)
+                return self._send("message_start", message=self._message(nothing, usage))
             case Opened():
-                return self._opened(delta)
+                block = self._block = self._new_block(delta)
+                if block is None:
+                    return []
+                index, self._count = self._count, self._count + 1
+                self._parts = []
+                self._head = (
+                    f'{{"type":"content_block_delta","index":{index},'
+                    f'"delta":{{"type":"{block.delta}","{block.name}":'
+                )
+                opened = block.document("", "")
+                return self._send("content_block_start", index=index, content_block=opened)
             case Closed():
-                return self._closed()
+                block, self._block = self._block, None
+                if block is None:
+                    return []
+                index = self._count - 1
+                events, signature = self._show(block.rest()), block.signature()
+                if signature:
+                    signed = {"type": "signature_delta", "signature": signature}
+                    events += self._send("content_block_delta", index=index, delta=signed)
+                if not self._stream:
+                    self._content.append(block.document("".join(self._parts), signature))
+                return [*events, *self._send("content_block_stop", index=index)]
+            case ToolStarted():
+                self._server_call = delta.call.id if delta.call else self._server_call
+                return []
+            case ToolFinished():  # its block is complete when it starts
+                result = {
+                    "type": "mcp_tool_result",
+                    "tool_use_id": _mcp_id(self._server_call),
+                    "is_error": delta.failure is not None,
+                    "content": [{"type": "text", "text": delta.text, "citations": None}],
+                }
+                index, self._count = self._count, self._count + 1
+                self._content.append(result)
+                return [
+                    *self._send("content_block_start", index=index, content_block=result),
+                    *self._send("content_block_stop", index=index),
+                ]
             case Finished():
                 self._finished = delta
                 stopped, usage = _stopped(delta), _final_usage(delta)
@@ -279,19 +279,13 @@ class Emitter:
                 ]
             case Failed():
                 self._error = delta.error
-                body = error_body(delta.error, request_id(self._info))
-                return [Event(encode(body), "error")] if self._stream else []
+                return self._send(**error_body(delta.error, request_id(self._info)))
             case Progress():  # in a comment: there is no event for it
                 return []
-            case ToolStarted():
-                self._server_call = delta.call.id if delta.call else self._server_call
-                return []
-            case ToolFinished():
-                return self._ran(delta)
             case _:
                 assert_never(delta)
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Document:
         """The whole answer, not streamed: a ``message``.
 
         Raises the error that ended the turn, if one did, and ``OutputError`` before its end.
@@ -300,56 +294,28 @@ class Emitter:
             raise self._error
         if self._finished is None or self._stream:
             raise OutputError("the answer is incomplete or was streamed")
-        finished = self._finished
-        return self._message(self._content, _stopped(finished), _final_usage(finished))
+        return self._message(_stopped(self._finished), _final_usage(self._finished))
 
-    def _opened(self, delta: Opened) -> list[Event]:
-        self._block = self._new_block(delta)
-        if self._block is None:
-            return []
-        index, block = self._count, self._block
-        self._count += 1
-        self._parts = []
-        self._head = (
-            f'{{"type":"content_block_delta","index":{index},'
-            f'"delta":{{"type":"{block.delta}","{block.name}":'
-        )
-        return self._send("content_block_start", index=index, content_block=block.document("", ""))
-
-    def _new_block(self, delta: Opened) -> _Block | None:
+    def _new_block(self, delta: Opened) -> _TextBlock | None:
         """The block for a message; ``None`` if the request hides it."""
-        if delta.kind is Kind.CALL:
-            return _ToolUseBlock(self._info.call_id(delta.index), delta.name)
-        if delta.kind is Kind.SERVER_CALL:
-            head, _, rest = delta.name.partition(".")
-            label, tool = self._served.get(delta.name, (head, rest or head))
-            self._server_call = self._info.call_id(delta.index)
-            return _McpToolUseBlock(self._server_call, label, tool, code=delta.name == PYTHON)
-        if delta.kind is Kind.PREAMBLE and self._thinking == "preambles":
-            return _ThinkingBlock(self._cipher, shown=True, mark=UPDATE)
-        if delta.kind is not Kind.REASONING:
-            return _TextBlock()
-        if self._thinking in ("hidden", "preambles"):
-            return None
-        return _ThinkingBlock(self._cipher, shown=self._thinking == "shown")
+        match delta.kind:
+            case Kind.CALL:
+                return _ToolUseBlock(self._info.call_id(delta.index), delta.name)
+            case Kind.SERVER_CALL:
+                head, _, rest = delta.name.partition(".")
+                label, tool = self._served.get(delta.name, (head, rest or head))
+                self._server_call = self._info.call_id(delta.index)
+                return _ToolUseBlock(self._server_call, tool, label, code=delta.name == PYTHON)
+            case Kind.REASONING if self._thinking in ("hidden", "preambles"):
+                return None
+            case Kind.REASONING:
+                return _ThinkingBlock(self._cipher, shown=self._thinking == "shown")
+            case Kind.PREAMBLE if self._thinking == "preambles":
+                return _ThinkingBlock(self._cipher, shown=True, mark=UPDATE)
+            case _:
+                return _TextBlock()
 
-    def _ran(self, delta: ToolFinished) -> list[Event]:
-        """The result is a block of its own, complete when it starts."""
-        block = {
-            "type": "mcp_tool_result",
-            "tool_use_id": _mcp_id(self._server_call),
-            "is_error": delta.failure is not None,
-            "content": [{"type": "text", "text": delta.text, "citations": None}],
-        }
-        index, self._count = self._count, self._count + 1
-        if not self._stream:
-            self._content.append(block)
-        return [
-            *self._send("content_block_start", index=index, content_block=block),
-            *self._send("content_block_stop", index=index),
-        ]
-
-    def _more(self, text: str) -> list[Event]:
+    def _show(self, text: str) -> list[Event]:
         if not text:
             return []
         if self._stream:
@@ -357,48 +323,33 @@ class Emitter:
         self._parts.append(text)
         return []
 
-    def _closed(self) -> list[Event]:
-        block, self._block = self._block, None
-        if block is None:
-            return []
-        index = self._count - 1
-        events, signature = self._more(block.rest()), block.signature()
-        if signature:
-            delta = {"type": "signature_delta", "signature": signature}
-            events += self._send("content_block_delta", index=index, delta=delta)
-        if not self._stream:
-            self._content.append(block.document("".join(self._parts), signature))
-        return [*events, *self._send("content_block_stop", index=index)]
+    def _send(self, type: str, **fields: object) -> list[Event]:  # noqa: A002 - the field's name
+        return [Event(encode({"type": type, **fields}), type)] if self._stream else []
 
-    def _send(self, kind: str, **fields: Any) -> list[Event]:
-        return [Event(encode({"type": kind, **fields}), kind)] if self._stream else []
-
-    def _message(
-        self, content: list[dict[str, Any]], stopped: dict[str, Any], usage: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _message(self, stopped: Document, usage: Document) -> Document:
         return {
             "id": f"msg_{self._info.id_seed}",
             "type": "message",
             "role": "assistant",
             "model": self._info.model,
-            "content": content,
+            "content": self._content,
             **stopped,
             "usage": usage,
         }
 
 
-def _stopped(finished: Finished) -> dict[str, Any]:
+def _stopped(finished: Finished) -> Document:
     """The stop reason. A stop string of the request takes precedence."""
     sequence = finished.stop_sequence
     reason = _STOP_REASONS[finished.reason] if sequence is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
-    """The three parts of the prompt are disjoint, their sum is what ``count_tokens`` counts.
+def _usage(usage: Usage) -> Document:
+    """The three parts of the prompt are disjoint, and their sum is what ``count_tokens`` counts.
 
-    So clients read it (``Message.usage`` in Anthropic's SDK). What is written to the cache is not
-    counted apart: here that costs nothing, and everything is.
+    Clients read it so (``Message.usage`` in Anthropic's SDK). Everything is written to the cache,
+    which costs nothing, so it is not counted apart.
     """
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -408,17 +359,10 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _started_usage(delta: Started) -> dict[str, Any]:
-    """Without the parts as long as they are not known: a client must not add a guess to them."""
-    if delta.cached_tokens is None:
-        return {"input_tokens": delta.prompt_tokens, "output_tokens": 0}
-    return _usage(Usage(delta.prompt_tokens, cached_tokens=delta.cached_tokens))
-
-
-def _final_usage(finished: Finished) -> dict[str, Any]:
-    """Fields of our own are in the details: Anthropic's client takes them as they come."""
+def _final_usage(finished: Finished) -> Document:
+    """Fields of our own are in the details: Anthropic's client accepts any."""
     usage = finished.usage
-    details: dict[str, Any] = {"thinking_tokens": usage.reasoning_tokens}
+    details: Document = {"thinking_tokens": usage.reasoning_tokens}
     if usage.tool_tokens:
         details["tool_output_tokens"] = usage.tool_tokens
     if finished.reasoning_ended_by:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from json import dumps
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from vllm_mlx_harmony.core.attachments import Attachments, left_out
+from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import (
     NO_THINKING,
@@ -35,28 +35,25 @@ from vllm_mlx_harmony.core.turn import (
     User,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
+from vllm_mlx_harmony.protocols.messages.content import FILES, TextReader, lines, unreadable
 from vllm_mlx_harmony.protocols.messages.emitter import UPDATE, Display, Emitter
 from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
 from vllm_mlx_harmony.protocols.messages.schema import (
-    CUSTOM,
     TOOL_SEARCH,
     TOOLSET,
-    AnthropicMessage,
-    AnthropicTool,
+    AnyTool,
     Block,
     CallBlock,
-    ContentSource,
-    DocumentBlock,
+    ClientTool,
     McpCallBlock,
     MessagesBody,
     RedactedThinkingBlock,
     ResultBlock,
-    SearchResultBlock,
     ServerResultBlock,
     TextBlock,
-    TextSource,
     ThinkingBlock,
     ToolAdditionBlock,
+    ToolDefinition,
     ToolReferenceBlock,
     read_body,
 )
@@ -68,7 +65,7 @@ from vllm_mlx_harmony.protocols.messages.server_tools import (
 )
 from vllm_mlx_harmony.protocols.sampling import sampling
 from vllm_mlx_harmony.protocols.server_calls import last_call, with_results, without_gaps
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
+from vllm_mlx_harmony.protocols.validation import required
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ class MessagesRequest:
     cipher: Cipher = field(repr=False)
 
     def emitter(self, info: ResponseInfo) -> Emitter:
-        """The writer of the answer to this request, which ``info`` is of."""
+        """The writer of the answer to this request."""
         return Emitter(
             info,
             self.cipher,
@@ -109,52 +106,56 @@ def read(
     Raises ``RequestError`` naming the field, and nothing else, whatever JSON value ``body`` is.
     """
     request = read_body(body, counting=counting)
+    shown: Display = "shown"
+    if request.thinking is not None and request.thinking.type in _OFF:
+        shown = _OFF[request.thinking.type]
+    elif request.thinking is not None and request.thinking.display in ("omitted", "updates"):
+        shown = "encrypted"
     return MessagesRequest(
         turn=read_turn(request, defaults, cipher),
         model=request.model,
         stream=bool(request.stream),
-        thinking=_display(request),
+        thinking=shown,
         notes=notes(request, defaults),
         cipher=cipher,
     )
 
 
-def _display(request: MessagesBody) -> Display:
-    thinking = request.thinking
-    if thinking is None:
-        return "shown"
-    if thinking.type in _DISPLAYS:
-        return _DISPLAYS[thinking.type]
-    return "shown" if thinking.display in (None, "summarized") else "encrypted"
-
-
-_DISPLAYS: dict[str, Display] = {"disabled": "hidden", "between_tools": "preambles"}
+_OFF: dict[str, Display] = {"disabled": "hidden", "between_tools": "preambles"}
+"""Types of thinking without any (Anthropic's ``ThinkingTypes``), and what is shown then."""
 
 
 def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
-    messages, prefill = _conversation(body, defaults, cipher)
-    tools = () if _no_tools(body) else _declared(body, deferred=False)
+    no_tools = body.tool_choice is not None and body.tool_choice.type == "none"
+    tools, deferred = ((), {}) if no_tools else _tools(body.tools or ())
+    response_format = _response_format(body)
+    reader = _Reader(cipher, defaults, {**deferred})
+    messages, prefill = reader.conversation(body, wants_json=response_format is not None)
+    if no_tools:
+        messages = [each for each in messages if not isinstance(each, AdditionalTools)]
     additions = (each for each in messages if isinstance(each, AdditionalTools))
     added = [*tools, *(tool for each in additions for tool in each.tools)]
-    asked = () if _no_tools(body) else asked_for(body, defaults.namespaces)
-    taken = {each.name for each in asked}
-    others = () if _no_tools(body) else defaults.unasked([*added, *_declared(body, deferred=True)])
-    builtin_tools = () if _no_tools(body) else defaults.builtin_tools
-    namespaces = (*asked, *(each for each in others if each.name not in taken))
+    namespaces: tuple[Namespace, ...] = ()
+    if not no_tools:
+        asked = asked_for(body, defaults.namespaces)
+        taken = {each.name for each in asked}
+        others = defaults.unasked([*added, *deferred.values()])
+        namespaces = (*asked, *(each for each in others if each.name not in taken))
+    builtin_tools = () if no_tools else defaults.builtin_tools
     open_call = last_call(messages)
     runs = open_call is not None and prefill is None and namespaces
     messages = [*without_gaps(messages, (open_call.id,) if open_call and runs else ())]
-    thinks = body.thinking
     effort, thinking = _reasoning(body, defaults)
     for message in messages:
         if isinstance(message, EffortUpdate):
             thinking = message.thinking
+    thinks = body.thinking
     return Turn(
         messages=(*_system(body.system or (), defaults.attachments), *messages),
         tools=tools,
         effort=effort,
-        response_format=_response_format(body),
+        response_format=response_format,
         identity=defaults.identity,
         date=defaults.date,
         builtin_tools=builtin_tools,
@@ -179,9 +180,9 @@ def notes(body: MessagesBody, defaults: Defaults) -> tuple[str, ...]:
     tools = tuple(
         f"tools[{index}] ({quoted(tool.type)}) was left out: the caller does not define it"
         for index, tool in enumerate(body.tools or ())
-        if _is_anthropics(tool) and not (serves and tool.type == TOOLSET)
+        if not (isinstance(tool, ClientTool) or (serves and tool.type == TOOLSET))
     )
-    if any((tool.type or "").startswith(TOOL_SEARCH) for tool in body.tools or ()):
+    if _is_searched(body.tools or ()):
         tools = (*tools, "defer_loading was ignored: this server searches no tools for the model")
     if not body.mcp_servers or serves:
         return tools
@@ -191,8 +192,7 @@ def notes(body: MessagesBody, defaults: Defaults) -> tuple[str, ...]:
 # --- The conversation: runs of messages of one speaker, each read by its role.
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
+class _Placed(NamedTuple):
     """A block and its path in the request."""
 
     block: Block
@@ -201,7 +201,7 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _ReadMessage:
-    """The blocks of a message, and the effort that holds from it on, where it says one."""
+    """The blocks of a message, and the effort that it sets from there on."""
 
     role: str
     blocks: list[_Placed]
@@ -209,429 +209,277 @@ class _ReadMessage:
 
 
 _Run: TypeAlias = Sequence[_ReadMessage]
-"""A run of messages of one speaker."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What blocks are read with: whose reasoning to believe, what the server's tools are, what
-    becomes of attachments, and which tools are declared where they are first referred to.
-    """
-
-    cipher: Cipher
-    namespaces: tuple[Namespace, ...]
-    attachments: Attachments
-    deferred: dict[str, Tool]
-
-    def load(self, names: Iterable[str | None]) -> list[Tool]:
-        """The tools of these names, to be declared here; not those that are declared already."""
-        return [self.deferred.pop(name) for name in names if name in self.deferred]
-
-
-def _conversation(
-    body: MessagesBody, defaults: Defaults, cipher: Cipher
-) -> tuple[list[Message], str | None]:
-    """All messages, and the beginning of the answer when the last one is the assistant's."""
-    roles = [message.role for message in body.messages]
-    last_user = max((index for index, role in enumerate(roles) if role == "user"), default=-1)
-
-    def read_message(message: AnthropicMessage, at: int) -> _ReadMessage:
-        """What is cleared is the text."""
-        cleared = message.clear_at == "next_user_message" and at < last_user
-        blocks = _placed(message, at)
-        if cleared:
-            blocks = [each for each in blocks if isinstance(each.block, ToolAdditionBlock)]
-        return _ReadMessage(message.role, blocks, _effort_update(message, at, body, defaults))
-
-    shown = [
-        each
-        for each in (read_message(message, index) for index, message in enumerate(body.messages))
-        if each.role != "system" or each.blocks or each.effort
-    ]
-    runs = [(role, list(run)) for role, run in groupby(shown, key=lambda each: each.role)]
-    prefill, finished = None, False
-    if roles[-1] == "assistant":
-        last = runs.pop()[1]
-        finished = _is_finished(last, body)
-        prefill = None if finished else _prefill(last)
-    known = _Known(cipher, defaults.namespaces, defaults.attachments, _deferred(body))
-    read = [message for role, run in runs for message in _ROLES[role](run, known)]
-    if roles[-1] == "assistant":
-        read += (_assistant if finished else _unanswered)(last, known)
-    read = with_results(read)
-    if _no_tools(body):
-        read = [message for message in read if not isinstance(message, AdditionalTools)]
-    return read, prefill
-
-
-def _effort_update(
-    message: AnthropicMessage, at: int, body: MessagesBody, defaults: Defaults
-) -> EffortUpdate | None:
-    """The effort from a message on. The request's ``thinking`` takes precedence."""
-    word = message.output_config.effort if message.output_config else None
-    if word is None:
-        return None
-    effort, thinking = defaults.reasoning((f"messages[{at}].output_config.effort", word))
-    return EffortUpdate(effort, thinking and not (body.thinking and body.thinking.type in _OFF))
-
-
-def _placed(message: AnthropicMessage, at: int) -> list[_Placed]:
-    """The blocks of message ``at`` without empty texts."""
-    placed = [
-        _Placed(block, f"messages[{at}].content[{index}]")
-        for index, block in enumerate(message.content)
-    ]
-    return [
-        each for each in placed if not (isinstance(each.block, TextBlock) and not each.block.text)
-    ]
-
-
-def _is_finished(run: _Run, body: MessagesBody) -> bool:
-    """Whether the text at the end of the conversation cannot become what is asked for: a call, or
-    JSON. It is an answer then, and a turn of the assistant begins behind it, as in Chat
-    Completions. So LangGraph asks an agent that has answered for a typed answer.
-
-    Raises ``RequestError`` for a call without a result, as Anthropic's API does.
-    """
-    placed = [each for message in run for each in message.blocks]
-    for each in placed:
-        if each.block.type == "tool_use":
-            raise RequestError(
-                f"{each.where} is a tool_use without a tool_result after it", param=each.where
-            )
-    last = placed[-1].block if placed else None
-    if not isinstance(last, TextBlock):
-        return False
-    if body.tool_choice is not None and body.tool_choice.type in ("any", "tool"):
-        return True
-    begins_json = last.text.lstrip().startswith(("{", "[", '"'))
-    return _response_format(body) is not None and not begins_json
-
-
-def _prefill(run: _Run) -> str | None:
-    """The text that the answer continues; it is taken out of ``run``.
-
-    White space at its end is refused, as Anthropic's API does: the model's next token brings its
-    own.
-    """
-    placed = [each for message in run for each in message.blocks]
-    last = placed[-1] if placed else None
-    if last is None or not isinstance(last.block, TextBlock):
-        return None
-    if last.block.text != last.block.text.rstrip():
-        problem = f"{last.where}: final assistant content cannot end with trailing whitespace"
-        raise RequestError(problem, param=last.where)
-    next(message.blocks for message in reversed(run) if message.blocks).pop()
-    return last.block.text
-
-
-def _instructions(run: _Run, known: _Known) -> Iterator[Message]:
-    for message in run:
-        for adds, blocks in groupby(
-            message.blocks, lambda each: isinstance(each.block, ToolAdditionBlock)
-        ):
-            if adds:
-                yield from _declaring(tool for each in blocks for tool in _addition(each, known))
-            elif text := _lines(_message_text(each, known.attachments) for each in blocks):
-                yield Instructions(text)
-        if message.effort:
-            yield message.effort
-
-
-def _declaring(tools: Iterable[Tool]) -> Iterator[AdditionalTools]:
-    if declared := tuple(tools):
-        yield AdditionalTools(declared)
-
-
-def _addition(placed: _Placed, known: _Known) -> Iterator[Tool]:
-    """The tool that is defined there, or was deferred until it is referred to (A12)."""
-    if not isinstance(placed.block, ToolAdditionBlock):
-        return
-    change = placed.block.tool
-    if change.type == "tool_definition":
-        where = f"{placed.where}.tool.definition"
-        if change.definition is None:
-            raise required(where)
-        yield from _tool(change.definition, where)
-    else:
-        yield from known.load([change.name])
-
-
-def _user(run: _Run, known: _Known) -> Iterator[Message]:
-    """The results of tools, then the user's texts: the order that the API requires anyway.
-
-    A tool that a result refers to is declared after the result.
-    """
-    for message in run:
-        others: list[_Placed] = []
-        for each in message.blocks:
-            block = each.block
-            if not (isinstance(block, ResultBlock) and block.type == "tool_result"):
-                others.append(each)
-                continue
-            text = _result_text(block, each.where, known.attachments)
-            text = _failed(text) if block.is_error else text
-            yield Result(block.tool_use_id, text, each.where)
-            parts = block.content or ()
-            references = (part for part in parts if isinstance(part, ToolReferenceBlock))
-            yield from _declaring(known.load(part.tool_name for part in references))
-        if others or not message.blocks:
-            yield User(_lines(_message_text(each, known.attachments) for each in others))
-
-
-def _assistant(run: _Run, known: _Known) -> Iterator[Message]:
-    """In the model's own order (A4). Messages in a row are one turn of the assistant.
-
-    The last text of a message is its answer, if no call stands behind it.
-    """
-    if any(each.block.type == "tool_use" for message in run for each in message.blocks):
-        yield from _unanswered(run, known)
-        return
-    for message in run:
-        blocks = message.blocks
-        ends = ("text", *_SERVER_CALLS)
-        answer = next((each for each in reversed(blocks) if each.block.type in ends), None)
-        for each in blocks:
-            if each is answer and isinstance(each.block, TextBlock):
-                yield Answer(each.block.text)
-            else:
-                yield from _assistant_block(each, known)
-
+"""Consecutive messages of one speaker."""
 
 _SERVER_CALLS = ("server_tool_use", "mcp_tool_use")
-
-
-def _unanswered(run: _Run, known: _Known) -> Iterator[Message]:
-    """The assistant's blocks before calls or a prefill, which are not its answer yet.
-
-    Calls come last, so that no text stands between them and their results (A4).
-    """
-    read = (each for message in run for each in message.blocks)
-    for each in sorted(read, key=lambda each: each.block.type == "tool_use"):
-        yield from _assistant_block(each, known)
-
-
-def _assistant_block(  # noqa: C901 - a case for each kind of block
-    placed: _Placed, known: _Known
-) -> Iterator[Message]:
-    block = placed.block
-    match block:
-        case TextBlock():
-            yield Preamble(block.text)
-        case ThinkingBlock() | RedactedThinkingBlock():
-            if thought := _thought(block, placed.where, known.cipher):
-                shown = thought.startswith(UPDATE)
-                yield Preamble(thought.removeprefix(UPDATE)) if shown else Reasoning(thought)
-        case CallBlock(type="tool_use"):
-            yield Call(block.id, block.name, _arguments(block.input))
-        case CallBlock():
-            label = block.server_name if isinstance(block, McpCallBlock) else None
-            arguments = _arguments(block.input)
-            called = call_of(known.namespaces, label, block.name, block.input, arguments)
-            if called is not None:
-                yield ServerCall(block.id, *called)
-        case ResultBlock(type="mcp_tool_result"):
-            text = _result_text(block, placed.where, known.attachments)
-            yield ServerResult(block.tool_use_id, "", text)
-        case ServerResultBlock():
-            yield from _declaring(known.load(found_tools(block.content)))
-            text = result_text(block.content, f"{placed.where}.content", known.attachments)
-            yield ServerResult(block.tool_use_id, "", text)
-        case _ if block.type in _FILES:
-            yield Preamble(_message_text(placed, known.attachments))
-        case _ if block.type not in _SILENT:
-            raise _unreadable(block.type, placed.where)
-
-
-_ROLES: dict[str, Callable[[_Run, _Known], Iterator[Message]]] = {
-    "system": _instructions,
-    "user": _user,
-    "assistant": _assistant,
-}
-
-
-def _system(blocks: Iterable[Block], attachments: Attachments) -> Iterator[Message]:
-    for index, block in enumerate(blocks):
-        placed = _Placed(block, f"system[{index}]")
-        if text := _without_billing(_message_text(placed, attachments)):
-            yield Instructions(text)
-
-
-_BILLING = "x-anthropic-billing-header:"
-
-
-def _without_billing(text: str) -> str:
-    """``text`` without the line in which Claude Code tells Anthropic whom to bill.
-
-    It changes with every request, so that no prompt would begin as the one before (A12).
-    """
-    return text.partition("\n")[2] if text.startswith(_BILLING) else text
-
-
-# --- Blocks.
-
-
-def _thought(block: ThinkingBlock | RedactedThinkingBlock, where: str, cipher: Cipher) -> str:
-    """The encrypted reasoning, whatever the client made of the text; without it, the text."""
-    if isinstance(block, RedactedThinkingBlock):
-        return cipher.decrypt(block.data) or ""
-    encrypted = cipher.decrypt(block.signature or "")
-    if encrypted is None and block.thinking is None:
-        raise required(f"{where}.thinking")
-    return encrypted or block.thinking or ""
-
-
-def _arguments(given: dict[str, object]) -> str:
-    """The input as compact JSON (A4), or the model's own text if that was not an object."""
-    invalid = given.get(INVALID_JSON)
-    if isinstance(invalid, str):
-        return invalid
-    return dumps(given, ensure_ascii=False, separators=(",", ":"))
-
-
-def _result_text(block: ResultBlock, where: str, attachments: Attachments) -> str:
-    def otherwise(kind: str, where: str) -> str:
-        file = _FILES.get(kind)
-        return attachments.line(file, kind, where) if file else left_out(kind)
-
-    return _texts(block.content or (), f"{where}.content", otherwise)
-
-
-_ERROR = "Error"
-
-
-def _failed(text: str) -> str:
-    """``text`` with ``Error`` as its first word, since Harmony has no field for ``is_error``."""
-    if text[: len(_ERROR)].lower() == _ERROR.lower():
-        return text
-    return f"{_ERROR}: {text}" if text else _ERROR
-
-
-_Otherwise: TypeAlias = Callable[[str, str], str]
-"""Returns the text for a part that is not text, given its type and its path, or rejects it."""
-
-
-def _message_text(placed: _Placed, attachments: Attachments) -> str:
-    """The text of a block that is neither a call nor a result."""
-
-    def otherwise(kind: str, where: str) -> str:
-        if kind in _FILES:
-            return attachments.line(_FILES[kind], kind, where)
-        raise _unreadable(kind, where)
-
-    return _block_text(placed.block, placed.where, otherwise)
-
-
-def _block_text(block: Block, where: str, otherwise: _Otherwise) -> str:
-    """A text, or the title, the source and the text of a document or search result, in lines."""
-    match block:
-        case TextBlock():
-            return block.text
-        case SearchResultBlock():
-            text = _texts(block.content, f"{where}.content", otherwise)
-            return _headed(text, Title=block.title, Source=block.source)
-        case DocumentBlock(source=TextSource(data=text)):
-            return _headed(text, Title=block.title, Context=block.context)
-        case DocumentBlock(source=source):
-            if isinstance(source, ContentSource):
-                text = _texts(source.content, f"{where}.source.content", otherwise)
-            else:
-                text = otherwise(block.type, where)
-            return _headed(text, Title=block.title, Context=block.context)
-        case ToolReferenceBlock():
-            return block.tool_name
-        case _:
-            return otherwise(block.type, where)
-
-
-def _texts(blocks: Iterable[Block], where: str, otherwise: _Otherwise) -> str:
-    numbered = enumerate(blocks)
-    return _lines(_block_text(block, f"{where}[{index}]", otherwise) for index, block in numbered)
-
-
-def _headed(text: str, **heading: str | None) -> str:
-    return _lines([*(f"{name}: {read}" for name, read in heading.items() if read), text])
-
-
-_FILES: dict[str, str] = {
-    "image": "image",
-    "audio": "audio",
-    "video": "video",
-    "document": "file",
-    "container_upload": "file",
-}
-"""Parts that are no text by their nature, and what they are."""
-
-
-def _lines(texts: Iterable[str]) -> str:
-    """Blocks are separate texts: each begins on a line of its own."""
-    joined = ""
-    for text in texts:
-        joined += f"\n{text}" if joined and not joined.endswith("\n") else text
-    return joined
-
-
-_MISPLACED = ("thinking", "redacted_thinking", "tool_use", "tool_result")
-
-
-def _unreadable(kind: str, where: str) -> RequestError:
-    why = "which is not allowed here" if kind in _MISPLACED else "which is not supported"
-    return RequestError(f"{where} is of type {quoted(kind)}, {why}", param=where, code=UNSUPPORTED)
-
 
 _SILENT = ("mcp_tool_listing", "fallback")
 """Blocks that Anthropic's servers add to an answer, and that mean nothing to the model."""
 
 
-# --- Tools, format, effort, sampling and limits.
+@dataclass(slots=True)
+class _Reader:
+    """Reads the messages of a request, in order.
 
-
-def _no_tools(body: MessagesBody) -> bool:
-    return body.tool_choice is not None and body.tool_choice.type == "none"
-
-
-def _is_anthropics(tool: AnthropicTool) -> bool:
-    return tool.type not in (None, CUSTOM) and tool.input_schema is None
-
-
-def _declared(body: MessagesBody, *, deferred: bool) -> tuple[Tool, ...]:
-    """The tools that stand in front of the prompt, or those that are declared later.
-
-    Nobody here searches for the model: with a search of Anthropic's servers none is deferred.
+    ``deferred`` are the tools that are declared where they are first referred to, by name.
     """
-    tools = body.tools or ()
-    searched = any((tool.type or "").startswith(TOOL_SEARCH) for tool in tools)
-    return tuple(
-        read
-        for index, tool in enumerate(tools)
-        if (bool(tool.defer_loading) and not searched) is deferred
-        for read in _tool(tool, f"tools[{index}]")
-    )
+
+    cipher: Cipher
+    defaults: Defaults
+    deferred: dict[str, Tool]
+
+    def conversation(
+        self, body: MessagesBody, *, wants_json: bool
+    ) -> tuple[list[Message], str | None]:
+        """All messages, and the beginning of the answer when the last one is the assistant's."""
+        read = [
+            each
+            for each in self.placed(body)
+            if each.role != "system" or each.blocks or each.effort
+        ]
+        runs = [(role, list(run)) for role, run in groupby(read, key=lambda each: each.role)]
+        last: _Run = ()
+        prefill, finished = None, False
+        if body.messages[-1].role == "assistant":
+            last = runs.pop()[1]
+            choice = body.tool_choice.type if body.tool_choice else ""
+            prefill, finished = _take_prefill(last, choice in ("any", "tool"), wants_json)
+        messages: list[Message] = []
+        for role, run in runs:
+            if role == "system":
+                messages += self.instructions(run)
+            elif role == "user":
+                messages += self.user(run)
+            else:
+                messages += self.assistant(run, answered=True)
+        messages += self.assistant(last, answered=finished)
+        return with_results(messages), prefill
+
+    def placed(self, body: MessagesBody) -> Iterator[_ReadMessage]:
+        """The messages without empty texts, and without the text of those that are cleared."""
+        last_user = max(
+            (at for at, each in enumerate(body.messages) if each.role == "user"), default=-1
+        )
+        off = body.thinking is not None and body.thinking.type in _OFF
+        for at, message in enumerate(body.messages):
+            cleared = message.clear_at == "next_user_message" and at < last_user
+            blocks = [
+                _Placed(block, f"messages[{at}].content[{index}]")
+                for index, block in enumerate(message.content)
+                if not (isinstance(block, TextBlock) and not block.text)
+                and (not cleared or isinstance(block, ToolAdditionBlock))
+            ]
+            update = None
+            if message.output_config is not None and message.output_config.effort is not None:
+                word = (f"messages[{at}].output_config.effort", message.output_config.effort)
+                effort, thinking = self.defaults.reasoning(word)
+                update = EffortUpdate(effort, thinking and not off)
+            yield _ReadMessage(message.role, blocks, update)
+
+    def instructions(self, run: _Run) -> Iterator[Message]:
+        """Instructions, and the tools that are declared among them (A12)."""
+        for message in run:
+            for adds, group in groupby(
+                message.blocks, lambda each: isinstance(each.block, ToolAdditionBlock)
+            ):
+                if not adds:
+                    if text := self.text(group):
+                        yield Instructions(text)
+                    continue
+                tools: list[Tool] = []
+                for block, where in group:
+                    assert isinstance(block, ToolAdditionBlock)
+                    if isinstance(block.tool, ToolDefinition):
+                        tools += _tool(block.tool.definition, f"{where}.tool.definition")
+                    else:
+                        tools += self.load([block.tool.name])
+                if tools:
+                    yield AdditionalTools(tuple(tools))
+            if message.effort:
+                yield message.effort
+
+    def user(self, run: _Run) -> Iterator[Message]:
+        """The results of tools, then the user's texts: the order that the API requires anyway.
+
+        A tool that a result refers to is declared after the result.
+        """
+        for message in run:
+            others: list[_Placed] = []
+            for block, where in message.blocks:
+                if not (isinstance(block, ResultBlock) and block.type == "tool_result"):
+                    others.append(_Placed(block, where))
+                    continue
+                text = self.result(block, where)
+                if block.is_error and not text.lower().startswith("error"):
+                    # Harmony has no field for it.
+                    text = f"Error: {text}" if text else "Error"
+                yield Result(block.tool_use_id, text, where)
+                parts = block.content or ()
+                yield from self.declare(
+                    part.tool_name for part in parts if isinstance(part, ToolReferenceBlock)
+                )
+            if others or not message.blocks:
+                yield User(self.text(others))
+
+    def assistant(self, run: _Run, *, answered: bool) -> Iterator[Message]:
+        """In the model's own order (A4). Consecutive messages are one turn of the assistant.
+
+        The last text of a message is its answer, unless a call stands behind it, or the turn is not
+        ``answered`` yet. A client's calls come last, so that no text stands between them and their
+        results.
+        """
+        blocks = [each for message in run for each in message.blocks]
+        if not answered or any(each.block.type == "tool_use" for each in blocks):
+            for each in sorted(blocks, key=lambda each: each.block.type == "tool_use"):
+                yield from self.assistant_block(*each)
+            return
+        for message in run:
+            ends = ("text", *_SERVER_CALLS)
+            last = (each.block for each in reversed(message.blocks) if each.block.type in ends)
+            answer = next(last, None)
+            for block, where in message.blocks:
+                if block is answer and isinstance(block, TextBlock):
+                    yield Answer(block.text)
+                else:
+                    yield from self.assistant_block(block, where)
+
+    def assistant_block(self, block: Block, where: str) -> Iterator[Message]:  # noqa: C901 - a case for each kind of block
+        match block:
+            case TextBlock():
+                yield Preamble(block.text)
+            case ThinkingBlock() | RedactedThinkingBlock():
+                if thought := self.thought(block, where):
+                    shown = thought.startswith(UPDATE)
+                    yield Preamble(thought.removeprefix(UPDATE)) if shown else Reasoning(thought)
+            case CallBlock():
+                # The model's own text, if that was not an object.
+                given, invalid = block.input, block.input.get(INVALID_JSON)
+                compact = dumps(given, ensure_ascii=False, separators=(",", ":"))
+                arguments = invalid if isinstance(invalid, str) else compact
+                if block.type == "tool_use":
+                    yield Call(block.id, block.name, arguments)
+                    return
+                label = block.server_name if isinstance(block, McpCallBlock) else None
+                called = call_of(self.defaults.namespaces, label, block.name, given, arguments)
+                if called is not None:
+                    yield ServerCall(block.id, *called)
+            case ResultBlock(type="mcp_tool_result"):
+                yield ServerResult(block.tool_use_id, "", self.result(block, where))
+            case ServerResultBlock():
+                yield from self.declare(found_tools(block.content))
+                text = result_text(block.content, f"{where}.content", self.defaults.attachments)
+                yield ServerResult(block.tool_use_id, "", text)
+            case _ if block.type in FILES:
+                yield Preamble(self.text([_Placed(block, where)]))
+            case _ if block.type not in _SILENT:
+                raise unreadable(block.type, where)
+
+    def thought(self, block: ThinkingBlock | RedactedThinkingBlock, where: str) -> str:
+        """The encrypted reasoning, whatever the client made of the text; without it, the text."""
+        if isinstance(block, RedactedThinkingBlock):
+            return self.cipher.decrypt(block.data) or ""
+        encrypted = self.cipher.decrypt(block.signature or "")
+        if encrypted is None and block.thinking is None:
+            raise required(f"{where}.thinking")
+        return encrypted or block.thinking or ""
+
+    def text(self, placed: Iterable[_Placed]) -> str:
+        """The text of blocks that are neither calls nor results."""
+        reader = TextReader(self.defaults.attachments)
+        return lines(reader.text(*each) for each in placed)
+
+    def result(self, block: ResultBlock, where: str) -> str:
+        """The text of a tool's result."""
+        reader = TextReader(self.defaults.attachments, lenient=True)
+        return reader.texts(block.content or (), f"{where}.content")
+
+    def load(self, names: Iterable[str | None]) -> list[Tool]:
+        """The deferred tools of these names, except for those that are declared already."""
+        return [self.deferred.pop(name) for name in names if name in self.deferred]
+
+    def declare(self, names: Iterable[str]) -> Iterator[Message]:
+        """Declares the deferred tools of these names."""
+        if tools := self.load(names):
+            yield AdditionalTools(tuple(tools))
 
 
-def _deferred(body: MessagesBody) -> dict[str, Tool]:
-    """Tools that a message declares, by name. Raises ``RequestError`` for two of one name (A10)."""
-    if _no_tools(body):
-        return {}
-    names = {tool.name for tool in _declared(body, deferred=False)}
-    tools: dict[str, Tool] = {}
-    for tool in _declared(body, deferred=True):
-        if tool.name in names or tool.name in tools:
-            raise RequestError(f"two tools are named {quoted(tool.name)}", param=tool.where)
-        tools[tool.name] = tool
-    return tools
+def _take_prefill(run: _Run, must_call: bool, wants_json: bool) -> tuple[str | None, bool]:
+    """The text that the answer continues, taken out of ``run``; or whether ``run`` is an answer.
+
+    It is, when its text cannot become what is asked for: a call, or JSON. A turn of the assistant
+    begins behind it then, as in Chat Completions; LangGraph asks an agent that has answered for a
+    typed answer in this way.
+
+    Raises ``RequestError`` for a call without a result and for white space at the end, as
+    Anthropic's API does: the model's next token brings its own.
+    """
+    placed = [each for message in run for each in message.blocks]
+    for block, where in placed:
+        if block.type == "tool_use":
+            problem = f"{where} is a tool_use without a tool_result after it"
+            raise RequestError(problem, param=where)
+    if not placed or not isinstance(placed[-1].block, TextBlock):
+        return None, False
+    text, where = placed[-1].block.text, placed[-1].where
+    if must_call or (wants_json and not text.lstrip().startswith(("{", "[", '"'))):
+        return None, True
+    if text != text.rstrip():
+        problem = f"{where}: final assistant content cannot end with trailing whitespace"
+        raise RequestError(problem, param=where)
+    next(message.blocks for message in reversed(run) if message.blocks).pop()
+    return text, False
 
 
-def _tool(tool: AnthropicTool, where: str) -> Iterator[Tool]:
+_BILLING = "x-anthropic-billing-header:"
+
+
+def _system(blocks: Iterable[Block], attachments: Attachments) -> Iterator[Message]:
+    """The instructions, without the line in which Claude Code tells Anthropic whom to bill.
+
+    It changes with every request, so that no prompt would begin as the one before (A12).
+    """
+    for index, block in enumerate(blocks):
+        text = TextReader(attachments).text(block, f"system[{index}]")
+        if text.startswith(_BILLING):
+            text = text.partition("\n")[2]
+        if text:
+            yield Instructions(text)
+
+
+# --- Tools, format and effort.
+
+
+def _is_searched(tools: Iterable[AnyTool]) -> bool:
+    """Whether one of Anthropic's servers should search the tools that are deferred."""
+    return any((tool.type or "").startswith(TOOL_SEARCH) for tool in tools)
+
+
+def _tools(tools: Sequence[AnyTool]) -> tuple[tuple[Tool, ...], dict[str, Tool]]:
+    """The tools at the beginning of the prompt, and by name those that are declared later.
+
+    None is deferred where Anthropic's servers would have to search them. Raises ``RequestError``
+    for a deferred tool with the name of another (A10).
+    """
+    shown: list[Tool] = []
+    later: list[Tool] = []
+    searched = _is_searched(tools)
+    for index, tool in enumerate(tools):
+        defers = isinstance(tool, ClientTool) and tool.defer_loading and not searched
+        (later if defers else shown).extend(_tool(tool, f"tools[{index}]"))
+    names = {tool.name for tool in shown}
+    deferred: dict[str, Tool] = {}
+    for each in later:
+        if each.name in names or each.name in deferred:
+            raise RequestError(f"two tools are named {quoted(each.name)}", param=each.where)
+        deferred[each.name] = each
+    return tuple(shown), deferred
+
+
+def _tool(tool: AnyTool, where: str) -> Iterator[Tool]:
     """The tool at ``where``; nothing if Anthropic defines it."""
-    if _is_anthropics(tool):
-        return
-    if tool.name is None:
-        raise required(f"{where}.name")
-    if tool.input_schema is None:
-        raise required(f"{where}.input_schema")
-    strict = bool(tool.strict)
-    yield Tool(tool.name, tool.description or "", tool.input_schema, where, strict)
+    if isinstance(tool, ClientTool):
+        described = tool.description or ""
+        yield Tool(tool.name, described, tool.input_schema, where, bool(tool.strict))
 
 
 def _tool_choice(
@@ -640,7 +488,7 @@ def _tool_choice(
     namespaces: Sequence[Namespace],
     builtin_tools: Sequence[str],
 ) -> ToolChoice:
-    """Anthropic's API refuses ``any`` and ``tool`` while thinking; this model may think first."""
+    """Anthropic's API rejects ``any`` and ``tool`` while thinking; this model may think first."""
     choice = body.tool_choice
     if choice is None or choice.type not in ("any", "tool"):
         return ToolChoice()
@@ -663,13 +511,6 @@ def _tool_choice(
         problem = f"tool_choice.name: there is no tool named {quoted(choice.name)} to call"
         raise RequestError(problem, param="tool_choice.name")
     return ToolChoice(required=True, names=served)
-
-
-_OFF = ("disabled", "between_tools")
-"""Types of thinking without any (Anthropic's ``ThinkingTypes``).
-
-``between_tools`` shows in thinking blocks what the model says on its way: `emitter.Display`.
-"""
 
 
 def _reasoning(body: MessagesBody, defaults: Defaults) -> tuple[Effort, bool]:

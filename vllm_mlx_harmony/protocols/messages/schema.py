@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.client_servers import MOST_SERVERS
+from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.sampling import SamplingFields
 from vllm_mlx_harmony.protocols.validation import (
     UNSUPPORTED,
@@ -17,35 +18,23 @@ from vllm_mlx_harmony.protocols.validation import (
     Wire,
     checked,
     required,
+    text_parts,
 )
 
 # --- Fields are optional, and null is the same as absent, unless a model says otherwise.
 
 
-def _as_blocks(value: object) -> object:
-    """A string becomes a list of one text block."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if value is None or isinstance(value, list):
-        return value
-    raise PydanticCustomError("content_type", "must be a string or a list of blocks")
-
-
 class Block(Wire):
-    """One block of a content."""
+    """One block of a content. Of other blocks than those below, only the type is read."""
 
     type: str
-
-
-class OtherBlock(Block):
-    """A block that is not read: only its type matters."""
 
 
 class TextBlock(Block):
     text: str
 
 
-Part: TypeAlias = Annotated[Block, Variants({"text": TextBlock}, OtherBlock)]
+Part: TypeAlias = Annotated[Block, Variants({"text": TextBlock}, Block)]
 """Text, or a block that is not read."""
 
 
@@ -60,7 +49,7 @@ class TextSource(Source):
 
 
 class ContentSource(Source):
-    content: Annotated[list[Part], BeforeValidator(_as_blocks)]
+    content: Annotated[list[Part], text_parts("blocks")]
 
 
 class DocumentBlock(Block):
@@ -91,41 +80,11 @@ _READABLE: dict[str, type[Wire]] = {
 """The blocks that both a user and a tool may send."""
 
 ResultPart: TypeAlias = Annotated[
-    Block, Variants({**_READABLE, "tool_reference": ToolReferenceBlock}, OtherBlock)
+    Block, Variants({**_READABLE, "tool_reference": ToolReferenceBlock}, Block)
 ]
 
 
-class ToolSwitch(Wire):
-    """Whether a tool of an MCP server may be called."""
-
-    enabled: bool | None = None
-
-
-class AnthropicTool(Wire):
-    """A tool, or, with ``mcp_server_name``, the tools of an MCP server as ``configs`` selects."""
-
-    type: str | None = None
-    name: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
-    defer_loading: bool | None = None
-    mcp_server_name: str | None = None
-    default_config: ToolSwitch | None = None
-    configs: dict[str, ToolSwitch | None] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_ours(cls, value: object) -> object:
-        """Of a tool that Anthropic defines only the type is read."""
-        if not isinstance(value, dict) or value.get("input_schema") is not None:
-            return value
-        kind = value.get("type")
-        if kind == TOOLSET:
-            own = ("type", "mcp_server_name", "default_config", "configs")
-            return {name: value[name] for name in own if name in value}
-        return value if kind in (None, CUSTOM) else {"type": kind}
-
+# --- Tools.
 
 CUSTOM = "custom"
 """The type of a tool that the caller defines: a name, a description and a schema."""
@@ -137,12 +96,56 @@ TOOLSET = "mcp_toolset"
 """The type of an entry that stands for the tools of an MCP server."""
 
 
+class AnthropicTool(Wire):
+    """A tool that Anthropic defines: only its type is read."""
+
+    type: str | None = None
+
+
+class ClientTool(AnthropicTool):
+    name: str
+    description: str | None = None
+    input_schema: Document
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class ToolSwitch(Wire):
+    """Whether a tool of an MCP server may be called."""
+
+    enabled: bool | None = None
+
+
+class Toolset(AnthropicTool):
+    """The tools of an MCP server as ``configs`` selects them."""
+
+    mcp_server_name: str
+    default_config: ToolSwitch | None = None
+    configs: dict[str, ToolSwitch | None] | None = None
+
+
+def _tool_kind(tool: Mapping[str, object]) -> object:
+    kind = tool.get("type")
+    return CUSTOM if kind is None or tool.get("input_schema") is not None else kind
+
+
+AnyTool: TypeAlias = Annotated[
+    AnthropicTool, Variants({CUSTOM: ClientTool, TOOLSET: Toolset}, AnthropicTool, _tool_kind)
+]
+
+
 class ToolChange(Wire):
-    """A tool that a conversation adds: its definition, or the name of an earlier one."""
+    """A tool that a conversation adds: a reference to an earlier one."""
 
     type: str
     name: str | None = None
-    definition: AnthropicTool | None = None
+
+
+class ToolDefinition(ToolChange):
+    definition: AnyTool
+
+
+# --- Blocks of a message.
 
 
 class ThinkingBlock(Block):
@@ -170,7 +173,7 @@ class ResultBlock(Block):
     """The result of a client's tool, or of an MCP server's."""
 
     tool_use_id: str = Field(min_length=1)
-    content: Annotated[list[ResultPart] | None, BeforeValidator(_as_blocks)] = None
+    content: Annotated[list[ResultPart] | None, text_parts("blocks")] = None
     is_error: bool | None = None
 
 
@@ -182,7 +185,7 @@ class ServerResultBlock(Block):
 
 
 class ToolAdditionBlock(Block):
-    tool: ToolChange
+    tool: Annotated[ToolChange, Variants({"tool_definition": ToolDefinition}, ToolChange)]
 
 
 _BLOCKS: dict[str, type[Wire]] = {
@@ -198,8 +201,11 @@ _BLOCKS: dict[str, type[Wire]] = {
     "tool_addition": ToolAdditionBlock,
 }
 Blocks: TypeAlias = Annotated[
-    list[Annotated[Block, Variants(_BLOCKS, OtherBlock)]], BeforeValidator(_as_blocks)
+    list[Annotated[Block, Variants(_BLOCKS, Block)]], text_parts("blocks")
 ]
+
+
+# --- The body.
 
 
 class ToolConfiguration(ToolSwitch):
@@ -218,7 +224,7 @@ class McpServer(Wire):
 
 
 class EffortConfig(Wire):
-    effort: Any = None
+    effort: object = None
 
 
 class AnthropicMessage(Wire):
@@ -254,7 +260,7 @@ class Thinking(Wire):
 
 class OutputFormat(Wire):
     type: Literal["json_schema"]
-    document: dict[str, Any] = Field(alias="schema")
+    document: Document = Field(alias="schema")
 
 
 class OutputConfig(EffortConfig):
@@ -272,7 +278,7 @@ class MessagesBody(SamplingFields):
 
     stop_sequences: StopStrings | None = None
 
-    tools: list[AnthropicTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -17,14 +17,9 @@ from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.names import carryable
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
-from vllm_mlx_harmony.protocols.messages.schema import (
-    TOOLSET,
-    AnthropicTool,
-    McpServer,
-    MessagesBody,
-)
+from vllm_mlx_harmony.protocols.messages.schema import McpServer, MessagesBody, Toolset
 from vllm_mlx_harmony.protocols.server_calls import code_in, recipient_of
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED
 
 # --- What a request asks for.
 
@@ -45,10 +40,8 @@ def asked_for(body: MessagesBody, available: Sequence[Namespace]) -> tuple[Names
             raise _unknown(server.name, f"mcp_servers[{index}].name", known)
         chosen[server.name] = _only(found, _allowed(server, found.tools))
     for index, tool in enumerate(body.tools or ()):
-        if tool.type != TOOLSET:
+        if not isinstance(tool, Toolset):
             continue
-        if tool.mcp_server_name is None:
-            raise required(f"tools[{index}].mcp_server_name")
         found = chosen.get(tool.mcp_server_name) or known.get(tool.mcp_server_name)
         if found is None:
             raise _unknown(tool.mcp_server_name, f"tools[{index}].mcp_server_name", known)
@@ -103,7 +96,7 @@ def _allowed(server: McpServer, tools: Iterable[Tool]) -> Iterator[Tool]:
             yield tool
 
 
-def _enabled(toolset: AnthropicTool, tools: Iterable[Tool]) -> Iterator[Tool]:
+def _enabled(toolset: Toolset, tools: Iterable[Tool]) -> Iterator[Tool]:
     """The version of 2025-11-20: ``configs`` for single tools, ``default_config`` for the rest."""
     default = toolset.default_config is None or toolset.default_config.enabled is not False
     for tool in tools:
