@@ -12,13 +12,13 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+from engine_models import load_module
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.gpt_oss import GptOssMoeModel
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
-from vllm_mlx_harmony.engine.mlx_lm_compat import load_module
 from vllm_mlx_harmony.engine.pieces import Piece, cut, windows
 
 PLENTY = 1 << 30

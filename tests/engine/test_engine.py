@@ -15,12 +15,14 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
+from engine_models import load_module
+
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.engine import QUEUE_VARIABLE, MlxEngine, Options
-from vllm_mlx_harmony.engine.mlx_lm_compat import BatchKVCache, KVCache, load_module
+from vllm_mlx_harmony.engine.mlx_lm_compat import BatchKVCache, KVCache
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.scheduler import Limits
@@ -35,7 +37,7 @@ COUNT = "<|channel|>final<|message|>" + "".join(f" {n}" for n in range(45)) + "<
 
 
 def load(directory: Path) -> tuple[Any, Any]:
-    return load_module(directory, trust_remote_code=standin.is_standin(directory)), None
+    return load_module(directory), None
 
 
 def opened(directory: Path, **options: Any) -> MlxEngine:
@@ -272,11 +274,11 @@ def test_memory_that_runs_out_ends_a_request_and_not_the_engine(
                     raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
                 return model(ids, cache=cache)
 
-        engine._module = Full()
+        engine.module = Full()
         with pytest.raises(HostError) as error:
             run(answer(engine, words(3, 50)))
         assert (error.value.status, error.value.code) == (503, "out_of_memory")
-        engine._module = model
+        engine.module = model
         assert run(answer(engine, words(3, 50))) == of_mlx_lm(engine, words(3, 50))
         assert idle(engine)
     finally:
@@ -469,7 +471,7 @@ async def in_every_state(engine: MlxEngine) -> dict[str, asyncio.Task[Any]]:
     while not len(engine._answers):
         await asyncio.sleep(0.001)
     tasks["prefill"] = asyncio.ensure_future(asked(30_000, 2))
-    while not any(each.at > 0 and each.row is None for each in engine._requests.values()):
+    while not any(each.at > 0 and not each.ids for each in engine._requests.values()):
         await asyncio.sleep(0.001)
     tasks["waiting"] = asyncio.ensure_future(asked(30_000, 3))
     while len(engine._scheduler.order()) < 2:
@@ -534,7 +536,7 @@ class Watched:
     def __call__(self, ids: Any, cache: Any) -> Any:
         requests = list(self.engine._requests.values())
         answers = len(self.engine._answers)
-        prompts = sum(each.begun and each.row is None for each in requests)
+        prompts = sum(each.begun and not each.ids for each in requests)
         self.begun.append(prompts)
         self.running.append(prompts + answers)
         if ids.shape[1] > 1:
@@ -564,7 +566,7 @@ def test_nothing_exceeds_its_limit(
     monkeypatch.setenv(QUEUE_VARIABLE, "4")
     engine = opened(tiny, limits=limits)
     expected = [of_mlx_lm(engine, words(seed, 200 + seed), 25) for seed in range(4)]
-    watched = engine._module = Watched(engine)
+    watched = engine.module = Watched(engine)
 
     async def together() -> list[tuple[int, ...]]:
         asked = (answer(engine, words(seed, 200 + seed), max_tokens=25) for seed in range(4))

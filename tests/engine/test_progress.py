@@ -15,10 +15,11 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
+from engine_models import load_module
+
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.engine import engine as engine_module
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options, RequestStatus
-from vllm_mlx_harmony.engine.mlx_lm_compat import load_module
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.scheduler import Limits

@@ -1,4 +1,4 @@
-"""mlx-lm as the engine uses it; what differs between 0.31.3 and 0.32.x stands here and only here.
+"""What the engine uses of mlx-lm. All differences between 0.31.3 and 0.32.x are in this file.
 
 - *Custom code.* `config.json` may name a Python file of the model's directory (``model_file``).
   0.31 always runs it, 0.32 only with ``trust_remote_code``.
@@ -11,11 +11,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
+from mlx.nn import Module
 from mlx_lm import utils
 from mlx_lm.models.cache import (
     BatchKVCache,
@@ -29,33 +28,29 @@ __all__ = [
     "BatchKVCache",
     "BatchRotatingKVCache",
     "KVCache",
+    "Layer",
+    "Layers",
+    "Module",
     "RotatingKVCache",
     "evaluate",
     "load",
-    "load_module",
     "make_prompt_cache",
 ]
 
+Layer: TypeAlias = "KVCache | RotatingKVCache | BatchKVCache | BatchRotatingKVCache"
 
-def load(path: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
+Layers: TypeAlias = "list[Layer]"
+"""A cache for each layer of a model."""
+
+
+def load(path: str, *, trust_remote_code: bool = False) -> tuple[Module, Any]:
     """The model in ``path``, a directory or a repository, and its tokenizer."""
-    tokenizer_config = {"trust_remote_code": trust_remote_code}
-    trust = _trust(utils.load, trust_remote_code=trust_remote_code)
-    module, tokenizer = utils.load(path, tokenizer_config=tokenizer_config, **trust)[:2]
+    trust = {"trust_remote_code": trust_remote_code}
+    known = "trust_remote_code" in inspect.signature(utils.load).parameters
+    module, tokenizer = utils.load(path, tokenizer_config=trust, **(trust if known else {}))[:2]
     return module, tokenizer
 
 
-def load_module(directory: Path, *, trust_remote_code: bool = False) -> Any:
-    """The model in ``directory``, without its tokenizer."""
-    trust = _trust(utils.load_model, trust_remote_code=trust_remote_code)
-    return utils.load_model(directory, **trust)[0]
-
-
-def _trust(function: Any, *, trust_remote_code: bool) -> dict[str, bool]:
-    taken = "trust_remote_code" in inspect.signature(function).parameters
-    return {"trust_remote_code": trust_remote_code} if taken else {}
-
-
-def evaluate(layers: Sequence[Any]) -> None:
-    """Computes what ``layers`` (caches, one of each layer) hold."""
+def evaluate(layers: Layers) -> None:
+    """Computes what ``layers`` hold."""
     mx.eval([(layer.keys, layer.values) for layer in layers])

@@ -21,22 +21,19 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 IDLE = 0.2
-"""Seconds between two attempts of work that waits for something else, for memory for instance."""
+"""Seconds between two attempts at work that waits for something else, such as memory."""
 
 
 class Stopped(RuntimeError):
-    """The thread has ended, or died: it takes no more calls."""
-
-    def __init__(self) -> None:
-        super().__init__("the engine's thread has ended")
+    """The thread has ended, or died: it accepts no more calls."""
 
 
 class EngineThread:
     """Runs ``work`` again and again while there is more to do, and calls in between.
 
     ``work`` returns how long to wait before it runs again, in seconds; ``None``: until a call
-    comes. When it raises, the thread has died: it calls ``died`` with the error, and every call
-    that waits fails.
+    comes. If it raises, the thread dies: it calls ``died`` with the error, and every pending call
+    fails.
     """
 
     def __init__(
@@ -49,36 +46,32 @@ class EngineThread:
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any] | None] | None]
         self._calls = SimpleQueue()
         self._lock = threading.Lock()
-        self._open = True
+        self.alive = True
+        """Whether it accepts calls."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether it takes calls."""
-        return self._open
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """The result of ``function``, once the thread has run it. Raises ``Stopped``."""
         result: Future[T] = Future()
-        self._put(function, result)
+        self.post(function, result)
         return result
 
-    def post(self, function: Callable[[], None]) -> None:
-        """Has the thread run ``function``, which must not raise. Raises ``Stopped``."""
-        self._put(function, None)
+    def post(self, function: Callable[[], Any], result: Future[Any] | None = None) -> None:
+        """Has the thread run ``function``, which must not raise without ``result``.
 
-    def _put(self, function: Callable[[], Any], result: Future[Any] | None) -> None:
+        Raises ``Stopped``.
+        """
         with self._lock:
-            if not self._open:
-                raise Stopped
+            if not self.alive:
+                raise Stopped("the engine's thread has ended")
             self._calls.put((function, result))
 
     def close(self) -> None:
-        """Ends the thread when it has run what was posted, and waits for that."""
+        """Ends the thread after all posted calls, and waits for it."""
         with self._lock:
-            if self._open:
-                self._open = False
+            if self.alive:
+                self.alive = False
                 self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -91,13 +84,13 @@ class EngineThread:
         except BaseException as error:
             logger.exception("the engine's thread has died")
             with self._lock:
-                self._open = False
+                self.alive = False
             self._died(error)
         with suppress(Empty):
             while True:
                 _, result = self._calls.get_nowait() or (None, None)
                 if result is not None and result.set_running_or_notify_cancel():
-                    result.set_exception(Stopped())
+                    result.set_exception(Stopped("the engine's thread has ended"))
 
     def _run_calls(self, wait: float | None) -> bool:
         """Runs the calls that come within ``wait`` seconds; False after the last one."""

@@ -1,0 +1,20 @@
+"""Models without their tokenizers, which take a second to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mlx_lm import utils
+
+from vllm_mlx_harmony import standin
+
+
+def load_module(directory: Path) -> Any:
+    """The model in ``directory``, with mlx-lm 0.31 and 0.32."""
+    if not standin.is_standin(directory):
+        return utils.load_model(directory)[0]
+    try:
+        return utils.load_model(directory, trust_remote_code=True)[0]
+    except TypeError:  # 0.31 always runs the code of the directory
+        return utils.load_model(directory)[0]

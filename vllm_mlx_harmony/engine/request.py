@@ -1,0 +1,100 @@
+"""A request: what is asked, how much of it is computed, and what its client has yet to receive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from vllm_mlx_harmony.core.deltas import Progress
+from vllm_mlx_harmony.core.errors import HarmonyFailure
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
+from vllm_mlx_harmony.engine.prefix_cache import Match
+from vllm_mlx_harmony.engine.sampler import Sampler
+from vllm_mlx_harmony.server.engine import Step
+from vllm_mlx_harmony.server.sampling import Settings
+
+if TYPE_CHECKING:
+    from vllm_mlx_harmony.engine.batch import Batch
+
+Item: TypeAlias = "Step | HarmonyFailure"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """``prompt``, ``settings`` and so on never change. Of the rest, the last two groups below
+    belong to one thread each."""
+
+    number: int
+    prompt: tuple[int, ...]
+    settings: Settings
+    tenant: str
+    sampler: Sampler
+    since: float = field(default_factory=time.perf_counter)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    match: Match | None = None
+    """What is cached of the prompt, until it begins."""
+
+    # On the engine's thread. A prompt has ``layers``, which hold its first ``at`` ids and are
+    # stored at ``marks``. An answer is a row of ``batch``, whose layers hold ``ids`` (prompt and
+    # answer), or will after the step that is being computed; ``joined`` after its first step.
+    begun: float = 0.0
+    layers: Layers | None = None
+    marks: deque[int] = field(default_factory=deque)
+    at: int = 0
+    cached: int = 0
+    ids: list[int] = field(default_factory=list)
+    batch: Batch | None = None
+    joined: bool = False
+    first: float = 0.0
+    held: list[int] = field(default_factory=list)
+
+    # On the event loop.
+    ended: bool = False
+    items: deque[Item] = field(default_factory=deque)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def end(self) -> int:
+        """Maximum number of ids of prompt and answer together."""
+        return len(self.prompt) + self.settings.max_tokens
+
+    @property
+    def generated(self) -> int:
+        """Number of ids of the answer."""
+        return max(0, len(self.ids) - len(self.prompt))
+
+    def progress(self, now: float, place: int = 0) -> Progress:
+        """How much of the prompt is computed. Before it begins: what is cached, and its place."""
+        total = len(self.prompt)
+        if not self.begun:
+            known = 0 if self.match is None else min(self.match.cached, total - 1)
+            return Progress(total, known, known, place=place)
+        return Progress(total, self.cached, self.at, now - self.begun)
+
+    def put(self, item: Item) -> None:
+        """Adds a step, or the error that ends the request."""
+        self.items.append(item)
+        self.arrived.set()
+
+    async def next(self) -> Step:
+        """All ids since the last call as one step, or a report of progress.
+
+        Raises the error that ends the request.
+        """
+        while not self.items:
+            self.arrived.clear()
+            await self.arrived.wait()
+        step = self.items.popleft()
+        while isinstance(step, Step) and step.progress is None and self.items:
+            more = self.items[0]
+            if not isinstance(more, Step):
+                break
+            step = replace(more, ids=step.ids + more.ids)
+            self.items.popleft()
+        self.ended = isinstance(step, HarmonyFailure) or step.finish is not None
+        if isinstance(step, HarmonyFailure):
+            raise step
+        return step
