@@ -33,7 +33,7 @@ class Piece:
 
 def add(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> bool:
     sequence = tuple(ids)
-    return tree.add(owner, pack(sequence), lambda start, end: Piece(sequence, start, end))
+    return bool(tree.add(owner, pack(sequence), lambda start, end: Piece(sequence, start, end)))
 
 
 def find(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> int:

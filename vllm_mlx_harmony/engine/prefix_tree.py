@@ -1,27 +1,25 @@
-"""Token sequences as a tree of pieces, within a budget of bytes, least recently used out first.
+"""Token sequences as a tree of pieces, within a budget of bytes; evicts the least recently used.
 
-Keys and values of a token depend on it and on the tokens before it, on nothing else. What was
-computed for a prompt therefore serves every prompt with the same beginning, and a tree finds the
-longest one: RadixAttention (https://arxiv.org/abs/2312.07104, section 3), or blocks found by hashes
-of what stands before them in vLLM (https://docs.vllm.ai/en/latest/design/prefix_caching.html).
+Keys and values of a token depend only on it and on the tokens before it. What was computed for a
+prompt therefore serves every prompt with the same beginning, and a tree finds the longest one, as
+in RadixAttention (https://arxiv.org/abs/2312.07104, section 3) or by hashes of blocks in vLLM
+(https://docs.vllm.ai/en/latest/design/prefix_caching.html). Two differences:
 
-Two things are different here.
-
-- *Pieces, not blocks.* A piece ends where another prompt may leave this one (`boundaries`): behind
-  the system message, before the last message of the user, before what a later turn drops. A piece
-  holds the whole sliding window at its end, so that cutting every 16 tokens would cost a window
-  every 16 tokens. A node is never split; prompts that differ in a piece share what is before it.
+- *Pieces, not blocks.* A piece ends where another prompt may diverge (`boundaries`): after the
+  system message, before the last message of the user, before what a later turn drops. It holds the
+  whole sliding window at its end, so cutting every 16 tokens would cost a window every 16 tokens.
+  A node is never split; prompts that diverge within a piece share what is before it.
 - *Owners.* Each tenant has a tree of its own: the time that a prompt takes shows whether its
-  beginning is known, which no other tenant may learn (SECURITY.md). What the operator had computed
-  for everybody is ``shared``: a tenant that uses it gets nodes of its own with the same values.
+  beginning is cached, which no other tenant may learn (SECURITY.md). What the operator had computed
+  for all tenants is ``shared``: a tenant that uses it gets nodes of its own with the same values.
 
-**Order.** Using a node uses all nodes before it, and they are put behind it in the order of use. So
-the least recently used node is always a leaf, and dropping it orphans nothing.
+**Order.** Using a node uses all nodes before it, and puts them behind it in the order of use. So
+the least recently used node is always a leaf, and no eviction orphans another node.
 
 **Invariants.** The bytes of all values, each counted once, are within the budget. A child begins
-where its parent ends, and no two children of one node have the same ids. A value that was handed
-out stays whole when it is dropped. Sequences are packed, 4 bytes an id, so that comparing two is
-one comparison of memory and a look-up is linear in the prompt. The lock is held for no longer than
+where its parent ends, and no two children of one node have the same ids. Evicting a value that was
+returned leaves it whole. Sequences are packed, 4 bytes an id, so that comparing two is one
+comparison of memory and a look-up is linear in the prompt. The lock is held for no longer than
 that, never while something is copied or computed.
 """
 
@@ -36,7 +34,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Sized(Protocol):
-    """What is held for a piece of a sequence."""
+    """The value of a piece."""
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +54,7 @@ def pack(ids: Iterable[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a tree holds, and how often room was made (``evictions``) or missing (``refused``)."""
+    """What a tree holds. ``refused`` values did not fit together with those that they continue."""
 
     evictions: int = 0
     refused: int = 0
@@ -67,7 +65,7 @@ class Counters:
 
 @dataclass(eq=False, slots=True)
 class _Node(Generic[T]):
-    """A place in a sequence, ``end`` ids from its beginning; holds what follows its parent."""
+    """The ``ids`` of a sequence that end after ``end`` ids. Roots have no parent and no value."""
 
     owner: Hashable
     ids: bytes = b""
@@ -77,22 +75,23 @@ class _Node(Generic[T]):
     children: dict[bytes, _Node[T]] = field(default_factory=dict)
 
     def path(self) -> Iterator[_Node[T]]:
-        """This place and those before it, last first, without the beginning itself."""
-        node: _Node[T] | None = self
-        while node is not None and node.parent is not None:
+        """This node and those before it, last first, without the root."""
+        node = self
+        while node.parent is not None:
             yield node
             node = node.parent
 
-    def values(self) -> tuple[tuple[int, T], ...]:
-        """What is held up to here, first to last, each with the place where it ends."""
+    def pieces(self) -> tuple[tuple[int, T], ...]:
+        """The values up to here, first to last, each with its end."""
         found = [(step.end, step.value) for step in self.path() if step.value is not None]
         return tuple(found[::-1])
 
 
 class PrefixTree(Generic[T]):
-    """Pieces of sequences, each with what is held for it. Every method may be called by any thread.
+    """Pieces of sequences with their values. Every method may be called by any thread.
 
-    A sequence belongs to an ``owner``, and is found by that owner alone, or as ``shared`` by name.
+    A sequence belongs to an ``owner``, and is found by that owner alone, or by naming it as
+    ``shared``.
     """
 
     def __init__(self, budget: int) -> None:
@@ -107,8 +106,8 @@ class PrefixTree(Generic[T]):
 
     def counters(self) -> Counters:
         """The counters now, without waiting for another thread."""
-        held = len(self._order)
-        return Counters(self._evictions, self._refused, held, self._nbytes, self._budget)
+        segments = len(self._order)
+        return Counters(self._evictions, self._refused, segments, self._nbytes, self._budget)
 
     def find(
         self, owner: Hashable, sequence: bytes, shared: Hashable = None
@@ -123,65 +122,55 @@ class PrefixTree(Generic[T]):
         with self._lock:
             node = self._deepest(owner, sequence, limit)
             common = self._deepest(shared, sequence, limit)
-            if common is not None and (node is None or common.end > node.end):
+            if common.end > node.end:
                 self._use(common)
-                node = self._adopted(owner, common)
-            if node is None:
-                return 0, ()
+                node = self._roots.setdefault(owner, _Node(owner))
+                for step in [*common.path()][::-1]:
+                    node = node.children.get(step.ids) or self._attach(node, step.ids, step.value)
             self._use(node)
-            return node.end, tuple(value for _, value in node.values())
+            return node.end, tuple(value for _, value in node.pieces())
 
     def reach(self, owner: Hashable, sequence: bytes, shared: Hashable = None) -> int:
         """How many ids `find` would find. Does not count as a use."""
         limit = len(sequence) // WIDTH - 1
         with self._lock:
-            nodes = (self._deepest(whose, sequence, limit) for whose in (owner, shared))
-            return max(0 if node is None else node.end for node in nodes)
+            return max(self._deepest(each, sequence, limit).end for each in (owner, shared))
 
-    def pieces(self, owner: Hashable, sequence: bytes) -> tuple[tuple[int, T], ...]:
-        """The values for all of ``sequence``, first to last, each with the id behind its last.
+    def add(
+        self, owner: Hashable, sequence: bytes, cut: Callable[[int, int], T]
+    ) -> tuple[tuple[int, T], ...]:
+        """Adds ``sequence``; ``cut(start, end)`` gives the value for its last piece.
 
-        Empty unless all of it is known. Does not count as a use.
-        """
-        with self._lock:
-            node = self._deepest(owner, sequence, len(sequence) // WIDTH)
-            whole = node is not None and node.end * WIDTH == len(sequence)
-            return node.values() if node is not None and whole else ()
-
-    def add(self, owner: Hashable, sequence: bytes, cut: Callable[[int, int], T]) -> bool:
-        """Makes ``sequence`` known; ``cut(start, end)`` gives the value for its last piece.
-
-        ``cut`` is called without a lock, as a rule once, and not at all when the sequence is known.
-        False when the piece does not fit together with those it continues: nothing is evicted then.
+        Returns the values of all of its pieces, first to last, each with its end. ``cut`` is called
+        without a lock, as a rule once, and not at all when the sequence is known. Returns ``()``
+        when the piece does not fit together with those it continues: then nothing is evicted.
         """
         end = len(sequence) // WIDTH
         while True:
             with self._lock:
                 node = self._deepest(owner, sequence, end)
-                start = 0 if node is None else node.end
-                if node is not None and start == end:
+                start = node.end
+                if start == end:
                     self._use(node)
-                    return True
+                    return node.pieces()
             value = cut(start, end)
             with self._lock:
-                known = self._deepest(owner, sequence, end)
-                parent = known or self._roots.get(owner) or _Node(owner)
+                parent = self._deepest(owner, sequence, end)
                 if parent.end != start:  # another thread changed it meanwhile
                     continue
-                if sum(each.nbytes for _, each in parent.values()) + value.nbytes > self._budget:
+                if sum(each.nbytes for _, each in parent.pieces()) + value.nbytes > self._budget:
                     self._refused += 1
-                    return False
+                    return ()
                 self._use(parent)
                 self._evict_to(self._budget - value.nbytes)
                 if parent.parent is None:
                     self._roots[owner] = parent
-                self._attach(parent, sequence[start * WIDTH :], value)
-                return True
+                return self._attach(parent, sequence[start * WIDTH :], value).pieces()
 
     def evict(self, nbytes: int) -> int:
-        """Drops the least recently used pieces, ``nbytes`` bytes of them if there are so many.
+        """Evicts the least recently used pieces, ``nbytes`` bytes of them if there are so many.
 
-        Returns the bytes that were dropped.
+        Returns the bytes that were evicted.
         """
         with self._lock:
             before = self._nbytes
@@ -189,21 +178,20 @@ class PrefixTree(Generic[T]):
             return before - self._nbytes
 
     def forget(self, gone: Callable[[Hashable], bool]) -> None:
-        """Drops everything of the owners for which ``gone`` is true. Counts no evictions."""
+        """Removes everything of the owners for which ``gone`` is true. Counts no evictions."""
         with self._lock:
             for owner in [owner for owner in self._roots if gone(owner)]:
                 below = [self._roots.pop(owner)]
                 while below:
                     node = below.pop()
                     below.extend(node.children.values())
-                    self._drop(node)
+                    self._release(node)
                     node.children, node.parent = {}, None  # no cycle keeps buffers alive
 
-    def _deepest(self, owner: Hashable, sequence: bytes, limit: int) -> _Node[T] | None:
-        root = self._roots.get(owner)
-        if root is None:
-            return None
-        best, left = root, [root]
+    def _deepest(self, owner: Hashable, sequence: bytes, limit: int) -> _Node[T]:
+        """The node of the longest known beginning of at most ``limit`` ids; else a root."""
+        best = self._roots.get(owner) or _Node(owner)
+        left = [best]
         while left:
             node = left.pop()
             best = max(best, node, key=lambda one: one.end)
@@ -213,15 +201,16 @@ class PrefixTree(Generic[T]):
                 for child in node.children.values()
                 if child.end <= limit and sequence.startswith(child.ids, at)
             )
-        return None if best is root else best
+        return best
 
     def _use(self, node: _Node[T]) -> None:
         for step in node.path():
             self._order.pop(step, None)
             self._order[step] = None
 
-    def _attach(self, parent: _Node[T], ids: bytes, value: T) -> _Node[T]:
-        """A new node behind ``parent``, for whose value there has to be room."""
+    def _attach(self, parent: _Node[T], ids: bytes, value: T | None) -> _Node[T]:
+        """A new node below ``parent``, for whose value there is room."""
+        assert value is not None  # only roots have none
         node = _Node(parent.owner, ids, parent.end + len(ids) // WIDTH, value, parent)
         parent.children[ids] = node
         self._nbytes += 0 if self._holders[id(value)] else value.nbytes
@@ -229,27 +218,18 @@ class PrefixTree(Generic[T]):
         self._use(node)
         return node
 
-    def _adopted(self, owner: Hashable, found: _Node[T]) -> _Node[T]:
-        """The owner's own nodes with the values that lead to ``found``."""
-        node = self._roots.setdefault(owner, _Node(owner))
-        for step in [*found.path()][::-1]:
-            assert step.value is not None  # only roots have none
-            node = node.children.get(step.ids) or self._attach(node, step.ids, step.value)
-        return node
-
-    def _drop(self, node: _Node[T]) -> None:
-        if node.value is None:
-            return
-        del self._order[node]
-        self._holders[id(node.value)] -= 1
-        if not self._holders[id(node.value)]:
-            del self._holders[id(node.value)]
-            self._nbytes -= node.value.nbytes
+    def _release(self, node: _Node[T]) -> None:
+        if node.value is not None:
+            del self._order[node]
+            self._holders[id(node.value)] -= 1
+            if not self._holders[id(node.value)]:
+                del self._holders[id(node.value)]
+                self._nbytes -= node.value.nbytes
 
     def _evict_to(self, nbytes: int) -> None:
         while self._nbytes > nbytes:
             oldest = next(iter(self._order))
-            self._drop(oldest)
+            self._release(oldest)
             self._evictions += 1
             parent = oldest.parent
             assert parent is not None  # roots are not in the order
