@@ -413,16 +413,19 @@ def _tools(
     if key is not None and len(key) > MOST_CHARACTERS:
         raise schema.too_large(tools[-1])
     section = None if key is None else _sections.get((tenant, key))
-    if section is not None:
-        # All tools together are too large; the error names the last one.
-        budget.take_for(tools[-1], section.characters, section.schemas)
-        return section.text
     characters, schemas = budget.characters, budget.schemas
-    declared = []
-    for tool in tools:
-        name, parameters = names.alias(tool.name), schema.parameters(tool, budget)
-        declared.append(schema.declaration(name, vocab.clean(tool.description), parameters))
-        budget.take_for(tool, len(declared[-1]))
+    declared: list[str] = []
+    try:
+        if section is not None:
+            budget.take(section.characters, section.schemas)
+            return section.text
+        for tool in tools:
+            name, parameters = names.alias(tool.name), schema.parameters(tool, budget)
+            declared.append(schema.declaration(name, vocab.clean(tool.description), parameters))
+            budget.take(len(declared[-1]))
+    except OverflowError as error:
+        # A cached section is not attributed to one tool: the error names its last one.
+        raise schema.too_large(tools[len(declared) - 1]) from error
     text = schema.section(namespace, declared, vocab.clean(description))
     if key is not None:
         section = _Section(text, characters - budget.characters, schemas - budget.schemas)

@@ -70,13 +70,6 @@ class SizeBudget:
         if self.characters < 0 or self.schemas < 0:
             raise OverflowError
 
-    def take_for(self, tool: Tool, characters: int, schemas: int = 0) -> None:
-        """Raises ``RequestError`` naming ``tool`` if less than that is left."""
-        try:
-            self.take(characters, schemas)
-        except OverflowError as error:
-            raise too_large(tool) from error
-
 
 def too_large(tool: Tool) -> RequestError:
     """The error for tools that exceed the budget; ``tool`` is the last of them."""
@@ -113,25 +106,24 @@ def parameters(tool: Tool, budget: SizeBudget | None = None) -> Type | None:
     exceed the ``budget``.
     """
     schema: object = tool.parameters
+    problem = ""
     if schema is None:
         return None
     if not isinstance(schema, Mapping):
-        kind = type(schema).__name__
-        raise _invalid(tool, f"must be a JSON Schema object, not {kind}")
-    if isinstance(schema.get("type"), str) and schema["type"] in _NOT_PARAMETERS:
-        raise _invalid(tool, f"must have the type 'object', not {quoted(schema['type'])}")
+        problem = f"must be a JSON Schema object, not {type(schema).__name__}"
+    elif schema.get("type") in [*_SCALARS, "array", "null"]:
+        problem = f"must have the type 'object', not {quoted(schema['type'])}"
+    if problem:
+        problem = f"the parameters of tool {quoted(tool.name)} {problem}"
+        raise RequestError(problem, param=tool.where)
     try:
         argument = replace(type_of(schema, budget), nullable=False)
     except OverflowError as error:
         raise too_large(tool) from error
     if isinstance(argument, Object):
         return argument if argument.properties else None
-    says_nothing = isinstance(argument, Inline) and argument.members in (("any",), ("object",))
-    return None if says_nothing else argument
-
-
-def _invalid(tool: Tool, problem: str) -> RequestError:
-    return RequestError(f"the parameters of tool {quoted(tool.name)} {problem}", param=tool.where)
+    is_empty = isinstance(argument, Inline) and argument.members in (("any",), ("object",))
+    return None if is_empty else argument
 
 
 def type_of(schema: object, budget: SizeBudget | None = None) -> Type:
@@ -272,7 +264,6 @@ class Union(Type):
 
 ANY, NULL, NEVER, OBJECT = (Inline(members=(name,)) for name in ("any", "null", "never", "object"))
 _SCALARS = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean"}
-_NOT_PARAMETERS = frozenset({*_SCALARS, "array", "null"})
 
 
 def _line(types: Iterable[Type]) -> str | None:
@@ -387,6 +378,7 @@ class _Reader:
         """The well-formed keywords of one layer: ``const`` as an enum, types as a list."""
 
         def layers(one: object) -> _Layers:
+            self._budget.take(0, schemas=1)
             return (_Node(one, depth, refs),)
 
         own: _Keywords = {}
@@ -397,14 +389,12 @@ class _Reader:
                     self._budget.take(len(str(value)))
                     own["enum" if key == "const" else key] = value
             elif key in ("properties", "patternProperties") and isinstance(content, Mapping):
-                self._budget.take(sum(len(str(name)) for name in content), schemas=len(content))
+                self._budget.take(sum(len(str(name)) for name in content))
                 own[key] = {clean(str(name)): layers(one) for name, one in content.items()}
             elif key in ("items", "prefixItems", "anyOf", "oneOf") and isinstance(content, list):
-                self._budget.take(0, schemas=len(content))
                 # Draft 4 has a list in `items`.
                 own["prefixItems" if key == "items" else key] = [layers(one) for one in content]
             elif key in ("items", "additionalProperties", "propertyNames"):
-                self._budget.take(0, schemas=1)
                 own[key] = layers(content)
         return own
 

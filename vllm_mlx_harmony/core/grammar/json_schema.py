@@ -23,6 +23,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core import lru
@@ -123,7 +124,8 @@ def _json_text(schema: Schema, check: Check) -> str:
 
 def _rejected_keywords(copy: Schema, check: Check) -> tuple[str, ...]:
     """The keywords for which llguidance rejects ``copy``; a single one if that is enough."""
-    present = [one for one in _REJECTABLE if property_names.without(copy, [one]) != copy]
+    rejectable = [one for one in _KEYWORDS if one not in _NEVER_REJECTED]
+    present = [one for one in rejectable if property_names.without(copy, [one]) != copy]
     attempts = [[one] for one in present] + [present[:end] for end in range(2, len(present) + 1)]
     for keywords in attempts:
         remaining = property_names.without(copy, keywords)
@@ -133,38 +135,17 @@ def _rejected_keywords(copy: Schema, check: Check) -> tuple[str, ...]:
     return ("the schema as a whole",)
 
 
-_REJECTABLE = (
-    *property_names.KEYWORDS,
-    "pattern",
-    "oneOf",
-    "patternProperties",
-    "minProperties",
-    "maxProperties",
-    "multipleOf",
-    "format",
-    "minLength",
-    "maxLength",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "minItems",
-    "maxItems",
-    "const",
-    "enum",
-    "allOf",
-    "required",
-    "anyOf",
-    "$ref",
-)
-"""Keywords that llguidance may reject, the likeliest first."""
-
-
 # --- copying: any JSON value -> known, well-formed keywords ---
 
 
 class _Malformed(Exception):
     """The content of a keyword has the wrong type or value."""
+
+
+def _checked(content: Any, is_well_formed: bool) -> Any:
+    if not is_well_formed:
+        raise _Malformed
+    return content
 
 
 class SchemaReader:
@@ -178,7 +159,7 @@ class SchemaReader:
         self._root = root
         self._left = MAX_SCHEMAS
         self._definitions: dict[str, str] = {}
-        self._waiting: list[tuple[str, object]] = []
+        self._waiting: list[tuple[str, Callable[[], AnySchema]]] = []
         self._identified: dict[str, object] | None = None
         self.dropped: dict[str, None] = {}
 
@@ -191,11 +172,8 @@ class SchemaReader:
             copy = {"type": "object", **copy}
         definitions: dict[str, AnySchema] = {}
         while self._waiting:
-            name, target = self._waiting.pop()
-            if isinstance(target, _Branches):
-                definitions[name] = self.inlined(target.schemas)
-            else:
-                definitions[name] = self.schema(target)
+            name, copied = self._waiting.pop()
+            definitions[name] = copied()
         return {**copy, "$defs": definitions} if definitions else copy
 
     def schema(  # noqa: C901 - one keyword after the other
@@ -234,61 +212,45 @@ class SchemaReader:
             return {"anyOf": [copy, {"type": "null"}]}
         return copy
 
-    # One method for each kind of content.
+    # One method for each kind of content, which returns the copy.
 
     def plain(self, content: object, _: int) -> object:
         return content
 
     def number(self, content: object, _: int) -> object:
-        if not isinstance(content, (int, float)):
-            raise _Malformed
-        return content
+        return _checked(content, isinstance(content, (int, float)))
 
-    def count(self, content: object, _: int) -> int:
+    def count(self, content: object, _: int) -> object:
         if isinstance(content, float) and content.is_integer():
             content = int(content)
-        if not isinstance(content, int) or content < 0:
-            raise _Malformed
-        return content
+        return _checked(content, isinstance(content, int) and content >= 0)
 
     def pattern(self, content: object, _: int) -> str:
-        if not isinstance(content, str):
-            raise _Malformed
-        return _without_nul(clean(content))
+        return _without_nul(clean(_checked(content, isinstance(content, str))))
 
     def texts(self, content: object, _: int) -> list[str]:
-        if not isinstance(content, list) or not all(isinstance(each, str) for each in content):
-            raise _Malformed
-        return [clean(each) for each in content]
+        names = _checked(content, isinstance(content, list))
+        return [clean(_checked(each, isinstance(each, str))) for each in names]
 
     def values(self, content: object, _: int) -> object:
-        if not isinstance(content, list):
-            raise _Malformed
-        return content
+        return _checked(content, isinstance(content, list))
 
     def types(self, content: object, _: int) -> object:
         names = [content] if isinstance(content, str) else content
-        if not isinstance(names, list) or not names or any(name not in TYPES for name in names):
-            raise _Malformed
-        return content
-
-    def subschema(self, content: object, depth: int) -> AnySchema:
-        return self.schema(content, depth)
+        is_known = isinstance(names, list) and all(name in TYPES for name in names)
+        return _checked(content, bool(names) and is_known)
 
     def subschemas(self, content: object, depth: int) -> list[AnySchema]:
-        if not isinstance(content, list) or not content:
-            raise _Malformed
-        return [self.schema(each, depth) for each in content]
+        branches = _checked(content, isinstance(content, list) and bool(content))
+        return [self.schema(each, depth) for each in branches]
 
     def items(self, content: object, depth: int) -> object:
-        if isinstance(content, list):  # in drafts before 2020-12
-            return self.subschemas(content, depth)
-        return self.schema(content, depth)
+        is_prefix = isinstance(content, list)  # in drafts before 2020-12
+        return self.subschemas(content, depth) if is_prefix else self.schema(content, depth)
 
     def named(self, content: object, depth: int) -> dict[str, AnySchema]:
-        if not isinstance(content, Mapping):
-            raise _Malformed
-        return {clean(str(name)): self.schema(each, depth) for name, each in content.items()}
+        found = _checked(content, isinstance(content, Mapping))
+        return {clean(str(name)): self.schema(each, depth) for name, each in found.items()}
 
     def patterned(self, content: object, depth: int) -> dict[str, AnySchema]:
         named = self.named(content, depth)
@@ -297,16 +259,16 @@ class SchemaReader:
     def reference(self, content: object, _: int) -> str:
         if content == "#":
             return "#"
-        target = self.target(content) if isinstance(content, str) else None
-        if target is None:
-            raise _Malformed
-        return self.definition(str(content), target)
+        ref = str(_checked(content, isinstance(content, str)))
+        target = self.target(ref)
+        return self.definition(ref, partial(self.schema, _checked(target, target is not None)))
 
     def one_of(self, content: object, depth: int) -> list[AnySchema]:
         """llguidance can tell that two objects exclude each other, but not through references. So
         branches that are references become a definition that has their targets in place."""
         if isinstance(content, list) and any(map(_is_reference, content)):
-            return [{"$ref": self.definition(json.dumps(content), _Branches(content))}]
+            copied = partial(self.inlined, content)
+            return [{"$ref": self.definition(json.dumps(content), copied)}]
         return self.subschemas(content, depth)
 
     def inlined(self, branches: Sequence[Any]) -> Schema:
@@ -318,11 +280,11 @@ class SchemaReader:
             copies.append(self.schema(each if target is None else target))
         return {"oneOf": copies}
 
-    def definition(self, key: str, target: object) -> str:
-        """A reference to the definition of ``target``, which ``key`` identifies."""
+    def definition(self, key: str, copied: Callable[[], AnySchema]) -> str:
+        """A reference to the definition that ``key`` identifies and ``copied`` makes, later."""
         if key not in self._definitions:
             self._definitions[key] = f"d{len(self._definitions)}"
-            self._waiting.append((self._definitions[key], target))
+            self._waiting.append((self._definitions[key], copied))
         return f"#/$defs/{self._definitions[key]}"
 
     def target(self, ref: str) -> object:
@@ -345,13 +307,6 @@ class SchemaReader:
                 elif isinstance(value, list):
                     waiting += value
         return self._identified.get(ref)
-
-
-@dataclass(frozen=True, slots=True)
-class _Branches:
-    """The branches of a ``oneOf`` that are still to be copied."""
-
-    schemas: Sequence[Any]
 
 
 def _is_reference(schema: object) -> bool:
@@ -389,68 +344,39 @@ FORMATS = (
 """The formats that are enforced. Others are annotations, as JSON Schema allows for any format."""
 
 _KEYWORDS: Mapping[str, Callable[[SchemaReader, object, int], object]] = {
-    "type": SchemaReader.types,
-    "enum": SchemaReader.values,
-    "const": SchemaReader.plain,
-    "$ref": SchemaReader.reference,
-    "anyOf": SchemaReader.subschemas,
+    **dict.fromkeys(property_names.KEYWORDS, SchemaReader.schema),
+    "pattern": SchemaReader.pattern,
     "oneOf": SchemaReader.one_of,
-    "allOf": SchemaReader.subschemas,
-    "properties": SchemaReader.named,
     "patternProperties": SchemaReader.patterned,
-    "additionalProperties": SchemaReader.subschema,
-    "required": SchemaReader.texts,
     "minProperties": SchemaReader.count,
     "maxProperties": SchemaReader.count,
-    "items": SchemaReader.items,
-    "prefixItems": SchemaReader.subschemas,
-    "additionalItems": SchemaReader.subschema,
-    "minItems": SchemaReader.count,
-    "maxItems": SchemaReader.count,
+    "multipleOf": SchemaReader.number,
+    "format": SchemaReader.plain,
     "minLength": SchemaReader.count,
     "maxLength": SchemaReader.count,
-    "pattern": SchemaReader.pattern,
-    "format": SchemaReader.plain,
     "minimum": SchemaReader.number,
     "maximum": SchemaReader.number,
     "exclusiveMinimum": SchemaReader.number,
     "exclusiveMaximum": SchemaReader.number,
-    "multipleOf": SchemaReader.number,
-    **dict.fromkeys(property_names.KEYWORDS, SchemaReader.subschema),
+    "minItems": SchemaReader.count,
+    "maxItems": SchemaReader.count,
+    "const": SchemaReader.plain,
+    "enum": SchemaReader.values,
+    "allOf": SchemaReader.subschemas,
+    "required": SchemaReader.texts,
+    "anyOf": SchemaReader.subschemas,
+    "$ref": SchemaReader.reference,
+    "type": SchemaReader.types,
+    "properties": SchemaReader.named,
+    "additionalProperties": SchemaReader.schema,
+    "items": SchemaReader.items,
+    "prefixItems": SchemaReader.subschemas,
+    "additionalItems": SchemaReader.schema,
 }
-"""How the content of each supported keyword is copied."""
+"""How the content of each supported keyword is copied; the likeliest to be rejected come first."""
 
-_UNSUPPORTED = frozenset(
-    {
-        "if",
-        "then",
-        "else",
-        "not",
-        "uniqueItems",
-        "contains",
-        "minContains",
-        "maxContains",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "unevaluatedItems",
-        "$dynamicRef",
-        "$recursiveRef",
-    }
-)
-"""Keywords of any draft that llguidance does not have."""
-
-_MEANINGLESS: Mapping[str, tuple[object, ...]] = {
-    "uniqueItems": (False,),
-    "propertyNames": (True, {}, {"type": "string"}),
-    "unevaluatedItems": (True, {}),
-    "not": (False,),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "dependencies": ({},),
-    "additionalItems": (True, {}),
-}
-"""Contents with which a keyword has no effect."""
+_NEVER_REJECTED = frozenset({"type", "properties", "additionalProperties"})
+_NEVER_REJECTED |= {"items", "prefixItems", "additionalItems"}
 
 EVALUATING_NOTHING = frozenset(
     {
@@ -465,5 +391,28 @@ EVALUATING_NOTHING = frozenset(
 )
 """Unsupported keywords that evaluate no properties: ``unevaluatedProperties`` stays exact without
 them."""
+
+_UNSUPPORTED = EVALUATING_NOTHING | {
+    "if",
+    "then",
+    "else",
+    "dependentSchemas",
+    "dependencies",
+    "$dynamicRef",
+    "$recursiveRef",
+}
+"""Keywords of any draft that llguidance does not have."""
+
+_MEANINGLESS: Mapping[str, tuple[object, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedItems": (True, {}),
+    "not": (False,),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "additionalItems": (True, {}),
+}
+"""Contents with which a keyword has no effect."""
 
 ANY_OBJECT = StrictSchema(_json_text({"type": "object"}, compile_error))

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import chain, combinations, product
 from math import lcm
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.grammar import property_names, spellings
@@ -143,6 +143,43 @@ class _TooLarge(Exception):
     """The rules exceed ``MAX_TEXT``."""
 
 
+class _Count(NamedTuple):
+    """How many there may be: at least, and at most (``None``: any number)."""
+
+    least: int = 0
+    most: int | None = None
+
+    def both(self, other: _Count) -> _Count:
+        most = [each for each in (self.most, other.most) if each is not None]
+        return _Count(max(self.least, other.least), min(most, default=None))
+
+    def less(self, taken: int) -> _Count:
+        """The count of the rest, after ``taken`` of them."""
+        return _Count(
+            max(self.least - taken, 0), None if self.most is None else max(self.most - taken, 0)
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        return self.most is not None and self.least > self.most
+
+    def times(self, part: str) -> str:
+        """So many times ``part``."""
+        if self.most == 0:
+            return ""
+        return (
+            f"({part})*" if self == _ANY_NUMBER else f"({part}){{{self.least},{self.most or ''}}}"
+        )
+
+    def listed(self, member: str) -> str:
+        """So many times ``member``, separated by commas; at least one may come."""
+        listed = f"{member} {self.less(1).times(f'JSON_COMMA {member}')}".rstrip()
+        return listed if self.least else f"({listed})?"
+
+
+_ANY_NUMBER = _Count()
+
+
 @dataclass(frozen=True, slots=True)
 class _Members:
     """``properties``, ``patternProperties`` and ``additionalProperties`` (``rest``) of one schema.
@@ -185,8 +222,7 @@ class _Bound:
 class _Alternative:
     """A conjunction of keywords that do not combine schemas (as ``allOf`` and ``anyOf`` do).
 
-    ``texts`` and ``values`` are the strings and numbers of an ``enum``; ``length``, ``many_items``
-    and ``many_members`` are the least and the greatest count.
+    ``texts`` and ``values`` are the strings and numbers of an ``enum``.
     """
 
     types: frozenset[str] = _TYPES
@@ -194,16 +230,16 @@ class _Alternative:
     booleans: frozenset[bool] = frozenset({False, True})
     texts: tuple[str, ...] | None = None
     values: tuple[Decimal, ...] | None = None
-    length: tuple[int, int | None] = (0, None)
+    length: _Count = _ANY_NUMBER
     patterns: tuple[str, ...] = ()
     bounds: tuple[_Bound, ...] = ()
     steps: tuple[Decimal, ...] = ()
     items: tuple[_Items, ...] = ()
-    many_items: tuple[int, int | None] = (0, None)
+    many_items: _Count = _ANY_NUMBER
     members: tuple[_Members, ...] = ()
     required: tuple[str, ...] = ()
     of_names: tuple[AnySchema, ...] = ()
-    many_members: tuple[int, int | None] = (0, None)
+    many_members: _Count = _ANY_NUMBER
     is_one_of_any: bool = False
     """Whether it is a branch of an ``anyOf``: other branches, which evaluate other properties, may
     hold at the same time."""
@@ -215,24 +251,23 @@ class _Alternative:
             booleans=self.booleans & other.booleans,
             texts=_common(self.texts, other.texts),
             values=_common(self.values, other.values),
-            length=_narrowed(self.length, other.length),
+            length=self.length.both(other.length),
             patterns=_united(self.patterns, other.patterns),
             bounds=_united(self.bounds, other.bounds),
             steps=_united(self.steps, other.steps),
             items=self.items + other.items,
-            many_items=_narrowed(self.many_items, other.many_items),
+            many_items=self.many_items.both(other.many_items),
             members=self.members + other.members,
             required=_united(self.required, other.required),
             of_names=self.of_names + other.of_names,
-            many_members=_narrowed(self.many_members, other.many_members),
+            many_members=self.many_members.both(other.many_members),
             is_one_of_any=self.is_one_of_any or other.is_one_of_any,
         )
 
     def allows_text(self, text: str) -> bool:
-        least, most = self.length
         if "string" not in self.types or (self.texts is not None and text not in self.texts):
             return False
-        if len(text) < least or (most is not None and len(text) > most):
+        if self.length.both(_Count(len(text), len(text))).is_empty:
             return False
         return all(_found(pattern, text) for pattern in self.patterns)
 
@@ -261,11 +296,6 @@ def _common(
     if one is None or other is None:
         return one if other is None else other
     return tuple(value for value in one if value in other)
-
-
-def _narrowed(one: tuple[int, int | None], other: tuple[int, int | None]) -> tuple[int, int | None]:
-    most = [each for each in (one[1], other[1]) if each is not None]
-    return max(one[0], other[0]), min(most, default=None)
 
 
 def _united(one: tuple[_Value, ...], other: tuple[_Value, ...]) -> tuple[_Value, ...]:
@@ -382,37 +412,34 @@ class _Translator:
             if not one.strings:
                 return None
             return self.terminal(f"/{spellings.any_of(one.strings)}{_SPACE}/")
-        least, most = self.countable(one.length, "minLength", "maxLength", MAX_LENGTH)
-        patterns = self.patterns(one.patterns)
-        if not least and most is None and not patterns:
-            return "JSON_STRING"
-        if least or most is not None:
-            patterns.append(f"/{spellings.string(least, most)}/")
-        return self.terminal(f"({' & '.join(patterns)}) JSON_SPACE")
+        conditions = self.conditions(one, "minLength", "maxLength")
+        return self.terminal(f"({conditions}) JSON_SPACE") if conditions else "JSON_STRING"
 
-    def patterns(self, patterns: Iterable[str]) -> list[str]:
-        written = []
-        for pattern in patterns:
+    def conditions(self, one: _Alternative, least: str, most: str) -> str:
+        """An expression of strings with the length and the patterns of ``one``; empty for any."""
+        length = self.countable(one.length, least, most, MAX_LENGTH)
+        parts = []
+        for pattern in one.patterns:
             with suppress(NotExpressible):
-                written.append(f"/{spellings.matching(pattern)}/")
+                parts.append(f"/{spellings.matching(pattern)}/")
                 continue
             self.drop("pattern")
-        if len(written) > MAX_PATTERNS:
+        if len(parts) > MAX_PATTERNS:
             self.drop("pattern")
-        return written[:MAX_PATTERNS]
+            parts = parts[:MAX_PATTERNS]
+        if length != _ANY_NUMBER:
+            parts.append(f"/{spellings.string(*length)}/")
+        return " & ".join(parts)
 
-    def countable(
-        self, many: tuple[int, int | None], least: str, most: str, limit: int
-    ) -> tuple[int, int | None]:
+    def countable(self, many: _Count, least: str, most: str, limit: int) -> _Count:
         """``many`` without bounds above ``limit``, which a grammar cannot count to."""
-        low, high = many
-        if low > limit:
+        if many.least > limit:
             self.drop(least)
-            low = 0
-        if high is not None and high > limit:
+            many = _Count(0, many.most)
+        if many.most is not None and many.most > limit:
             self.drop(most)
-            high = None
-        return low, high
+            many = _Count(many.least)
+        return many
 
     def number(self, one: _Alternative) -> str | None:
         if one.numbers is not None:
@@ -473,8 +500,8 @@ class _Translator:
         return f"{name} (JSON_ZEROS | JSON_BLANK)?"
 
     def array(self, one: _Alternative, depth: int) -> str | None:  # noqa: C901 - one keyword after the other
-        least, most = self.countable(one.many_items, "minItems", "maxItems", MAX_COUNT)
-        if most is not None and least > most:
+        many = self.countable(one.many_items, "minItems", "maxItems", MAX_COUNT)
+        if many.is_empty:
             return None
         length = max((len(each.prefix) for each in one.items), default=0)
         if length > MAX_PREFIX:
@@ -485,26 +512,23 @@ class _Translator:
             here = [each.prefix[at] if at < len(each.prefix) else each.rest for each in one.items]
             item = self.value(here, depth + 1)
             if item is None:  # nothing is valid here, so the array ends before
-                most = at if most is None else min(at, most)
+                many = many.both(_Count(most=at))
                 break
             heads.append(item)
         rest = self.value([each.rest for each in one.items], depth + 1)
         if rest is None:
-            most = length if most is None else min(length, most)
-        if most is not None and least > most:
+            many = many.both(_Count(most=length))
+        if many.is_empty:
             return None
-        if most is not None:
-            heads = heads[:most]
-        within = ""
-        if rest is not None and (most is None or most > len(heads)):
-            low = max(least - len(heads), 0)
-            high = None if most is None else most - len(heads)
-            within = _times(f"JSON_COMMA {rest}", low, high) if heads else _list(rest, low, high)
+        heads = heads[: many.most]
+        more, within = many.less(len(heads)), ""
+        if rest is not None and more.most != 0:
+            within = more.times(f"JSON_COMMA {rest}") if heads else more.listed(rest)
         for at in range(len(heads) - 1, -1, -1):
             within = f"{heads[at]} {within}"
             if at:
                 within = f"JSON_COMMA {within}"
-            if at >= least:
+            if at >= many.least:
                 within = f"({within})?"
         if within == "(json_value (JSON_COMMA json_value)*)?":
             return "json_array"
@@ -513,7 +537,7 @@ class _Translator:
     # Objects
 
     def members(self, one: _Alternative, depth: int) -> str | None:
-        least, most = self.countable(one.many_members, "minProperties", "maxProperties", 255)
+        many = self.countable(one.many_members, "minProperties", "maxProperties", 255)
         of_names = self.conjunction(one.of_names, depth) if one.of_names else None
         listed = self.listed_names(of_names)
         declared = dict.fromkeys(name for each in one.members for name in each.names)
@@ -529,9 +553,9 @@ class _Translator:
                 return None
         others = list(self.other_members(one, declared, of_names, depth))
         required = [name for name in values if name in one.required]
-        if most is not None and len(required) > most:
+        if many.most is not None and len(required) > many.most:
             return None
-        return self.walk(required, values, others, (least, most))
+        return self.walk(required, values, others, many)
 
     def schemas_of_member(self, members: Iterable[_Members], name: str) -> Iterator[AnySchema]:
         """All schemas that apply to the member ``name``."""
@@ -597,18 +621,15 @@ class _Translator:
                 if each.strings:
                     yield self.terminal(f"/{spellings.any_of(each.strings)}/")
                 continue
-            least, most = self.countable(each.length, "propertyNames", "propertyNames", MAX_LENGTH)
-            parts = self.patterns(each.patterns)
-            if least or most is not None:
-                parts.append(f"/{spellings.string(least, most)}/")
-            yield self.terminal(" & ".join(parts)) if parts else "JSON_NAME"
+            conditions = self.conditions(each, "propertyNames", "propertyNames")
+            yield self.terminal(conditions) if conditions else "JSON_NAME"
 
     def walk(  # noqa: C901, PLR0915 - one rule after the other
         self,
         required: Sequence[str],
         values: Mapping[str, str],
         others: Sequence[str],
-        many: tuple[int, int | None],
+        many: _Count,
     ) -> str | None:
         """An object whose members come in any order, the required ones among them.
 
@@ -628,8 +649,7 @@ class _Translator:
         the parameter count those that are not required, and ``o_c`` follows such a member in place
         of ``o_s``.
         """
-        least = max(many[0] - len(required), 0)
-        most = None if many[1] is None else many[1] - len(required)
+        least, most = counted_members = many.less(len(required))
         room = (most or least).bit_length() + 1 if least or most is not None else 0
         bits = BITS - room
         if len(required) > bits:  # the others may be missing
@@ -646,7 +666,11 @@ class _Translator:
         if not tracked:
             is_any = loops == ["JSON_NAME JSON_COLON json_value"] and not least and most is None
             member = loops[0] if len(loops) == 1 else f"({' | '.join(loops)})"
-            return "json_object" if is_any else f"JSON_OPEN {_list(member, least, most)} JSON_CLOSE"
+            return (
+                "json_object"
+                if is_any
+                else f"JSON_OPEN {counted_members.listed(member)} JSON_CLOSE"
+            )
         walk = f"o_{self._name}_{len(self._lines)}"
         counted = f"[{bits}:{BITS}]"
         all_required = f"is_ones([0:{len(required)}])"
@@ -715,7 +739,7 @@ class _Translator:
         merged = (one.merged(other) for one, other in product(some, others))
         return tuple(one for one in merged if one.types)
 
-    def alternatives(  # noqa: C901 - one keyword after the other
+    def alternatives(  # noqa: C901, PLR0912 - one keyword after the other
         self, schema: AnySchema, depth: int
     ) -> tuple[_Alternative, ...]:
         if isinstance(schema, bool):
@@ -731,26 +755,25 @@ class _Translator:
             return (_Alternative(),)
         self._expanding.add(key)
         found: tuple[_Alternative, ...] = (self.own_keywords(schema),)
-        if "const" in schema or "enum" in schema:
-            listed = [schema["const"]] if "const" in schema else schema["enum"]
-            found = self.both(found, tuple(self.literals(listed)))
-            if "const" in schema and "enum" in schema:
-                found = self.both(found, tuple(self.literals(schema["enum"])))
+        if "const" in schema:
+            found = self.both(found, tuple(self.literals([schema["const"]])))
+        if "enum" in schema:
+            found = self.both(found, tuple(self.literals(schema["enum"])))
         for member in schema.get("allOf", ()):
             found = self.both(found, self.alternatives(member, depth))
         if "$ref" in schema:
             target = property_names.target(self._root, schema["$ref"])
             found = self.both(found, self.alternatives(target, depth))
-        if "anyOf" in schema:
-            branches = [self.alternatives(one, depth) for one in schema["anyOf"]]
-            several = len(branches) > 1
-            united = (one for branch in branches for one in branch)
-            found = self.both(found, _unique(replace(one, is_one_of_any=several) for one in united))
-        if "oneOf" in schema:
-            branches = [self.alternatives(one, depth) for one in schema["oneOf"]]
-            if not self.are_disjoint(branches, depth):
+        for keyword in ("anyOf", "oneOf"):
+            if keyword not in schema:
+                continue
+            branches = [self.alternatives(one, depth) for one in schema[keyword]]
+            united = [one for branch in branches for one in branch]
+            if keyword == "anyOf":
+                united = [replace(one, is_one_of_any=len(branches) > 1) for one in united]
+            elif not self.are_disjoint(branches, depth):
                 self.drop("oneOf")
-            found = self.both(found, _unique(one for branch in branches for one in branch))
+            found = self.both(found, [*{repr(one): one for one in united}.values()])
         if "unevaluatedProperties" in schema:
             found = tuple(self.unevaluated(found, schema["unevaluatedProperties"]))
         self._expanding.discard(key)
@@ -791,16 +814,16 @@ class _Translator:
         return _Alternative(
             types=frozenset("number" if one == "integer" else one for one in named),
             is_integer="integer" in named and "number" not in named,
-            length=(schema.get("minLength", 0), schema.get("maxLength")),
+            length=_Count(schema.get("minLength", 0), schema.get("maxLength")),
             patterns=(schema["pattern"],) if "pattern" in schema else (),
             bounds=tuple(bounds),
             steps=(abs(step),) if step else (),
             items=items,
-            many_items=(schema.get("minItems", 0), schema.get("maxItems")),
+            many_items=_Count(schema.get("minItems", 0), schema.get("maxItems")),
             members=members,
             required=tuple(dict.fromkeys(schema.get("required", ()))),
             of_names=(schema["propertyNames"],) if "propertyNames" in schema else (),
-            many_members=(schema.get("minProperties", 0), schema.get("maxProperties")),
+            many_members=_Count(schema.get("minProperties", 0), schema.get("maxProperties")),
         )
 
     def literals(self, listed: Sequence[object]) -> Iterator[_Alternative]:
@@ -827,7 +850,7 @@ class _Translator:
                 yield _Alternative(
                     types=frozenset({"array"}),
                     items=(_Items([self.constant(each) for each in one], False),),
-                    many_items=(len(one), len(one)),
+                    many_items=_Count(len(one), len(one)),
                 )
             elif isinstance(one, dict):
                 names = {name: self.constant(each) for name, each in one.items()}
@@ -892,32 +915,31 @@ class _Translator:
 
     def is_empty(self, one: _Alternative, depth: int, levels: int) -> bool:
         """Whether it obviously accepts nothing. ``levels``: of nested objects to look into."""
-        if not one.types:
-            return True
-        possible = set(one.types)
-        if not one.booleans:
-            possible.discard("boolean")
-        if one.strings == ():
-            possible.discard("string")
         lower = [bound for bound in one.bounds if bound.is_least]
         upper = [bound for bound in one.bounds if not bound.is_least]
-        if one.numbers == () or any(
-            low.value > high.value or (low.value == high.value and (low.strictly or high.strictly))
-            for low, high in product(lower, upper)
-        ):
-            possible.discard("number")
-        if one.length[1] is not None and one.length[0] > one.length[1]:
-            possible.discard("string")
-        if one.many_items[1] is not None and one.many_items[0] > one.many_items[1]:
-            possible.discard("array")
-        if "object" in possible and levels:
-            for name in one.required:
-                schemas = list(self.schemas_of_member(one.members, name))
-                found = self.conjunction(schemas, depth)
-                if all(self.is_empty(each, depth, levels - 1) for each in found):
-                    possible.discard("object")
-                    break
-        return not possible
+        is_empty = {
+            "boolean": not one.booleans,
+            "string": one.strings == () or one.length.is_empty,
+            "number": one.numbers == ()
+            or any(
+                low.value > high.value
+                or (low.value == high.value and (low.strictly or high.strictly))
+                for low, high in product(lower, upper)
+            ),
+            "array": one.many_items.is_empty,
+        }
+        if not all(is_empty.get(kind) for kind in one.types - {"object"}):
+            return False
+        if "object" not in one.types:
+            return True
+        values = (self.schemas_of_member(one.members, name) for name in one.required)
+        return levels > 0 and any(
+            all(
+                self.is_empty(each, depth, levels - 1)
+                for each in self.conjunction(list(value), depth)
+            )
+            for value in values
+        )
 
 
 _OF_MEMBERS = frozenset({"properties", "patternProperties", "additionalProperties"})
@@ -932,23 +954,3 @@ def _all(*conditions: str) -> str:
 def _when(*conditions: str) -> str:
     condition = _all(*conditions)
     return f" %if {condition}" if condition else ""
-
-
-def _list(member: str, least: int, most: int | None) -> str:
-    """``least`` to ``most`` times ``member``, separated by commas; ``most`` is at least one."""
-    more = _times(f"JSON_COMMA {member}", max(least - 1, 0), None if most is None else most - 1)
-    listed = f"{member} {more}".rstrip()
-    return listed if least else f"({listed})?"
-
-
-def _times(part: str, least: int, most: int | None) -> str:
-    if most == 0:
-        return ""
-    if most is None and not least:
-        return f"({part})*"
-    return f"({part}){{{least},{'' if most is None else most}}}"
-
-
-def _unique(alternatives: Iterable[_Alternative]) -> tuple[_Alternative, ...]:
-    """``alternatives`` without duplicates."""
-    return tuple({repr(one): one for one in alternatives}.values())
