@@ -23,7 +23,7 @@ from vllm_mlx import server
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.mount import FrontEnd
 from vllm_mlx_harmony.server.host import install
-from vllm_mlx_harmony.server.origins import HOSTS_VARIABLE, ORIGINS_VARIABLE, OriginCheck
+from vllm_mlx_harmony.server.middleware import HOSTS_VARIABLE, ORIGINS_VARIABLE, OriginCheck
 
 NAME = "Toms-Mac.fritz.box"
 SETTINGS = {"origins": ["https://chat.example.com", "vscode-webview://*"], "hosts": ["*.corp.net"]}

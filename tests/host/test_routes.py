@@ -35,7 +35,7 @@ from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.errors import error_response, failure_of
-from vllm_mlx_harmony.server.generation import Job, run
+from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, install
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.streams import EventStream
@@ -385,11 +385,14 @@ class Lent:
 
 
 class Tracked:
-    """The host's accounting; the first result counts."""
+    """The host's metrics of a request, which start when it is called; the first result counts."""
 
     def __init__(self) -> None:
         self.results: list[str] = []
         self.tokens: tuple[int, int] | None = None
+
+    def __call__(self) -> Tracked:
+        return self
 
     def observe_ttft(self) -> None:
         pass
@@ -438,9 +441,10 @@ class Engine:
         self.remote = False
 
 
-def job(engine: Engine, total: float = 5.0) -> Job:
+def job(engine: Engine, total: float = 5.0, emitter: Any = None) -> Job:
     settings = Settings(max_tokens=10, temperature=0.0, top_p=1.0)
-    return Job(Lent(engine, total), Context(), settings, Tracked())  # type: ignore[arg-type]
+    lease: Any = Lent(engine, total)
+    return Job(lease, Context(), settings, emitter or Noted(), Tracked())  # type: ignore[arg-type]
 
 
 async def two(*_: Any) -> AsyncIterator[Step]:
@@ -504,7 +508,7 @@ class Noted:
 
 
 def answer_to(turn: Job) -> Answer:
-    return Answer(turn, run(turn), Noted(), keep=answer.dropped)
+    return Answer(turn, keep=answer.dropped)
 
 
 def stubborn(computed: asyncio.Event) -> Generate:
@@ -526,14 +530,14 @@ async def everything(turn: Job) -> list[Delta]:
 
 
 async def the_beginning(turn: Job) -> None:
-    reading = Answer(turn, run(turn), Silence())
+    reading = Answer(replace(turn, emitter=Silence()))
     await anext(reading)
     await asyncio.sleep(0)
     await reading.aclose()
 
 
 async def nothing(turn: Job) -> None:
-    reading = Answer(turn, run(turn), Silence())
+    reading = Answer(replace(turn, emitter=Silence()))
     assert await reading.begun()
     await reading.aclose()
 
@@ -589,8 +593,8 @@ def test_whatever_way_a_turn_ends(
         for _ in range(20):  # of one that is silent the engine is stopped when the client knows
             await asyncio.sleep(0)
         assert turn.lease.released == 1  # type: ignore[attr-defined]
-        assert turn.tracker.results[0] == result  # type: ignore[attr-defined]
-        assert turn.tracker.tokens == tokens  # type: ignore[attr-defined]
+        assert turn.track.results[0] == result  # type: ignore[attr-defined]
+        assert turn.track.tokens == tokens  # type: ignore[attr-defined]
         engine.generate = two
         assert len(await everything(job(engine))) == 2  # and the next one has its turn
 
@@ -698,7 +702,7 @@ def test_a_turn_ends_with_what_was_cached() -> None:
 def test_answers_of_one_engine_do_not_wait_for_each_other() -> None:
     async def test() -> None:
         engine = Engine(two)
-        turns = [Answer(turn, run(turn), Silence()) for turn in (job(engine) for _ in range(3))]
+        turns = [Answer(job(engine, emitter=Silence())) for _ in range(3)]
         for turn in turns:
             assert await turn.begun()
         for turn in turns:
@@ -741,7 +745,7 @@ def test_a_stream_whose_reader_fails_frees_the_engine(sent: int) -> None:
         application = Starlette()
         install(application, adapter.VllmMlx())
         request = Request({"type": "http", "headers": [], "app": application}, receive)
-        events = Answer(turn, run(turn), Silence())
+        events = Answer(replace(turn, emitter=Silence()))
         assert await events.begun()
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
         with pytest.raises(ClientDisconnect):

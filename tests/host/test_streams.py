@@ -38,6 +38,7 @@ from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import streams
 from vllm_mlx_harmony.server.answer import CAPACITY_VARIABLE, Answer, unread
 from vllm_mlx_harmony.server.encryption import ServerCipher
+from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.server.streams import within
 
@@ -105,7 +106,9 @@ def buffered(engine: Engine, api: str = "chat", **options: Any) -> Answer:
     return answered(engine.deltas(), emitter(api), **options)
 
 
-def answered(deltas: Any, emitter: Any, *, remote: bool = False, **options: Any) -> Answer:
+def answered(
+    deltas: Any, emitter: Any, *, remote: bool = False, ping: Event | None = None, **options: Any
+) -> Answer:
     """The answer made of ``deltas``, whose lease and accounting are of no interest."""
 
     async def release() -> None:
@@ -117,9 +120,10 @@ def answered(deltas: Any, emitter: Any, *, remote: bool = False, **options: Any)
         tenant="somebody",
         release=release,
     )
-    tracker = SimpleNamespace(finish=lambda **_: None)
-    job: Any = SimpleNamespace(lease=lease, tracker=tracker, id_seed="")
-    return Answer(job, deltas, emitter, **options)
+    tracker: Any = SimpleNamespace(finish=lambda **_: None)
+    given: Any = (lease, None, None)
+    job = Job(*given, emitter, lambda: tracker, ping=ping)
+    return Answer(job, deltas=deltas, **options)
 
 
 class Plain:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from vllm_mlx_harmony.server.routes import ENDPOINTS, SOCKETS
+from vllm_mlx_harmony.server.app import ENDPOINTS, SOCKETS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

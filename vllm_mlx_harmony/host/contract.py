@@ -220,7 +220,7 @@ def table(found: Extensions) -> tuple[Requirement, ...]:
     from vllm_mlx_harmony.host import engine_routes, models
     from vllm_mlx_harmony.host.adapter import VllmMlx
     from vllm_mlx_harmony.host.mount import FrontEnd, Route
-    from vllm_mlx_harmony.server.routes import ENDPOINTS
+    from vllm_mlx_harmony.server.app import ENDPOINTS
 
     parsers = (
         Entry(

@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_mlx_harmony.host.patching import Undo, locate
-from vllm_mlx_harmony.server import routes
+from vllm_mlx_harmony.server import app as front_end
 from vllm_mlx_harmony.server.endpoint import Endpoint, EndpointRoute
 from vllm_mlx_harmony.server.host import Host, install, uninstall
 from vllm_mlx_harmony.server.responses.websocket import UVICORN, without_traceback
@@ -103,9 +103,8 @@ def _mounted(endpoint: Endpoint, original: APIRoute | None, model: APIRoute | No
         include_in_schema=False,  # vllm-mlx's own entry keeps describing the path
     )
     mounted.behind = original and without_dependencies(original)
-    mounted.other_methods = endpoint.other_methods
-    if endpoint.around is not None:
-        mounted.app = request_response(endpoint.around(mounted.get_route_handler()))
+    mounted.endpoint_error = endpoint.error
+    mounted.app = request_response(endpoint.with_errors(mounted.get_route_handler()))
     return mounted
 
 
@@ -136,16 +135,16 @@ class FrontEnd:
         application = locate(APP)
         stack, present = application.middleware_stack, application.router.routes
         install(application, self.host)
-        application.user_middleware[:0] = routes.MIDDLEWARE
+        application.user_middleware[:0] = front_end.MIDDLEWARE
         application.middleware_stack = None  # the next request builds it again
-        present.extend(routes.SOCKETS)
+        present.extend(front_end.SOCKETS)
         logging.getLogger(UVICORN).addFilter(without_traceback)
 
         def undo() -> None:
             logging.getLogger(UVICORN).removeFilter(without_traceback)
-            present[:] = _without(present, routes.SOCKETS)
+            present[:] = _without(present, front_end.SOCKETS)
             application.user_middleware[:] = _without(
-                application.user_middleware, routes.MIDDLEWARE
+                application.user_middleware, front_end.MIDDLEWARE
             )
             application.middleware_stack = stack
             uninstall(application)

@@ -1,23 +1,24 @@
-"""A running answer: what owns the engine until it is free, and the accounting until it is closed.
+"""``Answer``: an answer that is being generated, and everything that has to be released after it.
 
-An ``Answer`` has one task. The task takes groups of deltas from the engine, has them written as
-events, and puts the events into one buffer. Whoever reads the buffer is a reader: a stream of
-server-sent events, a WebSocket, a client that waits for the whole answer, the log of a response in
-the background. A reader never drives the engine, and an answer ends in one of three ways:
+An ``Answer`` owns the lease of the engine, the metrics, the deadline and the cancellation of a
+request. It has one task, which takes groups of deltas from the engine, writes them as events, and
+puts the events into one buffer. What takes events out of the buffer is a reader: a stream of
+server-sent events, a WebSocket, a client that waits for the whole answer, the log of a background
+response. Readers never drive the engine. An answer ends in one of three ways:
 
-- **It is generated to its end**, or the engine fails. The lease is released first; then a failure
-  is written, and the reader comes to the end.
-- **Something else ends it** (``end``): a client cancels it, the server shuts down, or nothing is
-  generated for too long. An engine can be stopped only between two steps, which may be many
-  seconds apart, so the reader gets the error at once, and the task releases the lease later.
-- **Its reader goes away** (``close``). The engine is stopped and nothing more is written.
+- **Its generation ends**, or fails. The lease is released first. Then a failure is written, and the
+  reader reaches the end.
+- **It is ended** (``end``): a client cancels it, the server shuts down, or nothing is generated for
+  too long. An engine stops only between two steps, which may be many seconds apart. So the reader
+  gets the error at once, and the task releases the lease later.
+- **Its reader disconnects** (``close``). The engine is stopped and nothing more is written.
 
 A failure before the first event is raised where the reader waits for that event, so that it becomes
-an HTTP status. Later it is an event in the shape of the API.
+an HTTP status. A later failure is an event in the shape of the API.
 
-An engine that waited for its readers would be held up by the slowest of them. So it does not wait,
-unless each request has a connection of its own to it (``Engine.remote``). The buffer is bounded
-instead: an answer that outgrows it ends with an error, the engine is free, and what is left in the
+If the engine waited for readers, the slowest one would delay all other requests. So it does not
+wait, unless each request has its own connection to it (``Engine.remote``). Instead, the buffer is
+bounded: an answer that exceeds it ends with an error, which frees the engine. The events in the
 buffer can still be read.
 """
 
@@ -28,21 +29,21 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
 from vllm_mlx_harmony.server.errors import logged_failure
-from vllm_mlx_harmony.server.generation import Deltas, Job, end_of
+from vllm_mlx_harmony.server.generation import Deltas, Job, end_of, run
 from vllm_mlx_harmony.server.host import TIMED_OUT
 from vllm_mlx_harmony.server.settings import number
 
 logger = logging.getLogger(__name__)
 
 CAPACITY_VARIABLE = "VLLM_MLX_HARMONY_STREAM_BYTES"
-"""Environment variable: unread bytes of an answer beyond which it is ended."""
+"""Environment variable: maximum unread bytes of an answer. An answer that has more is ended."""
 
 DEFAULT_CAPACITY = 8 * 1024 * 1024
 
@@ -50,7 +51,7 @@ HIGH_WATER = 128 * 1024
 """Unread bytes of an answer above which a remote engine waits, until half of them are read."""
 
 PIECE = 32 * 1024
-"""Bytes of events that are sent at once, about."""
+"""Approximate bytes of events that are sent together."""
 
 PING_VARIABLE = "VLLM_MLX_HARMONY_PING_SECONDS"
 """Environment variable: seconds of silence after which a ping is sent, in APIs that have one; 0:
@@ -59,85 +60,73 @@ never."""
 DEFAULT_PING_SECONDS = 5
 
 PROGRESS_SECONDS = 0.5
-"""Seconds between two reports of how far a prompt is."""
+"""Seconds between two reports of the progress of a prompt."""
 
 CANCELLED = 499
-"""nginx's status for a client that has closed its request: here it has asked for the end."""
-
-
-class Emitter(Protocol):
-    """Writes one answer in the shape of an API."""
-
-    def feed(self, delta: Delta) -> list[Event]:
-        """The events for ``delta``; none where the answer is not streamed."""
-
-    def result(self) -> dict[str, Any]:
-        """The whole answer, when it is not streamed."""
-
+"""nginx's status for a closed request, here for a cancelled one."""
 
 End: TypeAlias = "Callable[[Finished | Failed], Awaitable[list[Event]]]"
 """Writes the last delta of an answer."""
 
 
 class Answer:
-    """The answer to ``job``, made of ``deltas``, from now on until it is read or closed.
+    """The answer to ``job``, from now on until it is read or closed.
 
-    ``end`` writes the last delta in place of the emitter, and may take time (a response is stored).
-    ``announced``: a client knows of the answer already, so that every failure is an event. ``keep``
-    takes the events in place of the buffer. ``ping`` is read after every ``pings_after`` seconds of
-    silence; comments do not break it. ``comments_progress``: where the emitter has no event for the
-    progress of the prompt, it is written as comments. ``capacity`` is the bound of the buffer in
-    bytes; the first group of events does not count, because it repeats what the client has sent.
+    ``end`` writes the last delta in place of the emitter, and may take time, for example to store a
+    response. ``announced``: the client already has the id of the answer, so every failure is an
+    event. ``keep`` takes the events, which then do not go into the buffer. ``deltas`` replaces the
+    generation. The job's ``ping`` is read after every ``pings_after`` seconds without an event
+    other than comments. ``capacity`` is the maximum size of the buffer in bytes. The first group of
+    events does not count, because it repeats what the client has sent.
 
-    Iterating gives the events. There is one reader: ``whole``, or ``begun`` and the iteration.
+    Iterating yields the events. There is one reader, which uses either ``whole``, or ``begun`` and
+    then the iteration.
     """
 
     def __init__(
         self,
         job: Job,
-        deltas: Deltas,
-        emitter: Emitter,
         *,
         end: End | None = None,
         announced: bool = False,
         keep: Callable[[list[Event]], None] | None = None,
-        ping: Event | None = None,
+        deltas: Deltas | None = None,
         pings_after: float | None = None,
-        comments_progress: bool = False,
         capacity: int | None = None,
     ) -> None:
-        self._lease, self._tracker = job.lease, job.tracker
+        self._lease, self._tracker, self._emitter = job.lease, job.track(), job.emitter
         self._lease.taken_over = True
+        self._deltas = run(job, self._tracker) if deltas is None else deltas
+        self._write_last, self._keep = end, keep
         self._waits = job.lease.harmony.remote
-        self._deltas, self._emitter, self._write_last, self._keep = deltas, emitter, end, keep
         if pings_after is None:
             pings_after = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
-        self._ping, self._pings_after = ping if pings_after else None, pings_after
-        self._silent_since: float | None = None  # for the reader, by the clock of the loop
-        self._comments_progress = comments_progress
-        self._reported: float | None = None  # when progress was shown last
+        self._ping, self._pings_after = job.ping if pings_after else None, pings_after
+        self._silent_since: float | None = None  # on the loop's clock, as the reader sees it
+        self._comments_progress = job.comments_progress
+        self._reported: float | None = None  # when progress was last reported
         self._room = number(CAPACITY_VARIABLE, DEFAULT_CAPACITY) if capacity is None else capacity
-        self._capacity: int | None = None  # of the buffer, from the first group on
+        self._capacity: int | None = None  # of the buffer, known after the first group
 
         self._announced = announced
-        self._ended = False  # the last event is written, or is being written
+        self._generating = False  # the task can be cancelled, because it is not cleaning up
         self._stopped = False  # nothing more is taken from the engine
-        self._complete = False  # nothing more comes into the buffer
-        self._generating = False  # the task may be cancelled: it is not cleaning up
+        self._ended = False  # the last event is written, or is being written
+        self._complete = False  # nothing more is put into the buffer
+        self._read = False  # the reader has reached the end
         self._accounted = False
-        self._read = False  # the reader has come to the end
-        self._failure: Exception | None = None  # for the reader of an answer not announced
+        self._failure: Exception | None = None  # to be raised to the reader
 
         self._unread: deque[Event] = deque()
         self._bytes = 0
-        self._more: asyncio.Future[None] | None = None  # the reader waits for it
-        self._less: asyncio.Future[None] | None = None  # the task waits for it
+        self._more: asyncio.Future[None] | None = None  # what the reader waits for
+        self._less: asyncio.Future[None] | None = None  # what the task waits for
 
         self._name = (job.id_seed, job.lease.tenant)
         _running[self._name] = self
         if keep is None:
             _being_read.add(self)
-        self._task = _held(self._run())
+        self._task = _referenced(self._run())
 
     # --- For the reader
 
@@ -160,13 +149,12 @@ class Answer:
                     self._silent_since = clock()
                 return event
             if self._complete:
-                self._read = True
-                _being_read.discard(self)
+                self._end_reading()
                 raise StopAsyncIteration
-            await self._next_group(left if self._ping else None)
+            await self._changed(left if self._ping else None)
 
     def ready(self) -> list[Event]:
-        """The events that can be read now, about ``PIECE`` bytes of them at most.
+        """The events that can be read now, at most about ``PIECE`` bytes.
 
         Always empty for an engine in this process, which is never far ahead of its reader.
         """
@@ -178,21 +166,21 @@ class Answer:
         return events
 
     async def begun(self) -> bool:
-        """Waits for the first events: true. Raises what ended the answer before there were any."""
+        """Waits for the first event, and returns true. Raises a failure that comes before it."""
         while not (self._announced or self._complete):
-            await self._next_group()
+            await self._changed()
         self._raise_failure()
         return True
 
     async def whole(self) -> dict[str, Any]:
-        """The whole answer, when the engine is free. Raises what ended it before its end."""
+        """The whole answer, after the engine is free. Raises the failure that ended the answer."""
         while not self._complete:
-            await self._next_group()
+            await self._changed()
         self._raise_failure()
         return self._emitter.result()
 
     def close(self) -> None:
-        """Ends the answer for a reader that has gone; the engine is freed behind its step."""
+        """Ends the answer after its reader has disconnected. The engine stops after its step."""
         _being_read.discard(self)
         self._account("client_closed")
         self._unread.clear()
@@ -202,49 +190,84 @@ class Answer:
         self._wake()
 
     async def aclose(self) -> None:
-        """As ``close``, but returns when the engine is free and the lease is released.
+        """Calls ``close``, and returns when the engine is free and the lease is released.
 
-        At once for an answer that was read to its end, which ``end`` has not waited for either.
+        Returns at once if the answer was read to its end.
         """
         self.close()
         if not self._read:
             await end_of(self._task)
 
-    # --- For others
+    def _taken(self) -> Event:
+        event = self._unread.popleft()
+        self._bytes -= len(event.data)
+        if self._less is not None and self._bytes <= HIGH_WATER // 2 and not self._less.done():
+            self._less.set_result(None)
+        return event
+
+    async def _changed(self, seconds: float | None = None) -> None:
+        """Waits until something is put into the buffer, the answer ends, or ``seconds`` pass."""
+        loop = asyncio.get_running_loop()
+        self._more = loop.create_future()
+        timer = None if seconds is None else loop.call_later(seconds, self._wake)
+        try:
+            await self._more
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _raise_failure(self) -> None:
+        """Raises the failure and drops it, because its traceback refers to this answer."""
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                self._end_reading()
+                raise failure
+        finally:
+            del failure
+
+    def _end_reading(self) -> None:
+        self._read = True
+        _being_read.discard(self)
+
+    # --- For everything else
 
     def end(self, failure: HarmonyFailure) -> None:
         """Ends the answer with ``failure``, which the reader gets at once."""
         if not (self._stopped or self._ended):
             self._stop()
-            _held(self._conclude(failure))
+            _referenced(self._conclude(failure))
 
     # --- The task
 
     async def _run(self) -> None:
+        failure: Exception | None = None
         try:
             async with aclosing(self._deltas) as groups:
                 if not self._stopped:
                     await self._generate(groups)
-        except asyncio.CancelledError:
-            await self._release()
-            if not self._stopped:  # not by us: the engine stops all its work, and says it this way
-                await self._conclude(OutputError("the engine was stopped"))
-        except Exception as error:
-            await self._release()
+        except asyncio.CancelledError:  # unless this answer was stopped, the engine stops all work
+            failure = OutputError("the engine was stopped")
+        except Exception as error:  # noqa: BLE001 - the reader gets every error
+            failure = error
+        try:
+            self._forget()
+            await self._lease.release()
+        except Exception:
+            logger.exception("an engine could not be released")
+        try:
             if not self._stopped:
-                await self._conclude(error)
-            elif not isinstance(error, HarmonyFailure):
-                logger.exception("an engine could not be stopped")
-        else:
-            await self._release()
-            if not self._stopped:
-                await self._conclude(None)
+                await self._conclude(failure)
+            elif not (failure is None or isinstance(failure, HarmonyFailure)):
+                logger.error("an engine could not be stopped", exc_info=failure)
+        finally:
+            del failure  # its traceback refers to this frame
 
     async def _generate(self, groups: Deltas) -> None:
-        """Writes all groups, each of which may take as long as the whole request (as in the host).
+        """Writes all groups. Each may take as long as the whole request, as in the host.
 
-        The first group is limited by the deadline of the request (``serving.respond``). Progress is
-        no group of its own here: the limit is for the whole prompt.
+        The deadline of the request limits the first group (`serving.respond`). Progress does not
+        count as a group here, because that limit is for the whole prompt.
         """
         self._generating = True
         silence: asyncio.TimerHandle | None = None
@@ -254,7 +277,7 @@ class Answer:
                 raise _rejection
             deadline.remaining()
             async for group in groups:
-                if self._stopped:  # an engine may swallow the cancellation
+                if self._stopped:  # an engine may suppress the cancellation
                     return
                 if group and isinstance(group[0], Progress):
                     self._report(group[0])
@@ -262,18 +285,18 @@ class Answer:
                 if silence is not None:
                     silence.cancel()
                 await self._write(group)
-                silence = loop.call_later(deadline.total, self._silent)
+                silence = loop.call_later(deadline.total, self._time_out)
         finally:
             self._generating = False
             if silence is not None:
                 silence.cancel()
 
-    def _silent(self) -> None:
+    def _time_out(self) -> None:
         problem = f"nothing was generated for {self._lease.deadline.total:.0f} seconds"
         self.end(HostError(problem, status=TIMED_OUT, code="timeout"))
 
     async def _write(self, group: list[Delta]) -> None:
-        """Puts the events of ``group`` into the buffer. Raises ``HostError`` when it is full."""
+        """Puts the events of ``group`` into the buffer. Raises ``HostError`` if it is full."""
         last = group[-1] if group else None
         if isinstance(last, Finished):
             self._put([event for delta in group[:-1] for event in self._emitter.feed(delta)])
@@ -294,9 +317,9 @@ class Answer:
             raise HostError(problem, code="reader_too_slow")
 
     def _report(self, progress: Progress) -> None:
-        """Shows how far the prompt is, at most twice a second.
+        """Writes the progress of the prompt, at most twice a second.
 
-        Clients that asked for events get the first and the last of them at once, as from llama.cpp.
+        Clients that requested events get the first and the last one at once, as from llama.cpp.
         """
         now = asyncio.get_running_loop().time()
         events = self._emitter.feed(progress)
@@ -315,15 +338,8 @@ class Answer:
             return await self._write_last(delta)
         return self._emitter.feed(delta)
 
-    async def _release(self) -> None:
-        self._forget()
-        try:
-            await self._lease.release()
-        except Exception:
-            logger.exception("an engine could not be given back")
-
     async def _conclude(self, failure: Exception | None) -> None:
-        """Writes what ended the answer, if that was not its own end; nothing comes after it."""
+        """Writes ``failure``, if there is one and nothing was written last yet."""
         try:
             if failure is None:
                 self._account("success")
@@ -342,12 +358,23 @@ class Answer:
             self._complete = True
             self._wake()
 
-    # --- Used by both sides
+    def _put(self, events: list[Event]) -> None:
+        if self._complete:
+            return
+        if self._keep is not None:
+            self._keep(events)
+        else:
+            self._announced = True
+            self._unread.extend(events)
+            self._bytes += sum(len(event.data) for event in events)
+        self._wake()
+
+    # --- For both sides
 
     def _stop(self) -> None:
-        """Takes nothing more from the engine. The task cleans up after itself.
+        """Takes nothing more from the engine. The task cleans up.
 
-        A task that is cancelled before it began would leave everything as it is.
+        A task that was cancelled before its first step would not clean up.
         """
         if self._stopped:  # an engine that cleans up must not be interrupted
             return
@@ -361,7 +388,7 @@ class Answer:
             del _running[self._name]
 
     def _account(self, result: str, last: Finished | None = None) -> None:
-        """Closes the accounting, once; ``last`` has what the request cost."""
+        """Ends the metrics of the request, once. ``last`` has the usage."""
         if self._accounted:
             return
         self._accounted = True
@@ -374,71 +401,31 @@ class Answer:
             reasoning_tokens=usage.reasoning_tokens,
         )
 
-    def _put(self, events: list[Event]) -> None:
-        if self._complete:
-            return
-        if self._keep is not None:
-            self._keep(events)
-        else:
-            self._announced = True
-            self._unread.extend(events)
-            self._bytes += sum(len(event.data) for event in events)
-        self._wake()
-
-    def _taken(self) -> Event:
-        event = self._unread.popleft()
-        self._bytes -= len(event.data)
-        if self._less is not None and self._bytes <= HIGH_WATER // 2 and not self._less.done():
-            self._less.set_result(None)
-        return event
-
-    async def _next_group(self, seconds: float | None = None) -> None:
-        """Waits until something was put into the buffer, or ``seconds`` are over."""
-        loop = asyncio.get_running_loop()
-        self._more = loop.create_future()
-        silence = None if seconds is None else loop.call_later(seconds, self._wake)
-        try:
-            await self._more
-        finally:
-            if silence is not None:
-                silence.cancel()
-
     def _wake(self) -> None:
         if self._more is not None and not self._more.done():
             self._more.set_result(None)
-
-    def _raise_failure(self) -> None:
-        """Raises the failure, and lets go of it: its traceback refers to this answer."""
-        failure, self._failure = self._failure, None
-        try:
-            if failure is not None:
-                self._read = True
-                _being_read.discard(self)
-                raise failure
-        finally:
-            del failure
 
 
 def dropped(_: list[Event]) -> None:
     """``keep`` of an answer that is not streamed: its emitter has all of it."""
 
 
-# --- All answers of this server, for the thread of the event loop
+# --- All answers of this server. Everything runs on the thread of the event loop.
 
 _running: dict[tuple[str, str], Answer] = {}
-"""The answers that are generated, or wait for their turn, by id seed and tenant."""
+"""The answers that are generated or wait for their engine, by id seed and tenant."""
 
 _being_read: set[object] = set()
 """The answers that have not been read to their ends."""
 
 _tasks: set[asyncio.Future[None]] = set()
-"""All tasks of answers; asyncio itself refers to tasks only weakly."""
+"""All tasks of answers, because asyncio refers to tasks only weakly."""
 
 _rejection: HarmonyFailure | None = None
-"""What every answer that has not begun is rejected with, if it is."""
+"""The failure of all answers that have not begun, during a shutdown."""
 
 
-def _held(work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+def _referenced(work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
     task: asyncio.Future[None] = asyncio.ensure_future(work)
     _tasks.add(task)
     task.add_done_callback(_tasks.discard)
@@ -446,7 +433,7 @@ def _held(work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
 
 
 def cancel(id_seed: str, tenant: str) -> bool:
-    """Ends the answer with this seed, with an error; whether ``tenant``'s was being generated."""
+    """Ends the answer with this seed with an error; returns whether ``tenant`` had one."""
     answer = _running.get((id_seed, tenant))
     if answer is None:
         return False
@@ -455,24 +442,24 @@ def cancel(id_seed: str, tenant: str) -> bool:
 
 
 def running() -> list[tuple[str, str]]:
-    """The answers that are generated, or wait for their turn: seed and tenant of each."""
+    """The id seed and tenant of each answer that is generated or waits for its engine."""
     return list(_running)
 
 
 def end_all(failure: HarmonyFailure) -> None:
-    """Ends all answers that are being generated, each with ``failure``."""
+    """Ends all running answers with ``failure``."""
     for answer in list(_running.values()):
         answer.end(failure)
 
 
 def reject_new(failure: HarmonyFailure | None) -> None:
-    """From now on rejects every answer that has not begun; ``None``: accepts them again."""
+    """Rejects every answer that has not begun with ``failure``; ``None`` accepts them again."""
     global _rejection
     _rejection = failure
 
 
 def rejection() -> HarmonyFailure | None:
-    """What answers are rejected with now, if they are."""
+    """The failure that answers are rejected with at the moment, if they are."""
     return _rejection
 
 
@@ -482,8 +469,8 @@ def unread() -> bool:
 
 
 @contextmanager
-def unread_until_left() -> Iterator[None]:
-    """An answer is on its way from here on, whether or not any of it has been generated."""
+def counted_as_unread() -> Iterator[None]:
+    """Counts an answer as unread within the block, even before it is generated."""
     answer = object()
     _being_read.add(answer)
     try:

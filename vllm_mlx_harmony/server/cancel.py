@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import answer
-from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.errors import error_response, with_error_body
+from vllm_mlx_harmony.server.chat import ENDPOINT
+from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.host import host_of, tenant_of
 from vllm_mlx_harmony.server.peers import answers as peers
 from vllm_mlx_harmony.server.peers.connection import PeersError
@@ -57,8 +57,8 @@ async def cancel_request(request: Request, request_id: str) -> Response:
 
 _WHY = "the host does not know the ids of these answers"
 
-ENDPOINTS: tuple[Endpoint, ...] = tuple(
-    with_error_body(chat.error_body, Endpoint(path, (method,), cancel_request, _WHY))
+ENDPOINTS = tuple(
+    ENDPOINT(path, (method,), cancel_request, _WHY)
     for path, method in (
         ("/v1/requests/{request_id}/cancel", "POST"),
         ("/v1/requests/{request_id}", "DELETE"),

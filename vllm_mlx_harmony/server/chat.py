@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.errors import error_response, with_error_body
-from vllm_mlx_harmony.server.host import host_of
-from vllm_mlx_harmony.server.model_names import other_names, own_name
+from vllm_mlx_harmony.server.errors import error_response
+from vllm_mlx_harmony.server.host import host_of, other_names, own_name
 from vllm_mlx_harmony.server.serving import Api, serve
 
 CHAT = Api(
@@ -49,22 +50,22 @@ async def list_models(request: Request) -> Response:
     return await retrieve_model(request, "")
 
 
-ENDPOINTS: tuple[Endpoint, ...] = tuple(
-    with_error_body(chat.error_body, each)
-    for each in (
-        Endpoint(
-            "/v1/chat/completions",
-            ("POST",),
-            create_chat_completion,
-            "token ids in and out instead of text",
-        ),
-        Endpoint("/v1/models", ("GET",), list_models, "the host does not list other names"),
-        Endpoint(
-            "/v1/models/{model_id:path}",
-            ("GET",),
-            retrieve_model,
-            "the host lists its models, but has no endpoint for one",
-            like=("/v1/models", "GET"),
-        ),
-    )
+ENDPOINT = partial(Endpoint, error=partial(error_response, chat.error_body))
+"""An endpoint whose errors have the shape of Chat Completions."""
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    ENDPOINT(
+        "/v1/chat/completions",
+        ("POST",),
+        create_chat_completion,
+        "token ids in and out instead of text",
+    ),
+    ENDPOINT("/v1/models", ("GET",), list_models, "the host does not list other names"),
+    ENDPOINT(
+        "/v1/models/{model_id:path}",
+        ("GET",),
+        retrieve_model,
+        "the host lists its models, but has no endpoint for one",
+        like=("/v1/models", "GET"),
+    ),
 )

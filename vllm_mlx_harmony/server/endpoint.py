@@ -9,10 +9,15 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
+
+from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
+from vllm_mlx_harmony.server.errors import WRONG_KEY, admitted, failure_of
+from vllm_mlx_harmony.server.host import host_of
 
 Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
 
@@ -23,9 +28,10 @@ class Endpoint:
 
     ``answer`` takes the request, and the path parameters by name. It runs behind the dependencies
     (API key, rate limit) of the server's own route for the same path and methods. Where the server
-    has none, ``like`` names the route, by path and method, whose dependencies apply. ``around``
-    wraps the endpoint and its dependencies. ``open``: no key is required. ``other_methods`` answers
-    requests with any other method. ``why`` is a short reason, for the log and ``doctor``.
+    has none, ``like`` names the route, by path and method, whose dependencies apply. ``before`` is
+    called first with every request. ``error`` makes the responses to requests that do not pass the
+    dependencies, or have another method; by default the server does. ``open``: no key is required.
+    ``why`` is a short reason, for the log and ``doctor``.
     """
 
     path: str
@@ -33,23 +39,65 @@ class Endpoint:
     answer: Callable[..., Any]
     why: str = ""
     like: tuple[str, str] | None = None
-    around: Callable[[Handler], Handler] | None = None
+    error: Callable[[HarmonyFailure], Response] | None = None
+    before: Callable[[Request], Awaitable[None]] | None = None
     open: bool = False
-    other_methods: Callable[[Request], Response] | None = None
+
+    def with_errors(self, guarded: Handler) -> Handler:
+        """``guarded``, the endpoint behind its dependencies, with their errors made by ``error``.
+
+        Exception handlers of the application would also catch errors of the host's other routes.
+        """
+        error, before = self.error, self.before
+        if error is None:
+            return guarded
+
+        async def answering(request: Request) -> Response:
+            if before is not None:
+                await before(request)
+            try:
+                return await guarded(request)
+            except HTTPException as raised:
+                return error(failure_of(raised))
+            except TypeError:
+                if await admitted(request):
+                    raise
+                return error(failure_of(HTTPException(*WRONG_KEY)))
+
+        return answering
 
 
 class EndpointRoute(Route):
-    """A route whose ``other_methods``, if given, answers methods that its path does not have."""
+    """A route that answers other methods than its own with the ``error`` of its endpoint."""
 
-    other_methods: Callable[[Request], Response] | None = None
+    endpoint_error: Callable[[HarmonyFailure], Response] | None = None
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.other_methods is None or scope["method"] in (self.methods or ()):
+        if self.endpoint_error is None or scope["method"] in (self.methods or ()):
             await super().handle(scope, receive, send)
             return
-        response = self.other_methods(Request(scope))
+        problem = f"{scope['path']} does not allow {scope['method']}"
+        failure = RequestError(problem, status=405, code="method_not_allowed")
+        response = self.endpoint_error(failure)
         response.headers["Allow"] = methods_at(self.path, scope["app"].routes)
         await response(scope, receive, send)
+
+
+def guarded(endpoint: Endpoint) -> EndpointRoute:
+    """The route of ``endpoint`` behind the host's checks of API key and rate limit."""
+
+    async def answer(request: Request) -> Response:
+        host = host_of(request)
+        if not endpoint.open:
+            await host.authenticate(request)
+            await host.check_rate_limit(request)
+        response: Response = await endpoint.answer(request, **request.path_params)
+        return response
+
+    methods = list(endpoint.methods)
+    route = EndpointRoute(endpoint.path, endpoint.with_errors(answer), methods=methods)
+    route.endpoint_error = endpoint.error
+    return route
 
 
 def methods_at(path: str, routes: Iterable[BaseRoute]) -> str:

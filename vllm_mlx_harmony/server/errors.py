@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from starlette.exceptions import HTTPException
@@ -19,7 +17,6 @@ from vllm_mlx_harmony.core.errors import (
     OutputError,
     RequestError,
 )
-from vllm_mlx_harmony.server.endpoint import Endpoint, Handler
 from vllm_mlx_harmony.server.host import host_of
 
 logger = logging.getLogger(__name__)
@@ -34,8 +31,6 @@ LATER = (429, 503)
 ``Retry-After`` asks, up to a minute."""
 
 ErrorBody: TypeAlias = Callable[[HarmonyFailure], dict[str, Any]]
-ErrorResponse: TypeAlias = Callable[[HarmonyFailure], Response]
-Before: TypeAlias = Callable[[Request], Awaitable[None]]
 
 _CODES: dict[int, tuple[str | None, str | None]] = {
     404: ("model_not_found", "model"),
@@ -43,7 +38,7 @@ _CODES: dict[int, tuple[str | None, str | None]] = {
 }
 """Code and parameter of errors that the host raises with nothing but a status."""
 
-_WRONG_KEY = 401, "Invalid API key"
+WRONG_KEY = 401, "Invalid API key"
 """Status and message of the host's own error for a wrong API key."""
 
 
@@ -99,7 +94,7 @@ async def admit(connection: HTTPConnection) -> None:
     try:
         await host_of(connection).authenticate(connection)
     except TypeError as error:
-        raise HTTPException(*_WRONG_KEY) from error
+        raise HTTPException(*WRONG_KEY) from error
 
 
 async def admitted(request: Request) -> bool:
@@ -110,39 +105,3 @@ async def admitted(request: Request) -> bool:
     except HTTPException:
         return False
     return True
-
-
-def with_error_body(body: ErrorBody, endpoint: Endpoint) -> Endpoint:
-    """``endpoint`` with the errors of its dependencies (key, rate limit) written by ``body``."""
-    return with_error_responses(partial(error_response, body), endpoint)
-
-
-def with_error_responses(
-    respond: ErrorResponse, endpoint: Endpoint, before: Before | None = None
-) -> Endpoint:
-    """``endpoint`` with the errors of its dependencies answered by ``respond``.
-
-    ``before`` is called first with every request. Exception handlers of the application would also
-    catch the errors of the host's other routes.
-    """
-
-    def around(answer: Handler) -> Handler:
-        async def answering(request: Request) -> Response:
-            if before is not None:
-                await before(request)
-            try:
-                return await answer(request)
-            except HTTPException as error:
-                return respond(failure_of(error))
-            except TypeError:
-                if await admitted(request):
-                    raise
-                return respond(failure_of(HTTPException(*_WRONG_KEY)))
-
-        return answering
-
-    def other_methods(request: Request) -> Response:
-        problem = f"{request.url.path} does not allow {request.method}"
-        return respond(RequestError(problem, status=405, code="method_not_allowed"))
-
-    return replace(endpoint, around=around, other_methods=other_methods)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
@@ -17,6 +17,7 @@ from vllm_mlx_harmony.core.deltas import Delta, Finished, Reason, ToolFinished, 
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
+from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
@@ -27,36 +28,50 @@ from vllm_mlx_harmony.server.tools.turn_tools import TurnTools
 Deltas: TypeAlias = AsyncGenerator[list[Delta], None]
 
 
+class Emitter(Protocol):
+    """Writes one answer in the shape of an API."""
+
+    def feed(self, delta: Delta) -> list[Event]:
+        """The events for ``delta``; none if the answer is not streamed."""
+
+    def result(self) -> dict[str, Any]:
+        """The whole answer, if it is not streamed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A turn to generate.
+    """A turn to generate, and how its answer is written.
 
-    ``id_seed`` is contained in the ids of the answer and identifies it for a cancellation.
-    ``echoed`` maps a message of the answer to how it will be read when the client sends it back.
-    ``reports_cached``: the answer begins with the number of cached tokens. ``tools`` are those that
-    the server runs in this turn.
+    ``track`` starts the metrics. ``id_seed`` is contained in the ids of the answer and identifies
+    it for a cancellation. ``echoed`` maps a message of the answer to how it will be read when the
+    client sends it back. ``tools`` are those that the server runs in this turn. ``ping``,
+    ``comments_progress`` and ``reports_cached``: see `serving.Api`.
     """
 
     lease: Lease
     context: Context
     settings: Settings
-    tracker: Tracker
-    replay: ReplayScope | None = None
-    echoed: Callable[[Message], Message] = lambda message: message
-    reports_cached: bool = False
+    emitter: Emitter
+    track: Callable[[], Tracker]
+    stream: bool = True
     id_seed: str = ""
     constraint: Constraint | None = None
+    replay: ReplayScope | None = None
+    echoed: Callable[[Message], Message] = lambda message: message
     tools: TurnTools | None = None
+    ping: Event | None = None
+    comments_progress: bool = False
+    reports_cached: bool = False
 
 
 async def _cached(job: Job) -> int | None:
-    if not job.reports_cached:
+    if not (job.reports_cached and job.stream):
         return None
     lease, prompt = job.lease, job.context.render_for_completion()
     return await lease.harmony.reusable_tokens(prompt, lease.tenant)
 
 
-async def run(job: Job) -> Deltas:
+async def run(job: Job, tracker: Tracker) -> Deltas:
     """The deltas of a turn, in groups.
 
     When the model calls a tool of the server, the tool is run and the model continues, until it
@@ -79,7 +94,7 @@ async def run(job: Job) -> Deltas:
         yield context.start(await _cached(job))
     while True:
         if not history:
-            async with aclosing(_output(job, settings, constraint, progress)) as output:
+            async with aclosing(_output(job, tracker, settings, constraint, progress)) as output:
                 async for deltas in output:
                     yield deltas
         if tools is None or not (calls := _due(context, tools, history)):
@@ -173,7 +188,11 @@ class _Progress:
 
 
 async def _output(
-    job: Job, settings: Settings, constraint: Constraint | None, progress: _Progress
+    job: Job,
+    tracker: Tracker,
+    settings: Settings,
+    constraint: Constraint | None,
+    progress: _Progress,
 ) -> Deltas:
     """The deltas of one output, which ends with the turn or with a call."""
     context, prompt = job.context, job.context.render_for_completion()
@@ -200,7 +219,7 @@ async def _output(
                 progress.generated += len(step.ids)
                 if progress.outputs == 1:
                     progress.cached_tokens = max(progress.cached_tokens, step.cached_tokens)
-                job.tracker.observe_ttft()
+                tracker.observe_ttft()
                 enforcement.check(constraint)
                 yield context.append_output(step.ids)
                 # A remote engine reports the cached tokens after the last id of a turn, and its
@@ -212,7 +231,7 @@ async def _output(
     finally:
         if constraint is not None and constraint.reasoning_ended_by:
             progress.reasoning_ended_by = constraint.reasoning_ended_by
-            enforcement.account(constraint, job.id_seed, job.tracker)
+            enforcement.account(constraint, job.id_seed, tracker)
 
 
 async def stopped(task: asyncio.Future[Any]) -> None:

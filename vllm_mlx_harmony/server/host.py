@@ -7,10 +7,12 @@ set. A server implements ``Host`` and makes it available to every request with `
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -269,3 +271,36 @@ def tenant_of(connection: HTTPConnection) -> str:
     """
     key = connection.headers.get("authorization") or connection.headers.get("x-api-key") or ""
     return sha256(re.sub(r"(?i)^bearer\s+", "", key).strip().encode()).hexdigest()
+
+
+# --- Names of the model
+#
+# Agents come with built-in model names (``claude-…``, ``gpt-…``). A server with one model can have
+# them as other names of it, in all APIs. On a server with several models a name always means one
+# of them.
+
+NAMES_VARIABLE = "VLLM_MLX_HARMONY_MODEL_NAMES"
+"""Environment variable: names and shell patterns (``claude-*``), separated by commas."""
+
+
+def other_names(model: str | None) -> tuple[str, ...]:
+    """The other names and patterns of the only ``model``; empty if there are several models."""
+    if not model:
+        return ()
+    given = (name.strip() for name in os.environ.get(NAMES_VARIABLE, "").split(","))
+    return tuple(dict.fromkeys(name for name in given if name and name != model))
+
+
+def is_other_name(name: str, model: str | None) -> bool:
+    """Whether ``name`` is another name of ``model``."""
+    return name != model and any(fnmatchcase(name, each) for each in other_names(model))
+
+
+def own_name(name: str, model: str | None) -> str:
+    """The server's name for the model that a request calls ``name``."""
+    return str(model) if is_other_name(name, model) else name
+
+
+def response_name(name: str, model: str | None) -> str:
+    """The model's name in a response: as in the request, because clients compare them."""
+    return name if is_other_name(name, model) else model or name

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal
 
@@ -33,11 +34,11 @@ from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 from vllm_mlx_harmony.protocols.validation import Seed, Wire, checked
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.endpoint import Endpoint
+from vllm_mlx_harmony.server.chat import ENDPOINT
 from vllm_mlx_harmony.server.engine import Finish
-from vllm_mlx_harmony.server.errors import with_error_body
+from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.sampling import Settings, capped
-from vllm_mlx_harmony.server.serving import Api, Prepared, Received, error_answer, respond, serve
+from vllm_mlx_harmony.server.serving import Api, Received, error_answer, respond, serve
 
 VARIABLE = "VLLM_MLX_HARMONY_ID_ENDPOINT"
 """Environment variable: ``1`` enables the endpoint."""
@@ -196,18 +197,17 @@ async def _generate(received: Received) -> Response:
     constraint = Constraint(spec) if spec else None
     settings = capped(parsed.settings.settings, len(prompt), lease.harmony.context_length)
     context: Any = IdContext(prompt)  # its emitter takes ids for deltas
-    return await respond(Prepared(received, True, context, settings, constraint, IdEmitter()))
+    track = partial(received.track, stream=True)
+    job = Job(lease, context, settings, IdEmitter(), track, constraint=constraint)
+    return await respond(received, job)
 
 
-ENDPOINTS: tuple[Endpoint, ...] = (
-    with_error_body(
-        chat.error_body,
-        Endpoint(
-            PATH,
-            ("GET", "POST"),
-            answer_ids,
-            "a gateway in front of this server has ids, not requests",
-            like=("/v1/chat/completions", "POST"),
-        ),
+ENDPOINTS = (
+    ENDPOINT(
+        PATH,
+        ("GET", "POST"),
+        answer_ids,
+        "a gateway in front of this server has ids, not requests",
+        like=("/v1/chat/completions", "POST"),
     ),
 )

@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols import messages
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.errors import admitted, error_response, with_error_responses
+from vllm_mlx_harmony.server.errors import admitted, error_response
 from vllm_mlx_harmony.server.serving import Api, count, serve
 
 REQUEST_ID = "request-id"
@@ -95,19 +95,15 @@ async def bearer(request: Request) -> None:
     request.scope["headers"] = [*others, (BEARER, b"Bearer " + headers[API_KEY])]
 
 
+_endpoint = partial(Endpoint, error=_error_response, before=bearer)
+
 ENDPOINTS: tuple[Endpoint, ...] = (
-    *(
-        with_error_responses(
-            _error_response, Endpoint(path, ("POST",), endpoint, why), before=bearer
-        )
-        for path, endpoint, why in (
-            ("/v1/messages", create_message, "content blocks from token ids"),
-            (
-                "/v1/messages/count_tokens",
-                count_tokens,
-                "the host counts the text, not the prompt",
-            ),
-        )
+    _endpoint("/v1/messages", ("POST",), create_message, "content blocks from token ids"),
+    _endpoint(
+        "/v1/messages/count_tokens",
+        ("POST",),
+        count_tokens,
+        "the host counts the text, not the prompt",
     ),
     Endpoint(
         "/",

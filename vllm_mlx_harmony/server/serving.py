@@ -1,11 +1,11 @@
 """A request from its body to its answer, as a line of values that all APIs share.
 
-    Document ─▶ Received ─▶ Parsed ─▶ Resolved ─▶ Rendered ─▶ Prepared ─▶ Answer ─▶ Response
-            leased     parse     resolve     render    constrain     begin    respond
+    Document ─▶ Received ─▶ Parsed ─▶ Resolved ─▶ Rendered ─▶ Job ─▶ Answer ─▶ Response
+            leased     parse     resolve     render   constrain   respond
 
-Each step is a function of the value before it. Until ``begin``, every step may reject the request,
-and only the lease has to be released, which ``serve`` does. From ``begin`` on, the ``Answer`` owns
-the lease and the metrics of the request.
+Each step is a function of the value before it. Until there is an ``Answer``, every step may reject
+the request, and only the lease has to be released, which ``serve`` does. The ``Answer`` owns the
+lease and the metrics of the request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.replay import ReplayScope
@@ -31,13 +30,21 @@ from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import replay, sampling
-from vllm_mlx_harmony.server.answer import Answer, Emitter, End, dropped
+from vllm_mlx_harmony.server.answer import Answer, End, dropped
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.errors import error_response, failure_of, logged_failure
-from vllm_mlx_harmony.server.generation import Job, run
-from vllm_mlx_harmony.server.host import Context, Host, Lease, host_of, tenant_of
-from vllm_mlx_harmony.server.model_names import own_name, response_name
+from vllm_mlx_harmony.server.generation import Emitter, Job
+from vllm_mlx_harmony.server.host import (
+    Context,
+    Host,
+    Lease,
+    Tracker,
+    host_of,
+    own_name,
+    response_name,
+    tenant_of,
+)
 from vllm_mlx_harmony.server.peers.answers import BEATING
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.streams import EventStream
@@ -140,6 +147,11 @@ class Received:
         seconds = deadline.remaining()
         return await self.host.unless_gone(coming, self.request, seconds, deadline.total)
 
+    def track(self, *, stream: bool) -> Tracker:
+        """Starts the metrics of the answer, which other servers can cancel from now on."""
+        BEATING.begin()
+        return self.host.tracker(self.api.name, stream=stream)
+
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
@@ -171,22 +183,6 @@ class Rendered:
     resolved: Resolved
     context: Context
     replay: ReplayScope | None
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request that is ready to run."""
-
-    received: Received
-    stream: bool
-    context: Context
-    settings: Settings
-    constraint: Constraint | None
-    emitter: Any
-    request: Any = None
-    replay: ReplayScope | None = None
-    echoed: Callable[[Message], Message] = lambda message: message
-    tools: TurnTools | None = None
 
 
 Respond: TypeAlias = "Callable[[Received], Awaitable[Response]]"
@@ -222,7 +218,7 @@ async def serve(
 
 async def generate(received: Received) -> Response:
     """Generates the model's answer."""
-    return await respond(await prepare(received))
+    return await respond(received, await prepare(received))
 
 
 async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
@@ -288,8 +284,8 @@ def _routing(document: object) -> tuple[str | None, float | None]:
 # --- The line
 
 
-async def prepare(received: Received) -> Prepared:
-    """All steps before ``begin``. Raises ``HarmonyFailure`` and ``ClientDisconnect``."""
+async def prepare(received: Received) -> Job:
+    """All steps before the answer. Raises ``HarmonyFailure`` and ``ClientDisconnect``."""
     parsed = await parse(received)
     return await constrain(await render(resolve(parsed)))
 
@@ -298,13 +294,14 @@ async def parse(received: Received) -> Parsed:
     """Reads the request in a document. Raises ``RequestError``."""
     api, host, lease = received.api, received.host, received.lease
     servers: Sequence[ToolServer] = ()
+    defaults = host.defaults(lease.engine)
     if host.toolbox is not None:
         labels = [each.label for each in host.toolbox.servers]
         if requested := api.servers(received.document.value, labels):
             clients = host.toolbox.clients
             servers = await clients.connected(requested, lease.tenant)
             lease.on_release(partial(clients.stop, servers))
-    defaults = with_tools(host.defaults(lease.engine), host.toolbox, servers)
+        defaults = with_tools(defaults, host.toolbox, servers)
     request = await _read(api, received.document, defaults, lease.tenant)
     return Parsed(received, request, replace(request.turn, tenant=lease.tenant), defaults, servers)
 
@@ -349,7 +346,7 @@ async def _context(parsed: Parsed, info: ResponseInfo, remembered: ReplayScope |
     return await in_thread(host.context, turn, info, renderer)
 
 
-async def constrain(rendered: Rendered) -> Prepared:
+async def constrain(rendered: Rendered) -> Job:
     """Adds the constraint of the output, its maximum length, and the tools that the server runs.
 
     Raises ``RequestError`` for what cannot be enforced, and ``PromptTooLong``.
@@ -360,63 +357,42 @@ async def constrain(rendered: Rendered) -> Prepared:
     host, lease = received.host, received.lease
     names = getattr(context, "names", None) or Names.of(turn)
     constraint = await constraint_for(turn, names, host.reasoning_tokens, received.unless_gone)
+    tools = None
+    if host.toolbox is not None and turn.namespaces:
+        seconds, budget = lease.deadline.total, host.reasoning_tokens
+        tools = TurnTools(host.toolbox, turn, names, seconds, parsed.servers, budget)
     prompt_tokens = len(context.render_for_completion())
-    return Prepared(
-        received,
-        request.stream,
+    api = received.api
+    return Job(
+        lease,
         context,
         sampling.capped(resolved.settings, prompt_tokens, lease.harmony.context_length),
-        constraint,
-        received.api.emitter(request, resolved.info, context, lease.tenant),
-        request=request,
+        api.emitter(request, resolved.info, context, lease.tenant),
+        partial(received.track, stream=request.stream),
+        stream=request.stream,
+        id_seed=received.id_seed,
+        constraint=constraint,
         replay=rendered.replay,
         echoed=request.echoed,
-        tools=TurnTools.of(host, turn, names, lease.deadline, parsed.servers),
+        tools=tools,
+        ping=api.ping,
+        comments_progress=api.comments_progress and request.stream,
+        reports_cached=api.reports_cached,
     )
 
 
-def begin(prepared: Prepared) -> Job:
-    """Starts the metrics of the request. An ``Answer`` must follow."""
-    received = prepared.received
-    api = received.api
-    BEATING.begin()
-    return Job(
-        lease=received.lease,
-        context=prepared.context,
-        settings=prepared.settings,
-        tracker=received.host.tracker(api.name, stream=prepared.stream),
-        replay=prepared.replay,
-        echoed=prepared.echoed,
-        reports_cached=api.reports_cached and prepared.stream,
-        id_seed=received.id_seed,
-        constraint=prepared.constraint,
-        tools=prepared.tools,
-    )
-
-
-async def respond(prepared: Prepared, end: End | None = None) -> Response:
+async def respond(received: Received, job: Job, end: End | None = None) -> Response:
     """The response, streamed or whole as requested; ``end`` as in ``Answer``.
 
     The headers of a stream are sent with the first event. Errors before that have an HTTP status.
     """
-    received, job = prepared.received, begin(prepared)
     host, request, deadline = received.host, received.request, job.lease.deadline
-    keep = None if prepared.stream else dropped
-    api = received.api
-    answer = Answer(
-        job,
-        run(job),
-        prepared.emitter,
-        end=end,
-        keep=keep,
-        ping=api.ping,
-        comments_progress=api.comments_progress and prepared.stream,
-    )
+    answer = Answer(job, end=end, keep=None if job.stream else dropped)
     response: Response | None = None
     try:
         # If no time is left, the answer itself raises the error and counts it as a timeout.
         seconds = deadline.left or 1.0
-        if not prepared.stream:
+        if not job.stream:
             whole = await host.unless_gone(answer.whole(), request, seconds, deadline.total)
             return Response(status_code=CLIENT_CLOSED) if whole is None else JSONResponse(whole)
         if await host.unless_gone(answer.begun(), request, seconds, deadline.total):

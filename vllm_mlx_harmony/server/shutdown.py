@@ -4,7 +4,7 @@ At SIGTERM and SIGINT, uvicorn's ``Server.shutdown`` stops listening, closes eve
 waits for HTTP responses without a limit. The application's lifespan ends only after that, too late
 to send an error. So the following comes first:
 
-1. New requests get 503 (``RejectDuringShutdown``).
+1. New requests get 503 (`middleware.RejectDuringShutdown`).
 2. Running answers continue until shortly before the limit, which counts from the signal. Then they
    end with an error in the shape of their API, also over a WebSocket. They do not wait for their
    engine to stop (``Answer.end``).
@@ -28,13 +28,8 @@ from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.websockets import WebSocket
-
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
 from vllm_mlx_harmony.server import answer
-from vllm_mlx_harmony.server.apis import api_at
-from vllm_mlx_harmony.server.errors import error_response
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -109,22 +104,3 @@ def at_once(original: Callable[..., None]) -> Callable[..., None]:
         original(self, sig, frame)
 
     return handle_exit
-
-
-class RejectDuringShutdown:
-    """ASGI middleware: answers new requests with 503 while the server shuts down."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failure = answer.rejection()
-        if failure is None or scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        response = error_response(api_at(scope["path"]).error_body, failure)
-        response.headers["Connection"] = "close"
-        if scope["type"] == "websocket":
-            await WebSocket(scope, receive, send).send_denial_response(response)
-        else:
-            await response(scope, receive, send)

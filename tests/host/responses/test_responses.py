@@ -49,6 +49,7 @@ from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.mount import FrontEnd
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import answer as answers
+from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, tenant_of
 from vllm_mlx_harmony.server.responses import background, routes, websocket
 from vllm_mlx_harmony.server.responses.background import RUNNING_VARIABLE, Background, Running
@@ -113,7 +114,7 @@ async def events_of(
 
 def answered(kept: StoringEmitter, source: Any, **options: Any) -> answers.Answer:
     """What reads the deltas of ``source`` for a client that streams."""
-    return answers.Answer(job(), source, kept, end=kept.end, **options)
+    return answers.Answer(job(kept), deltas=source, end=kept.end, **options)
 
 
 # --- StoredResponse before anybody is told.
@@ -310,10 +311,11 @@ class Lent:
         self.released = True
 
 
-def job(seconds: float = 0) -> Any:
+def job(emitter: StoringEmitter, seconds: float = 0) -> Job:
     """``seconds`` is how long it takes to give the engine back."""
-    tracker = SimpleNamespace(finish=lambda **_: None)
-    return SimpleNamespace(lease=Lent(seconds), tracker=tracker, id_seed=KEY)
+    tracker: Any = SimpleNamespace(finish=lambda **_: None)
+    given: Any = (Lent(seconds), None, None)
+    return Job(*given, emitter, lambda: tracker, id_seed=KEY)
 
 
 @pytest.fixture
@@ -321,7 +323,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Puts what a turn generates in the place of the real thing."""
 
     def put_in(source: Any) -> None:
-        monkeypatch.setattr(background, "run", source)
+        monkeypatch.setattr(answers, "run", lambda job, tracker: source(job))
 
     return put_in
 
@@ -365,7 +367,7 @@ def test_followed_from_anywhere(turns: Callable[[Any], None], start: int) -> Non
     turns(slowly)
 
     async def test() -> None:
-        running = Background().start(job, answer(background=True))
+        running = Background().start(job(answer(background=True)))
         live = await collected(running, start)
         assert check(running.events)["status"] == "completed"
         assert live == await collected(running, start) == running.events[start:]
@@ -377,8 +379,8 @@ def test_cancelled_while_it_runs(turns: Callable[[Any], None], store: MemoryStor
     turns(for_ever)
 
     async def test() -> None:
-        given = job()
-        running = Background().start(lambda: given, answer(background=True))
+        given = job(answer(background=True))
+        running = Background().start(given)
         while len(running.events) < 6:
             await asyncio.sleep(0)
         await asyncio.gather(running.cancel(), running.cancel())
@@ -397,8 +399,8 @@ def test_cancelled_before_it_began(turns: Callable[[Any], None]) -> None:
     turns(for_ever)
 
     async def test() -> None:
-        given = job()
-        running = Background().start(lambda: given, answer(background=True))
+        given = job(answer(background=True))
+        running = Background().start(given)
         assert running.document()["status"] == "queued"
         await running.cancel()
         assert given.lease.released
@@ -411,7 +413,7 @@ def test_told_of_before_its_turn(turns: Callable[[Any], None]) -> None:
     turns(no_turn)
 
     async def test() -> None:
-        running = Background().start(job, answer(background=True))
+        running = Background().start(job(answer(background=True)))
         events = running.follow()
         names = [(await anext(events)).name for _ in range(2)]
         assert names == ["response.created", "response.queued"]
@@ -426,8 +428,8 @@ def test_cancelled_while_it_gives_the_engine_back(turns: Callable[[Any], None]) 
     turns(slowly)
 
     async def test() -> None:
-        given = job(0.05)
-        running = Background().start(lambda: given, answer(background=True))
+        given = job(answer(background=True), 0.05)
+        running = Background().start(given)
         await collected(running)
         assert not given.lease.released
         await running.cancel()
@@ -457,7 +459,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
 
 
 async def while_it_is_kept() -> Running:
-    running = routes.BACKGROUND.start(job, answer(background=True))
+    running = routes.BACKGROUND.start(job(answer(background=True)))
     await asyncio.sleep(0.05)
     return running
 
@@ -517,7 +519,7 @@ def test_what_has_ended_stays_as_it_is(turns: Callable[[Any], None]) -> None:
     turns(slowly)
 
     async def test() -> None:
-        running = Background().start(job, answer(background=True))
+        running = Background().start(job(answer(background=True)))
         await collected(running)
         await running.cancel()
         assert running.document()["status"] == "completed"
@@ -537,7 +539,7 @@ def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
         for number in range(4):
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            await collected(background.start(job, kept))
+            await collected(background.start(job(kept)))
         remembered = [there(background, number) for number in range(4)]
         assert remembered == [False, False, True, True]
         assert await background.forget(f"resp_{3:020x}", TENANT) is True
@@ -554,7 +556,7 @@ def test_old_bytes_make_room(turns: Callable[[Any], None]) -> None:
         for number in range(4):
             kept = answer(background=True, instructions="x" * 20_000, input="y" * 50_000)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            running = background.start(job, kept)
+            running = background.start(job(kept))
             await collected(running)
             assert 130_000 < running.bytes < 150_000
         remembered = [there(background, number) for number in range(4)]
@@ -570,9 +572,10 @@ def test_what_has_ended_holds_its_documents_only(
     turns(for_ever if cancelled else at_once)
 
     async def test() -> None:
-        given, kept = job(), answer(background=True)
+        kept = answer(background=True)
+        given = job(kept)
         held = [weakref.ref(given.lease), weakref.ref(kept)]
-        running = Background().start([given].pop, kept)
+        running = Background().start(given)
         del given, kept
         await asyncio.sleep(0.01)
         await running.cancel()
@@ -957,7 +960,7 @@ def test_answers_in_the_background_are_bounded_in_all(
         def another(number: int) -> Running:
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            return background.start(job, kept)
+            return background.start(job(kept))
 
         background = Background(most_running=None if by_environment else 100_000)
         first = another(1)

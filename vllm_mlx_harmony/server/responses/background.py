@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from json import loads
 from typing import Any
 
@@ -21,7 +21,7 @@ from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.errors import RETRY_SECONDS
-from vllm_mlx_harmony.server.generation import Job, run
+from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.responses.persistence import References, StoringEmitter, forget
 from vllm_mlx_harmony.server.responses.persistence import read as read_request
 from vllm_mlx_harmony.server.responses.stored import StoredResponse
@@ -51,7 +51,9 @@ class Running:
     has deleted it.
     """
 
-    def __init__(self, job: Job, emitter: StoringEmitter, written: str | None = None) -> None:
+    def __init__(self, job: Job, written: str | None = None) -> None:
+        emitter = job.emitter
+        assert isinstance(emitter, StoringEmitter)
         self.id, self.tenant = emitter.id, emitter.tenant
         self.events: list[Event] = []
         self.deleted = False
@@ -61,7 +63,7 @@ class Running:
         # ``None`` when the response has ended, so that only its events stay in memory.
         self._generating: tuple[Answer, StoringEmitter] | None = None
         self._append(emitter.create())
-        answer = Answer(job, run(job), emitter, end=emitter.end, announced=True, keep=self._append)
+        answer = Answer(job, end=emitter.end, announced=True, keep=self._append)
         self._generating = answer, emitter
 
     @property
@@ -143,13 +145,10 @@ class Background:
         self._most_running = most_running
         self._all: OrderedDict[str, Running] = OrderedDict()
 
-    def start(
-        self, begin: Callable[[], Job], emitter: StoringEmitter, written: str | None = None
-    ) -> Running:
-        """Starts a response. Calls ``begin`` for its job if there is room.
+    def start(self, job: Job, written: str | None = None) -> Running:
+        """Starts a response. ``written`` is its ``written_input``, if that is known.
 
-        ``written`` is its ``written_input``, if that is known. Raises ``HostError`` 503 if the
-        running responses take all the memory that they may.
+        Raises ``HostError`` 503 if the running responses take all the memory that they may.
         """
         events = size = 0
         for ended in [each for each in reversed(self._all.values()) if each.done]:
@@ -164,7 +163,8 @@ class Background:
                 code="background_full",
                 retry_after=RETRY_SECONDS,
             )
-        running = self._all[emitter.id] = Running(begin(), emitter, written)
+        running = Running(job, written)
+        self._all[running.id] = running
         return running
 
     def get(self, key: str, tenant: str) -> Running | None:

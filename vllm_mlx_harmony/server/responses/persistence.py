@@ -110,14 +110,14 @@ def read(body: object, defaults: Defaults, references: References) -> ResponsesR
 class StoringEmitter:
     """An emitter that stores the response before its last events are sent.
 
-    ``forgotten``: the response was deleted before that.
+    ``request`` is what it answers. ``forgotten``: the response was deleted before that.
     """
 
     def __init__(
         self, parsed: ResponsesRequest, info: ResponseInfo, context: Context, tenant: str
     ) -> None:
         self.tenant = tenant
-        self._parsed, self._info, self._context = parsed, info, context
+        self.request, self._info, self._context = parsed, info, context
         self._emitter = parsed.emitter(info, time.time)
         self._last: list[Event] | None = None
         self._before: dict[str, Any] = {}  # the response before its last delta
@@ -144,7 +144,7 @@ class StoringEmitter:
         if self._last is None:
             self._before = self._emitter.document()
             self._last = self._emitter.cancel() if delta is None else self._emitter.feed(delta)
-            if self._parsed.store and not self.forgotten:
+            if self.request.store and not self.forgotten:
                 self._storing = asyncio.ensure_future(in_thread(self._store))
         if self._storing is not None:
             await asyncio.wait({self._storing})  # a cancellation of this task does not stop it
@@ -173,13 +173,13 @@ class StoringEmitter:
 
     def input_items(self) -> list[dict[str, Any]]:
         """The input as items."""
-        return self._parsed.input_items(self._info)
+        return self.request.input_items(self._info)
 
     def stored(self) -> StoredResponse:
         """The response for the store."""
         document = self._emitter.document()
         ended = document["status"] in ("completed", "incomplete")
-        messages = self._parsed.conversation(self._context.messages, ended=ended)
+        messages = self.request.conversation(self._context.messages, ended=ended)
         return StoredResponse(self.id, document, self.input_items(), messages, self.tenant)
 
     def _store(self) -> None:

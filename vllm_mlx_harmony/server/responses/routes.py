@@ -16,7 +16,7 @@ from vllm_mlx_harmony.protocols.events import encode_slowly
 from vllm_mlx_harmony.protocols.responses import resource
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.errors import with_error_body
+from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.peers import responses as peers
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, read, written_input
@@ -25,7 +25,6 @@ from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
 from vllm_mlx_harmony.server.serving import (
     Api,
     Received,
-    begin,
     count,
     error_answer,
     prepare,
@@ -58,19 +57,20 @@ async def create_response(request: Request) -> Response:
 
 
 async def _create(received: Received) -> Response:
-    prepared = await prepare(received)
-    emitter: StoringEmitter = prepared.emitter
-    if not prepared.request.background:
-        return await respond(prepared, emitter.end)
+    job = await prepare(received)
+    emitter = job.emitter
+    assert isinstance(emitter, StoringEmitter)
+    if not emitter.request.background:
+        return await respond(received, job, emitter.end)
     try:
         written = await in_thread(written_input, emitter)
         await peers.announce(emitter)
-        running = BACKGROUND.start(partial(begin, prepared), emitter, written)
+        running = BACKGROUND.start(job, written)
     except BaseException:
         await peers.withdraw(emitter)
         raise
     peers.report(running)
-    if prepared.stream:
+    if job.stream:
         return EventStream(received.request, running.follow())
     return JSONResponse(running.document())
 
@@ -188,8 +188,8 @@ _ONE = "/v1/responses/{response_id}"
 def _route(path: str, methods: str, endpoint: Callable[..., Any], why: str) -> Endpoint:
     """``methods`` are separated by spaces."""
     like = None if (path, methods) == CREATE else CREATE
-    made = Endpoint(path, tuple(methods.split()), endpoint, why, like)
-    return with_error_body(responses.error_body, made)
+    error = partial(error_response, responses.error_body)
+    return Endpoint(path, tuple(methods.split()), endpoint, why, like, error)
 
 
 _HOST_HAS_NONE = "the host stores responses but cannot return them"

@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
-from vllm_mlx_harmony.server.answer import Answer, rejection, unread_until_left
+from vllm_mlx_harmony.server.answer import Answer, counted_as_unread, rejection
 from vllm_mlx_harmony.server.body import Document, limit, parse_body
 from vllm_mlx_harmony.server.errors import (
     admit,
@@ -33,11 +33,11 @@ from vllm_mlx_harmony.server.errors import (
     logged_failure,
     retry_headers,
 )
-from vllm_mlx_harmony.server.generation import Deltas, Job, run, stopped
+from vllm_mlx_harmony.server.generation import Deltas, Job, stopped
 from vllm_mlx_harmony.server.host import host_of
 from vllm_mlx_harmony.server.responses.background import read
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, new_id_seed
-from vllm_mlx_harmony.server.serving import Api, Received, begin, leased, prepare
+from vllm_mlx_harmony.server.serving import Api, Received, leased, prepare
 from vllm_mlx_harmony.server.streams import client_seconds, hang_up, within
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -142,7 +142,7 @@ class Conversation:
                     break
                 text = coming.result()
                 self._waiting_bytes -= sys.getsizeof(text)
-                with unread_until_left():  # a shutdown waits for the response
+                with counted_as_unread():  # a shutdown waits for the response
                     await self._answer(text)
             await self._send_error(_OVER)
             await self._socket.close()
@@ -181,11 +181,11 @@ class Conversation:
             if lease.engine is None:
                 raise RequestError("this model is not available over a WebSocket", param="model")
             received = Received(self._api, request, body, lease, new_id_seed(), watched=False)
-            prepared = await prepare(received)
-            emitter: StoringEmitter = prepared.emitter
-            job = begin(prepared)
-            deltas = run(job) if generates else _no_output(job)
-            async with aclosing(Answer(job, deltas, emitter, end=emitter.end)) as events:
+            job = await prepare(received)
+            emitter = job.emitter
+            assert isinstance(emitter, StoringEmitter)
+            deltas = None if generates else _no_output(job)
+            async with aclosing(Answer(job, end=emitter.end, deltas=deltas)) as events:
                 await events.begun()  # earlier errors have a status, as over HTTP
                 async for event in events:
                     if event is not DONE:
@@ -193,7 +193,7 @@ class Conversation:
             if not emitter.forgotten and emitter.document()["status"] != "failed":
                 self._previous = emitter
             else:
-                self._forget(prepared.request.previous_response_id)
+                self._forget(emitter.request.previous_response_id)
 
     def _forget(self, response_id: str | None) -> None:
         if self._previous is not None and self._previous.id == response_id:

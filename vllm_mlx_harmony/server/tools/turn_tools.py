@@ -12,7 +12,6 @@ from vllm_mlx_harmony.core.errors import PromptTooLong
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Defaults, ServerCall, ToolChoice, Turn
 from vllm_mlx_harmony.server.enforcement import constraint_for
-from vllm_mlx_harmony.server.host import Deadline, Host
 from vllm_mlx_harmony.server.sampling import Settings, capped
 from vllm_mlx_harmony.server.tools.config import Use
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
@@ -29,35 +28,19 @@ MOST_REFUSED = 3
 class TurnTools:
     """The tools of a turn and the remaining limits.
 
-    ``patience`` is the longest time of a call in seconds, so that the silent stream is not ended.
-    ``given`` has the tool servers that the request names by URL.
+    ``seconds`` is the time limit of the request. ``given`` has the tool servers that it names by
+    URL. ``reasoning_tokens`` is the budget set by a flag of the server.
     """
 
     toolbox: Toolbox
     turn: Turn
     names: Names
-    patience: float
-    by_flag: int | None = None
-    given: tuple[ToolServer, ...] = ()
+    seconds: float
+    given: Sequence[ToolServer] = ()
+    reasoning_tokens: int | None = None
     _calls: int = 0
     _refused: int = 0
     _until: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        host: Host,
-        turn: Turn,
-        names: Names,
-        deadline: Deadline,
-        given: Sequence[ToolServer] = (),
-    ) -> TurnTools | None:
-        """The tools that ``host`` runs in ``turn``; ``None`` if there are none."""
-        if host.toolbox is None or not turn.namespaces:
-            return None
-        # A stream that is silent for the whole time limit is ended, so a call must end before that.
-        patience = max(deadline.total - 1.0, deadline.total / 2)
-        return cls(host.toolbox, turn, names, patience, host.reasoning_tokens, tuple(given))
 
     @property
     def exhausted(self) -> bool:
@@ -94,7 +77,8 @@ class TurnTools:
         room = self.toolbox.config.max_output_tokens
         if context_length is not None:
             room = context_length - prompt_tokens - LEFT_FOR_THE_ANSWER
-        seconds = min(self._until - now, self.patience)
+        # A stream that is silent for the whole time limit is ended, so a call must end before that.
+        seconds = min(self._until - now, max(self.seconds - 1.0, self.seconds / 2))
         return await self.toolbox.run(call, self.turn.namespaces, seconds, room, self.given)
 
     async def continued(
@@ -130,7 +114,7 @@ class TurnTools:
         turn = replace(self.turn, tool_choice=choice, prefill=None)
         spec = constraint.spec
         if spec.grammar is not None:
-            fresh = await constraint_for(turn, self.names, self.by_flag)
+            fresh = await constraint_for(turn, self.names, self.reasoning_tokens)
             spec = replace(spec, grammar=None if fresh is None else fresh.spec.grammar)
         budget = spec.reasoning_tokens
         return left, Constraint(
@@ -145,12 +129,8 @@ class TurnTools:
         )
 
 
-def with_tools(
-    defaults: Defaults, toolbox: Toolbox | None, given: Sequence[ToolServer] = ()
-) -> Defaults:
+def with_tools(defaults: Defaults, toolbox: Toolbox, given: Sequence[ToolServer]) -> Defaults:
     """``defaults`` with the tools of the server, and of the servers ``given`` by the request."""
-    if toolbox is None:
-        return defaults
     for_all = toolbox.use is Use.ALL
     namespaces = (*toolbox.namespaces, *toolbox.given(given))
     return replace(defaults, namespaces=namespaces, tools_for_all=for_all)

@@ -1,7 +1,7 @@
-"""Which web pages may use the server. Browsers leave this decision to the server.
+"""Middleware: which web pages may use the server, and its shutdown.
 
-A server without an API key trusts everybody who can connect to it, and a browser connects on behalf
-of any page:
+Browsers leave the first decision to the server. A server without an API key trusts everybody who
+can connect to it, and a browser connects on behalf of any page:
 
 - A page may send a POST to any address. With ``Content-Type: text/plain`` the browser sends it
   without a preflight request (https://fetch.spec.whatwg.org/#cors-safelisted-request-header). The
@@ -36,12 +36,34 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.server.apis import api_at
+from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
+from vllm_mlx_harmony.server.answer import rejection
+from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.host import host_of
+from vllm_mlx_harmony.server.messages import MESSAGES
+from vllm_mlx_harmony.server.responses.routes import RESPONSES
+from vllm_mlx_harmony.server.serving import Api
 
 logger = logging.getLogger("vllm_mlx_harmony")
+
+APIS: tuple[Api, ...] = (MESSAGES, RESPONSES, CHAT)
+
+
+async def reject(failure: HarmonyFailure, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request or a WebSocket with ``failure``, in the shape of the API of its path.
+
+    That of any other path is Chat Completions: most clients understand OpenAI's shape.
+    """
+    api = next((api for api in APIS if api.prefix and scope["path"].startswith(api.prefix)), CHAT)
+    response = error_response(api.error_body, failure)
+    if rejection() is failure:
+        response.headers["Connection"] = "close"
+    if scope["type"] == "websocket":
+        await WebSocket(scope, receive, send).send_denial_response(response)
+    else:
+        await response(scope, receive, send)
+
 
 ORIGINS_VARIABLE = "VLLM_MLX_HARMONY_ORIGINS"
 """Environment variable: comma-separated origins of pages that may use the server, as patterns such
@@ -106,12 +128,8 @@ class OriginCheck:
             if problem not in self._logged and len(self._logged) < _MOST_LOGGED:
                 self._logged.add(problem)
                 logger.warning("rejected: %s", problem)
-            rejection = RequestError(problem, status=403, code="origin_not_allowed")
-            response = error_response(api_at(scope["path"]).error_body, rejection)
-            if scope["type"] == "websocket":
-                await WebSocket(scope, receive, send).send_denial_response(response)
-            else:
-                await response(scope, receive, send)
+            failure = RequestError(problem, status=403, code="origin_not_allowed")
+            await reject(failure, scope, receive, send)
         elif origin is not None and self.may_read(origin, host):
             await self._cors(scope, receive, send)
         else:
@@ -167,3 +185,17 @@ def _is_address(name: str, *, loopback: bool = False) -> bool:
     except ValueError:
         return False
     return address.is_loopback or not loopback
+
+
+class RejectDuringShutdown:
+    """ASGI middleware: answers new requests with 503 while the server shuts down (`shutdown`)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        failure = rejection()
+        if failure is None or scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+        else:
+            await reject(failure, scope, receive, send)
