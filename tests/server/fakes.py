@@ -83,17 +83,12 @@ class ObedientEngine(ScriptedEngine):
 
     ANSWER = "<|channel|>final<|message|>Well.<|return|>"
 
-    async def generate(
-        self,
-        prompt: tuple[int, ...],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> Steps:
+    async def generate(self, *request: Any) -> Steps:  # type: ignore[override]
         """The ids of the script, one by one, as far as they may come."""
+        constraint: Constraint | None = request[-1]
         matcher = None if constraint is None else constraint.start(grammar=False)
         watch = None if matcher is None else matcher.reasoning
-        async for step in super().generate(prompt, settings, tenant, constraint):
+        async for step in super().generate(*request):
             for token in step.ids:
                 if watch is not None and watch.forced:
                     yield Step((*watch.forced, *ids(self.ANSWER)), "stop")

@@ -31,11 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 from fakes import KEY, MODEL, Alone, ScriptedEngine
 from official_clients import clients
 
-from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Step, Steps
-from vllm_mlx_harmony.server.sampling import Settings
 
 T = TypeVar("T")
 Reports = Sequence[tuple[float, Progress]]
@@ -71,13 +69,7 @@ class Reporting(ScriptedEngine):
     reports: Reports = ()
     late: Progress | None = None
 
-    async def generate(
-        self,
-        prompt: tuple[int, ...],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> Steps:
+    async def generate(self, *request: Any) -> Steps:  # type: ignore[override]
         """The reports, and the ids of the script."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, Loop)
@@ -86,7 +78,7 @@ class Reporting(ScriptedEngine):
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             yield Step((), progress=progress)
-        async for step in super().generate(prompt, settings, tenant, constraint):
+        async for step in super().generate(*request):
             yield step
             if self.late is not None:
                 loop.ahead += 10

@@ -49,7 +49,6 @@ from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tena
 from vllm_mlx_harmony.server.shutdown import at_once, gracefully
 from vllm_mlx_harmony.server.tools import config as tools
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
-from vllm_mlx_harmony.server.tools.metrics import ToolMetrics
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -286,7 +285,7 @@ class _Outer:
                 stack.push_async_callback(toolbox.stop)
                 for line in toolbox.lines:
                     logger.info("tools %s", line)
-                self.host.metrics.registry.register(ToolMetrics(toolbox))
+                self.host.metrics.registry.register(toolbox)
             watching = asyncio.ensure_future(watch(http, self.host.fleet))
             stack.push_async_callback(stopped, watching)
             # Engines are detected before it listens, so that first requests need no retry.

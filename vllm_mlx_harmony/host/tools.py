@@ -19,7 +19,6 @@ from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.host.summary import WIDTH
 from vllm_mlx_harmony.server.tools import config
-from vllm_mlx_harmony.server.tools.metrics import ToolMetrics
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 Init = Callable[[str], Awaitable[None]]
@@ -52,9 +51,8 @@ class Manager:
         self._toolbox = toolbox
         metrics = server()._metrics._prom
         self._registry = None if metrics is None else metrics["registry"]
-        self._collector = ToolMetrics(toolbox)
         if self._registry is not None:
-            self._registry.register(self._collector)
+            self._registry.register(toolbox)
 
     def get_server_status(self) -> list[SimpleNamespace]:
         """The state of each server."""
@@ -86,7 +84,7 @@ class Manager:
         """Stops all servers."""
         VllmMlx.toolbox = None
         if self._registry is not None:
-            self._registry.unregister(self._collector)
+            self._registry.unregister(self._toolbox)
         await self._toolbox.stop()
 
 

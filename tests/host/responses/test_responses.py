@@ -51,15 +51,11 @@ from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, tenant_of
-from vllm_mlx_harmony.server.responses import background, routes, websocket
+from vllm_mlx_harmony.server.responses import references, routes, websocket
 from vllm_mlx_harmony.server.responses.background import RUNNING_VARIABLE, Background, Running
 from vllm_mlx_harmony.server.responses.compact import COMPACT
-from vllm_mlx_harmony.server.responses.persistence import (
-    References,
-    StoringEmitter,
-    forget,
-    read,
-)
+from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
+from vllm_mlx_harmony.server.responses.references import References, read
 from vllm_mlx_harmony.server.responses.store import MemoryStore
 from vllm_mlx_harmony.server.responses.stored import StoredResponse, StoreError
 from vllm_mlx_harmony.server.responses.websocket import (
@@ -85,7 +81,8 @@ SAID: list[list[Delta]] = [
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     store = MemoryStore()
-    monkeypatch.setattr(f"{RESPONSES}.persistence.server_store", lambda: store)
+    for module in ("persistence", "references"):
+        monkeypatch.setattr(f"{RESPONSES}.{module}.server_store", lambda: store)
     monkeypatch.setattr("vllm_mlx_harmony.server.peers.responses.server_store", lambda: store)
     return store
 
@@ -451,10 +448,11 @@ class Slow(MemoryStore):
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
     store = Slow()
-    monkeypatch.setattr(f"{RESPONSES}.persistence.server_store", lambda: store)
+    for module in ("persistence", "references"):
+        monkeypatch.setattr(f"{RESPONSES}.{module}.server_store", lambda: store)
     monkeypatch.setattr("vllm_mlx_harmony.server.peers.responses.server_store", lambda: store)
     monkeypatch.setattr(routes, "BACKGROUND", Background())
-    monkeypatch.setattr(background, "BACKGROUND", routes.BACKGROUND)
+    monkeypatch.setattr(references, "BACKGROUND", routes.BACKGROUND)
     return store
 
 

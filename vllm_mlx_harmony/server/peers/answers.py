@@ -16,9 +16,8 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from functools import lru_cache
 from json import dumps, loads
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import answer as answers
@@ -28,6 +27,7 @@ from vllm_mlx_harmony.server.peers.connection import (
     key_of,
     server_connection,
 )
+from vllm_mlx_harmony.server.responses.background import Running
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -54,25 +54,6 @@ class Command(str, Enum):
 
     CANCEL = "cancel"
     DELETE = "delete"
-
-
-class BackgroundResponse(Protocol):
-    """A background response of this server (`responses.background.Running`)."""
-
-    id: str
-    tenant: str
-    events: list[Event]
-    deleted: bool
-
-    @property
-    def done(self) -> bool:
-        """Whether the response has ended."""
-
-    async def cancel(self) -> None:
-        """Ends the response."""
-
-    async def delete(self) -> None:
-        """Ends the response, which is not stored."""
 
 
 class Directory:
@@ -150,12 +131,7 @@ def _key(kind: str, name: Name) -> str:
 def directory() -> Directory | None:
     """The running answers of all servers, if this server has a Redis."""
     connection = server_connection()
-    return None if connection is None else _directory(connection)
-
-
-@lru_cache(maxsize=1)
-def _directory(connection: Connection) -> Directory:
-    return Directory(connection)
+    return None if connection is None else Directory(connection)
 
 
 def runs_elsewhere(response_id: str, tenant: str) -> bool:
@@ -183,12 +159,12 @@ class Beat:
     """The task that beats for the answers of this server, as long as there are any."""
 
     def __init__(self) -> None:
-        self._sent: dict[BackgroundResponse, int] = {}  # the number of events in Redis
+        self._sent: dict[Running, int] = {}  # the number of events in Redis
         self._executing: dict[Name, asyncio.Future[None]] = {}
         self._task: asyncio.Future[None] | None = None
         self._idle = 0  # beats without an answer, since the last one began
 
-    def begin(self, background: BackgroundResponse | None = None) -> None:
+    def begin(self, background: Running | None = None) -> None:
         """An answer begins, maybe that of a ``background`` response."""
         known = directory()
         if known is None:
@@ -230,7 +206,7 @@ class Beat:
         self,
         known: Directory,
         name: Name,
-        background: BackgroundResponse | None,
+        background: Running | None,
         command: Command,
     ) -> None:
         """Carries out ``command``. For a background response the next beat removes it."""

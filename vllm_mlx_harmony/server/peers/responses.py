@@ -14,7 +14,6 @@ from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.peers.answers import (
     ALIVE,
     BEAT,
-    BEATING,
     Command,
     Directory,
     directory,
@@ -47,11 +46,6 @@ async def withdraw(response: StoringEmitter) -> None:
         with suppress(StoreError):
             await asyncio.to_thread(server_store().delete, response.id, response.tenant)
             await asyncio.to_thread(known.forget, (response.id, response.tenant))
-
-
-def report(running: Running) -> None:
-    """Reports the events of ``running`` to other servers until it has ended."""
-    BEATING.begin(running)
 
 
 async def unless_deleted(running: Running) -> Running | None:

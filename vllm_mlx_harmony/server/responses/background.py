@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from json import loads
 from typing import Any
 
 from pydantic_core import from_json
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.core.turn import Defaults
-from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
-from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.errors import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import Job
-from vllm_mlx_harmony.server.responses.persistence import References, StoringEmitter, forget
-from vllm_mlx_harmony.server.responses.persistence import read as read_request
-from vllm_mlx_harmony.server.responses.stored import StoredResponse
+from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
 from vllm_mlx_harmony.server.settings import number
 
 MOST_EVENTS = 200_000
@@ -185,18 +180,3 @@ class Background:
 
 BACKGROUND = Background()
 """The instance of this server."""
-
-
-def read(
-    body: object, defaults: Defaults, tenant: str, local: Mapping[str, StoredResponse] | None = None
-) -> ResponsesRequest:
-    """Reads the request of ``tenant`` in ``body``. May block.
-
-    Responses are looked up in ``local`` first. Raises ``StoreError``, and ``RequestError``: 404 for
-    a previous response that is not stored, and 400 for one that is still running.
-    """
-    key = responses.previous_response_id(body) or ""
-    running = BACKGROUND.get(key, tenant)
-    if running is not None and not running.done:
-        raise resource.not_ready(key)
-    return read_request(body, defaults, References(tenant, local or {}))

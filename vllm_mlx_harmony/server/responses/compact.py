@@ -9,7 +9,7 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
-from vllm_mlx_harmony.server.responses.background import read
+from vllm_mlx_harmony.server.responses.references import References, read
 from vllm_mlx_harmony.server.serving import Api
 
 
@@ -32,7 +32,7 @@ class _CompactionEmitter:
 
 COMPACT = Api(
     "responses_compact",
-    lambda body, defaults, tenant: read(body, defaults, tenant).compaction(),
+    lambda body, defaults, tenant: read(body, defaults, References(tenant)).compaction(),
     responses.error_body,
     blocks=True,
     servers=responses.client_servers,

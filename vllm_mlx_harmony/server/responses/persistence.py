@@ -1,110 +1,32 @@
-"""Looks up the responses that a request refers to, and stores its own.
-
-A response is stored before its client can see that it has ended.
-"""
+"""Stores responses, before their clients can see that they have ended."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
-from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo
+from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest
 from vllm_mlx_harmony.server.body import in_thread
-from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.host import Context
-from vllm_mlx_harmony.server.peers.answers import runs_elsewhere
 from vllm_mlx_harmony.server.responses.store import server_store
 from vllm_mlx_harmony.server.responses.stored import StoredResponse, StoreError
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
-_KEY_BYTES = 10
+SEED_BYTES = 10
 
 
 def new_id_seed() -> str:
     """The seed of the ids of a new response. The ids of its items contain it."""
-    return secrets.token_hex(_KEY_BYTES)
-
-
-_ITEM = re.compile(rf"[a-z]+_([0-9a-f]{{{2 * _KEY_BYTES}}})[0-9a-f]{{4}}")
-
-
-@dataclass(slots=True)
-class References:
-    """The responses that a request of ``tenant`` refers to, looked up in ``local`` first.
-
-    Every call may block, and raise ``StoreError``.
-    """
-
-    tenant: str
-    local: Mapping[str, StoredResponse] = field(default_factory=dict)
-    _known: dict[str, StoredResponse | None] = field(default_factory=dict)
-
-    def stored(self, key: str) -> StoredResponse | None:
-        """The response with the id ``key``, if it is stored."""
-        if key in self.local:
-            return self.local[key]
-        if key not in self._known:
-            self._known[key] = server_store().get(key, self.tenant)
-        return self._known[key]
-
-    def messages(self, key: str | None) -> tuple[Message, ...]:
-        """The conversation that a request continues.
-
-        Raises ``RequestError``: 404, and 400 if another server still generates the response.
-        """
-        if key is None:
-            return ()
-        stored = self.stored(key)
-        if stored is None:
-            raise resource.not_found(key, param="previous_response_id")
-        if resource.is_running(stored.document) and runs_elsewhere(key, self.tenant):
-            raise resource.not_ready(key)
-        return stored.messages
-
-    def listed(self, key: str | None) -> frozenset[str]:
-        """The tool servers whose tools have been listed in the conversation."""
-        stored = None if key is None else self.stored(key)
-        tools = [] if stored is None else stored.document.get("tools") or []
-        return frozenset(str(each.get("server_label")) for each in tools if each["type"] == "mcp")
-
-    def item(self, key: str) -> Mapping[str, Any] | None:
-        """The item with the id ``key``, from the output or the input of any response."""
-        named = _ITEM.fullmatch(key)
-        stored = named and self.stored(f"resp_{named[1]}")
-        if not stored:
-            return None
-        items = chain(stored.document["output"], stored.input_items)
-        return next((item for item in items if item.get("id") == key), None)
-
-
-def read(body: object, defaults: Defaults, references: References) -> ResponsesRequest:
-    """Reads the request in ``body``. May block.
-
-    Raises ``StoreError``, and ``RequestError``: 404 for a previous response that is not stored.
-    """
-    previous = responses.previous_response_id(body)
-    history, listed = references.messages(previous), references.listed(previous)
-    cipher = server_cipher(references.tenant)
-    parsed = responses.read(body, defaults, cipher, history, references.item, listed=listed)
-    if parsed.background and not parsed.store:
-        raise RequestError("background needs store to be true", param="background")
-    for note in parsed.notes:
-        logger.info("responses: %s", note)
-    return parsed
+    return secrets.token_hex(SEED_BYTES)
 
 
 class StoringEmitter:

@@ -19,9 +19,11 @@ from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.peers import responses as peers
-from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, read, written_input
+from vllm_mlx_harmony.server.peers.answers import BEATING
+from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, written_input
 from vllm_mlx_harmony.server.responses.compact import COMPACT
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget, new_id_seed
+from vllm_mlx_harmony.server.responses.references import References, read
 from vllm_mlx_harmony.server.serving import (
     Api,
     Received,
@@ -35,7 +37,7 @@ from vllm_mlx_harmony.server.streams import EventStream
 
 RESPONSES = Api(
     "responses",
-    read,
+    lambda body, defaults, tenant: read(body, defaults, References(tenant)),
     responses.error_body,
     prefix="/v1/responses",
     blocks=True,
@@ -69,7 +71,7 @@ async def _create(received: Received) -> Response:
     except BaseException:
         await peers.withdraw(emitter)
         raise
-    peers.report(running)
+    BEATING.begin(running)
     if job.stream:
         return EventStream(received.request, running.follow())
     return JSONResponse(running.document())

@@ -35,8 +35,8 @@ from vllm_mlx_harmony.server.errors import (
 )
 from vllm_mlx_harmony.server.generation import Deltas, Job, stopped
 from vllm_mlx_harmony.server.host import host_of
-from vllm_mlx_harmony.server.responses.background import read
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, new_id_seed
+from vllm_mlx_harmony.server.responses.references import References, read
 from vllm_mlx_harmony.server.serving import Api, Received, leased, prepare
 from vllm_mlx_harmony.server.streams import client_seconds, hang_up, within
 
@@ -203,7 +203,7 @@ class Conversation:
         """Reads a request. In a thread, because ``stored`` may write thousands of items."""
         previous = self._previous
         local = {} if previous is None else {previous.id: previous.stored()}
-        return read(body, defaults, tenant, local)
+        return read(body, defaults, References(tenant, local))
 
     async def _send_error(self, failure: HarmonyFailure) -> None:
         """Sends an error event, with the headers of the HTTP response, which Codex reads."""

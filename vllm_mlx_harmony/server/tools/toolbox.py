@@ -15,10 +15,10 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ToolFailure
@@ -32,6 +32,9 @@ from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
 from vllm_mlx_harmony.server.tools.tool_server import GROUP, ToolError, ToolServer
+
+if TYPE_CHECKING:
+    from prometheus_client.core import CounterMetricFamily
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +157,21 @@ class Toolbox:
             )
             for each in servers
         )
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Counters of calls: the toolbox is a Prometheus collector."""
+        from prometheus_client.core import CounterMetricFamily
+
+        for field, about in (
+            ("calls", "Calls of tools that the server ran."),
+            ("errors", "Calls that failed, timed out or were cancelled."),
+            ("seconds", "Seconds that calls took, including the wait for a free place."),
+        ):
+            name, labels = f"vllm_mlx_harmony_tool_{field}", ["server", "tool"]
+            family = CounterMetricFamily(name, about, labels=labels)
+            for label, counts in list(self.counts.items()):
+                family.add_metric(label, float(getattr(counts, field)))
+            yield family
 
     # --- One call
 

@@ -1,0 +1,91 @@
+"""Reads a request, with the stored responses that it refers to."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import Defaults, Message
+from vllm_mlx_harmony.protocols import responses
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
+from vllm_mlx_harmony.server.encryption import server_cipher
+from vllm_mlx_harmony.server.peers.answers import runs_elsewhere
+from vllm_mlx_harmony.server.responses.background import BACKGROUND
+from vllm_mlx_harmony.server.responses.persistence import SEED_BYTES
+from vllm_mlx_harmony.server.responses.store import server_store
+from vllm_mlx_harmony.server.responses.stored import StoredResponse
+
+logger = logging.getLogger("vllm_mlx_harmony")
+
+_ITEM = re.compile(rf"[a-z]+_([0-9a-f]{{{2 * SEED_BYTES}}})[0-9a-f]{{4}}")
+"""The id of an item, which contains the seed of its response."""
+
+
+@dataclass(slots=True)
+class References:
+    """The responses that a request of ``tenant`` refers to, looked up in ``local`` first.
+
+    Every call may block, and raise ``StoreError``.
+    """
+
+    tenant: str
+    local: Mapping[str, StoredResponse] = field(default_factory=dict)
+    _known: dict[str, StoredResponse | None] = field(default_factory=dict)
+
+    def stored(self, key: str) -> StoredResponse | None:
+        """The response with the id ``key``, if it is stored."""
+        if key in self.local:
+            return self.local[key]
+        if key not in self._known:
+            self._known[key] = server_store().get(key, self.tenant)
+        return self._known[key]
+
+    def previous(self, key: str) -> StoredResponse:
+        """The response that a request continues.
+
+        Raises ``RequestError``: 404, and 400 if the response is still generated.
+        """
+        running = BACKGROUND.get(key, self.tenant)
+        if running is not None and not running.done:
+            raise resource.not_ready(key)
+        stored = self.stored(key)
+        if stored is None:
+            raise resource.not_found(key, param="previous_response_id")
+        if resource.is_running(stored.document) and runs_elsewhere(key, self.tenant):
+            raise resource.not_ready(key)
+        return stored
+
+    def item(self, key: str) -> Mapping[str, Any] | None:
+        """The item with the id ``key``, from the output or the input of any response."""
+        match = _ITEM.fullmatch(key)
+        stored = self.stored(f"resp_{match[1]}") if match else None
+        if stored is None:
+            return None
+        items = chain(stored.document["output"], stored.input_items)
+        return next((item for item in items if item.get("id") == key), None)
+
+
+def read(body: object, defaults: Defaults, references: References) -> ResponsesRequest:
+    """Reads the request in ``body``. May block.
+
+    Raises ``StoreError``, and ``RequestError``: 404 for a previous response that is not stored, and
+    400 for one that is still generated.
+    """
+    history: tuple[Message, ...] = ()
+    listed: frozenset[str] = frozenset()  # tool servers whose tools the conversation lists
+    if (key := responses.previous_response_id(body)) is not None:
+        previous = references.previous(key)
+        history, tools = previous.messages, previous.document.get("tools") or []
+        listed = frozenset(str(each.get("server_label")) for each in tools if each["type"] == "mcp")
+    cipher = server_cipher(references.tenant)
+    parsed = responses.read(body, defaults, cipher, history, references.item, listed=listed)
+    if parsed.background and not parsed.store:
+        raise RequestError("background needs store to be true", param="background")
+    for note in parsed.notes:
+        logger.info("responses: %s", note)
+    return parsed
