@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
 
 from typing_extensions import assert_never
 
@@ -22,10 +22,15 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
-from vllm_mlx_harmony.core.turn import (
-    ResponseInfo,
+from vllm_mlx_harmony.core.turn import ResponseInfo, ServerCall
+from vllm_mlx_harmony.protocols.events import (
+    DONE,
+    REASONING_ENDED_BY,
+    Document,
+    Event,
+    encode,
+    quote,
 )
-from vllm_mlx_harmony.protocols.events import DONE, REASONING_ENDED_BY, Event, encode, quote
 from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
     IN_PROGRESS,
@@ -33,6 +38,9 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     OutputItem,
     PendingEvent,
     Writing,
+    added,
+    done,
+    key_of,
 )
 from vllm_mlx_harmony.protocols.responses.resource import usage_of
 from vllm_mlx_harmony.protocols.responses.server_items import ServerItem, server_item, tool_list
@@ -68,7 +76,7 @@ class Emitter:
         self,
         info: ResponseInfo,
         writing: Writing,
-        repeated: Mapping[str, Any],
+        repeated: Document,
         now: Callable[[], float] | None = None,
         *,
         stream: bool,
@@ -89,7 +97,7 @@ class Emitter:
         self._status = _QUEUED if self._queues else IN_PROGRESS
         self._in_progress = False
         self._number = 0
-        self._output: list[dict[str, Any]] = []
+        self._output: list[Document] = []
         self._item: OutputItem | None = None
         self._shown = False  # whether the open item was announced
         self._call: ServerItem | None = None  # of a tool that the server runs
@@ -97,21 +105,41 @@ class Emitter:
         self._completed_at: int | None = None
         self._error: HarmonyFailure | None = None
 
-    def feed(self, delta: Delta) -> list[Event]:  # noqa: C901 - a case for each delta
+    def feed(self, delta: Delta) -> list[Event]:  # noqa: C901, PLR0912 - a case for each delta
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
+            case Text() if self._call is not None:
+                return self._write_events(self._call.take(delta.text))
             case Text():
-                return self._text(delta)
+                assert self._item is not None
+                announced = [] if self._shown else self._announce(self._item)
+                return [*announced, *self._show(self._item, self._item.take(delta.text))]
             case Started():
                 return self._start()
-            case Opened():
-                return self._opened(delta)
+            case Opened(kind=Kind.SERVER_CALL):
+                index, key = len(self._output), key_of(self._info, delta.index)
+                self._call = server_item(index, key, delta.name, self._writing)
+                return self._write_events(self._call.opened())
+            case Opened():  # messages are announced with their first text: only calls may be empty
+                self._item = self._writing.item(delta, len(self._output), self._info)
+                self._shown = False
+                return self._announce(self._item) if delta.kind is Kind.CALL else []
+            case Closed(complete=True) if self._call is not None:
+                return self._write_events(self._call.closed())
             case Closed():
-                return self._closed(delta)
+                return self._close(complete=delta.complete)
             case Progress():  # in a comment: there is no event for it
                 return []
+            case ToolStarted(call=ServerCall() as call):
+                key = key_of(self._info, _APPROVED - len(self._output))
+                approved = f"mcpr_{call.id.partition('_')[2]}"
+                item = server_item(len(self._output), key, call.name, self._writing, approved)
+                self._call = item
+                begun = [*item.opened(), *item.take(call.arguments), *item.closed()]
+                return self._write_events([*begun, *item.started()])
             case ToolStarted():
-                return self._tool_started(delta)
+                assert self._call is not None
+                return self._write_events(self._call.started())
             case ToolFinished():
                 assert self._call is not None
                 return self._end_call(self._call.finished(delta.text, delta.failure))
@@ -141,12 +169,11 @@ class Emitter:
         """The events for a turn that was cancelled."""
         return [*self._start(), *self._close(complete=False), *self._end(_CANCELLED)]
 
-    def add_item(self, item: dict[str, Any]) -> list[Event]:
+    def add_item(self, item: Document) -> list[Event]:
         """Adds a complete ``item`` to the output; returns its events."""
-        fields = {"output_index": len(self._output), "item": item}
+        index = len(self._output)
         self._output.append(item)
-        kinds = ("response.output_item.added", "response.output_item.done")
-        return self._write_events([PendingEvent(kind, fields) for kind in kinds])
+        return self._write_events([added(index, item), done(index, item)])
 
     def mark_not_stored(self, last: list[Event]) -> list[Event]:
         """The last events of a response that could not be stored, in place of ``last``.
@@ -159,7 +186,7 @@ class Emitter:
         self._number -= 1
         return [*last[:-2], *self._write_response(_ENDINGS[self._status]), DONE]
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Document:
         """The whole answer: a ``response``.
 
         Raises the error that ended the turn, if one did, and ``OutputError`` before its end.
@@ -170,7 +197,7 @@ class Emitter:
             raise OutputError("the answer is incomplete")
         return self.document()
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Document:
         """The response in its current state."""
         items = list(self._output)
         if self._item is not None and self._shown:
@@ -187,8 +214,6 @@ class Emitter:
             "usage": None if self._usage is None else usage_of(self._usage),
         }
 
-    # What each delta does
-
     def _start(self) -> list[Event]:
         if self._in_progress:
             return []
@@ -198,46 +223,14 @@ class Emitter:
         begun = [*created, *self._write_response("response.in_progress")]
         for namespace in self._writing.listed:
             index = len(self._output)
-            item, events = tool_list(index, self._key(_LISTS + index), namespace)
+            item, events = tool_list(index, key_of(self._info, _LISTS + index), namespace)
             self._output.append(item)
             begun += self._write_events(events)
         return begun
 
-    def _opened(self, delta: Opened) -> list[Event]:
-        """Messages are announced with their first text: only calls may be empty."""
-        if delta.kind is Kind.SERVER_CALL:
-            self._call = self._server_item(delta.index, delta.name)
-            return self._write_events(self._call.opened())
-        self._item = self._writing.item(delta, len(self._output), self._info)
-        self._shown = False
-        return self._announce(self._item) if delta.kind is Kind.CALL else []
-
-    def _server_item(self, index: int, recipient: str, *, asks: bool | None = None) -> ServerItem:
-        server = self._writing.server
-        return server_item(
-            len(self._output),
-            self._key(index),
-            server.served(recipient),
-            recipient,
-            asks=server.needs_approval(recipient) if asks is None else asks,
-            outputs=self._writing.shows_outputs,
-            sources=self._writing.shows_sources,
-        )
-
-    def _key(self, index: int) -> str:
-        return f"{self._info.id_seed[:20]}{index:04x}"
-
     def _announce(self, item: OutputItem) -> list[Event]:
         self._shown = True
         return self._write_events(item.added())
-
-    def _text(self, delta: Text) -> list[Event]:
-        if self._call is not None:
-            return self._write_events(self._call.take(delta.text))
-        assert self._item is not None
-        if not self._shown:
-            return [*self._announce(self._item), *self._text(delta)]
-        return self._show(self._item, self._item.take(delta.text))
 
     def _show(self, item: OutputItem, text: str) -> list[Event]:
         if not (text and self._stream):
@@ -245,31 +238,11 @@ class Emitter:
         quoted = quote(text)
         return [Event(head.event(self._next(), quoted), head.type) for head in item.deltas]
 
-    def _closed(self, delta: Closed) -> list[Event]:
-        if self._call is not None and delta.complete:
-            return self._write_events(self._call.closed())
-        return self._close(complete=delta.complete)
-
-    def _tool_started(self, delta: ToolStarted) -> list[Event]:
-        begun: list[PendingEvent] = []
-        if delta.call is not None:
-            self._call = self._server_item(
-                _APPROVED - len(self._output), delta.call.name, asks=False
-            )
-            self._call.approved = f"mcpr_{delta.call.id.partition('_')[2]}"
-            begun += self._call.opened()
-            begun += self._call.take(delta.call.arguments)
-            begun += self._call.closed()
-        assert self._call is not None
-        return self._write_events([*begun, *self._call.started()])
-
-    def _end_call(self, pending: Iterator[PendingEvent]) -> list[Event]:
-        assert self._call is not None
-        events = self._write_events(pending)  # which is what makes the item what it is at last
-        if self._call.shown:
+    def _end_call(self, pending: list[PendingEvent]) -> list[Event]:
+        if self._call is not None and self._call.shown:
             self._output.append(self._call.document())
         self._call = None
-        return events
+        return self._write_events(pending)
 
     def _close(self, *, complete: bool) -> list[Event]:
         item, self._item = self._item, None
@@ -296,18 +269,17 @@ class Emitter:
         return number
 
     def _write_response(self, kind: str) -> list[Event]:
-        return (
-            self._write_events([PendingEvent(kind, {"response": self.document()})])
-            if self._stream
-            else []
-        )
+        if not self._stream:
+            return []
+        return self._write_events([PendingEvent(kind, {"response": self.document()})])
 
     def _write_events(self, pending: Iterable[PendingEvent]) -> list[Event]:
-        events = list(pending)
-        return [self._event(kind, fields) for kind, fields in events] if self._stream else []
-
-    def _event(self, kind: str, fields: dict[str, Any]) -> Event:
-        return Event(encode({"type": kind, "sequence_number": self._next(), **fields}), kind)
+        if not self._stream:
+            return []
+        return [
+            Event(encode({"type": kind, "sequence_number": self._next(), **fields}), kind)
+            for kind, fields in pending
+        ]
 
 
 _LISTS = 0x7F00
@@ -318,16 +290,14 @@ _APPROVED = 0x7FFF
 the output: no message of this response has one."""
 
 _CUT = {"reason": "max_output_tokens"}
-_TOO_MANY = 429
-_CALLERS_FAULT = range(400, 500)
 
 
-def _error(error: HarmonyFailure | None) -> dict[str, Any] | None:
+def _error(error: HarmonyFailure | None) -> Document | None:
     """``error`` as a response has it; its codes are a closed list in the schema."""
     if error is None:
         return None
-    if error.status == _TOO_MANY:
+    is_callers = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
+    code = "invalid_prompt" if is_callers else "server_error"
+    if error.status == HTTPStatus.TOO_MANY_REQUESTS:
         code = "rate_limit_exceeded"
-    else:
-        code = "invalid_prompt" if error.status in _CALLERS_FAULT else "server_error"
     return {"code": code, "message": error.message}

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, characters
@@ -29,6 +28,7 @@ from vllm_mlx_harmony.core.turn import (
     User,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
+from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.openai_request import TemplateOptions
 from vllm_mlx_harmony.protocols.responses.compaction import (
     CompactionEmitter,
@@ -95,7 +95,7 @@ class ResponsesRequest:
     _conversation: tuple[Message, ...]
     _to_run: frozenset[str]
     _writing: Writing
-    _repeated: Mapping[str, Any]
+    _repeated: Document
     _cipher: Cipher
 
     def emitter(self, info: ResponseInfo, now: Callable[[], float] | None = None) -> Emitter:
@@ -113,7 +113,7 @@ class ResponsesRequest:
             queues=self.background,
         )
 
-    def input_items(self, info: ResponseInfo) -> list[dict[str, Any]]:
+    def input_items(self, info: ResponseInfo) -> list[Document]:
         """The input as items, oldest first, for ``GET /v1/responses/{id}/input_items``."""
         return input_items(self._items, info)
 
@@ -122,7 +122,7 @@ class ResponsesRequest:
         turn = self.turn if self.compacts else compacting(self.turn)
         return replace(self, turn=turn, compacts=True, stream=False, store=False, background=False)
 
-    def compacted(self, response: Mapping[str, Any], info: ResponseInfo) -> Any:
+    def compacted(self, response: Mapping[str, object], info: ResponseInfo) -> Document:
         """The answer to ``POST /v1/responses/compact``, made of the ``response`` to this."""
         earlier = [user_item(each.text) for each in self._history if type(each) is User]
         return compaction([*earlier, *self._items], response, info)
@@ -300,7 +300,7 @@ def summary(body: ResponsesBody) -> str | None:
     return requested if requested in SUMMARIES else None
 
 
-def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
+def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
     """The fields of a response that say what was asked, every one that the public schema has.
 
     Of sampling, what is used: the server's default where the request gives nothing.
@@ -350,7 +350,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> dict[str, Any]:
     return echoed
 
 
-def _format(requested: TextFormat | None) -> dict[str, Any]:
+def _format(requested: TextFormat | None) -> Document:
     if requested is None or requested.type != "json_schema":
         return {"type": requested.type if requested else "text"}
     return {
@@ -365,7 +365,7 @@ def _format(requested: TextFormat | None) -> dict[str, Any]:
 _EVERY_FUNCTION: Mapping[str, object] = {"description": None, "parameters": None, "strict": None}
 
 
-def _tool(tool: NamespacedTool) -> dict[str, Any]:
+def _tool(tool: NamespacedTool) -> Document:
     """The tool as it was sent, with every field that clients require of it."""
     if tool.type == "function":
         return {**_EVERY_FUNCTION, **tool.document}

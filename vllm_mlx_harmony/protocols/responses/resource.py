@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError, quoted
 from vllm_mlx_harmony.core.turn import ResponseInfo
-from vllm_mlx_harmony.protocols.events import Event, encode
+from vllm_mlx_harmony.protocols.events import Document, Event, encode
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
 from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item, read_item
@@ -35,25 +34,22 @@ def not_ready(key: str) -> RequestError:
     return RequestError(problem, param="previous_response_id", code="previous_response_not_ready")
 
 
-def is_running(document: Mapping[str, Any]) -> bool:
+def is_running(document: Mapping[str, object]) -> bool:
     """Whether a response had not ended when it was stored."""
     return document.get("status") in ("queued", "in_progress")
 
 
-def lost(document: Mapping[str, Any]) -> dict[str, Any]:
+def lost(document: Mapping[str, object]) -> Document:
     """A response that will not be continued, because its server has stopped."""
-    error = {
-        "code": "server_error",
-        "message": "the server that generated this response has stopped",
-    }
+    problem = "the server that generated this response has stopped"
+    error = {"code": "server_error", "message": problem}
     return {**document, "status": "failed", "error": error}
 
 
-def failed_event(document: Mapping[str, Any], number: int) -> Event:
-    """The last event of a response that has failed, the one with this sequence number."""
+def failed_event(document: Mapping[str, object], number: int) -> Event:
+    """The last event of a response that has failed, with its sequence number."""
     kind = "response.failed"
-    event = {"type": kind, "sequence_number": number, "response": document}
-    return Event(encode(event), kind)
+    return Event(encode({"type": kind, "sequence_number": number, "response": document}), kind)
 
 
 def error_event(failure: HarmonyFailure, number: int) -> Event:
@@ -62,26 +58,30 @@ def error_event(failure: HarmonyFailure, number: int) -> Event:
     return Event(encode({**event, "message": failure.message, "param": failure.param}), "error")
 
 
-def deleted(key: str) -> dict[str, Any]:
+def deleted(key: str) -> Document:
     """The answer to ``DELETE /v1/responses/{key}``."""
     return {"id": key, "object": "response", "deleted": True}
 
 
-def input_tokens(count: int) -> dict[str, Any]:
+def input_tokens(count: int) -> Document:
     """The answer to ``POST /v1/responses/input_tokens``."""
     return {"object": "response.input_tokens", "input_tokens": count}
 
 
-def compaction(items: Sequence[Item], response: Mapping[str, Any], info: ResponseInfo) -> Any:
+def compaction(
+    items: Sequence[Item], response: Mapping[str, object], info: ResponseInfo
+) -> Document:
     """The answer to ``POST /v1/responses/compact``: the user's messages among ``items``, which are
     those of the whole conversation, and the output of ``response``, the ``compaction`` item.
     """
     users = [item for item in input_items(items, info) if item.get("role") == "user"]
+    output = response["output"]
+    assert isinstance(output, list)
     return {
         "id": response["id"],
         "object": "response.compaction",
         "created_at": response["created_at"],
-        "output": [*users, *response["output"]],
+        "output": [*users, *output],
         "usage": response["usage"],
     }
 
@@ -91,16 +91,14 @@ def user_item(text: str) -> Item:
     return read_item({"type": "message", "role": "user", "content": text})
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
+def usage_of(usage: Usage) -> Document:
     """``usage`` as every document of this API has it."""
+    tools = {"tool_output_tokens": usage.tool_tokens} if usage.tool_tokens else {}
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {
-            "reasoning_tokens": usage.reasoning_tokens,
-            **({"tool_output_tokens": usage.tool_tokens} if usage.tool_tokens else {}),
-        },
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens, **tools},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
@@ -126,64 +124,55 @@ _PREFIXES = {
 }
 _INPUT = 0x8000  # ids of input items count from here, those of output items from 0
 _WITH_STATUS = frozenset({*CALLS, *OUTPUTS, "message"})
+_PLAIN = frozenset({"text", "input_text", "output_text"})
 
 
-def input_items(items: Sequence[Item], info: ResponseInfo) -> list[dict[str, Any]]:
-    """``items`` as they were sent, each with what the schema wants of an item that is read back.
-
-    That is more than it wants of one that is sent: an id, a type, content as a list of parts.
+def input_items(items: Sequence[Item], info: ResponseInfo) -> list[Document]:
+    """``items`` as they were sent, each with the fields that the schema requires of an item that is
+    read back: an id, a type, a status, and content as a list of parts.
     """
-    return [_listed(item, f"{info.id_seed[:20]}{_INPUT + at:04x}") for at, item in enumerate(items)]
-
-
-def _listed(item: Item, key: str) -> dict[str, Any]:
-    listed = {**item.document, "type": item.type}
-    listed["id"] = item.id or listed.get("id") or f"{_PREFIXES.get(item.type, 'item')}_{key}"
-    if item.type in _WITH_STATUS:
-        listed["status"] = listed.get("status") or "completed"
-    if item.type in _FILLED:
-        name, filled = _FILLED[item.type]
-        listed[name] = filled(item)
+    listed: list[Document] = []
+    for at, item in enumerate(items):
+        sent = item.document
+        document: Document = {**sent, "type": item.type}
+        key = f"{_PREFIXES.get(item.type, 'item')}_{info.id_seed[:20]}{_INPUT + at:04x}"
+        document["id"] = item.id or sent.get("id") or key
+        if item.type in _WITH_STATUS:
+            document["status"] = sent.get("status") or "completed"
+        match item.type:
+            case "message":
+                document["content"] = _content(sent)
+            case "reasoning":
+                document["summary"] = sent.get("summary") or []
+            case "function_call":
+                document["arguments"] = call_arguments(sent.get("arguments"), "arguments")
+            case "function_call_output" | "custom_tool_call_output":
+                document["output"] = sent.get("output") or ""
+            case "tool_search_call" | "tool_search_output":
+                document["execution"] = sent.get("execution") or "client"
+        listed.append(document)
     return listed
 
 
-def _content(item: Item) -> list[dict[str, Any]]:
-    given = item.document.get("content") or []
-    parts = [{"type": "text", "text": given}] if isinstance(given, str) else given
-    return [_listed_part(item, part) for part in parts]
+def _content(message: Document) -> list[Document]:
+    """The content of a message as parts, whose types depend on its role."""
+    given = message.get("content") or []
+    parts: list[Document] = []
+    for part in [{"type": "text", "text": given}] if isinstance(given, str) else given:
+        if part["type"] not in _PLAIN:
+            parts.append(part)
+        elif message.get("role") == "assistant":
+            annotations = part.get("annotations") or []
+            parts.append({**part, "type": "output_text", "annotations": annotations})
+        else:
+            parts.append({**part, "type": "input_text"})
+    return parts
 
 
-def _listed_part(item: Item, part: dict[str, Any]) -> dict[str, Any]:
-    if part["type"] not in _PLAIN:
-        return part
-    if item.document.get("role") == "assistant":
-        return {**part, "type": "output_text", "annotations": part.get("annotations") or []}
-    return {**part, "type": "input_text"}
+_MOST = 100
 
 
-def _arguments(item: Item) -> str:
-    return call_arguments(item.document.get("arguments"), "arguments")
-
-
-_PLAIN = frozenset({"text", "input_text", "output_text"})
-
-_FILLED: dict[str, tuple[str, Callable[[Item], Any]]] = {
-    "message": ("content", _content),
-    "reasoning": ("summary", lambda item: item.document.get("summary") or []),
-    "function_call": ("arguments", _arguments),
-    **dict.fromkeys(
-        ("function_call_output", "custom_tool_call_output"),
-        ("output", lambda item: item.document.get("output") or ""),
-    ),
-    **dict.fromkeys(
-        ("tool_search_call", "tool_search_output"),
-        ("execution", lambda item: item.document.get("execution") or "client"),
-    ),
-}
-"""Per item the field that a client may leave out, or send in another shape than it is listed in."""
-
-
-def page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+def page(items: Sequence[Mapping[str, object]], query: Mapping[str, str]) -> Document:
     """One page of ``items`` as the query (``after``, ``limit``, ``order``) asks for it.
 
     Newest first unless ``order`` is ``asc``; 20 items unless ``limit`` is another number up to
@@ -194,7 +183,19 @@ def page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[s
     if order not in ("asc", "desc"):
         raise RequestError("order must be 'asc' or 'desc'", param="order", code="invalid_value")
     ordered = list(items if order == "asc" else reversed(items))
-    start, limit = _after(ordered, query.get("after")), _limit(query.get("limit"))
+    ids = [item["id"] for item in ordered]
+    key, start = query.get("after"), 0
+    if key:
+        if key not in ids:
+            problem = f"there is no item {quoted(key)}"
+            raise RequestError(problem, param="after", code="invalid_value")
+        start = ids.index(key) + 1
+    digits = query.get("limit") or "20"
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= len(str(_MOST))
+    limit = int(digits) if is_number else 0
+    if not 1 <= limit <= _MOST:
+        problem = f"limit must be a number from 1 to {_MOST}"
+        raise RequestError(problem, param="limit", code="invalid_value")
     data = ordered[start : start + limit]
     return {
         "object": "list",
@@ -203,29 +204,3 @@ def page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[s
         "last_id": data[-1]["id"] if data else "",
         "has_more": start + limit < len(ordered),
     }
-
-
-def _after(items: Sequence[Mapping[str, Any]], key: str | None) -> int:
-    if not key:
-        return 0
-    for position, item in enumerate(items):
-        if item["id"] == key:
-            return position + 1
-    raise RequestError(f"there is no item {quoted(key)}", param="after", code="invalid_value")
-
-
-_MOST = 100
-
-
-def _limit(requested: str | None) -> int:
-    if not requested:
-        return 20
-    number = (
-        int(requested)
-        if requested.isascii() and requested.isdigit() and len(requested) <= len(str(_MOST))
-        else 0
-    )
-    if not 1 <= number <= _MOST:
-        problem = f"limit must be a number from 1 to {_MOST}"
-        raise RequestError(problem, param="limit", code="invalid_value")
-    return number

@@ -9,113 +9,122 @@ turn ends before that.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from json import loads
-from typing import Any
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from vllm_mlx_harmony.core.deltas import ToolFailure
-from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace
+from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
     IN_PROGRESS,
     INCOMPLETE,
-    Document,
     PendingEvent,
+    Writing,
+    added,
+    done,
+    parsed,
 )
 from vllm_mlx_harmony.protocols.responses.server_tools import Served
 from vllm_mlx_harmony.protocols.server_calls import CodeArguments, as_arguments
-from vllm_mlx_harmony.protocols.validation import mended
 
 FAILED = "failed"
 
 
+@dataclass
 class ServerItem:
     """One call while it is written and run. Each method returns the events for one step.
 
     ``key`` is the part of its id after the prefix, ``approved`` the id of the request for approval
-    that preceded it. ``outputs``: the client asked for the output of code; ``sources``: for the
-    URLs that a search found. ``code``: the tool takes code instead of JSON. ``shown``: whether the
-    call is an item of the output yet.
+    that preceded it. ``code``: the tool takes code instead of JSON. ``shown``: whether the call is
+    an item of the output yet.
     """
 
-    prefix = ""
-    """Prefix of its id."""
-    stem = ""
-    """Prefix of its events."""
-    shown = True
+    index: int
+    key: str
+    tool: Served
+    writing: Writing
+    code: bool = False
+    approved: str | None = None
+    status: str = IN_PROGRESS
+    text: str | None = None
+    failure: ToolFailure | None = None
+    parts: list[str] = field(default_factory=list)
 
-    def __init__(self, index: int, key: str, tool: Served) -> None:
-        self.index, self.tool = index, tool
-        self.id = f"{self.prefix}_{key}"
-        self.approved: str | None = None
-        self.outputs = self.sources = self.code = False
-        self._parts: list[str] = []
-        self.status = IN_PROGRESS
-        self.text: str | None = None
-        self.failure: ToolFailure | None = None
+    shown = True
+    prefix: ClassVar[str] = ""
+    """Prefix of its id."""
+    stem: ClassVar[str] = ""
+    """Prefix of its events."""
+    text_stem: ClassVar[str] = ""
+    """Prefix of the events of its arguments, if it has any."""
+    whole: ClassVar[str] = ""
+    """The field with all of the arguments."""
+    running: ClassVar[str] = ""
+    """Its status while it runs, and the event for it, if it has one."""
+    tells_failure: ClassVar[bool] = False
+    """Whether there is an event for a call that failed."""
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}_{self.key}"
 
     @property
     def arguments(self) -> str:
         """The arguments so far."""
-        return "".join(self._parts)
+        return "".join(self.parts)
 
     def document(self) -> Document:
         """The item in its current state."""
         raise NotImplementedError
 
-    def opened(self) -> Iterator[PendingEvent]:
+    def opened(self) -> list[PendingEvent]:
         """The model begins the call."""
-        yield self._item("added")
-        yield self._event("in_progress")
+        return [added(self.index, self.document()), self.event(f"{self.stem}.in_progress")]
 
-    def take(self, text: str) -> Iterator[PendingEvent]:
+    def take(self, text: str) -> list[PendingEvent]:
         """More of its arguments."""
-        self._parts.append(text)
-        yield from ()
+        self.parts.append(text)
+        return [self.event(f"{self.text_stem}.delta", delta=text)] if self.text_stem else []
 
-    def closed(self) -> Iterator[PendingEvent]:
+    def closed(self) -> list[PendingEvent]:
         """The arguments are complete."""
-        yield from ()
+        if not self.text_stem:
+            return []
+        return [self.event(f"{self.text_stem}.done", **{self.whole: self.arguments})]
 
-    def started(self) -> Iterator[PendingEvent]:
+    def started(self) -> list[PendingEvent]:
         """The call is run."""
-        yield from ()
+        self.status = self.running or self.status
+        return [self.event(f"{self.stem}.{self.running}")] if self.running else []
 
-    def finished(self, text: str, failure: ToolFailure | None) -> Iterator[PendingEvent]:
+    def finished(self, text: str, failure: ToolFailure | None) -> list[PendingEvent]:
         """The call has a result."""
         self.text, self.failure = text, failure
         self.status = COMPLETED if failure is None else FAILED
+        ended = done(self.index, self.document())
         if failure is None or self.tells_failure:
-            yield self._event("completed" if failure is None else "failed")
-        yield self._item("done")
+            return [self.event(f"{self.stem}.{self.status}"), ended]
+        return [ended]
 
-    tells_failure = True
-
-    def ended(self) -> Iterator[PendingEvent]:
+    def ended(self) -> list[PendingEvent]:
         """The turn ended before the call had a result."""
         self.status = INCOMPLETE
-        yield self._item("done")
+        return [done(self.index, self.document())]
 
-    def _position(self) -> Document:
-        return {"item_id": self.id, "output_index": self.index}
-
-    def _event(self, kind: str, **fields: Any) -> PendingEvent:
-        return PendingEvent(f"{self.stem}.{kind}", {**self._position(), **fields})
-
-    def _item(self, kind: str) -> PendingEvent:
-        fields = {"output_index": self.index, "item": self.document()}
-        return PendingEvent(f"response.output_item.{kind}", fields)
+    def event(self, kind: str, **fields: str) -> PendingEvent:
+        """An event at the position of the item."""
+        return PendingEvent(kind, {"item_id": self.id, "output_index": self.index, **fields})
 
 
 class McpCall(ServerItem):
     """``mcp_call``: a tool of one of the operator's servers. Arguments are JSON, of code too."""
 
-    prefix, stem = "mcp", "response.mcp_call"
+    prefix, stem, tells_failure = "mcp", "response.mcp_call", True
+    text_stem, whole = "response.mcp_call_arguments", "arguments"
 
-    def __init__(self, index: int, key: str, tool: Served) -> None:
-        super().__init__(index, key, tool)
-        self._json = CodeArguments()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._json = CodeArguments() if self.code else None
 
     def document(self) -> Document:
         answered = self.text is not None and self.failure is None
@@ -131,27 +140,18 @@ class McpCall(ServerItem):
             "server_label": self.tool.label,
         }
 
-    def take(self, text: str) -> Iterator[PendingEvent]:
-        yield from self._more(self._json.feed(text) if self.code else text)
+    def take(self, text: str) -> list[PendingEvent]:
+        return super().take(self._json.feed(text) if self._json else text)
 
-    def closed(self) -> Iterator[PendingEvent]:
-        if self.code:
-            yield from self._more(self._json.close())
-        yield PendingEvent(
-            "response.mcp_call_arguments.done", {**self._position(), "arguments": self.arguments}
-        )
-
-    def _more(self, text: str) -> Iterator[PendingEvent]:
-        self._parts.append(text)
-        yield PendingEvent("response.mcp_call_arguments.delta", {**self._position(), "delta": text})
+    def closed(self) -> list[PendingEvent]:
+        rest = super().take(self._json.close()) if self._json else []
+        return [*rest, *super().closed()]
 
 
 def _error(failure: ToolFailure, text: str) -> Document:
     if failure.by_tool:
-        return {
-            "type": "mcp_tool_execution_error",
-            "content": [{"type": "text", "text": text}],
-        }
+        content = [{"type": "text", "text": text}]
+        return {"type": "mcp_tool_execution_error", "content": content}
     return {"type": "mcp_protocol_error", "code": NO_ANSWER, "message": text}
 
 
@@ -162,11 +162,11 @@ NO_ANSWER = -32000
 class CodeInterpreterCall(ServerItem):
     """``code_interpreter_call``: code for the server named ``python``."""
 
-    prefix, stem = "ci", "response.code_interpreter_call"
-    tells_failure = False  # the schema has no event for it
+    prefix, stem, running = "ci", "response.code_interpreter_call", "interpreting"
+    text_stem, whole = "response.code_interpreter_call_code", "code"
 
     def document(self) -> Document:
-        shown = self.outputs and self.text is not None
+        shown = self.writing.shows_outputs and self.text is not None
         return {
             "id": self.id,
             "type": "code_interpreter_call",
@@ -176,59 +176,28 @@ class CodeInterpreterCall(ServerItem):
             "outputs": [{"type": "logs", "logs": self.text}] if shown else None,
         }
 
-    def take(self, text: str) -> Iterator[PendingEvent]:
-        self._parts.append(text)
-        fields = {**self._position(), "delta": text}
-        yield PendingEvent("response.code_interpreter_call_code.delta", fields)
-
-    def closed(self) -> Iterator[PendingEvent]:
-        fields = {**self._position(), "code": self.arguments}
-        yield PendingEvent("response.code_interpreter_call_code.done", fields)
-
-    def started(self) -> Iterator[PendingEvent]:
-        self.status = "interpreting"
-        yield self._event("interpreting")
-
 
 class WebSearchCall(ServerItem):
     """``web_search_call``: a function of the server named ``browser``."""
 
-    prefix, stem = "ws", "response.web_search_call"
-    tells_failure = False  # the schema has no event for it
-
-    def __init__(self, index: int, key: str, tool: Served) -> None:
-        super().__init__(index, key, tool)
-        self._found: list[Document] | None = None  # where, when it is known and wanted
+    prefix, stem, running = "ws", "response.web_search_call", "searching"
 
     def document(self) -> Document:
-        return {
-            "id": self.id,
-            "type": "web_search_call",
-            "status": self.status,
-            "action": self._action(),
-        }
-
-    def started(self) -> Iterator[PendingEvent]:
-        self.status = "searching"
-        yield self._event("searching")
-
-    def finished(self, text: str, failure: ToolFailure | None) -> Iterator[PendingEvent]:
-        if self.sources and failure is None:
-            self._found = [{"type": "url", "url": url} for url in _urls(text)]
-        yield from super().finished(text, failure)
-
-    def _action(self) -> Document:
-        given = _object(self.arguments)
+        head = {"id": self.id, "type": "web_search_call", "status": self.status}
+        value = parsed(self.arguments)
+        given = value if isinstance(value, dict) else {}
         if self.tool.name == "open":
             page = given.get("id")
-            return {"type": "open_page", "url": page if isinstance(page, str) else None}
+            url = page if isinstance(page, str) else None
+            return {**head, "action": {"type": "open_page", "url": url}}
         if self.tool.name == "find":
-            return {"type": "find_in_page", "pattern": str(given.get("pattern", "")), "url": ""}
+            pattern = str(given.get("pattern", ""))
+            return {**head, "action": {"type": "find_in_page", "pattern": pattern, "url": ""}}
         query = str(given.get("query", ""))
         action: Document = {"type": "search", "query": query, "queries": [query]}
-        if self._found is not None:
-            action["sources"] = self._found
-        return action
+        if self.writing.shows_sources and self.text is not None and self.failure is None:
+            action["sources"] = [{"type": "url", "url": url} for url in _urls(self.text)]
+        return {**head, "action": action}
 
 
 _URL = re.compile(r"https?://[^\s<>\"'`|\\^{}\[\]【】†]+")
@@ -254,15 +223,6 @@ def _urls(text: str) -> list[str]:
     return list(found)
 
 
-def _object(arguments: str) -> dict[str, Any]:
-    """``arguments``, if they are an object that can be sent."""
-    try:
-        value = mended(loads(arguments or "{}"))
-    except (ValueError, RecursionError, RequestError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 class ApprovalRequest(ServerItem):
     """``mcp_approval_request``: a call that runs once the client has approved it.
 
@@ -281,20 +241,19 @@ class ApprovalRequest(ServerItem):
             "server_label": self.tool.label,
         }
 
-    def opened(self) -> Iterator[PendingEvent]:
+    def opened(self) -> list[PendingEvent]:
         """It has no events while it is written."""
-        yield from ()
+        return []
 
-    def closed(self) -> Iterator[PendingEvent]:
+    def closed(self) -> list[PendingEvent]:
         self.shown = True
-        yield self._item("added")
+        return [added(self.index, self.document())]
 
-    def ended(self) -> Iterator[PendingEvent]:
-        if self.shown:
-            yield self._item("done")
+    def ended(self) -> list[PendingEvent]:
+        return [done(self.index, self.document())] if self.shown else []
 
 
-_CLASSES: dict[str, Callable[[int, str, Served], ServerItem]] = {
+_CLASSES: dict[str, type[ServerItem]] = {
     "mcp": McpCall,
     "code_interpreter": CodeInterpreterCall,
     "web_search": WebSearchCall,
@@ -302,12 +261,16 @@ _CLASSES: dict[str, Callable[[int, str, Served], ServerItem]] = {
 
 
 def server_item(
-    index: int, key: str, tool: Served, recipient: str, *, asks: bool, outputs: bool, sources: bool
+    index: int, key: str, recipient: str, writing: Writing, approved: str | None = None
 ) -> ServerItem:
-    """The item of a call to ``recipient``; ``asks``: it is not run before it is approved."""
-    item = (ApprovalRequest if asks else _CLASSES[tool.kind])(index, key, tool)
-    item.outputs, item.sources, item.code = outputs, sources, recipient == PYTHON
-    return item
+    """The item of a call to ``recipient``, or of the request to approve it.
+
+    ``approved`` is the id of that request, once it was approved.
+    """
+    asks = approved is None and writing.server.needs_approval(recipient)
+    tool = writing.server.served(recipient)
+    kind = ApprovalRequest if asks else _CLASSES[tool.kind]
+    return kind(index, key, tool, writing, recipient == PYTHON, approved)
 
 
 def tool_list(index: int, key: str, namespace: Namespace) -> tuple[Document, list[PendingEvent]]:
@@ -329,12 +292,12 @@ def tool_list(index: int, key: str, namespace: Namespace) -> tuple[Document, lis
         for tool in namespace.tools
     ]
     error = namespace.problem or None
-    done = {**item, "tools": tools, "error": error}
+    listed = {**item, "tools": tools, "error": error}
     position = {"item_id": item["id"], "output_index": index}
     outcome = "completed" if error is None else "failed"
-    return done, [
-        PendingEvent("response.output_item.added", {"output_index": index, "item": item}),
+    return listed, [
+        added(index, item),
         PendingEvent("response.mcp_list_tools.in_progress", position),
         PendingEvent(f"response.mcp_list_tools.{outcome}", position),
-        PendingEvent("response.output_item.done", {"output_index": index, "item": done}),
+        done(index, listed),
     ]
