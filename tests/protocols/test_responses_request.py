@@ -51,7 +51,6 @@ from vllm_mlx_harmony.protocols.responses.schema import (
     TOOLS,
     UNSUPPORTED_FIELDS,
     ResponsesBody,
-    ResponsesTool,
     ToolChoice,
 )
 
@@ -1019,7 +1018,7 @@ VALUES = st.recursive(
 KEYS = st.sampled_from(
     sorted(
         {"text", "refusal"}.union(
-            *(m.model_fields for m in (*ITEM_MODELS.values(), ResponsesTool, ToolChoice))
+            *(m.model_fields for m in (*ITEM_MODELS.values(), *TOOLS.values(), ToolChoice))
         )
     )
 )

@@ -57,8 +57,9 @@ def _type_of(value: Mapping[str, object]) -> object:
 class Variants:
     """Annotates a field whose model depends on the ``kind`` of its value; null fields are absent.
 
-    A key ``*_end`` of ``models`` stands for every kind with that end that has no key of its own,
-    ``other`` for all kinds without a key.
+    A field ``document`` of a model is the whole value, as it was sent. A key ``*_end`` in
+    ``models`` stands for every kind with that end that has no key of its own, ``other`` for all
+    kinds without a key.
     """
 
     models: Mapping[str, type[Wire]]
@@ -71,7 +72,7 @@ class Variants:
         models = {self.other, *self.models.values()}
         choices = {_VARIANT + each.__name__: handler.generate_schema(each) for each in models}
         union = core_schema.tagged_union_schema(choices, self._chosen)
-        return core_schema.no_info_before_validator_function(_without_nulls, union)
+        return core_schema.no_info_before_validator_function(_fields, union)
 
     def _chosen(self, value: object) -> str:
         kind = self.kind(value) if isinstance(value, dict) else None
@@ -82,11 +83,12 @@ class Variants:
         return _VARIANT + model.__name__
 
 
-def _without_nulls(value: object) -> object:
-    """Without the type, which is required of every variant: its absence is reported as such."""
+def _fields(value: object) -> object:
+    """Keeps a type of null: every variant requires one, and its absence is reported as such."""
     if not isinstance(value, dict):
         return value
-    return {name: field for name, field in value.items() if field is not None or name == "type"}
+    fields = {name: field for name, field in value.items() if field is not None or name == "type"}
+    return {**fields, "document": value}
 
 
 def text_parts(noun: str) -> BeforeValidator:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import quoted
 from vllm_mlx_harmony.core.turn import (
     PYTHON,
@@ -44,7 +43,6 @@ from vllm_mlx_harmony.protocols.responses.schema import (
     CompactionItem,
     ConfigurationItem,
     CustomCallItem,
-    FunctionCallItem,
     Item,
     ItemReference,
     MessageItem,
@@ -62,7 +60,7 @@ from vllm_mlx_harmony.protocols.responses.tools import ToolReader
 from vllm_mlx_harmony.protocols.server_calls import NOT_RUN, code_in
 from vllm_mlx_harmony.protocols.validation import required
 
-Stored: TypeAlias = Callable[[str], Mapping[str, Any] | None]
+Stored: TypeAlias = Callable[[str], Mapping[str, object] | None]
 """Looks up an item of an earlier response by its id; ``None`` when there is none."""
 
 
@@ -108,7 +106,7 @@ class ItemReader:
         for from_assistant, run in groupby(placed, lambda each: _is_from_assistant(each[1][0])):
             messages: list[Message] = []
             for at, (item, calls_follow) in run:
-                if _follows_the_answers(item):
+                if from_assistant and item.type not in _BESIDE_ANSWERS:
                     self.approved.clear()
                 if not (isinstance(item, _OUTPUT_ITEMS) and item.call_id in foreign):
                     messages += self._read(item, f"input[{at}]", calls_follow)
@@ -127,7 +125,7 @@ class ItemReader:
             return item
         return read_item(found)
 
-    def _read(  # noqa: C901, PLR0912 - a case for each kind of item
+    def _read(  # noqa: C901, PLR0912, PLR0915 - a case for each kind of item
         self, item: Item, where: str, calls_follow: bool
     ) -> Iterator[Message]:
         """The messages that ``item``, at ``where``, stands for.
@@ -137,35 +135,47 @@ class ItemReader:
         """
         match item:
             case MessageItem():
-                yield from self._message(item, where, calls_follow)
+                if item.content is None and item.role != "assistant":
+                    raise required(f"{where}.content")
+                content = item.content or ()
+                text = message_text(content, f"{where}.content", self.defaults.attachments)
+                if item.role == "user":
+                    yield User(text)
+                elif text and item.role != "assistant":
+                    yield Instructions(text)
+                elif text:
+                    phase = item.phase or ("commentary" if calls_follow else "final_answer")
+                    yield Preamble(text) if phase == "commentary" else Answer(text)
             case ReasoningItem():
                 text = (
-                    self._decrypted(item, where)
+                    self._decrypted(item.encrypted_content, where)
                     or paragraphs(item.content or (), f"{where}.content")
                     or paragraphs(item.summary or (), f"{where}.summary")
                 )
                 if text:
                     yield Reasoning(text)
             case CompactionItem():
-                if text := self._decrypted(item, where):
+                if text := self._decrypted(item.encrypted_content, where):
                     yield Summary(text)
-            case FunctionCallItem():
-                yield self._call(item, call_arguments(item.arguments, f"{where}.arguments"))
-            case CustomCallItem():
-                yield self._call(item, wrap(item.input))
-            case CallOutputItem(name=name, namespace=namespace):
-                named = self.tools.name(name, namespace or "") if name else self.tools.only
+            case CallItem():
+                if isinstance(item, CustomCallItem):
+                    arguments = wrap(item.input)
+                else:
+                    arguments = call_arguments(item.arguments, f"{where}.arguments")
+                yield self._called(item.call_id, self._name(item), arguments)
+            case CallOutputItem():
+                named = self._name(item) if item.name else self.tools.only
                 text = self._output_text(item, where)
                 yield from self._answer(Result(item.call_id, text, where), named or UNKNOWN)
             case SearchCallItem():
                 # A search that a server ran was not a call that the model made of the client.
                 if _is_clients(item):
                     arguments = call_arguments(item.arguments, f"{where}.arguments")
-                    yield self._called(Call(str(item.call_id), self.tools.search, arguments))
+                    yield self._called(item.call_id or "", self.tools.search, arguments)
             case SearchOutputItem():
                 declared = self.tools.declare(item.tools, f"{where}.tools", found=True)
                 if _is_clients(item):
-                    result = Result(str(item.call_id), _FOUND[bool(item.tools)], where)
+                    result = Result(item.call_id or "", _FOUND[bool(item.tools)], where)
                     yield from self._answer(result, self.tools.search)
                 if declared:
                     yield AdditionalTools(declared)
@@ -191,38 +201,36 @@ class ItemReader:
                     reason = f": {item.reason}" if item.reason else ""
                     yield ServerResult(key, "", f"{NOT_APPROVED}{reason}")
             case CodeCallItem():
-                yield from _code_call(item, where, self.defaults.attachments)
+                # The server sends the outputs only to clients that ask for them.
+                texts: list[str] = []
+                for at, output in enumerate(item.outputs or ()):
+                    kind = output.get("type") if isinstance(output, dict) else None
+                    if isinstance(output, dict) and kind == "logs":
+                        texts.append(str(output.get("logs", "")))
+                    elif kind == "image":
+                        path = f"{where}.outputs[{at}]"
+                        texts.append(self.defaults.attachments.line("image", "image", path))
+                if texts and item.code is not None:
+                    key = call_id(item.id or where)
+                    yield ServerCall(key, PYTHON, item.code)
+                    yield ServerResult(key, PYTHON, "\n".join(texts))
 
-    def _message(self, item: MessageItem, where: str, calls_follow: bool) -> Iterator[Message]:
-        if item.content is None and item.role != "assistant":
-            raise required(f"{where}.content")
-        text = message_text(item.content or (), f"{where}.content", self.defaults.attachments)
-        if item.role == "user":
-            yield User(text)
-        elif item.role != "assistant":
-            if text:
-                yield Instructions(text)
-        elif text:
-            phase = item.phase or ("commentary" if calls_follow else "final_answer")
-            yield Preamble(text) if phase == "commentary" else Answer(text)
+    def _name(self, item: CallItem | CallOutputItem) -> str:
+        return self.tools.name(item.name or "", item.namespace or "")
 
-    def _decrypted(self, item: ReasoningItem | CompactionItem, where: str) -> str:
-        if not item.encrypted_content:
+    def _decrypted(self, encrypted: str | None, where: str) -> str:
+        if not encrypted:
             return ""
-        text = self.cipher.decrypt(item.encrypted_content)
+        text = self.cipher.decrypt(encrypted)
         if text is None:
             self.notes.append(
                 f"{where}.encrypted_content was not encrypted by this server: ignored"
             )
         return text or ""
 
-    def _call(self, item: CallItem, arguments: str) -> Call:
-        name = self.tools.name(item.name, item.namespace or "")
-        return self._called(Call(item.call_id, name, arguments))
-
-    def _called(self, call: Call) -> Call:
-        self.calls.add(call.id)
-        return call
+    def _called(self, key: str, name: str, arguments: str) -> Call:
+        self.calls.add(key)
+        return Call(key, name, arguments)
 
     def _output_text(self, item: CallOutputItem | ServerCallItem, where: str) -> str:
         return result_text(item.output or (), f"{where}.output", self.defaults.attachments)
@@ -231,7 +239,7 @@ class ItemReader:
         """``result``, preceded by a call of ``name`` if its own call was lost with a reference."""
         if self._lost and result.call_id not in self.calls:
             self.notes.append(f"{result.where} answers a call that is not stored")
-            yield self._called(Call(result.call_id, name, "{}"))
+            yield self._called(result.call_id, name, "{}")
         yield result
 
     def _server_call(self, item: ServerCallItem, where: str) -> Iterator[Message]:
@@ -254,21 +262,6 @@ class ItemReader:
             yield ServerResult(key, name, text or _error_text(item.error) or NOT_RUN)
 
 
-def _code_call(item: CodeCallItem, where: str, attachments: Attachments) -> Iterator[Message]:
-    """Nothing without the outputs, which the server sends only to clients that ask for them."""
-    texts: list[str] = []
-    for at, output in enumerate(item.outputs or ()):
-        kind = output.get("type") if isinstance(output, dict) else None
-        if kind == "logs":
-            texts.append(str(output.get("logs", "")))
-        elif kind == "image":
-            texts.append(attachments.line("image", "image", f"{where}.outputs[{at}]"))
-    if texts and item.code is not None:
-        key = call_id(item.id or where)
-        yield ServerCall(key, PYTHON, item.code)
-        yield ServerResult(key, PYTHON, "\n".join(texts))
-
-
 NOT_APPROVED = "The user did not approve this call"
 
 
@@ -277,7 +270,7 @@ def call_id(item_id: str) -> str:
     return f"call_{item_id.partition('_')[2] or item_id}"
 
 
-def _error_text(error: Any) -> str:
+def _error_text(error: object) -> str:
     """The text of the error of a call that failed, as the model read it."""
     if not isinstance(error, dict):
         return str(error) if error else ""
@@ -319,13 +312,10 @@ def _is_from_assistant(item: Item) -> bool:
     return not isinstance(item, _FROM_CLIENT)
 
 
-def _follows_the_answers(item: Item) -> bool:
-    """Whether the model wrote it after its client had answered all requests for approval so far."""
-    return _is_from_assistant(item) and item.type not in _BESIDE_ANSWERS
-
-
 _BESIDE_ANSWERS = frozenset({"mcp_approval_request", "mcp_list_tools", "item_reference"})
-"""The model's items that a client may list among its answers to requests for approval."""
+"""The model's items that a client may list among its answers to requests for approval.
+
+The model writes any other item after its client has answered all requests so far."""
 
 
 def _calls_follow(items: Sequence[Item]) -> list[bool]:

@@ -13,8 +13,9 @@ from vllm_mlx_harmony.core.turn import Namespace, ResponseInfo
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Document, encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
+from vllm_mlx_harmony.protocols.responses.schema import SEARCH
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
-from vllm_mlx_harmony.protocols.responses.tools import SEARCH, Tools
+from vllm_mlx_harmony.protocols.responses.tools import Tools
 from vllm_mlx_harmony.protocols.validation import mended
 
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"

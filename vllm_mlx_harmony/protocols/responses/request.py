@@ -5,7 +5,7 @@ See semantics A2 and A8.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -45,8 +45,10 @@ from vllm_mlx_harmony.protocols.responses.input_items import (
 from vllm_mlx_harmony.protocols.responses.output_items import Writing
 from vllm_mlx_harmony.protocols.responses.resource import compaction, input_items, user_item
 from vllm_mlx_harmony.protocols.responses.schema import (
+    FunctionTool,
     Item,
-    NamespacedTool,
+    McpTool,
+    NamespaceTool,
     ResponsesBody,
     ResponsesTool,
     TextFormat,
@@ -362,15 +364,15 @@ def _format(requested: TextFormat | None) -> Document:
     }
 
 
-_EVERY_FUNCTION: Mapping[str, object] = {"description": None, "parameters": None, "strict": None}
-
-
-def _tool(tool: NamespacedTool) -> Document:
+def _tool(tool: ResponsesTool) -> Document:
     """The tool as it was sent, with every field that clients require of it."""
-    if tool.type == "function":
-        return {**_EVERY_FUNCTION, **tool.document}
-    if isinstance(tool, ResponsesTool) and tool.type == "namespace":
-        inner: Sequence[NamespacedTool] = tool.tools or ()
-        described = {"description": tool.description or ""}
-        return {**tool.document, **described, "tools": [_tool(each) for each in inner]}
-    return without_secrets(tool.document) if tool.type == "mcp" else dict(tool.document)
+    match tool:
+        case FunctionTool():
+            return {"description": None, "parameters": None, "strict": None, **tool.document}
+        case NamespaceTool():
+            inner = [_tool(each) for each in tool.tools]
+            return {**tool.document, "description": tool.description or "", "tools": inner}
+        case McpTool():
+            return without_secrets(tool.document)
+        case _:
+            return dict(tool.document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -9,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import ResponseFormat
+from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
 from vllm_mlx_harmony.protocols.openai_request import (
@@ -26,8 +28,8 @@ from vllm_mlx_harmony.protocols.validation import (
     required,
 )
 
-TOOLS = frozenset({"function", "custom", "namespace", "tool_search"})
-"""The types of tools that the client runs. All others run on a server."""
+SEARCH = "tool_search"
+"""The type of a search for tools, and its name for the model unless another tool has that name."""
 
 # --- Fields are optional, and null is the same as absent, unless a model says otherwise.
 
@@ -42,42 +44,19 @@ def _as_items(value: object) -> object:
 
 
 def _as_item(value: object) -> object:
-    """Adds the type, which messages and references may omit, and the item as it was sent."""
-    if not isinstance(value, dict):
+    """Adds the type, which messages and references may omit."""
+    if not isinstance(value, dict) or value.get("type") is not None:
         return value
-    kind = value.get("type")
-    if kind is None:
-        kind = "message" if "role" in value else "item_reference" if "id" in value else None
-    return {**value, "type": kind, "document": value}
-
-
-def _as_tool(value: object) -> object:
-    """Removes the fields of tools that this server does not run."""
-    if not isinstance(value, dict):
-        return value
-    kind = value.get("type")
-    hosted = kind == "tool_search" and value.get("execution") != "client"
-    if kind == "mcp":
-        fields = {name: value.get(name) for name in _OF_MCP}
-        return {"type": kind, **fields, "document": value}
-    if isinstance(kind, str) and (hosted or kind not in TOOLS):
-        return {"type": kind, "document": value}
-    return {**value, "document": value}
-
-
-_OF_MCP = ("server_label", "allowed_tools", "require_approval")
-
-
-def _as_choice(value: object) -> object:
-    """Strings such as ``auto`` become objects of that type."""
-    if isinstance(value, str):
-        return {"type": value, "document": value}
-    return {**value, "document": value} if isinstance(value, dict) else value
+    kind = "message" if "role" in value else "item_reference" if "id" in value else None
+    return {**value, "type": kind}
 
 
 def _as_filter(value: object) -> object:
     """A list of names becomes a filter for these tools."""
     return {"tool_names": value} if isinstance(value, list) else value
+
+
+# --- Tools.
 
 
 class ToolFilter(Wire):
@@ -87,11 +66,14 @@ class ToolFilter(Wire):
     read_only: bool | None = None
 
 
+Filter: TypeAlias = Annotated[ToolFilter | None, BeforeValidator(_as_filter)]
+
+
 class ApprovalFilters(Wire):
     """The tools whose calls must be approved before they run, and those whose calls need not."""
 
-    always: Annotated[ToolFilter | None, BeforeValidator(_as_filter)] = None
-    never: Annotated[ToolFilter | None, BeforeValidator(_as_filter)] = None
+    always: Filter = None
+    never: Filter = None
 
 
 class Format(Wire):
@@ -102,30 +84,68 @@ class Format(Wire):
     definition: str | None = None
 
 
-class NamespacedTool(Wire):
-    """A tool that the client runs: a function, or a freeform one (``custom``)."""
+class ResponsesTool(Wire):
+    """A tool that another server would have to run, if it is of none of the kinds below."""
 
     type: str
-    document: dict[str, Any]
-    name: str | None = Field(default=None, min_length=1)
+    document: Document
+
+
+class ClientTool(ResponsesTool):
+    """A tool that the client runs."""
+
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    format: Format | None = None
-    strict: bool | None = None
+    parameters: Document | None = None
     defer_loading: bool | None = None
-    execution: str | None = None
 
 
-class ResponsesTool(NamespacedTool):
-    """A tool, or a ``namespace`` of them."""
+class FunctionTool(ClientTool):
+    name: str = Field(min_length=1)
+    strict: bool | None = None
 
-    tools: list[Annotated[NamespacedTool, BeforeValidator(_as_tool)]] | None = None
+
+class CustomTool(ClientTool):
+    """A freeform tool."""
+
+    name: str = Field(min_length=1)
+    format: Format | None = None
+
+
+class SearchTool(ClientTool):
+    """The client's own search for tools."""
+
+
+def _tool_kind(tool: Mapping[str, object]) -> object:
+    hosted = tool.get("type") == SEARCH and tool.get("execution") != "client"
+    return None if hosted else tool.get("type")
+
+
+_CLIENT_TOOLS: dict[str, type[Wire]] = {
+    "function": FunctionTool,
+    "custom": CustomTool,
+    SEARCH: SearchTool,
+}
+
+
+class NamespaceTool(ResponsesTool):
+    """A namespace of tools that the client runs."""
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    defer_loading: bool | None = None
+    tools: list[Annotated[ResponsesTool, Variants(_CLIENT_TOOLS, ResponsesTool, _tool_kind)]]
+
+
+class McpTool(ResponsesTool):
+    """The tools of an MCP server."""
+
     server_label: str | None = Field(default=None, min_length=1)
-    allowed_tools: Annotated[ToolFilter | None, BeforeValidator(_as_filter)] = None
+    allowed_tools: Filter = None
     require_approval: str | ApprovalFilters | None = None
 
 
-ToolList: TypeAlias = list[Annotated[ResponsesTool, BeforeValidator(_as_tool)]]
+TOOLS: dict[str, type[Wire]] = {**_CLIENT_TOOLS, "namespace": NamespaceTool, "mcp": McpTool}
+ToolList: TypeAlias = list[Annotated[ResponsesTool, Variants(TOOLS, ResponsesTool, _tool_kind)]]
 
 
 class AllowedTool(Wire):
@@ -135,21 +155,29 @@ class AllowedTool(Wire):
     server_label: str | None = None
 
 
-class ToolChoice(Wire):
-    type: str
-    document: Any
+def _as_choice(value: object) -> object:
+    """Strings such as ``auto`` become objects of that type."""
+    if isinstance(value, str):
+        return {"type": value, "document": value}
+    return {**value, "document": value} if isinstance(value, dict) else value
+
+
+class ToolChoice(AllowedTool):
+    """A rule such as ``auto``, a tool that must be called, or ``allowed_tools``."""
+
+    document: object
     mode: str | None = None
-    name: str | None = None
-    namespace: str | None = None
-    server_label: str | None = None
     tools: list[AllowedTool] | None = None
+
+
+# --- The format of the answer, and reasoning.
 
 
 class TextFormat(Wire):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    document: dict[str, Any] | None = Field(default=None, alias="schema")
+    document: Document | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -159,7 +187,7 @@ class TextOptions(Wire):
 
 
 class ReasoningOptions(Wire):
-    effort: Any = None
+    effort: object = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -187,7 +215,7 @@ class Item(Wire):
     """One item of the input. ``document`` is all of it, as it was sent."""
 
     type: str
-    document: dict[str, Any]
+    document: Document
     id: str | None = None
 
 
@@ -219,10 +247,7 @@ class CallItem(Item):
     name: str = Field(min_length=1)
     call_id: str = Field(min_length=1)
     namespace: str | None = None
-
-
-class FunctionCallItem(CallItem):
-    arguments: Any = None
+    arguments: object = None
 
 
 class CustomCallItem(CallItem):
@@ -246,7 +271,7 @@ class SearchItem(Item):
 
 
 class SearchCallItem(SearchItem):
-    arguments: Any = None
+    arguments: object = None
 
 
 class SearchOutputItem(SearchItem):
@@ -271,9 +296,9 @@ class ServerCallItem(Item):
 
     server_label: str = Field(min_length=1)
     name: str = Field(min_length=1)
-    arguments: Any = None
+    arguments: object = None
     output: Parts = None
-    error: Any = None
+    error: object = None
     approval_request_id: str | None = None
 
 
@@ -285,14 +310,14 @@ class ApprovalItem(Item):
 
 class CodeCallItem(Item):
     code: str | None = None
-    outputs: list[Any] | None = None
+    outputs: list[object] | None = None
 
 
 ITEMS: dict[str, type[Item]] = {
     "message": MessageItem,
     "reasoning": ReasoningItem,
     "compaction": CompactionItem,
-    "function_call": FunctionCallItem,
+    "function_call": CallItem,
     "function_call_output": CallOutputItem,
     "custom_tool_call": CustomCallItem,
     "custom_tool_call_output": CallOutputItem,
@@ -336,7 +361,7 @@ class ResponsesBody(OpenAISampling):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    reasoning_effort: Any = None
+    reasoning_effort: object = None
     chat_template_kwargs: TemplateOptions | None = None
 
     truncation: Literal["auto", "disabled"] | None = None

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
-from vllm_mlx_harmony.protocols.responses.schema import ResponsesTool, ToolFilter
+from vllm_mlx_harmony.protocols.responses.schema import McpTool, ResponsesTool, ToolFilter
 from vllm_mlx_harmony.protocols.server_calls import recipient_of
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
@@ -124,7 +124,7 @@ def read_server_tools(
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         kind, name = _NAMESPACES.get(tool.type, ("mcp", ""))
-        if tool.type == "mcp":
+        if isinstance(tool, McpTool):
             found = [_mcp(tool, where, available)]
             if any(each.label == found[0].label for each in (*listed, *chosen.values())):
                 problem = f"{where}: {quoted(found[0].label)} was asked for twice"
@@ -191,7 +191,7 @@ def without_secrets(tool: Mapping[str, object]) -> dict[str, object]:
     return {**shown, "headers": None} if "headers" in tool else shown
 
 
-def _mcp(tool: ResponsesTool, where: str, available: Iterable[Namespace]) -> Namespace:
+def _mcp(tool: McpTool, where: str, available: Iterable[Namespace]) -> Namespace:
     by_url = bool(tool.document.get("server_url"))
     for name in _ELSEWHERE if by_url else (*_ELSEWHERE, *_OF_A_URL):
         if tool.document.get(name):
@@ -214,7 +214,7 @@ def _mcp(tool: ResponsesTool, where: str, available: Iterable[Namespace]) -> Nam
     return replace(namespace, tools=allowed, approval=approval)
 
 
-def _allowed(tool: ResponsesTool, where: str, namespace: Namespace) -> tuple[Tool, ...]:
+def _allowed(tool: McpTool, where: str, namespace: Namespace) -> tuple[Tool, ...]:
     wanted = tool.allowed_tools
     if wanted is None:
         return namespace.tools
@@ -231,7 +231,7 @@ def _fits(wanted: ToolFilter, tool: Tool) -> bool:
     return named and (not wanted.read_only or tool.read_only is True)
 
 
-def _asks(tool: ResponsesTool, where: str, each: Tool) -> bool:
+def _asks(tool: McpTool, where: str, each: Tool) -> bool:
     """As OpenAI has it: always, unless the request says otherwise."""
     rule = tool.require_approval
     if isinstance(rule, str) and rule not in ("always", "never"):

@@ -14,7 +14,7 @@ declares all tools at once: https://developers.openai.com/api/docs/guides/tools-
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,17 +23,18 @@ from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool
 from vllm_mlx_harmony.core.turn import ToolChoice as Choice
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
 from vllm_mlx_harmony.protocols.responses.schema import (
+    SEARCH,
     AllowedTool,
+    ClientTool,
+    CustomTool,
     Format,
-    NamespacedTool,
+    FunctionTool,
+    NamespaceTool,
     ResponsesTool,
     ToolChoice,
 )
 from vllm_mlx_harmony.protocols.responses.server_tools import NO_SERVER_TOOLS, ServerTools
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
-
-SEARCH = "tool_search"
-"""The name of the client's search for the model, unless another tool has that name."""
 
 
 class Declared(NamedTuple):
@@ -42,6 +43,11 @@ class Declared(NamedTuple):
     name: str
     namespace: str = ""
     kind: str = "function"  # or custom, or tool_search
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What identifies it."""
+        return self.namespace, self.name
 
     @property
     def freeform(self) -> bool:
@@ -93,59 +99,58 @@ class ToolReader:
         self._names: dict[tuple[str, str], str] = {}
         self._taken: set[str] = set()
         self._numbers: Counter[str] = Counter()  # given last to tools of the same name
-        self._shown: dict[str, Tool] = {}  # as declared, before the namespace's words are added
-        self._described: set[tuple[str, str]] = (
-            set()
-        )  # the namespaces' descriptions that are in the prompt
+        self._shown: dict[str, Tool] = {}  # as declared, without the description of its namespace
+        self._described: set[tuple[str, str]] = set()  # the namespaces described in the prompt
 
     def declare(
         self, tools: Sequence[ResponsesTool], where: str, *, found: bool = False
     ) -> tuple[Tool, ...]:
-        """Of ``tools``, what the model has to be shown here: what it has not been shown before.
+        """The tools of ``tools`` that the model has not been shown yet, and is shown here.
 
-        ``found``: a search did. Raises ``RequestError`` naming the tool for one without a name or
-        declared twice in the list at ``where``.
+        ``found``: a search found them. Raises ``RequestError`` naming a tool that is declared twice
+        in the list at ``where``.
         """
-        read = list(_distinct(_flat(tools, where)))
+        read = [each for at, tool in enumerate(tools) for each in _read(tool, f"{where}[{at}]")]
+        seen: set[tuple[str, str]] = set()
+        for each in read:
+            if each.declared.key in seen:
+                problem = f"two tools are named {quoted(each.tool.name)}"
+                raise RequestError(problem, param=each.tool.where)
+            seen.add(each.declared.key)
+        # Names first for those without namespace: they keep theirs.
+        for tool in sorted((each.declared for each in read), key=lambda tool: bool(tool.namespace)):
+            self._take(tool, self._names.get(tool.key) or self._free(tool))
         searches = not found and any(each.declared.kind == SEARCH for each in read)
-        self._name([each.declared for each in read])
-        shown = [each for each in read if not (searches and each.deferred)]
         later = [each for each in read if searches and each.deferred]
+        shown = [each for each in read if not (searches and each.deferred)]
         return tuple(tool for each in shown for tool in self._new(each, later))
 
     def known(self, messages: Iterable[Message]) -> None:
-        """Takes in what earlier requests of the conversation declared, under the names it has."""
+        """Takes in what earlier requests of the conversation declared, under the same names."""
         for message in messages:
             for tool in message.tools if isinstance(message, AdditionalTools) else ():
                 self._take(Declared(*tool.origin or (tool.name,)), tool.name)
                 self._shown[tool.name] = replace(tool, where="")
 
     def name(self, name: str, namespace: str = "") -> str:
+        """The name in the prompt of the tool ``name`` of ``namespace``, declared or not."""
         return self._names.get((namespace, name)) or joined(namespace, name)
-
-    def _free(self, name: str) -> str:
-        free = name
-        while free in self._taken:
-            self._numbers[name] += 1
-            free = f"{name}_{self._numbers[name] + 1}"
-        return free
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the model is shown all tools as, those included that a search has yet to find."""
+        """The names of all tools, including those that a search has yet to find."""
         return tuple(self._names.values())
 
     @property
     def search(self) -> str:
-        """What the model is shown the client's search as."""
+        """The name of the client's search."""
         names = (self._names[key] for key, tool in self._tools.items() if tool.kind == SEARCH)
         return next(names, SEARCH)
 
     @property
     def only(self) -> str | None:
-        """The only tool there is, as the model is shown it."""
-        names = list(self._names.values())
-        return names[0] if len(names) == 1 else None
+        """The name of the only tool there is."""
+        return self.names[0] if len(self._names) == 1 else None
 
     def tools(
         self,
@@ -161,103 +166,68 @@ class ToolReader:
         Raises ``RequestError`` naming ``tool_choice`` when it cannot be obeyed.
         """
         names = {tool: self._names[key] for key, tool in self._tools.items()}
-        spellings = _spellings(names)
+        # A tool may also be called `crm.find`, or `find` where no other has that name.
+        spellings = {shown: tool for tool, shown in names.items()}
+        for tool in names:
+            if tool.namespace:
+                spellings.setdefault(f"{tool.namespace}.{tool.name}", tool)
+        bare = Counter(tool.name for tool in names)
+        for tool in names:
+            if bare[tool.name] == 1:
+                spellings.setdefault(tool.name, tool)
         if choice is not None and choice.type == "none":
             return Tools(none=True, _declared=spellings, _names=dict(self._names))
         read = Tools(shown, builtin_tools, _declared=spellings, _names=dict(self._names))
         known = {tool: name for tool, name in names.items() if name in self._shown}
         return replace(read, choice=_choice(choice, read, known, set(names), server))
 
-    def _name(self, tools: Sequence[Declared]) -> None:
-        """Names first for those without namespace: they keep theirs."""
-        for tool in sorted(tools, key=lambda tool: bool(tool.namespace)):
-            key = tool.namespace, tool.name
-            given = self._names.get(key)
-            self._take(tool, given or self._free(joined(*key)))
-
     def _take(self, tool: Declared, name: str) -> None:
-        key = tool.namespace, tool.name
-        self._tools[key], self._names[key] = tool, name
+        self._tools[tool.key], self._names[tool.key] = tool, name
         self._taken.add(name)
 
+    def _free(self, tool: Declared) -> str:
+        """A name that no other tool has."""
+        name = free = joined(tool.namespace, tool.name)
+        while free in self._taken:
+            self._numbers[name] += 1
+            free = f"{name}_{self._numbers[name] + 1}"
+        return free
+
     def _new(self, read: _Read, later: Sequence[_Read]) -> Iterator[Tool]:
-        key = read.declared.namespace, read.declared.name
-        tool = replace(read.tool, name=self._names[key], origin=tuple(read.declared))
-        if read.declared.kind == SEARCH:
-            tool = replace(tool, description=_with_sources(tool.description, later))
+        """The tool, unless it was shown; a search lists the tools that it can find, ``later``.
+
+        They have the client's own names there, aliases or not (A10): the client receives the
+        arguments of a search as the model writes them.
+        """
+        declared = read.declared
+        tool = replace(read.tool, name=self._names[declared.key], origin=tuple(declared))
+        if declared.kind == SEARCH and later:
+            sources = [
+                (each.declared.namespace, each.about)
+                if each.declared.namespace
+                else (each.declared.name, each.tool.description)
+                for each in later
+            ]
+            named = [f"- {name}: {about}" if about else f"- {name}" for name, about in sources]
+            text = "\n".join((f"{tool.description}\n\nThere are:", *dict.fromkeys(named)))
+            tool = replace(tool, description=text)
         if self._shown.get(tool.name) == replace(tool, where=""):
             return
         self._shown[tool.name] = replace(tool, where="")
-        about = read.declared.namespace, read.about
+        about = declared.namespace, read.about
         if read.about and about not in self._described:
             self._described.add(about)
             tool = replace(tool, description=f"{': '.join(about)}\n\n{tool.description}")
         yield tool
 
 
-# --- What is declared.
-
-
 class _Read(NamedTuple):
-    """A tool that was read; ``about`` is what its namespace says of itself."""
+    """A tool that was read; ``about`` is the description of its namespace."""
 
     declared: Declared
     tool: Tool
     deferred: bool
     about: str = ""
-
-
-def _distinct(tools: Iterable[_Read]) -> Iterator[_Read]:
-    seen: set[tuple[str, str]] = set()
-    for read in tools:
-        key = read.declared.namespace, read.declared.name
-        if key in seen:
-            problem = f"two tools are named {quoted(read.tool.name)}"
-            raise RequestError(problem, param=read.tool.where)
-        seen.add(key)
-        yield read
-
-
-def _flat(tools: Sequence[ResponsesTool], where: str) -> Iterator[_Read]:
-    for index, tool in enumerate(tools):
-        if tool.type == "namespace":
-            yield from _namespace(tool, f"{where}[{index}]")
-        else:
-            yield from _read(tool, f"{where}[{index}]")
-
-
-def _namespace(tool: ResponsesTool, where: str) -> Iterator[_Read]:
-    namespace = _named(tool, where)
-    if tool.tools is None:
-        raise required(f"{where}.tools")
-    for index, inner in enumerate(tool.tools):
-        for read in _read(inner, f"{where}.tools[{index}]"):
-            declared = read.declared._replace(namespace=namespace)
-            deferred = read.deferred or bool(tool.defer_loading)
-            yield _Read(declared, read.tool, deferred, tool.description or "")
-
-
-def _read(tool: NamespacedTool, where: str) -> Iterator[_Read]:
-    """Nothing for a tool that the server would have to run: it is left out of the prompt."""
-    deferred, description = bool(tool.defer_loading), tool.description or ""
-    if tool.type == "function":
-        name, strict = _named(tool, where), tool.strict is True
-        function = Tool(name, description, tool.parameters, where, strict)
-        yield _Read(Declared(name), function, deferred)
-    elif tool.type == "custom":
-        name, form = _named(tool, where), tool.format or Format(type="text")
-        shown = freeform_tool(name, description, where, form.syntax, form.definition)
-        yield _Read(Declared(name, kind="custom"), shown, deferred)
-    elif tool.type == SEARCH and tool.execution == "client":
-        parameters = _PATHS if tool.parameters is None else tool.parameters
-        search = Tool(SEARCH, description or _SEARCHES, parameters, where)
-        yield _Read(Declared(SEARCH, kind=SEARCH), search, deferred=False)
-
-
-def _named(tool: NamespacedTool, where: str) -> str:
-    if tool.name is None:
-        raise required(f"{where}.name")
-    return tool.name
 
 
 _SEARCHES = "Finds tools that are not declared yet. They can be called when they were found."
@@ -277,38 +247,30 @@ _PATHS: Mapping[str, object] = {
 """The parameters of a search that has none of its own: those of OpenAI's Agents SDK."""
 
 
-def _with_sources(description: str, later: Sequence[_Read]) -> str:
-    """``description`` with what can be found: a namespace, or a function outside of one.
-
-    Under the client's own names, aliases or not (A10): a search's arguments go to the client as the
-    model writes them.
-    """
-    sources = [
-        (each.declared.namespace, each.about)
-        if each.declared.namespace
-        else (each.declared.name, each.tool.description)
-        for each in later
-    ]
-    named = [f"- {name}: {about}" if about else f"- {name}" for name, about in sources]
-    return (
-        "\n".join((f"{description}\n\nThere are:", *dict.fromkeys(named))) if named else description
-    )
-
-
-# --- What the model is shown, and what it may call it.
-
-
-def _spellings(names: Mapping[Declared, str]) -> dict[str, Declared]:
-    """The names shown and, where no other tool has them, ``crm.find`` and ``find`` alone."""
-    spellings = {shown: tool for tool, shown in names.items()}
-    for tool in names:
-        if tool.namespace:
-            spellings.setdefault(f"{tool.namespace}.{tool.name}", tool)
-    bare = Counter(tool.name for tool in names)
-    for tool in names:
-        if bare[tool.name] == 1:
-            spellings.setdefault(tool.name, tool)
-    return spellings
+def _read(tool: ResponsesTool, where: str) -> Iterator[_Read]:
+    """Nothing for a tool that the server would have to run: it is left out of the prompt."""
+    if isinstance(tool, NamespaceTool):
+        for at, inner in enumerate(tool.tools):
+            for read in _read(inner, f"{where}.tools[{at}]"):
+                declared = read.declared._replace(namespace=tool.name)
+                deferred = read.deferred or bool(tool.defer_loading)
+                yield _Read(declared, read.tool, deferred, tool.description or "")
+        return
+    if not isinstance(tool, ClientTool):
+        return
+    description, deferred = tool.description or "", bool(tool.defer_loading)
+    match tool:
+        case FunctionTool(name=name):
+            function = Tool(name, description, tool.parameters, where, tool.strict is True)
+            yield _Read(Declared(name), function, deferred)
+        case CustomTool(name=name):
+            form = tool.format or Format(type="text")
+            shown = freeform_tool(name, description, where, form.syntax, form.definition)
+            yield _Read(Declared(name, kind="custom"), shown, deferred)
+        case _:
+            parameters = _PATHS if tool.parameters is None else tool.parameters
+            search = Tool(SEARCH, description or _SEARCHES, parameters, where)
+            yield _Read(Declared(SEARCH, kind=SEARCH), search, deferred=False)
 
 
 # --- What may be called.
@@ -318,25 +280,29 @@ def _choice(
     requested: ToolChoice | None,
     tools: Tools,
     known: Mapping[Declared, str],
-    declared: set[Declared],
+    declared: Collection[Declared],
     server: ServerTools,
 ) -> Choice:
     """``known`` are the tools that can be called, of all that are ``declared``."""
-    others = [
-        *tools.builtin_tools,
-        *(name for each in server.namespaces for name in each.recipients),
-    ]
     if requested is None or requested.type == "auto":
         return Choice()
     if requested.type == "required":
         chosen = Choice(required=True)
     elif requested.type in ("function", "custom"):
-        chosen = Choice(True, (_chosen(requested, tools, known),))
+        if requested.name is None:
+            raise required("tool_choice.name")
+        tool = tools.declared(joined(requested.namespace or "", requested.name))
+        if tool not in known:
+            name = quoted(requested.name)
+            problem = f"tool_choice: {name} is not among the tools that can be called"
+            raise RequestError(problem, param="tool_choice", code="invalid_value")
+        chosen = Choice(True, (known[tool],))
     elif requested.type == "allowed_tools" and requested.mode in (None, "auto", "required"):
-        listed = _listed(requested.tools or (), declared)
+        allowed = requested.tools or ()
+        listed = _listed(allowed, declared)
         names = [name for tool, name in known.items() if tool in listed]
-        for index, tool in enumerate(requested.tools or ()):
-            names += _of_server(tool, f"tool_choice.tools[{index}]", server)
+        for index, each in enumerate(allowed):
+            names += _of_server(each, f"tool_choice.tools[{index}]", server)
         chosen = Choice(requested.mode == "required", tuple(names))
     elif of_server := _of_server(requested, "tool_choice", server):
         chosen = Choice(True, of_server)
@@ -347,15 +313,15 @@ def _choice(
             param="tool_choice",
             code=UNSUPPORTED,
         )
-    if chosen.required and not ((known or others) if chosen.names is None else chosen.names):
+    served = (name for each in server.namespaces for name in each.recipients)
+    everything = (*known, *tools.builtin_tools, *served)
+    if chosen.required and not (everything if chosen.names is None else chosen.names):
         problem = "tool_choice: a call is required, but there is no tool to call"
         raise RequestError(problem, param="tool_choice", code="invalid_value")
     return chosen
 
 
-def _of_server(
-    requested: ToolChoice | AllowedTool, where: str, server: ServerTools
-) -> tuple[str, ...]:
+def _of_server(requested: AllowedTool, where: str, server: ServerTools) -> tuple[str, ...]:
     """The recipients of tools that the server runs; none for any other choice."""
     if not server.namespaces:
         return ()
@@ -364,32 +330,21 @@ def _of_server(
     return server.of_type(requested.type)
 
 
-def _chosen(requested: ToolChoice, tools: Tools, known: Mapping[Declared, str]) -> str:
-    if requested.name is None:
-        raise required("tool_choice.name")
-    tool = tools.declared(joined(requested.namespace or "", requested.name))
-    if tool not in known:
-        problem = f"tool_choice: {quoted(requested.name)} is not among the tools that can be called"
-        raise RequestError(problem, param="tool_choice", code="invalid_value")
-    return known[tool]
-
-
-def _listed(allowed: Sequence[AllowedTool], declared: set[Declared]) -> set[Declared]:
+def _listed(allowed: Sequence[AllowedTool], declared: Collection[Declared]) -> set[Declared]:
+    """The declared tools that are ``allowed``. Raises ``RequestError`` for one that is not."""
     found: set[Declared] = set()
     known: defaultdict[tuple[str | None, ...], set[Declared]] = defaultdict(set)
     for each in declared:
         known[each.namespace,].add(each)
         known[each.namespace, each.name].add(each)
     for index, tool in enumerate(allowed):
-        if tool.type not in ("function", "custom", "namespace", SEARCH):
-            continue
         if tool.type == SEARCH:
             found |= {each for each in declared if each.kind == SEARCH}
-            continue
-        key = (tool.name,) if tool.type == "namespace" else (tool.namespace or "", tool.name)
-        matching = known.get(key, set())
-        if not matching:
-            where = f"tool_choice.tools[{index}]"
-            raise RequestError(f"{where} is not among the tools", param=where, code="invalid_value")
-        found |= matching
+        elif tool.type in ("function", "custom", "namespace"):
+            key = (tool.name,) if tool.type == "namespace" else (tool.namespace or "", tool.name)
+            if key not in known:
+                where = f"tool_choice.tools[{index}]"
+                problem = f"{where} is not among the tools"
+                raise RequestError(problem, param=where, code="invalid_value")
+            found |= known[key]
     return found
