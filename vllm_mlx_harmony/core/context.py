@@ -89,7 +89,8 @@ class StreamingHarmonyContext:
     ) -> None:
         rendered = renderer(turn)
         within = Header(channel="final") if turn.prefill is not None else None
-        self._names = rendered.names
+        self.names: Names = rendered.names
+        """The names with which the tools were rendered."""
         self._tenant = turn.tenant
         limits = turn.limits
         self._parser = Parser(rendered.names, limits.stop, within, one_call=limits.one_call)
@@ -104,11 +105,6 @@ class StreamingHarmonyContext:
         self._outputs: list[Output] = []
         self._segments: list[_Segment] = []
         self._begin_conversation(rendered.ids)
-
-    @property
-    def names(self) -> Names:
-        """The names with which the tools were rendered."""
-        return self._names
 
     @property
     def done(self) -> bool:
@@ -180,7 +176,7 @@ class StreamingHarmonyContext:
             if not results:
                 return []
         calls = {call.id: call.name for call in self.messages if isinstance(call, Call)}
-        rendered = [render_messages([each], self._names, calls, self._tenant) for each in results]
+        rendered = [render_messages([each], self.names, calls, self._tenant) for each in results]
         served = all(isinstance(each, ServerResult) for each in results)
         deltas = [] if self._has_results else self._end_output()
         if not served:

@@ -90,7 +90,8 @@ class HeaderReader:
         self._unknown_author = False
         self._word = ""
         self._loose = ""
-        self._ids = 0
+        self.loose_ids = 0
+        """The number of ids of the loose text."""
         self._first = True  # no word of this part has ended yet
         self._in_channel = False
         self._wants_name = False
@@ -107,7 +108,7 @@ class HeaderReader:
             else:
                 self._word += piece
         if self._proper or self._word or not text:
-            self._ids += 1
+            self.loose_ids += 1
 
     def channel(self) -> None:
         """A ``<|channel|>``: another part begins, and loose text before it is noise."""
@@ -117,7 +118,7 @@ class HeaderReader:
         else:
             self._in_role_position = self._read.recipient
         self._read = Header(role=self.author)  # a bare `user` was no role: users have no channel
-        self._proper, self._loose, self._ids = None, "", 0
+        self._proper, self._loose, self.loose_ids = None, "", 0
         self._in_channel, self._first, self._wants_type = True, True, False
 
     def constrain(self) -> None:
@@ -142,12 +143,7 @@ class HeaderReader:
         """Whether there is too much loose text for a header."""
         naming = self._wants_name or _TO in self._word or self._word.startswith(_FUNCTION)
         in_name = naming and not self._proper and len(self._word) < NAME_LIMIT
-        return self._ids >= LOOSE_LIMIT and not in_name
-
-    @property
-    def loose_ids(self) -> int:
-        """The number of ids of the loose text."""
-        return self._ids
+        return self.loose_ids >= LOOSE_LIMIT and not in_name
 
     def header(self) -> Header:
         """The header, after ``<|message|>``."""
@@ -186,7 +182,7 @@ class HeaderReader:
             if rest != word:  # the content type at its front is header
                 self._proper = self._read
         else:
-            self._ids = 0
+            self.loose_ids = 0
 
     def _meaning(self, word: str) -> str:
         """Applies ``word`` to the header, and returns the part of it that is loose text."""

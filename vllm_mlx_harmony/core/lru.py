@@ -21,12 +21,8 @@ class ByteLRU(Generic[Key, Value]):
         self._limit, self._most = limit, most
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
-        self._size = 0
-
-    @property
-    def size(self) -> int:
+        self.size = 0
         """The sum of the sizes that were passed to ``put``."""
-        return self._size
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -47,9 +43,9 @@ class ByteLRU(Generic[Key, Value]):
             if size > self._limit:
                 return
             self._entries[key] = value, size
-            self._size += size
+            self.size += size
             most = len(self._entries) if self._most is None else self._most
-            while self._size > self._limit or len(self._entries) > most:
+            while self.size > self._limit or len(self._entries) > most:
                 self._forget(next(iter(self._entries)))
 
     def discard(self, key: Key) -> bool:
@@ -61,9 +57,9 @@ class ByteLRU(Generic[Key, Value]):
         """Removes everything. Named like the method of ``functools.lru_cache``."""
         with self._lock:
             self._entries.clear()
-            self._size = 0
+            self.size = 0
 
     def _forget(self, key: Key) -> bool:
         entry = self._entries.pop(key, None)
-        self._size -= 0 if entry is None else entry[1]
+        self.size -= 0 if entry is None else entry[1]
         return entry is not None

@@ -205,23 +205,14 @@ class Parser:
         self._server_calls = 0
         self._waiting: _Loose | None = None  # the answer, unless something visible follows
         self._answered = False  # content or a call has been visible
-        self._reasoning_tokens = 0
+        self.reasoning_tokens = 0
+        """The number of ids in bodies of reasoning so far."""
         self._out: list[Delta] = []
         self._pending: list[bytes] = []
         self._begin_header(marked=False)
         if within is not None:
             self.state = State.BODY
             self._begin_body(within)
-
-    @property
-    def reading(self) -> Kind | None:
-        """The kind of the message whose body is being read; ``None`` in a header."""
-        return self._kind
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """The number of ids in bodies of reasoning so far."""
-        return self._reasoning_tokens
 
     @property
     def done(self) -> bool:
@@ -239,7 +230,7 @@ class Parser:
                 self._flush()
                 self._control(sign or Sign.OTHER)
             elif self.state is State.BODY:
-                self._reasoning_tokens += self._kind is Kind.REASONING
+                self.reasoning_tokens += self.reading is Kind.REASONING
                 self._pending.append(vocab.token_bytes(token))
                 if self._stops is None:
                     continue
@@ -285,7 +276,7 @@ class Parser:
         ended: FinishReason = "tool_calls" if self._calls else "stop"
         if cut or reason == "pause":
             ended = reason
-        usage = Usage(completion_tokens=self.tokens, reasoning_tokens=self._reasoning_tokens)
+        usage = Usage(completion_tokens=self.tokens, reasoning_tokens=self.reasoning_tokens)
         self._out.append(Finished(ended, self._stopped_by, usage))
         return self._take()
 
@@ -373,7 +364,8 @@ class Parser:
         self._header = HeaderReader(marked=marked, is_tool=self._names.is_tool)
         self._began = self.tokens - marked
         self._decoder = _Decoder("replace")
-        self._kind: Kind | None = None
+        self.reading: Kind | None = None
+        """The kind of the message whose body is being read; ``None`` in a header."""
         self._stops: StopStrings | None = None
         self._opened, self._empty = False, True
 
@@ -387,20 +379,20 @@ class Parser:
         if loose.text or loose.header.recipient:
             self._began = loose.began
             self._begin_body(loose.header)
-            self._reasoning_tokens += loose.ids if self._kind is Kind.REASONING else 0
+            self.reasoning_tokens += loose.ids if self.reading is Kind.REASONING else 0
             self._show(loose.text)
 
     # Bodies
 
     def _begin_body(self, header: Header) -> None:
         tool = self._names.addressee(header.recipient)
-        self._kind = Kind.CALL if tool else _CHANNEL_KINDS.get(header.channel, Kind.ANSWER)
-        if self._stop and self._kind in (Kind.PREAMBLE, Kind.ANSWER):
+        self.reading = Kind.CALL if tool else _CHANNEL_KINDS.get(header.channel, Kind.ANSWER)
+        if self._stop and self.reading in (Kind.PREAMBLE, Kind.ANSWER):
             self._stops = StopStrings(self._stop)
-        if self._kind is Kind.CALL:
+        if self.reading is Kind.CALL:
             served = self._names.is_served(header.recipient)
-            self._kind = Kind.SERVER_CALL if served else Kind.CALL
-            self._open(self._kind, tool)
+            self.reading = Kind.SERVER_CALL if served else Kind.CALL
+            self._open(self.reading, tool)
 
     def _flush(self) -> None:
         """Decodes all bytes of the body in this feed at once."""
@@ -420,10 +412,10 @@ class Parser:
             self._found(Finding.STOPPED, self.tokens)
 
     def _emit(self, text: str) -> None:
-        if self._kind is None or not text:
+        if self.reading is None or not text:
             return
         if not self._opened:
-            self._open(self._kind)
+            self._open(self.reading)
         self._empty = False
         self._out.append(Text(text))
 
@@ -445,13 +437,13 @@ class Parser:
             self._show(self._decoder.decode(b"", final=True))
         if self._stops is not None:
             self._emit(self._stops.flush())
-        if complete and self._kind in (Kind.CALL, Kind.SERVER_CALL):
-            self._calls += self._kind is Kind.CALL
-            self._server_calls += self._kind is Kind.SERVER_CALL
+        if complete and self.reading in (Kind.CALL, Kind.SERVER_CALL):
+            self._calls += self.reading is Kind.CALL
+            self._server_calls += self.reading is Kind.SERVER_CALL
             self._emit("{}" if self._empty else "")
         self._shut(complete=complete)
 
     def _shut(self, *, complete: bool) -> None:
         if self._opened:
             self._out.append(Closed(complete))
-        self._kind, self._stops, self._opened = None, None, False
+        self.reading, self._stops, self._opened = None, None, False

@@ -99,20 +99,17 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
             yield boundary.end(), _work(text[at : boundary.end()])
             at = boundary.end()
         else:
-            end = _next_boundary(text, at + LONGEST - 1)
+            end = len(text)
+            for start in range(at + LONGEST - 1, len(text), AT_ONCE):
+                # A search holds the lock, so it is made in steps, each with one more character,
+                # which the expression only looks at.
+                boundary = _BOUNDARY.search(text, start, start + AT_ONCE + 1)
+                if boundary is not None:
+                    end = boundary.end()
+                    break
             yield from _long_span(text, at, end)
             at = end
     yield len(text), _work(text[at:])
-
-
-def _next_boundary(text: str, start: int) -> int:
-    """The next seam, or the end. A search holds the lock, too, so it is made in steps."""
-    for at in range(start, len(text), AT_ONCE):
-        # One more character, which the expression only looks at.
-        boundary = _BOUNDARY.search(text, at, at + AT_ONCE + 1)
-        if boundary is not None:
-            return boundary.end()
-    return len(text)
 
 
 def _long_span(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -147,33 +144,32 @@ _KIND = {"Lu": "A", "Lt": "A", "Ll": "a", "Lm": "@", "Lo": "@"}
 _ITSELF = frozenset(map(ord, " \n/'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"))
 
 
-def _kind(code: int) -> str:
-    """The kind of a character, as ``_PRETOKEN`` denotes it.
+class _Kinds(dict[int, str]):
+    """The kind of each character, as ``_PRETOKEN`` denotes it: a table for ``str.translate``.
 
     ``A`` and ``a`` are letters with case, ``@`` those without, ``^`` marks, ``0`` numbers, ``!``
     signs, and a tab is white space. Characters that occur in the expression denote themselves.
+    Only ASCII is stored, since there are a million characters.
     """
-    character = chr(code)
-    if code in _ITSELF:
-        return character
-    if code in _SPACE:
-        return "\t"
-    if character == "\r":
-        return "\n"
-    if character == "ſ":  # which is an `s` where case is ignored
-        return "s"
-    category = unicodedata.category(character)
-    return _KIND.get(category) or {"M": "^", "N": "0"}.get(category[0], "!")
-
-
-class _Kinds(dict[int, str]):
-    """A table for ``str.translate``. It only stores ASCII, since there are a million characters."""
 
     def __missing__(self, code: int) -> str:
-        return _kind(code)
+        character = chr(code)
+        category = unicodedata.category(character)
+        kind = _KIND.get(category) or {"M": "^", "N": "0"}.get(category[0], "!")
+        if code in _ITSELF:
+            kind = character
+        elif code in _SPACE:
+            kind = "\t"
+        elif character == "\r":
+            kind = "\n"
+        elif character == "ſ":  # an `s` where case is ignored
+            kind = "s"
+        if code < 128:  # noqa: PLR2004
+            self[code] = kind
+        return kind
 
 
-_KINDS = _Kinds({code: _kind(code) for code in range(128)})
+_KINDS = _Kinds()
 
 _ONE, _ANY = f"{{1,{LONGEST}}}", f"{{0,{LONGEST}}}"
 _BEHIND = "(?:'(?:[sStTmMdD]|[rRvV][eE]|[lL][lL]))?"

@@ -50,8 +50,6 @@ FEWEST = 5
 _GRAM = 8
 """The number of ids that identify an earlier position."""
 
-_NO_IDS: frozenset[int] = frozenset()
-
 
 class ReasoningWatch:
     """Watches one turn from its first id, with constant time per id and bounded memory.
@@ -72,7 +70,8 @@ class ReasoningWatch:
         self._parser = Parser(within=Header(channel="final") if answering else None)
         self._body_tokens = 0  # ids of reasoning that skipped the parser
         self._after_channel = False
-        self._forced: tuple[int, ...] = ()
+        self.forced: tuple[int, ...] = ()
+        """The ids that must come next, in this order; empty if the model may choose."""
         self._end_if_due()
 
     @property
@@ -81,18 +80,13 @@ class ReasoningWatch:
         return self._parser.reasoning_tokens + self._body_tokens
 
     @property
-    def forced(self) -> tuple[int, ...]:
-        """The ids that must come next, in this order; empty if the model may choose."""
-        return self._forced
-
-    @property
     def banned(self) -> frozenset[int]:
         """The ids that must not come next, since they could begin another analysis."""
-        return _analysis_ids() if self.ended_by and self._after_channel else _NO_IDS
+        return _analysis_ids() if self.ended_by and self._after_channel else frozenset()
 
     def consume(self, token: int) -> None:
         """Reads the next id, whether it was forced or sampled."""
-        self._forced = self._forced[1:] if self._forced[:1] == (token,) else ()
+        self.forced = self.forced[1:] if self.forced[:1] == (token,) else ()
         self._after_channel = token == vocab.CHANNEL
         was_reasoning = self._is_reasoning
         if self._parser.state is State.BODY and 0 <= token < vocab.STARTOFTEXT:
@@ -114,7 +108,7 @@ class ReasoningWatch:
         return self._parser.reading is Kind.REASONING
 
     def _end_if_due(self, last: int | None = None) -> None:
-        if not self._is_reasoning or self._forced:
+        if not self._is_reasoning or self.forced:
             return
         looping = self._loop is not None and self._loop.found
         if not looping and (self._limit is None or self.tokens < self._limit):
@@ -125,7 +119,7 @@ class ReasoningWatch:
             return  # within a character
         if not text[-1:].isalnum() or self._over > GRACE:
             self.ended_by = self.ended_by or ("repetition" if looping else "budget")
-            self._forced = (vocab.END, vocab.START, *vocab.encode("assistant"))
+            self.forced = (vocab.END, vocab.START, *vocab.encode("assistant"))
 
 
 class Loop:

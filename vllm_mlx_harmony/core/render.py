@@ -9,6 +9,7 @@ import json
 import marshal
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, compress, takewhile
@@ -112,39 +113,6 @@ def render_messages(
     """
     written = _written([_as_sent(list(messages))], names, schema.SizeBudget(), calls, tenant)
     return [token for ids in written for token in ids]
-
-
-def _ids_of(
-    message: Message,
-    names: Names,
-    calls: Mapping[str, str],
-    budget: schema.SizeBudget,
-    tenant: str = "",
-) -> tuple[int, ...]:
-    kind: type[Message] = type(message)
-    tool = ""
-    if isinstance(message, Call):
-        text, tool = message.arguments, names.recipient(message.name)
-    elif isinstance(message, Result):
-        called = calls.get(message.call_id)
-        if called is None:
-            problem = f"no earlier message has a tool call with the id {quoted(message.call_id)}"
-            raise RequestError(problem, param=message.where)
-        text, tool = message.text, names.recipient(called)
-    elif isinstance(message, ServerCall):
-        kind, text, tool = Call, message.arguments, message.name
-    elif isinstance(message, ServerResult):
-        kind, text, tool = Result, message.text, message.name
-    elif isinstance(message, AdditionalTools):
-        text = _HEADING + _tools(message.tools, names, tenant, budget)
-    elif isinstance(message, EffortUpdate):
-        text = f"Reasoning: {message.effort.value}"
-    elif isinstance(message, FormatUpdate):
-        requested = message.response_format
-        text = _PLAIN if requested is None else _response_format(requested)
-    else:
-        text = message.text
-    return _message(tenant, kind, text, tool)
 
 
 # --- bodies ---
@@ -279,7 +247,7 @@ def _without_reasoning(stretch: _Stretch, until: int | None = None) -> _Stretch:
     return _as_sent([message for message in sent if not isinstance(message, Reasoning)])
 
 
-def _written(
+def _written(  # noqa: C901 - one kind of message after the other
     stretches: Iterable[_Stretch],
     names: Names,
     budget: schema.SizeBudget,
@@ -290,10 +258,38 @@ def _written(
     written: list[tuple[int, ...]] = []
     made = dict(calls or {})
     tokens = 0
+
+    def ids(message: Message) -> tuple[int, ...]:
+        kind: type[Message] = type(message)
+        tool = ""
+        if isinstance(message, Call):
+            text, tool = message.arguments, names.recipient(message.name)
+        elif isinstance(message, Result):
+            called = made.get(message.call_id)
+            if called is None:
+                call_id = quoted(message.call_id)
+                problem = f"no earlier message has a tool call with the id {call_id}"
+                raise RequestError(problem, param=message.where)
+            text, tool = message.text, names.recipient(called)
+        elif isinstance(message, ServerCall):
+            kind, text, tool = Call, message.arguments, message.name
+        elif isinstance(message, ServerResult):
+            kind, text, tool = Result, message.text, message.name
+        elif isinstance(message, AdditionalTools):
+            text = _HEADING + _tools(message.tools, names, tenant, budget)
+        elif isinstance(message, EffortUpdate):
+            text = f"Reasoning: {message.effort.value}"
+        elif isinstance(message, FormatUpdate):
+            requested = message.response_format
+            text = _PLAIN if requested is None else _response_format(requested)
+        else:
+            text = message.text
+        return _message(tenant, kind, text, tool)
+
     for _, sent, generated in stretches:
         for message in sent:
             if generated is None:
-                written.append(_ids_of(message, names, made, budget, tenant))
+                written.append(ids(message))
                 tokens += len(written[-1])
                 if tokens > MOST_TOKENS:
                     raise PromptTooLong(tokens, MOST_TOKENS)
@@ -387,16 +383,8 @@ def _developer(
 _HEADING = "# Tools\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
-    """A namespace of a ``# Tools`` section: its text, and what it took from the budget."""
-
-    text: str
-    characters: int
-    schemas: int
-
-
-_sections: lru.ByteLRU[tuple[str, bytes], _Section] = lru.ByteLRU(REMEMBERED // 8)
+_sections: lru.ByteLRU[tuple[str, bytes], tuple[str, int, int]] = lru.ByteLRU(REMEMBERED // 8)
+"""The text of a namespace of a ``# Tools`` section, and the characters and schemas of its tools."""
 
 
 def _tools(
@@ -408,8 +396,12 @@ def _tools(
     namespace: str = FUNCTIONS,
     description: str = "",
 ) -> str:
-    """A namespace of the ``# Tools`` section. Cached per ``tenant``."""
-    key = _declared(tools, names, namespace, description)
+    """A namespace of the ``# Tools`` section. Cached per ``tenant``, if it is plain JSON."""
+    values = [(names.alias(tool.name), tool.description, tool.parameters) for tool in tools]
+    key = None
+    with suppress(ValueError):
+        # Four times as fast as ``json``; version 2 writes equal values equally.
+        key = marshal.dumps((namespace, description, values), 2)
     if key is not None and len(key) > MOST_CHARACTERS:
         raise schema.too_large(tools[-1])
     section = None if key is None else _sections.get((tenant, key))
@@ -417,8 +409,9 @@ def _tools(
     declared: list[str] = []
     try:
         if section is not None:
-            budget.take(section.characters, section.schemas)
-            return section.text
+            text, *sizes = section
+            budget.take(*sizes)
+            return text
         for tool in tools:
             name, parameters = names.alias(tool.name), schema.parameters(tool, budget)
             declared.append(schema.declaration(name, vocab.clean(tool.description), parameters))
@@ -428,23 +421,9 @@ def _tools(
         raise schema.too_large(tools[len(declared) - 1]) from error
     text = schema.section(namespace, declared, vocab.clean(description))
     if key is not None:
-        section = _Section(text, characters - budget.characters, schemas - budget.schemas)
+        section = text, characters - budget.characters, schemas - budget.schemas
         _sections.put((tenant, key), section, len(key) + getsizeof(text) + _ENTRY)
     return text
-
-
-def _declared(
-    tools: Sequence[Tool], names: Names, namespace: str, description: str
-) -> bytes | None:
-    """The cache key: all that the section depends on; ``None`` if that is not plain JSON.
-
-    ``marshal`` is four times as fast as ``json``, and its version 2 writes equal values equally.
-    """
-    values = [(names.alias(tool.name), tool.description, tool.parameters) for tool in tools]
-    try:
-        return marshal.dumps((namespace, description, values), 2)
-    except ValueError:
-        return None
 
 
 _ANY_OBJECT = ResponseFormat(
@@ -452,7 +431,6 @@ _ANY_OBJECT = ResponseFormat(
     name="json_object",
     description="The answer is one JSON object, without any text or code fence around it.",
 )
-
 
 _PLAIN = "# Response Formats\n\nNone any more: answer in plain text."
 

@@ -174,31 +174,21 @@ class ReplayScope:
         That is ``None`` if it was not generated here, or if a client edited it.
         """
         groups = turns(messages)
-        seen = self._seen(groups)
-        found = iter(self._found([shown[0] for shown in seen if shown is not None]))
-        for (from_assistant, group), shown in zip(groups, seen, strict=True):
-            if shown is None:
-                yield from_assistant, group, None
-                continue
-            yield from_assistant, group, _unedited(next(found), *shown[1:])
-
-    def _seen(
-        self, groups: Sequence[tuple[bool, list[Message]]]
-    ) -> list[tuple[_Key, str, list[Call], str] | None]:
-        """For each group of the assistant: its key, content, calls and digest of server tools."""
         seen: list[tuple[_Key, str, list[Call], str] | None] = []
-        before, counted = _HistoryHash(), 0
+        history, hashed, counted = blake2b(digest_size=8), 0, 0
         for at, (from_assistant, group) in enumerate(groups):
             if not from_assistant:
                 seen.append(None)
                 continue
             content, calls = visible(group)
             if not calls:  # only a turn without calls needs the hash of the history before it
-                before.update(groups[counted:at])
+                hashed = _extended(history, groups[counted:at])
                 counted = at
-            key = self._key(content, calls, 0 if calls else before.number)
+            key = self._key(content, calls, 0 if calls else hashed)
             seen.append((key, content, calls, served(group)))
-        return seen
+        found = iter(self._found([shown[0] for shown in seen if shown is not None]))
+        for (from_assistant, group), shown in zip(groups, seen, strict=True):
+            yield from_assistant, group, shown and _unedited(next(found), *shown[1:])
 
     def _found(self, keys: Sequence[_Key]) -> list[GeneratedTurn | None]:
         """The turns with these keys, from memory or with one query from the archive."""
@@ -287,42 +277,28 @@ def history_hash(messages: Iterable[Message]) -> int:
     It does not depend on how content is joined, nor on reasoning, instructions, call ids and
     arguments.
     """
-    hashed = _HistoryHash()
-    hashed.update(turns(messages))
-    return hashed.number
+    return _extended(blake2b(digest_size=8), turns(messages))
 
 
-class _HistoryHash:
-    """An incremental `history_hash`: one digest for a history of hundreds of messages."""
+def _extended(history: blake2b, groups: Iterable[tuple[bool, Sequence[Message]]]) -> int:
+    """Adds groups of `turns` to ``history``, and returns the `history_hash` of all of them.
 
-    __slots__ = ("_digest",)
-
-    def __init__(self) -> None:
-        self._digest = blake2b(digest_size=8)  # Python's own hash is another in every process
-
-    @property
-    def number(self) -> int:
-        """The hash of everything so far."""
-        return int.from_bytes(self._digest.digest(), "little")
-
-    def update(self, groups: Iterable[tuple[bool, Sequence[Message]]]) -> None:
-        """Adds groups of `turns`."""
-        for from_assistant, group in groups:
-            if from_assistant:
-                content, calls = visible(group)
-                self._take_in(b"said", content)
-                for call in calls:
-                    self._take_in(b"call", call.name)
-                continue
-            for message in group:
-                if isinstance(message, User):
-                    self._take_in(b"user", message.text)
-                elif isinstance(message, Result):
-                    self._take_in(b"tool", message.text)
-
-    def _take_in(self, kind: bytes, text: str) -> None:
-        content = text.encode("utf-8", "surrogatepass")
-        self._digest.update(kind + len(content).to_bytes(8, "little") + content)
+    Python's own hash differs in every process.
+    """
+    for from_assistant, group in groups:
+        if from_assistant:
+            content, calls = visible(group)
+            parts = [(b"said", content), *((b"call", call.name) for call in calls)]
+        else:
+            parts = [
+                (b"user" if isinstance(message, User) else b"tool", message.text)
+                for message in group
+                if isinstance(message, (User, Result))
+            ]
+        for kind, text in parts:
+            encoded = text.encode("utf-8", "surrogatepass")
+            history.update(kind + len(encoded).to_bytes(8, "little") + encoded)
+    return int.from_bytes(history.digest(), "little")
 
 
 def _digest(*parts: str | int) -> bytes:

@@ -421,7 +421,11 @@ class _Reader:
             return [*_flat(types), *null]
         if "enum" in schema:
             return [*_literals(schema["enum"]), *null]
-        kinds = list(dict.fromkeys(schema.get("type") or _implied(schema)))
+        kinds = list(dict.fromkeys(schema.get("type") or ()))
+        if not kinds and any(key in schema for key in _OBJECT_KEYWORDS):
+            kinds = ["object"]
+        elif not kinds:
+            kinds = ["array"] if "items" in schema or "prefixItems" in schema else ["any"]
         shown = [kind for kind in kinds if kind != "null"]
         if len(shown) > 1 and all(kind in _SCALARS for kind in shown):
             scalars = Inline(members=tuple(dict.fromkeys(_SCALARS[kind] for kind in shown)))
@@ -526,12 +530,6 @@ def _flat(types: Iterable[Type]) -> Iterator[Type]:
         first, *others = one.alternatives()
         yield replace(first, description=first.description or one.description)
         yield from others
-
-
-def _implied(schema: _Keywords) -> list[str]:
-    if any(key in schema for key in _OBJECT_KEYWORDS):
-        return ["object"]
-    return ["array"] if "items" in schema or "prefixItems" in schema else ["any"]
 
 
 def _literals(values: Sequence[Any]) -> Sequence[Type]:

@@ -174,7 +174,9 @@ _DAMAGED = f"the shipped vocabulary ({DATA_NAME}) is damaged; reinstall vllm-mlx
 def _load() -> HarmonyEncoding:
     from openai_harmony import HarmonyEncodingName, HarmonyError, load_harmony_encoding
 
-    with _vocabulary_dir() as directory, _environment(BASE_VARIABLE, str(directory)):
+    with _vocabulary_dir() as directory:
+        before = os.environ.get(BASE_VARIABLE)
+        os.environ[BASE_VARIABLE] = str(directory)
         try:
             return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
         except HarmonyError as error:
@@ -182,6 +184,9 @@ def _load() -> HarmonyEncoding:
                 f"{directory / FILE_NAME} cannot be loaded ({error}); remove it, and unset "
                 f"{BASE_VARIABLE} if it points there"
             ) from error
+        finally:
+            del os.environ[BASE_VARIABLE]
+            os.environ.update({} if before is None else {BASE_VARIABLE: before})
 
 
 @contextmanager
@@ -226,17 +231,3 @@ def _cached() -> Path | None:
     except OSError:
         return None
     return directory
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Sets an environment variable within the context."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before

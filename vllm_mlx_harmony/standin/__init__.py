@@ -1,8 +1,4 @@
-"""Model directories for demos and tests without weights: a scripted stand-in, a tiny gpt-oss.
-
-Knows what a host needs to find in a model directory. Refuses to know hosts: it writes files, and
-imports `core` and the standard library.
-"""
+"""Model directories for demos and tests without weights: a scripted stand-in, a tiny gpt-oss."""
 
 from vllm_mlx_harmony.standin.directory import is_standin, rescript, write, write_tiny
 from vllm_mlx_harmony.standin.scripts import FALLBACK, Script

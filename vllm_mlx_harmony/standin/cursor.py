@@ -1,7 +1,6 @@
-"""Which token a scripted model says next, given the ids so far. Has no memory of its own.
+"""Which token of a script comes next, given the ids so far. There is no other state.
 
-Knows scripts and where in one a history stands. Refuses to know models, caches and APIs.
-Copied into each stand-in directory: imports the standard library and nothing of this package.
+This file is copied into each stand-in directory, so it only imports the standard library.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 BOOK = "standin_scripts.json"
 TABLE = "standin_tokens.bin"
@@ -26,11 +24,11 @@ INSTEAD: tuple[tuple[float, tuple[str, ...]], ...] = (
 )
 """Logits of tokens that end a message, a string or an object, or lead there. All others are 0.
 
-They count where the scripted token is forbidden: what was begun then ends, and soon. A text may say
-anything that a string may, and a string anything that stands between values: so what ends a text is
-likelier than what ends a string, and that than what ends an object. No list, object or number gets
-more than it must have, and a call is made rather than another message begun. Ten apart, they keep
-this order at a temperature of 1 as well.
+They apply if the scripted token is forbidden: what was begun then ends soon. Whatever is allowed
+in a string is allowed in a text, and whatever is allowed between values is allowed in a string. So
+the token that ends a text is likelier than the one that ends a string, which is likelier than the
+one that ends an object. No list, object or number becomes longer than required, and a call is made
+rather than another message. With differences of ten, the order is the same at a temperature of 1.
 """
 
 Decode = Callable[[Sequence[int]], str]
@@ -38,7 +36,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Entry:
-    """One script as it stands in the book: a compiled pattern and a completion in ids."""
+    """One script in the book: a compiled pattern and a completion in ids."""
 
     pattern: re.Pattern[str]
     completion: tuple[int, ...]
@@ -51,7 +49,7 @@ class Entry:
 class Book:
     """All scripts, first match first; the last entry matches anything.
 
-    ``opening`` are the ids of ``<|start|>assistant``, ``end`` is the id said after a completion.
+    ``opening`` are the ids of ``<|start|>assistant``, ``end`` is the id after a completion.
     """
 
     entries: tuple[Entry, ...]
@@ -66,7 +64,7 @@ class Book:
 
 @dataclass(frozen=True)
 class Step:
-    """What comes next: an id, how long it takes, and whether the model breaks instead."""
+    """The next id, how long it takes, and whether the model fails instead."""
 
     token: int
     delay_ms: float = 0
@@ -76,21 +74,12 @@ class Step:
 def parse_book(document: str) -> Book:
     """The book in a ``standin_scripts.json``."""
     fields = json.loads(document)
-    return Book(
-        entries=tuple(_entry(fields_) for fields_ in fields["scripts"]),
-        opening=tuple(fields["opening"]),
-        end=fields["end"],
-    )
-
-
-def _entry(fields: dict[str, Any]) -> Entry:
-    return Entry(
-        pattern=re.compile(fields["pattern"], fields["flags"]),
-        completion=tuple(fields["completion"]),
-        whole_prompt=fields["whole_prompt"],
-        delay_ms=fields["delay_ms"],
-        fail_at=fields["fail_at"],
-    )
+    entries = []
+    for entry in fields["scripts"]:
+        pattern = re.compile(entry.pop("pattern"), entry.pop("flags"))
+        completion = tuple(entry.pop("completion"))
+        entries.append(Entry(pattern, completion, **entry))
+    return Book(tuple(entries), tuple(fields["opening"]), fields["end"])
 
 
 class Shelf:
@@ -123,45 +112,43 @@ def read_table(content: bytes) -> list[bytes]:
 def instead(table: Sequence[bytes]) -> dict[int, float]:
     """The logits of `INSTEAD` by id, for those that are in the table."""
     wanted = {text.encode(): logit for logit, texts in INSTEAD for text in texts}
-    return {token: wanted[said] for token, said in enumerate(table) if said in wanted}
+    return {token: wanted[text] for token, text in enumerate(table) if text in wanted}
 
 
 def decoder(table: Sequence[bytes]) -> Decode:
-    """Ids to text; control tokens written out, bytes that are no UTF-8 as U+FFFD."""
-
-    def decode(ids: Sequence[int]) -> str:
-        return b"".join(table[token] for token in ids).decode("utf-8", "replace")
+    """Ids to text, with names of control tokens; bytes that are not UTF-8 become U+FFFD."""
 
     @lru_cache(maxsize=64)
-    def remembered(ids: tuple[int, ...]) -> str:
-        return decode(ids)
+    def decoded(ids: tuple[int, ...]) -> str:
+        return b"".join(table[token] for token in ids).decode("utf-8", "replace")
 
-    return lambda ids: remembered(tuple(ids))
+    return lambda ids: decoded(tuple(ids))
 
 
 def next_step(history: Sequence[int], book: Book, decode: Decode) -> Step:
-    """What the stand-in says after ``history`` (prompt and answer so far, as ids).
+    """The next step after ``history``, the ids of the prompt and the answer so far.
 
     The answer began after a ``<|start|>assistant``. A completion may contain one itself, so the
-    earliest one that is followed by nothing but the beginning of its script's completion counts.
-    An answer that left its script (somebody forced a token) goes on at the same position. A raw
-    prompt, without messages, is answered all the same.
+    first one counts that is followed by nothing but the beginning of a script's completion. If a
+    token was forced, so that the answer is not in its script any more, it continues at the same
+    position. A raw prompt, without messages, has an answer as well.
     """
     history = list(history)
-    if _is_raw(history, book):
-        return _unopened(history, book, decode)
+    first = next(_positions(history, book.opening[0], 0), None)
+    if first is None or _opens(history, first, book):  # only the assistant's own messages
+        return _after_raw_prompt(history, book, decode)
     usual = _usual_start(history, book)
     for start in _starts(history, book):
         entry = _find(history[:start], book, decode)
         known = start == usual or entry is not book.entries[-1]
         if known and _follows(history[start:], entry, book):
-            return _scripted(entry, len(history) - start, book)
+            return _step(entry, len(history) - start, book)
     entry = _find(history[:usual], book, decode)
-    return Step(_token(entry, len(history) - usual, book))
+    return Step(_step(entry, len(history) - usual, book).token)
 
 
 def _starts(history: list[int], book: Book) -> Iterator[int]:
-    """Positions after an opening, earliest first, no further back than a completion can reach."""
+    """Positions after an opening, in order, no further back than the longest completion."""
     size = len(book.opening)
     reach = max(0, len(history) - book.longest - size - 1)
     for at in _positions(history, book.opening[0], reach):
@@ -179,20 +166,14 @@ def _positions(history: list[int], token: int, at: int) -> Iterator[int]:
         at += 1
 
 
-def _is_raw(history: list[int], book: Book) -> bool:
-    """Whether no message but the assistant's own is in it."""
-    first = next(_positions(history, book.opening[0], 0), None)
-    return first is None or _opens(history, first, book)
-
-
 def _opens(history: list[int], at: int, book: Book) -> bool:
-    """Whether an opening is at ``at``, or as much of one as the history goes on for."""
+    """Whether an opening is at ``at``, or the beginning of one at the end of the history."""
     there = tuple(history[at : at + len(book.opening)])
     return there == book.opening[: len(history) - at]
 
 
 def _usual_start(history: list[int], book: Book) -> int:
-    """Where an answer starts: after the first opening behind the last message of somebody else."""
+    """Where an answer begins: after the first opening after the last message of another author."""
     found = len(history)
     for at in range(len(history) - 1, -1, -1):
         if history[at] == book.opening[0]:
@@ -203,46 +184,35 @@ def _usual_start(history: list[int], book: Book) -> int:
 
 
 def _find(prompt: list[int], book: Book, decode: Decode) -> Entry:
-    last = decode(_last_message(prompt, book))
+    """The script for a prompt, by the message before the opening that ends it."""
+    size = len(book.opening)
+    end = len(prompt) - size if tuple(prompt[-size:]) == book.opening else len(prompt)
+    begins = (at for at in range(end - 1, -1, -1) if prompt[at] == book.opening[0])
+    last = decode(prompt[next(begins, 0) : end])
     for entry in book.entries:
         if entry.pattern.search(decode(prompt) if entry.whole_prompt else last):
             return entry
     raise LookupError("the last entry of a book must match anything")
 
 
-def _last_message(prompt: list[int], book: Book) -> list[int]:
-    """The message before the opening that ends ``prompt``, header and all."""
-    size = len(book.opening)
-    end = len(prompt) - size if tuple(prompt[-size:]) == book.opening else len(prompt)
-    for at in range(end - 1, -1, -1):
-        if prompt[at] == book.opening[0]:
-            return prompt[at:end]
-    return prompt[:end]
-
-
-def _token(entry: Entry, position: int, book: Book) -> int:
-    return entry.completion[position] if position < len(entry.completion) else book.end
-
-
 def _follows(answer: list[int], entry: Entry, book: Book) -> bool:
-    """Whether ``answer`` is the beginning of the completion, or all of it and ends."""
-    said, rest = answer[: len(entry.completion)], answer[len(entry.completion) :]
-    return tuple(said) == entry.completion[: len(said)] and set(rest) <= {book.end}
+    """Whether ``answer`` is the beginning of the completion, or all of it and its end."""
+    begun, rest = answer[: len(entry.completion)], answer[len(entry.completion) :]
+    return tuple(begun) == entry.completion[: len(begun)] and set(rest) <= {book.end}
 
 
-def _scripted(entry: Entry, position: int, book: Book) -> Step:
-    return Step(_token(entry, position, book), entry.delay_ms, position == entry.fail_at)
+def _step(entry: Entry, position: int, book: Book) -> Step:
+    token = entry.completion[position] if position < len(entry.completion) else book.end
+    return Step(token, entry.delay_ms, position == entry.fail_at)
 
 
-def _unopened(history: list[int], book: Book, decode: Decode) -> Step:
-    """The longest beginning of a completion that ends the history is the answer so far."""
+def _after_raw_prompt(history: list[int], book: Book, decode: Decode) -> Step:
+    """The answer so far is the longest beginning of a completion that ends the history."""
     for start in range(max(0, len(history) - book.longest - 1), len(history) + 1):
-        for entry in _beginning_with(history[start : start + 1], book):
-            answer = history[start:]
-            if _follows(answer, entry, book) and _find(history[:start], book, decode) is entry:
-                return _scripted(entry, len(answer), book)
+        prompt, answer = history[:start], history[start:]
+        for entry in book.entries:
+            if answer[:1] != list(entry.completion[: len(answer[:1])]):
+                continue  # quickly, for there are many starts
+            if _follows(answer, entry, book) and _find(prompt, book, decode) is entry:
+                return _step(entry, len(answer), book)
     return Step(book.end)
-
-
-def _beginning_with(first: list[int], book: Book) -> Iterator[Entry]:
-    return (entry for entry in book.entries if list(entry.completion[: len(first)]) == first)

@@ -1,8 +1,4 @@
-"""Writes the model directories: configuration, tokenizer, weights, scripts, and a card.
-
-Knows the file names mlx-lm and transformers look for. Refuses to know what the files mean to the
-model (`cursor`, `model`, `tiny`).
-"""
+"""Writes the model directories: configuration, tokenizer, weights, scripts, and a card."""
 
 from __future__ import annotations
 
@@ -26,8 +22,6 @@ from vllm_mlx_harmony.standin.tokenizer import (
     tokenizer_json,
 )
 
-_STOPS = [vocab.RETURN, vocab.ENDOFTEXT, vocab.CALL]
-
 _CODE = ("cursor", "model")
 """Files of this package that a stand-in directory has a copy of."""
 
@@ -44,7 +38,7 @@ _CONFIG: dict[str, object] = {
 
 _IDS: dict[str, object] = {
     "bos_token_id": vocab.STARTOFTEXT,
-    "eos_token_id": _STOPS,
+    "eos_token_id": [vocab.RETURN, vocab.ENDOFTEXT, vocab.CALL],
     "pad_token_id": vocab.ENDOFTEXT,
 }
 
@@ -71,16 +65,20 @@ written by vllm-mlx-harmony for tests.
 
 
 def write(directory: Path, scripts: Iterable[Script] = (), *, ranks: Ranks | None = None) -> Path:
-    """A model directory that `vllm-mlx serve` loads and that answers as the scripts say.
+    """Writes a model that `vllm-mlx serve` loads, and that answers with ``scripts``.
 
-    ``ranks`` are the ids of the ordinary tokens by their bytes; the shipped vocabulary without.
-    Returns ``directory``, made where needed. Files in it are replaced. Takes about two seconds.
-    Raises ``ValueError`` for a script that cannot be (see `dump_book`).
+    ``ranks`` are the ids of the ordinary tokens by their bytes (``None``: the shipped vocabulary).
+    Creates ``directory`` if needed and returns it. Takes about two seconds. Raises ``ValueError``
+    for an invalid script (see `dump_book`).
     """
     table = token_table(ranks or shipped_ranks())
     _write_shared(directory, {**_CONFIG, **_IDS}, _STANDIN_CARD, ranks)
     write_atomically(directory / cursor.TABLE, table)
-    write_atomically(directory / "model.safetensors", _one_weight(90.0))
+    # The stand-in's only parameter; mlx-lm loads no model without one.
+    weight = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"__metadata__": {"format": "mlx"}, "weight": weight}).encode()
+    content = struct.pack("<Q", len(header)) + header + struct.pack("<f", 90.0)
+    write_atomically(directory / "model.safetensors", content)
     for name in _CODE:
         write_atomically(directory / f"standin_{name}.py", _source(f"{name}.py"))
     return rescript(directory, scripts)
@@ -100,10 +98,9 @@ def is_standin(directory: Path) -> bool:
 def write_tiny(
     directory: Path, *, seed: int = 0, ranks: Ranks | None = None, width: int = tiny.WIDTH
 ) -> Path:
-    """A model directory with a real gpt-oss of random weights: 4 layers, full vocabulary.
+    """Writes a real gpt-oss with random weights: 4 layers, full vocabulary, 110 MB if 64 wide.
 
-    About 110 MB when 64 wide. Returns ``directory``, made where needed; the same ``seed`` gives the
-    same model.
+    Creates ``directory`` if needed and returns it. The same ``seed`` gives the same model.
     """
     _write_shared(directory, {**tiny.config(width), **_IDS}, _TINY_CARD, ranks)
     tiny.write_weights(directory / "model.safetensors", seed, width)
@@ -111,9 +108,9 @@ def write_tiny(
 
 
 def rescript(directory: Path, scripts: Iterable[Script]) -> Path:
-    """Gives a stand-in other scripts. A server that runs it follows them from its next token on.
+    """Replaces the scripts of a stand-in. A running server follows them from its next token on.
 
-    Returns ``directory``. Raises ``ValueError`` for a script that cannot be.
+    Returns ``directory``. Raises ``ValueError`` for an invalid script.
     """
     book = dump_book(scripts, _encoder(directory))
     write_atomically(directory / cursor.BOOK, book.encode())
@@ -144,13 +141,6 @@ def _shipped_tokenizer() -> str:
 
 def _source(name: str) -> bytes:
     return (files("vllm_mlx_harmony.standin") / name).read_bytes()
-
-
-def _one_weight(value: float) -> bytes:
-    """A safetensors file with the stand-in's only parameter; mlx-lm loads no model without one."""
-    header = {"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
-    packed = json.dumps({"__metadata__": {"format": "mlx"}, **header}).encode()
-    return struct.pack("<Q", len(packed)) + packed + struct.pack("<f", value)
 
 
 def _encoder(directory: Path) -> Encode:

@@ -1,8 +1,7 @@
-"""A causal language model without weights that says what its scripts say. A stand-in, not gpt-oss.
+"""A causal language model without weights, which follows scripts (`cursor`); not gpt-oss.
 
-Knows mlx-lm's caches: the keys it caches are the token ids, so it has no state of its own.
-Refuses to know scripts (`cursor`). Copied into each stand-in directory, where mlx-lm loads it as
-the `model_file` of `config.json`; not imported by this package.
+The keys in its mlx-lm caches are the token ids, so it has no state of its own. This file is copied
+into each stand-in directory, where mlx-lm loads it as the `model_file` of `config.json`.
 """
 
 # No `from __future__ import annotations`: mlx-lm leaves the module out of `sys.modules`, where
@@ -49,10 +48,10 @@ class ModelArgs(BaseModelArgs):  # type: ignore[misc, unused-ignore]
 
 
 class Layer(nn.Module):  # type: ignore[misc, unused-ignore]
-    """A layer that remembers the ids it is given, in a cache of its type, and does nothing else."""
+    """A layer that only stores the ids that it is given in its cache."""
 
     def __call__(self, ids: mx.array, cache: Any) -> mx.array:
-        """Ids (rows, positions) in; ids of everything the cache holds, oldest first, out."""
+        """Takes ids (rows, positions), and returns all ids in the cache, oldest first."""
         keys = ids.astype(mx.float32)[:, None, :, None]
         return cache.update_and_fetch(keys, mx.zeros_like(keys))[0][:, 0, :, 0]
 
@@ -87,42 +86,28 @@ class Model(nn.Module):  # type: ignore[misc, unused-ignore]
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         """Logits (rows, positions, vocabulary) after each of ``inputs`` (rows, positions).
 
-        Raises ``RuntimeError`` where a script says so, and for a bounded cache (``max_kv_size``).
+        Raises ``RuntimeError`` if the script fails here, and for a bounded cache (``max_kv_size``).
         """
-        histories = self._histories(inputs, self.make_cache() if cache is None else cache)
-        length = inputs.shape[1]
-        exact = min(length, EXACT)
-        scripted = [self._says(row, exact, alone=length == 1) for row in histories]
-        return self._logits(scripted, length - exact)
-
-    def _histories(self, inputs: mx.array, caches: list[Any]) -> list[list[int]]:
-        """All ids of each row, without the padding to their left."""
-        held = [layer(inputs, cache) for layer, cache in zip(self.layers, caches, strict=True)]
-        cache = caches[self._full]
-        if hasattr(cache, "max_size"):
+        caches = self.make_cache() if cache is None else cache
+        held = [layer(inputs, each) for layer, each in zip(self.layers, caches, strict=True)]
+        full = caches[self._full]
+        if hasattr(full, "max_size"):
             raise RuntimeError("the stand-in needs a KV cache that keeps everything")
         rows = held[self._full].astype(mx.int32).tolist()
-        padding = getattr(cache, "left_padding", None)
+        padding = getattr(full, "left_padding", None)
         skipped = [0] * len(rows) if padding is None else padding.tolist()
-        return [row[skip:] for row, skip in zip(rows, skipped, strict=True)]
-
-    def _says(self, history: list[int], exact: int, *, alone: bool) -> list[int]:
-        """The next id after each of the last ``exact`` positions. Only one alone may hurt."""
+        length = inputs.shape[1]
+        exact = min(length, EXACT)
         book = self._shelf.book()
-        ends = range(len(history) - exact + 1, len(history) + 1)
-        steps = [self._cursor.next_step(history[:end], book, self._decode) for end in ends]
-        if alone:
-            self._suffer(steps[-1])
-        return [step.token for step in steps]
-
-    def _suffer(self, step: Any) -> None:
-        if step.fails:
-            raise RuntimeError("the stand-in's script says: fail here")
-        if step.delay_ms:
-            time.sleep(step.delay_ms / 1000)
-
-    def _logits(self, scripted: list[list[int]], before: int) -> mx.array:
-        rows = mx.array([[-1] * before + row for row in scripted])
-        return mx.where(
-            mx.arange(self.args.vocab_size) == rows[..., None], self.weight, self._instead
-        )
+        scripted = []
+        for row, skip in zip(rows, skipped, strict=True):
+            history = row[skip:]
+            ends = range(len(history) - exact + 1, len(history) + 1)
+            steps = [self._cursor.next_step(history[:end], book, self._decode) for end in ends]
+            if length == 1 and steps[-1].fails:  # a prefill neither fails nor waits
+                raise RuntimeError("the stand-in's script says: fail here")
+            if length == 1 and steps[-1].delay_ms:
+                time.sleep(steps[-1].delay_ms / 1000)
+            scripted.append([-1] * (length - exact) + [step.token for step in steps])
+        is_scripted = mx.arange(self.args.vocab_size) == mx.array(scripted)[..., None]
+        return mx.where(is_scripted, self.weight, self._instead)

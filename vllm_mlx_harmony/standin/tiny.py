@@ -1,14 +1,12 @@
-"""A real gpt-oss architecture with random weights, small enough for any machine. Says nonsense.
-
-Knows names and shapes of mlx-lm's `gpt_oss` and the safetensors format. Refuses to know mlx.
-"""
+"""A real gpt-oss architecture with random weights, which generates nonsense on any machine."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
@@ -53,60 +51,44 @@ def config(width: int) -> dict[str, object]:
 def write_weights(path: Path, seed: int, width: int) -> None:
     """A safetensors file (float32) of random weights; the same seed gives the same file."""
     shapes = dict(_shapes(width))
-    header = json.dumps(_header(shapes)).encode()
-    source = random.Random(seed)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        for name, shape in shapes.items():
-            file.write(_values(name, _count(shape), source))
-
-
-def _header(shapes: dict[str, Shape]) -> dict[str, object]:
     header: dict[str, object] = {"__metadata__": {"format": "mlx"}}
     at = 0
     for name, shape in shapes.items():
-        end = at + 4 * _count(shape)
+        end = at + 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, end]}
         at = end
-    return header
+    packed = json.dumps(header).encode()
+    source = random.Random(seed)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(packed)) + packed)
+        for name, shape in shapes.items():
+            file.write(_values(name, math.prod(shape), source))
 
 
 def _shapes(width: int) -> Iterator[tuple[str, Shape]]:
+    """The names and shapes of the parameters of mlx-lm's `gpt_oss`."""
+    queries, keys = _HEADS * _HEAD, _KEYS * _HEAD
+    attention = {
+        "q": (queries, width),
+        "k": (keys, width),
+        "v": (keys, width),
+        "o": (width, queries),
+    }
     yield "model.embed_tokens.weight", (VOCAB_SIZE, width)
-    for layer in range(4):
-        for name, shape in (*_attention(width), *_experts(width), *_norms(width)):
-            yield f"model.layers.{layer}.{name}", shape
+    for layer in (f"model.layers.{number}" for number in range(4)):
+        yield f"{layer}.self_attn.sinks", (_HEADS,)
+        for name, shape in attention.items():
+            yield f"{layer}.self_attn.{name}_proj.weight", shape
+            yield f"{layer}.self_attn.{name}_proj.bias", shape[:1]
+        yield f"{layer}.mlp.router.weight", (_EXPERTS, width)
+        yield f"{layer}.mlp.router.bias", (_EXPERTS,)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            yield f"{layer}.mlp.experts.{name}.weight", (_EXPERTS, width, width)
+            yield f"{layer}.mlp.experts.{name}.bias", (_EXPERTS, width)
+        yield f"{layer}.input_layernorm.weight", (width,)
+        yield f"{layer}.post_attention_layernorm.weight", (width,)
     yield "model.norm.weight", (width,)
     yield "lm_head.weight", (VOCAB_SIZE, width)
-
-
-def _attention(width: int) -> Iterator[tuple[str, Shape]]:
-    yield "self_attn.sinks", (_HEADS,)
-    queries, keys = _HEADS * _HEAD, _KEYS * _HEAD
-    shapes = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
-    for name, shape in shapes.items():
-        yield f"self_attn.{name}_proj.weight", shape
-        yield f"self_attn.{name}_proj.bias", shape[:1]
-
-
-def _experts(width: int) -> Iterator[tuple[str, Shape]]:
-    yield "mlp.router.weight", (_EXPERTS, width)
-    yield "mlp.router.bias", (_EXPERTS,)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        yield f"mlp.experts.{name}.weight", (_EXPERTS, width, width)
-        yield f"mlp.experts.{name}.bias", (_EXPERTS, width)
-
-
-def _norms(width: int) -> Iterable[tuple[str, Shape]]:
-    yield "input_layernorm.weight", (width,)
-    yield "post_attention_layernorm.weight", (width,)
-
-
-def _count(shape: Shape) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _values(name: str, count: int, source: random.Random) -> bytes:

@@ -1,13 +1,10 @@
-"""The o200k_harmony vocabulary as a `tokenizer.json`, and as bytes by id for the stand-in itself.
-
-Knows byte-level BPE files. Refuses to know what a control token means in a message.
-"""
+"""The o200k_harmony vocabulary as a `tokenizer.json`, and as bytes by id for the stand-in."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 
 from vllm_mlx_harmony.core import vocab
@@ -70,15 +67,31 @@ def token_table(ranks: Ranks) -> bytes:
 def tokenizer_json(ranks: Ranks) -> str:
     """The vocabulary in the format of Hugging Face's `tokenizers`: byte-level BPE.
 
-    Every way to cut a token in two known tokens is a merge of that token's rank: tiktoken merges
-    any two neighbours that make a token, lowest rank first.
+    tiktoken merges any two neighbours that make a token, lowest rank first. So every way to cut a
+    token in two known tokens is a merge with that token's rank.
     """
-    merges = [(spell(left), spell(right)) for left, right in _merges(ranks)]
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
+        known.sort(key=lambda cut: (ranks[cut[0]], ranks[cut[1]]))
+        merges += [(spell(left), spell(right)) for left, right in known]
     document = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(token) for token in range(len(ranks), VOCAB_SIZE)],
+        "added_tokens": [
+            {
+                "id": token,
+                "content": control_name(token),
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for token in range(len(ranks), VOCAB_SIZE)
+        ],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Sequence",
@@ -118,33 +131,10 @@ _BYTE_LEVEL = {
 }
 
 
-def _added(token: int) -> dict[str, object]:
-    return {
-        "id": token,
-        "content": control_name(token),
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-
-
-def _merges(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
-    for token in sorted(ranks, key=ranks.__getitem__):
-        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
-        yield from sorted(known, key=lambda cut: (ranks[cut[0]], ranks[cut[1]]))
-
-
-def _alphabet() -> str:
-    """A printable character per byte: GPT-2's alphabet, which byte-level BPE is written in."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
-
-
-_ALPHABET = dict(enumerate(_alphabet()))
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = iter(range(256, 512))
+_ALPHABET = {byte: byte if byte in _PRINTABLE else next(_OTHERS) for byte in range(256)}
+"""A printable character for each byte: GPT-2's alphabet, in which byte-level BPE is written."""
 
 
 def spell(token: bytes) -> str:

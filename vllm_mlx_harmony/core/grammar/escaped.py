@@ -33,12 +33,8 @@ class NotExpressible(ValueError):
     """A construct that cannot be rewritten. The message names it."""
 
 
-def in_json(text: str) -> str:
-    """``text`` as JSON writes it inside a string."""
-    return "".join(map(_word, text))
-
-
 def _word(character: str) -> str:
+    """``character`` as JSON writes it inside a string."""
     if character not in _SPECIAL:
         return character
     short = _SHORT.get(character)
@@ -179,7 +175,11 @@ class _Writing:
         for lexeme in lexemes:
             kind, text = lexeme.lastgroup, lexeme.group()
             if kind in ("cased", "string"):
-                yield _literal(lexeme)
+                literal = _read(lexeme["string"])
+                if lexeme["cased"]:
+                    yield self.regex(re.escape(literal), "i")
+                else:
+                    yield json.dumps("".join(map(_word, literal)), ensure_ascii=False)
             elif kind in ("flags", "regex"):
                 yield self.regex(lexeme["regex"][1:-1].replace(r"\/", "/"), lexeme["flags"])
             elif kind == "range":
@@ -224,14 +224,6 @@ def _read(literal: str) -> str:
     except ValueError as error:
         raise NotExpressible(f"the string {literal} in a Lark grammar") from error
     return str(text)
-
-
-def _literal(lexeme: re.Match[str]) -> str:
-    text = _read(lexeme["string"])
-    if not lexeme["cased"]:
-        return json.dumps(in_json(text), ensure_ascii=False)
-    written = "".join(Rewriting(re.escape(text), "i").pieces())
-    return f"/{between_slashes(written)}/"
 
 
 _NUMBER = r"(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+"

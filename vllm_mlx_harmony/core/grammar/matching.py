@@ -45,15 +45,11 @@ class _Vocabulary:
         return vocab.encode(text)
 
 
-def prepare() -> None:
-    """Builds the tokenizer in advance, such as while a model loads (1–2 s of one core).
+def prepare() -> LLTokenizer:
+    """The tokenizer, which takes 1 to 2 s of one core to build: call it while a model loads.
 
     Thread-safe. Raises what ``vocab.encoding`` raises, and ``ImportError`` without llguidance.
     """
-    _prepared()
-
-
-def _prepared() -> LLTokenizer:
     global _tokenizer
     if _tokenizer is None:
         with _lock:
@@ -96,7 +92,7 @@ def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
         # An object with n optional properties takes 4n items. Errors are logged, so they must not
         # quote the output.
         limits = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)
-        matcher = LLMatcher(_prepared(), grammar.text, log_level=0, limits=limits)
+        matcher = LLMatcher(prepare(), grammar.text, log_level=0, limits=limits)
         if matcher.is_error():
             problem = matcher.get_error().partition("\n")[0]
             problem = "they are too large" if "panic" in problem else problem

@@ -253,24 +253,17 @@ def _integer() -> str:
 INTEGER = _integer()
 
 
-def at_least(bound: Decimal, *, strictly: bool = False) -> str:
-    """Numbers that are not less than ``bound``, nor equal to it if ``strictly``."""
-    if bound <= 0:
-        positive = rf"{_UNSIGNED}" if bound < 0 or not strictly else _nonzero("")
-        zero = "" if bound == 0 and strictly else rf"|-{_ZERO}"
-        negative = "" if bound == 0 else f"|{_scaled(-bound, strictly, '-', below=True)}"
-        return f"(?:{positive}{zero}{negative})"
-    return _scaled(bound, strictly, "", below=False)
-
-
-def at_most(bound: Decimal, *, strictly: bool = False) -> str:
-    """Numbers that are not greater than ``bound``, nor equal to it if ``strictly``."""
-    if bound >= 0:
-        negative = f"-{_UNSIGNED}" if bound > 0 or not strictly else _nonzero("-")
-        zero = "" if bound == 0 and strictly else f"|{_ZERO}"
-        positive = "" if bound == 0 else f"|{_scaled(bound, strictly, '', below=True)}"
-        return f"(?:{negative}{zero}{positive})"
-    return _scaled(-bound, strictly, "-", below=False)
+def bounded(bound: Decimal, *, is_least: bool, strictly: bool) -> str:
+    """Numbers that are not less than ``bound`` (not greater, unless ``is_least``), nor equal to it
+    if ``strictly``."""
+    unlimited, limited = ("", "-") if is_least else ("-", "")  # the sign of numbers without a bound
+    below_zero = -bound if is_least else bound  # how far the other numbers reach
+    if below_zero < 0:
+        return _scaled(-below_zero, strictly, unlimited, below=False)
+    forms = [unlimited + (_NONZERO if strictly and not bound else _UNSIGNED)]
+    forms += [] if strictly and not bound else [limited + _ZERO]
+    forms += [_scaled(below_zero, strictly, limited, below=True)] if bound else []
+    return f"(?:{'|'.join(forms)})"
 
 
 def equal_to(value: Decimal) -> str:
@@ -292,9 +285,7 @@ _ZERO = r"0(?:\.0+)?(?:[eE][-+]?[0-9]{1,3})?"
 _UNSIGNED = NUMBER.removeprefix("-?")
 
 
-def _nonzero(sign: str) -> str:
-    digits = r"(?:[1-9][0-9]*(?:\.[0-9]+)?|0\.0*[1-9][0-9]*)"
-    return rf"{sign}{digits}(?:[eE][-+]?[0-9]{{1,2}})?"
+_NONZERO = r"(?:[1-9][0-9]*(?:\.[0-9]+)?|0\.0*[1-9][0-9]*)(?:[eE][-+]?[0-9]{1,2})?"
 
 
 def _power(exponent: int) -> str:

@@ -214,8 +214,7 @@ class _Bound:
 
     @property
     def pattern(self) -> str:
-        compared = spellings.at_least if self.is_least else spellings.at_most
-        return compared(self.value, strictly=self.strictly)
+        return spellings.bounded(self.value, is_least=self.is_least, strictly=self.strictly)
 
 
 @dataclass(frozen=True, slots=True)
