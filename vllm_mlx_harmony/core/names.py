@@ -49,15 +49,10 @@ class Names:
     builtin: tuple[str, ...] = ()
     server: tuple[str, ...] = ()
     _declared: Mapping[str, str] = field(init=False)
-    _recipients: Mapping[str, str] = field(init=False, repr=False, compare=False)
-    _served: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         inverse = {alias: name for name, alias in self.aliases.items()}
-        recipients = {name: _PREFIX + alias for name, alias in self.aliases.items()}
         object.__setattr__(self, "_declared", inverse)
-        object.__setattr__(self, "_recipients", recipients)
-        object.__setattr__(self, "_served", frozenset(map(_namespace, self.server)))
 
     @classmethod
     def of(cls, turn: Turn) -> Names:
@@ -94,10 +89,8 @@ class Names:
 
     def recipient(self, name: str) -> str:
         """The recipient that addresses the tool: ``functions.NAME``, or a built-in's own name."""
-        known = self._recipients.get(name)  # looked up for every call and result of a history
-        if known is None:
-            return name if _namespace(name) in self.builtin else _PREFIX + name
-        return known
+        is_builtin = name not in self.aliases and _namespace(name) in self.builtin
+        return name if is_builtin else _PREFIX + self.alias(name)
 
     def addressee(self, recipient: str) -> str:
         """The declared name of the tool that ``recipient`` addresses; empty if it is not a tool.
@@ -134,19 +127,19 @@ class Names:
             return bare, False
         if _namespace(recipient) in self.builtin:
             return recipient, False
-        if _namespace(bare) in self._served:
+        if _namespace(bare) in map(_namespace, self.server):
             return bare, True
         if bare in self.aliases:
             return bare, False
-        like = [name for alias, name in self._declared.items() if _like(alias) == _like(recipient)]
+
+        def bared(name: str) -> str:
+            return name.casefold().removeprefix(_PREFIX).strip("_-")
+
+        like = [name for alias, name in self._declared.items() if bared(alias) == bared(recipient)]
         if like:
             return (like[0] if len(like) == 1 else ""), False
         like = [name for name in self.server if bare and name.partition(".")[2] == bare]
         return (like[0], True) if len(like) == 1 else ("", False)
-
-
-def _like(name: str) -> str:
-    return name.casefold().removeprefix(_PREFIX).strip("_-")
 
 
 def _namespace(name: str) -> str:
@@ -170,28 +163,23 @@ def _aliases(declared: Sequence[str], later: Mapping[str, bool]) -> dict[str, st
     ``later`` tells of each name whether it is declared. A trained tool that is not declared was
     called by its own name.
     """
-    taken = {name for name in declared if _is_carryable(name) and not _is_trained(name)}
+    unchanged = {name for name in declared if _is_carryable(name) and not _is_trained(name)}
+    taken = set(unchanged)
     numbers: dict[str, int] = {}
-    aliases = {
-        name: name if name in taken else _alias(_untrained(name), taken, numbers)
-        for name in declared
-    }
-    for name, declares in later.items():
-        if name not in aliases:
-            aliases[name] = _alias(_untrained(name) if declares else name, taken, numbers)
+    aliases: dict[str, str] = {}
+    for name, declares in (*((each, True) for each in declared), *later.items()):
+        if name in aliases:
+            continue
+        similar = name
+        if declares and _is_trained(name):
+            similar = name.replace(".", "_") if "." in name else f"{name}_tool"
+        aliases[name] = name if name in unchanged else _alias(similar, taken, numbers)
     return aliases
 
 
 def _is_trained(name: str) -> bool:
     """Whether gpt-oss would mistake a function of that name for a tool it was trained with."""
     return _namespace(name) in _TRAINED or name in _LIKE_TRAINED
-
-
-def _untrained(name: str) -> str:
-    """``name``, or a different one if it is that of a trained tool."""
-    if not _is_trained(name):
-        return name
-    return name.replace(".", "_") if "." in name else f"{name}_tool"
 
 
 def _alias(name: str, taken: set[str], numbers: dict[str, int]) -> str:

@@ -17,21 +17,18 @@ with ``L`` for letters (``U`` upper case, ``l`` lower case), ``M`` for marks and
 so words, signs and white space can be as long as the text, and scripts without spaces (Thai, Lao,
 Khmer, Japanese, Chinese) make long words of ordinary sentences.
 
-What follows from it is this file:
+A text may be cut where a pre-token ends, provided that its first part would end there by itself.
+Only (5) looks beyond a pre-token, so this excludes nothing but white space other than a line end
+before something else.
 
-- Two encodings in a row are the encoding of the whole if the cut between them is where pre-tokens
-  end, and if what is left of it would end there, too, were it alone. Only (5) looks beyond a
-  pre-token, so that is any end of one, but where white space other than a line end comes before
-  something that is not white space.
-- Between some two characters there is such a cut whatever stands around them: a *seam*. Every space
-  behind a word is one. Ordinary text has one every few characters, and is cut there.
-- Where there is none for ``LONGEST`` characters, the expression itself says where pre-tokens end.
-  It is run over kinds of characters instead of characters (``re`` has no ``\\p{L}``), each of its
-  repetitions at most ``LONGEST`` times: that finds all pre-tokens that are no longer, and no step
-  takes longer than that.
-- **The difference**: a pre-token of more than ``LONGEST`` characters is encoded in parts of that
-  length, and so is not always in the tokens it would have whole; nor is the one behind it. Beside
-  such a run, characters that are newer than this Python's Unicode count as signs.
+- Between some two characters there is such a cut in any context, such as after a word before a
+  space. Ordinary text has one every few characters, and is cut there.
+- Where there is none for ``LONGEST`` characters, the expression itself finds the pre-tokens. ``re``
+  has no ``\\p{L}``, so it runs over kinds of characters. Each of its repetitions is limited to
+  ``LONGEST``, which bounds the time of a step and still finds all pre-tokens that are no longer.
+- **The difference**: a longer pre-token is encoded in parts, which may give it and its successor
+  other tokens. Near such a run, characters that are newer than this Python's Unicode count as
+  signs.
 """
 
 from __future__ import annotations

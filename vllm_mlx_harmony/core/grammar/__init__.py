@@ -81,32 +81,17 @@ of the grammar, since they are no property of a text: see ``core.reasoning``.
 
 from __future__ import annotations
 
-from vllm_mlx_harmony.core.grammar.json_schema import Check, compile_error, with_compact_json
-from vllm_mlx_harmony.core.grammar.language import Grammar, Policy, grammar_of
-from vllm_mlx_harmony.core.grammar.matching import (
-    WORDS,
-    Compiled,
-    Mask,
-    Matcher,
-    NotCompiled,
-    compiled,
-    prepare,
-    remembered,
-)
-
-__all__ = [
-    "WORDS",
-    "Check",
-    "Compiled",
-    "Grammar",
-    "Mask",
-    "Matcher",
-    "NotCompiled",
-    "Policy",
-    "compile_error",
-    "compiled",
-    "grammar_of",
-    "prepare",
-    "remembered",
-    "with_compact_json",
-]
+from vllm_mlx_harmony.core.grammar.json_schema import Check as Check
+from vllm_mlx_harmony.core.grammar.json_schema import compile_error as compile_error
+from vllm_mlx_harmony.core.grammar.json_schema import with_compact_json as with_compact_json
+from vllm_mlx_harmony.core.grammar.language import Grammar as Grammar
+from vllm_mlx_harmony.core.grammar.language import Policy as Policy
+from vllm_mlx_harmony.core.grammar.language import grammar_of as grammar_of
+from vllm_mlx_harmony.core.grammar.matching import WORDS as WORDS
+from vllm_mlx_harmony.core.grammar.matching import Compiled as Compiled
+from vllm_mlx_harmony.core.grammar.matching import Mask as Mask
+from vllm_mlx_harmony.core.grammar.matching import Matcher as Matcher
+from vllm_mlx_harmony.core.grammar.matching import NotCompiled as NotCompiled
+from vllm_mlx_harmony.core.grammar.matching import compiled as compiled
+from vllm_mlx_harmony.core.grammar.matching import prepare as prepare
+from vllm_mlx_harmony.core.grammar.matching import remembered as remembered

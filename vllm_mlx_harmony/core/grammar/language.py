@@ -283,16 +283,12 @@ class _Writer:
         if syntax.kind == "regex":
             pattern = {"type": "string", "pattern": f"^(?:{syntax.definition})$"}
             return self.json(_with_input(pattern), tool.strict, what, tool.where)
-        try:
-            return self.compiled_syntax(syntax, as_input=True)
-        except escaped.NotExpressible as error:
-            problem = f"{what}: {error} cannot be enforced"
-            self.report(problem, tool.strict, tool.where, can_be_relaxed=False)
-            return self.json(_with_input({"type": "string"}), False, "", tool.where)
+        rule = self.syntax(syntax, what, tool.strict, tool.where, as_input=True)
+        return rule or self.json(_with_input({"type": "string"}), False, "", tool.where)
 
     def body(self, requested: ResponseFormat | None) -> None:
         """The rule of the final answer."""
-        what, body = "the response format", "text"
+        what, body = "the response format", ""
         if requested is not None and requested.syntax is None:
             body = self.json(
                 requested.schema,
@@ -302,12 +298,9 @@ class _Writer:
                 can_be_relaxed=not requested.strict_implied,
             )
         elif requested is not None and requested.syntax is not None:
-            try:
-                body = self.compiled_syntax(requested.syntax, as_input=False)
-            except escaped.NotExpressible as error:
-                problem = f"{what}: {error} cannot be enforced"
-                self.report(problem, requested.strict, requested.where, can_be_relaxed=False)
-        self.rule("body", body)
+            syntax, strict = requested.syntax, requested.strict
+            body = self.syntax(syntax, what, strict, requested.where, as_input=False)
+        self.rule("body", body or "text")
 
     def json(
         self,
@@ -351,33 +344,38 @@ class _Writer:
             raise RequestError(f"{problem}{hint}", param=where)
         self._notes.append(f"{problem}; everything else is")
 
-    def compiled_syntax(self, syntax: Syntax, *, as_input: bool) -> str:
+    def syntax(self, syntax: Syntax, what: str, strict: bool, where: str, *, as_input: bool) -> str:
         """The rule of a text that matches ``syntax``, by itself or ``as_input`` within the JSON of
-        a freeform tool: ``{"input": "…"}``. Raises ``NotExpressible``."""
+        a freeform tool: ``{"input": "…"}``. Empty if it cannot be enforced."""
         key = self._turn.tenant, syntax, as_input
         rule = _syntaxes.get(key)
-        if rule is not None:
-            return rule
-        if as_input:
-            for written in escaped.lark(syntax.definition):
-                if "R_START" in written:
-                    start = "start: ALL\nALL: OPENING R_START CLOSING"
-                else:
-                    start = "start: OPENING r_start CLOSING"
-                rule = f"%lark {{\n{start}{_INPUT}{written}\n}}"
-                if not self._check(f"start: {rule}"):
-                    break
-            else:
-                problem = "a Lark grammar that is recursive or that llguidance rejects"
-                raise escaped.NotExpressible(problem)
-        else:
-            if syntax.kind == "regex":
-                rule = f"/{escaped.between_slashes(syntax.definition)}/"
-            else:
-                rule = f"%lark {{\n{escaped.plain_lark(syntax.definition)}\n}}"
-            if problem := self._check(f"start: {rule}"):
-                raise escaped.NotExpressible(f"its syntax ({problem})")
-        _syntaxes.put(key, rule, len(rule))
+        if rule is None:
+            try:
+                rule = self.rule_of_input(syntax) if as_input else self.rule_of_text(syntax)
+            except escaped.NotExpressible as error:
+                problem = f"{what}: {error} cannot be enforced"
+                self.report(problem, strict, where, can_be_relaxed=False)
+                return ""
+            _syntaxes.put(key, rule, len(rule))
+        return rule
+
+    def rule_of_input(self, syntax: Syntax) -> str:
+        for written in escaped.lark(syntax.definition):
+            start = "start: OPENING r_start CLOSING"
+            if "R_START" in written:
+                start = "start: ALL\nALL: OPENING R_START CLOSING"
+            rule = f"%lark {{\n{start}{_INPUT}{written}\n}}"
+            if not self._check(f"start: {rule}"):
+                return rule
+        problem = "a Lark grammar that is recursive or that llguidance rejects"
+        raise escaped.NotExpressible(problem)
+
+    def rule_of_text(self, syntax: Syntax) -> str:
+        rule = f"/{escaped.between_slashes(syntax.definition)}/"
+        if syntax.kind != "regex":
+            rule = f"%lark {{\n{escaped.plain_lark(syntax.definition)}\n}}"
+        if problem := self._check(f"start: {rule}"):
+            raise escaped.NotExpressible(f"its syntax ({problem})")
         return rule
 
 
