@@ -220,7 +220,7 @@ LEGS: tuple[Leg, ...] = (
         without=("vllm-mlx", "fastapi"),
         present=("mlx", "mlx-lm", "openai-harmony"),
         absent=("vllm-mlx", "fastapi"),
-        commands=((*PYTEST, "tests/engine"),),
+        commands=((*PYTEST, "tests/engine", "-m", "not once"),),
     ),
     Leg(
         name="ai-sdk",
@@ -246,7 +246,7 @@ LEGS: tuple[Leg, ...] = (
         without=WITHOUT_HOST,
         present=("starlette", "openai", "anthropic", "uvicorn", "pytest-xdist", "mcp"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "-n", "2", "tests/gateway"),),
+        commands=((*PYTEST, "-n", "3", "tests/gateway"),),  # half of their time is waiting
         runners=("ubuntu-latest", "macos-14"),
     ),
     Leg(

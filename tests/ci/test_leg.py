@@ -54,6 +54,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def remove(path: Path, **options: Any) -> None:
         path.unlink() if path.is_symlink() else rmtree(path, **options)
 
+    monkeypatch.setattr(leg, "find_uv", lambda: "uv")  # it would be installed
     monkeypatch.setattr(leg, "install", install)
     monkeypatch.setattr(leg.shutil, "rmtree", remove)
     return made
@@ -183,6 +184,7 @@ def test_what_cannot_run_here_fails_in_ci(
     build: Path, monkeypatch: pytest.MonkeyPatch, ci: str, result: str, missing: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(leg, "find_uv", lambda: "false")  # it installs no Python
     assert run(legs.Leg("x", "a leg", (), (), **missing)).result == result
 
 

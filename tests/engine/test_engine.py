@@ -138,6 +138,7 @@ def test_prompts_may_be_cut_anywhere(tiny: Path, run: Run, chunk: int) -> None:
         engine.close()
 
 
+@pytest.mark.once
 def test_long_and_short_ones_do_not_share_a_batch(tiny_engine: MlxEngine, run: Run) -> None:
     """Padding would take the memory of the long one twice."""
     long, short = words(1, 3500), words(2, 5)
@@ -546,6 +547,7 @@ class Watched:
         return self.model(ids, cache=cache)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "limits",
     [
@@ -587,6 +589,7 @@ def test_nothing_exceeds_its_limit(
 # --- Memory.
 
 
+@pytest.mark.once
 def test_what_would_not_fit_waits_until_it_does(tiny: Path, run: Run) -> None:
     engine = opened(tiny)
     try:
@@ -683,6 +686,7 @@ def test_rows_of_a_batch_are_reused_too(tiny: Path, run: Run) -> None:
         engine.close()
 
 
+@pytest.mark.once
 def test_the_prefix_cache_gives_way_to_a_request(tiny: Path, run: Run) -> None:
     engine = opened(tiny, cache=reusing())
     try:

@@ -241,6 +241,7 @@ def test_forgotten_owners_leave_nothing() -> None:
     assert tree.counters().nbytes == 20
 
 
+@pytest.mark.once
 def test_deep_conversations_need_no_stack() -> None:
     tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     deep = sys.getrecursionlimit() + 100

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,10 @@ def test_a_clients_own_time_limit_takes_no_engine_down(stream: bool) -> None:
 def test_a_prompt_that_takes_long_is_waited_for() -> None:
     """An engine that sends ids to others is not silent, however long one request waits."""
     with ExitStack() as stack:
-        slow = FakeEngine("vllm", SCRIPTS, pause=0.1)
+        slow = FakeEngine("vllm", SCRIPTS)
         setting = Setting(stack, slow, FakeEngine("vllm", SCRIPTS), timeout=60.0)
         first, second = setting.home(2)
+        slow.pause = 0.1
         slow.scripts["Question"] = "<|channel|>final<|message|>" + "word " * 60 + "<|return|>"
         slow.faults[:] = [Fault(), Fault(then="wait", after=0)]
         slow.waits = 4.0  # twice the patience, in which the other answer goes on
@@ -202,9 +204,10 @@ def test_what_a_request_causes_counts_against_no_engine(fault: Fault, status: in
 @pytest.mark.parametrize(("fault", "status"), CAUSED.values(), ids=CAUSED)
 def test_what_an_engine_causes_counts_against_it(fault: Fault, status: int) -> None:
     """Another one answers: the first was at fault, and its probe fails, too."""
+    rule = replace(QUICK, probe_every=0.2)
     with ExitStack() as stack:
         engines = [FakeEngine("vllm", SCRIPTS) for _ in range(3)]
-        setting = Setting(stack, *engines)
+        setting = Setting(stack, *engines, rule=rule)
         number, *_ = setting.home(1)
         engines[0].faults[:], engines[0].trial_faults[:] = [fault] * 50, [fault] * 50
         assert setting.ask([number] * 4, at_once=False) == [200] * 4
