@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ import httpx
 from bench_table import Row, printed
 
 from vllm_mlx_harmony import _startup, standin
-from vllm_mlx_harmony.cli.process import ADDRESS, environment, free_port, stop
+from vllm_mlx_harmony.cli.process import ADDRESS, command, serving
 from vllm_mlx_harmony.core import render, vocab
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import chat
@@ -36,7 +35,6 @@ GOAL = 0.97
 TOKENS = {1: 96, 8: 32}
 """Of each answer, by the number of streams."""
 ENGINES = {"simple": (), "batched": ("--continuous-batching",)}
-STARTING = 180.0
 
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
 NUCLEUS = {"temperature": 1.0, "top_p": 0.9}
@@ -77,7 +75,7 @@ def measured(
     model: Path, engine: str, settings: Sequence[str], counts: Sequence[int], runs: int
 ) -> Iterator[Row]:
     """A row for each number of streams and each way to sample."""
-    with serving(model, engine, False) as host, serving(model, engine, True) as plugin:
+    with server(model, engine, False) as host, server(model, engine, True) as plugin:
         for streams in counts:
             for name in settings:
                 if name == "mixed" and streams == 1:
@@ -189,38 +187,21 @@ async def answer(
 
 
 @contextmanager
-def serving(model: Path, engine: str, plugged: bool) -> Iterator[str]:
+def server(model: Path, engine: str, plugged: bool) -> Iterator[str]:
     """The host with or without the plugin, as a process; its base URL."""
-    port = free_port()
-    flag = ["--tool-call-parser", "harmony"] if plugged else []
-    module = [_startup.HOST] if _startup.registered() or not plugged else ["vllm_mlx_harmony"]
-    command = [sys.executable, "-m", *module, "serve", str(model), *flag, *ENGINES[engine]]
-    with tempfile.TemporaryDirectory() as home:
-        log = Path(home, "log")
-        with log.open("wb") as printing:
-            process = subprocess.Popen(
-                [*command, "--served-model-name", "tiny", "--host", ADDRESS, "--port", str(port)],
-                stdout=printing,
-                stderr=subprocess.STDOUT,
-                env=environment(Path(home)),
-            )
-        try:
-            until_ready(process, f"http://{ADDRESS}:{port}", log)
-            yield f"http://{ADDRESS}:{port}"
-        finally:
-            stop(process)
+    flags = ("--served-model-name", "tiny", *ENGINES[engine])
+    made = command if plugged else without_plugin
+    with (
+        tempfile.TemporaryDirectory() as home,
+        serving(model, Path(home), flags, command=made) as running,
+    ):
+        yield f"http://{ADDRESS}:{running.port}"
 
 
-def until_ready(process: subprocess.Popen[bytes], base_url: str, log: Path) -> None:
-    """Returns when the server answers. Raises ``RuntimeError`` with its log when it does not."""
-    until = time.monotonic() + STARTING
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            if httpx.get(f"{base_url}/health", timeout=5).is_success:
-                return
-        except httpx.HTTPError:
-            time.sleep(0.2)
-    raise RuntimeError(log.read_text("utf-8", "replace")[-4000:])
+def without_plugin(model: Path, port: int, flags: Sequence[str]) -> list[str]:
+    """The host's own command."""
+    where = ("--host", ADDRESS, "--port", str(port))
+    return [sys.executable, "-m", _startup.HOST, "serve", str(model), *where, *flags]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -52,7 +52,11 @@ def command(model: Path, port: int, flags: Sequence[str]) -> list[str]:
 
 @contextmanager
 def serving(
-    model: Path, home: Path, flags: Sequence[str] = (), env: Mapping[str, str] | None = None
+    model: Path,
+    home: Path,
+    flags: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    command: Callable[[Path, int, Sequence[str]], list[str]] = command,
 ) -> Iterator[Running]:
     """Runs a server of ``model``, and stops it at the end of the block.
 

@@ -34,7 +34,7 @@ from vllm_mlx_harmony.gateway.access_log import Access, logged
 from vllm_mlx_harmony.gateway.engines import http as engine_http
 from vllm_mlx_harmony.gateway.engines.detection import detect, first_id, get
 from vllm_mlx_harmony.gateway.engines.http import EngineSilent, EngineUnavailable, HttpEngine
-from vllm_mlx_harmony.gateway.limits import Keys, RateLimit
+from vllm_mlx_harmony.gateway.limits import RateLimit, digest
 from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
 from vllm_mlx_harmony.gateway.router import NOT_FOUND, Backend, Fleet, FleetEngine
 from vllm_mlx_harmony.gateway.routing import Health, Rule
@@ -75,7 +75,7 @@ class Gateway:
         self.settings = settings
         self.fleet = Fleet(settings.model, settings.engines, rule, limit=settings.timeout)
         self.metrics = Metrics(self.fleet)
-        self._keys = Keys(settings.keys)
+        self._keys = _digests(settings)
         self._limit = RateLimit(settings.rate_limit)
         self._created = int(time.time())
         self.toolbox = _toolbox(settings)
@@ -95,7 +95,7 @@ class Gateway:
                 "%s: changed, but this takes effect only after a restart", ", ".join(changed)
             )
         self.settings = replace(settings, **kept)
-        self._keys = Keys(settings.keys)
+        self._keys = _digests(settings)
         self._limit.limit = settings.rate_limit
         self.fleet.limit = self.settings.timeout
         self.fleet.update(settings.engines)
@@ -159,7 +159,7 @@ class Gateway:
         if not self._keys:
             return
         scheme, _, key = connection.headers.get("authorization", "").partition(" ")
-        name = self._keys.name_of(key.strip(" \t")) if scheme.lower() == "bearer" else None
+        name = self._keys.get(digest(key.strip(" \t"))) if scheme.lower() == "bearer" else None
         if access := access_log.current.get():
             access.key = name
         if name is None:
@@ -207,6 +207,11 @@ class Gateway:
     def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
         transport: asyncio.WriteTransport | None = connection.scope.get(_TRANSPORT)
         return transport
+
+
+def _digests(settings: GatewaySettings) -> dict[bytes, str]:
+    """The names of the API keys by their digests."""
+    return {digest(key): name for name, key in settings.keys}
 
 
 def _toolbox(settings: GatewaySettings) -> Toolbox | None:
@@ -258,7 +263,7 @@ class _Outer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            answer = _OWN.get(scope["path"])
+            answer = ENDPOINTS.get(scope["path"])
             if answer is not None and scope["method"] in ("GET", "HEAD"):
                 await answer(self.host)(scope, receive, send)
                 return
@@ -290,10 +295,18 @@ class _Outer:
             stack.push_async_callback(stopped, watching)
             # Engines are detected before it listens, so that first requests need no retry.
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(_probed(self.host.fleet), timeout=10.0)
-            _log_unusable(self.host.fleet)
+                await asyncio.wait_for(self._all_probed(), timeout=10.0)
+            engines = self.host.fleet.backends
+            if all(each.engine is None and each.problem != NOT_FOUND for each in engines):
+                problems = "".join(f"\n  {each.spec.url}: {each.problem}" for each in engines)
+                logger.error("no engine can be used; until one can, requests get 503:%s", problems)
             set_aside()
             yield
+
+    async def _all_probed(self) -> None:
+        """Returns once every engine has been probed."""
+        while any(each.problem == NOT_FOUND for each in self.host.fleet.backends):
+            await asyncio.sleep(0.02)
 
     def _reloaded(self, reload: Reload) -> None:
         """On SIGHUP: applies the engines, keys, limits and defaults of the reloaded settings."""
@@ -301,19 +314,6 @@ class _Outer:
             self.host.reload(reload())
         except HostError as error:
             logger.error("the settings were not reloaded: %s", error.message)
-
-
-async def _probed(fleet: Fleet) -> None:
-    """Returns once every engine has been probed."""
-    while any(each.engine is None and each.problem == NOT_FOUND for each in fleet.backends):
-        await asyncio.sleep(0.02)
-
-
-def _log_unusable(fleet: Fleet) -> None:
-    """Logs at the start that no request can be answered, and what each engine lacks."""
-    if all(each.engine is None and each.problem != NOT_FOUND for each in fleet.backends):
-        problems = "".join(f"\n  {each.spec.url}: {each.problem}" for each in fleet.backends)
-        logger.error("no engine can be used; until one can, requests get 503:%s", problems)
 
 
 async def watch(http: ClientSession, fleet: Fleet) -> None:
@@ -372,30 +372,30 @@ async def _generates(backend: Backend, engine: HttpEngine) -> None:
             raise
 
 
-def _health(host: Gateway) -> Response:
+def health(host: Gateway) -> Response:
     server = "vllm-mlx-harmony gateway"
     return JSONResponse({"status": "ok", "server": server, "model": host.settings.model})
 
 
-def _ready(host: Gateway) -> Response:
+def ready(host: Gateway) -> Response:
     engines = [
         {"url": each.spec.url, "up": each.up, "health": each.health, "problem": each.problem}
         for each in host.fleet.backends
     ]
     ending = rejection() is not None
-    ready = not ending and any(each["up"] for each in engines)
-    status = "draining" if ending else "ready" if ready else "no engine is up"
-    return JSONResponse({"status": status, "engines": engines}, 200 if ready else 503)
+    is_ready = not ending and any(each["up"] for each in engines)
+    status = "draining" if ending else "ready" if is_ready else "no engine is up"
+    return JSONResponse({"status": status, "engines": engines}, 200 if is_ready else 503)
 
 
-def _metrics(host: Gateway) -> Response:
+def metrics(host: Gateway) -> Response:
     return Response(host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-_OWN: dict[str, Callable[[Gateway], Response]] = {
-    "/health": _health,
-    "/ready": _ready,
-    "/metrics": _metrics,
+ENDPOINTS: dict[str, Callable[[Gateway], Response]] = {
+    "/health": health,
+    "/ready": ready,
+    "/metrics": metrics,
 }
 
 

@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from hashlib import sha256
 
 MINUTE = 60.0
 
 
-class Keys:
-    """The API keys of a gateway and their names; empty if none is required."""
-
-    def __init__(self, named: Iterable[tuple[str, str]]) -> None:
-        self._names = {_digest(key): name for name, key in named}
-
-    def __bool__(self) -> bool:
-        return bool(self._names)
-
-    def name_of(self, key: str) -> str | None:
-        """The name of a key; ``None`` for an unknown one."""
-        return self._names.get(_digest(key))
+def digest(key: str) -> bytes:
+    """A digest of an API key."""
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 class RateLimit:
@@ -50,7 +40,3 @@ class RateLimit:
         """Uncounts the last request, which another limit has rejected."""
         if self.limit and self._times[tenant]:
             self._times[tenant].pop()
-
-
-def _digest(key: str) -> bytes:
-    return sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -375,7 +375,11 @@ class FleetEngine:
             backend.failed(error.message)
         else:
             backend.doubt()
-            if any(_alike(each, error) for _, each in held_back):
+            answered = getattr(error, "answered", 0)
+            if any(
+                type(each) is type(error) and getattr(each, "answered", 0) == answered
+                for _, each in held_back
+            ):
                 held_back.clear()
                 return True
             held_back.append((backend, error))
@@ -396,9 +400,3 @@ class FleetEngine:
             backend.failed(f"it generated nothing for {waited:.0f} seconds")
         elif silence >= SHORT_SECONDS:
             backend.doubt()
-
-
-def _alike(one: HarmonyFailure, other: HarmonyFailure) -> bool:
-    """Whether two engines failed in the same way."""
-    answered = [getattr(each, "answered", 0) for each in (one, other)]
-    return type(one) is type(other) and answered[0] == answered[1]

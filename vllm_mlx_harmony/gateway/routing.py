@@ -188,16 +188,11 @@ class Routing(Generic[E]):
         self, engines: Iterable[E], rule: Rule | None = None, *, name: Callable[[E], str] = str
     ) -> None:
         """All ``engines`` are up. The names of engines that are up must be unique."""
-        self._rule = rule or Rule()
+        self.rule = rule or Rule()
         self._name = name
         self._engines = {engine: _Engine() for engine in engines}
-        self._went: ByteLRU[bytes, str] = ByteLRU(self._rule.remembered)
-        self._left: ByteLRU[bytes, str] = ByteLRU(self._rule.remembered)
-
-    @property
-    def rule(self) -> Rule:
-        """Its parameters."""
-        return self._rule
+        self._went: ByteLRU[bytes, str] = ByteLRU(self.rule.remembered)
+        self._left: ByteLRU[bytes, str] = ByteLRU(self.rule.remembered)
 
     def choose(
         self, conversation: bytes, loads: Mapping[E, int], excluded: Collection[E] = ()
@@ -214,16 +209,17 @@ class Routing(Generic[E]):
         }
         if not usable:
             return None
-        least = min(loads.get(engine, 0) for engine in usable.values())
         left = self._left.get(conversation)
         if left in usable and len(usable) > 1:
             del usable[left]
-            least = min(loads.get(engine, 0) for engine in usable.values())
+        rule, least = self.rule, min(loads.get(engine, 0) for engine in usable.values())
         last = self._went.get(conversation)
-        if last in usable and not self._overloaded(loads.get(usable[last], 0), least):
-            return Choice(usable[last], "prefix")
+        if last in usable:
+            load = loads.get(usable[last], 0)
+            if load - least <= rule.spread or load <= rule.ratio * least:
+                return Choice(usable[last], "prefix")
         why: Why = "new" if last is None else "moved"
-        room = least + self._rule.home_spread
+        room = least + rule.home_spread
         roomy = (name for name, engine in usable.items() if loads.get(engine, 0) <= room)
         return Choice(usable[max(roomy, key=lambda name: _weight(name, conversation))], why)
 
@@ -235,9 +231,6 @@ class Routing(Generic[E]):
     def left(self, conversation: bytes, engine: E) -> None:
         """Records that ``engine`` failed a turn: the next one goes to another engine."""
         self._left.put(conversation, self._name(engine), 1)
-
-    def _overloaded(self, load: int, least: int) -> bool:
-        return load - least > self._rule.spread and load > self._rule.ratio * least
 
     # --- Health
 
@@ -258,16 +251,16 @@ class Routing(Generic[E]):
         """
         known = self._engines.get(engine)
         if known is not None:
-            long = tokens >= self._rule.long
+            long = tokens >= self.rule.long
             last = known.paces if long else known.waits
             last.append(seconds / tokens if long else seconds)
-            if len(last) > self._rule.observed:
+            if len(last) > self.rule.observed:
                 last.popleft()
 
     def expected(self, engine: E, tokens: int) -> float:
         """Seconds within which a healthy engine with ``tokens`` to compute generates an id:
         ``slack`` times the usual time. Raises ``KeyError``."""
-        rule, own = self._rule, self._engines[engine]
+        rule, own = self.rule, self._engines[engine]
         others = [other for each, other in self._engines.items() if each != engine]
         wait = max(_median(own.waits), _median([_median(each.waits) for each in others]))
         pace = max(_median(own.paces), _median([_median(each.paces) for each in others]))
@@ -293,7 +286,7 @@ class Routing(Generic[E]):
 
     def silent(self, engine: E, now: float) -> None:
         """``engine`` generated nothing for longer than ``expected`` and ``Rule.patience``."""
-        self._failed(engine, now, count=self._rule.failures)
+        self._failed(engine, now, count=self.rule.failures)
 
     def _failed(self, engine: E, now: float, count: int = 1) -> None:
         """Counts a failure, or as many at once."""
@@ -301,8 +294,8 @@ class Routing(Generic[E]):
         if known is None or known.down:
             return
         known.failures += count
-        if known.failures >= self._rule.failures:
-            known.down, known.pause = True, self._rule.pause
+        if known.failures >= self.rule.failures:
+            known.down, known.pause = True, self.rule.pause
             known.probe_at = now + known.pause
 
     def due(self, now: float, probed: Collection[E] = ()) -> list[E]:
@@ -313,7 +306,7 @@ class Routing(Generic[E]):
         due: list[E] = []
         for engine, known in self._engines.items():
             if known.probe_at <= now and engine not in probed:
-                known.probe_at = now + (known.pause or self._rule.probe_every)
+                known.probe_at = now + (known.pause or self.rule.probe_every)
                 due.append(engine)
         return due
 
@@ -323,13 +316,13 @@ class Routing(Generic[E]):
         if known is None:  # removed while it was probed
             return
         if not well and known.down:
-            known.pause = min(2 * known.pause, self._rule.longest_pause)
+            known.pause = min(2 * known.pause, self.rule.longest_pause)
             known.probe_at = now + known.pause
         elif not well:
             self._failed(engine, now)
         else:
             if known.down:
-                known.probe_at = now + self._rule.probe_every
+                known.probe_at = now + self.rule.probe_every
             known.down, known.failures, known.pause, known.doubted = False, 0, 0.0, False
 
     def retry_after(self, now: float) -> float | None:
@@ -346,7 +339,7 @@ class Routing(Generic[E]):
 
     def add(self, engine: E, *, up: bool = True) -> None:
         """Adds an engine: up, or down until its first probe, which is due at once."""
-        new = _Engine() if up else _Engine(down=True, pause=self._rule.pause)
+        new = _Engine() if up else _Engine(down=True, pause=self.rule.pause)
         self._engines.setdefault(engine, new)
 
     def drain(self, engine: E) -> None:
