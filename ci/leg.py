@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Runs legs of the CI matrix in fresh virtual environments: `leg.py NAME…` or `leg.py all`.
 
-Three legs run at a time, unless `--jobs` says otherwise: that is for two processors, because tests
-of servers wait a part of their time. Legs that install the same share an environment. Nothing but
-this Python has to be there: uv, other versions of Python, and all packages, which bring Node.js and
-Redis, are installed below `build`. The legs themselves are in `legs.py`.
+Three legs run at a time unless `--jobs` is given, which suits two processors: tests of servers wait
+part of the time. Legs that install the same packages share an environment. Only this Python has to
+be installed: uv, other versions of Python and all packages, Node.js and Redis among them, are
+installed below `build`. The legs are defined in `legs.py`.
 
 Why not nox: its sessions cannot share an environment, it buffers the output of parallel sessions
-until they end, and on a fresh machine something would have to install it first.
+until they end, and on a fresh machine it would itself have to be installed first.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -41,7 +42,7 @@ PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a leg ended. ``why`` is empty when it passed."""
+    """The result of a leg. ``why`` is empty if it passed."""
 
     leg: str
     result: str
@@ -59,7 +60,7 @@ class CannotRun(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when no leg failed. With CI=true a leg that cannot run has failed, too."""
+    """Returns 0 if no leg failed. With CI=true, a leg that cannot run has failed."""
     parsed = _arguments(argv)
     if parsed.json:
         print(json.dumps(matrix()))
@@ -67,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.version_info < OLDEST:
         return _complain(f"Python {'.'.join(map(str, OLDEST))} or later is needed")
     legs = chosen(parsed.legs)
-    find_uv()  # once: two legs that install it at a time would be in each other's way
+    find_uv()  # before the legs, which would otherwise install it at the same time
     environments = Environments(legs, keep=parsed.keep)
-    # What is measured is measured alone, and a single leg has the terminal to itself.
+    # Measurements run alone, and a single leg has the terminal to itself.
     jobs = 1 if any(leg.alone for leg in legs) else min(parsed.jobs, len(legs))
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
         one = partial(run, environments=environments, prefixed=jobs > 1)
@@ -118,8 +119,8 @@ def matrix() -> list[dict[str, Any]]:
 
 
 class Environments:
-    """The environments of the legs of this run: each is made once, for the first leg that wants it,
-    and removed behind the last one, unless they are to be kept."""
+    """The environments of this run: each is created for the first leg that needs it and removed
+    after the last one, unless it is kept."""
 
     def __init__(self, legs: Sequence[Leg], *, keep: bool) -> None:
         self._keep = keep
@@ -128,7 +129,7 @@ class Environments:
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def prepare(self, leg: Leg) -> Path:
-        """The environment of a leg, made and checked. Raises ``LegFailed`` and ``CannotRun``."""
+        """Creates and checks the environment of a leg. Raises ``LegFailed`` and ``CannotRun``."""
         if platform.system() not in leg.systems:
             raise CannotRun(f"only on {' and '.join(leg.systems)}")
         name = environment_of(leg)
@@ -142,7 +143,7 @@ class Environments:
         return environment
 
     def ended(self, leg: Leg) -> None:
-        """A leg has no more use for its environment."""
+        """A leg no longer needs its environment."""
         name = environment_of(leg)
         with self._locks[name]:
             self._users[name] -= 1
@@ -151,9 +152,9 @@ class Environments:
 
 
 def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outcome:
-    """Has the environment made, checks that it is what the leg is about, runs the commands.
+    """Runs the commands of a leg in its environment.
 
-    With ``prefixed`` every line that a command prints begins with the leg's name.
+    With ``prefixed``, every line of their output begins with the leg's name.
     """
     began = time.monotonic()
     prefix = f"{leg.name:14} | " if prefixed else ""
@@ -180,12 +181,12 @@ def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outc
 
 
 def install(leg: Leg, environment: Path) -> None:
-    """Makes the environment and installs what the leg wants."""
+    """Creates the environment and installs the leg's packages."""
     uv, python = find_uv(), find_python(leg.python)
     BUILD.mkdir(parents=True, exist_ok=True)
     must([uv, "venv", "--quiet", "--python", python, str(environment)])
     overrides = BUILD / f"{environment.name}.overrides"
-    # An override replaces what anybody requires of a package: here, by nothing on any system.
+    # An override replaces all requirements of a package: here, by one for no system.
     overrides.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in leg.without))
     target = ["--python", str(environment / "bin" / "python"), "--override", str(overrides)]
     must([uv, "pip", "install", "--quiet", *target, *leg.install])
@@ -193,10 +194,10 @@ def install(leg: Leg, environment: Path) -> None:
 
 
 def share_bytecode(environment: Path) -> None:
-    """What one environment of a Python compiles of its packages, the others have.
+    """Shares the bytecode of packages between all environments of a Python.
 
-    Where their files are the same ones, as links to those of uv's cache are. Copies are younger
-    than what was compiled of another's: each would be compiled again and again.
+    Only if their files are hard links to uv's cache. Copies have modification times of their own,
+    so that each environment would compile them again.
     """
     (library,) = (environment / "lib").glob("python*")
     if not any(path.stat().st_nlink > 1 for path in library.glob("site-packages/*/__init__.py")):
@@ -210,21 +211,14 @@ def share_bytecode(environment: Path) -> None:
 
 
 def check(leg: Leg, environment: Path) -> None:
-    """That the environment is what the leg is about. Raises ``LegFailed``."""
-    names = [re.sub(r"[-_.]+", "-", name).lower() for name in installed(environment)]
+    """Raises ``LegFailed`` unless the environment has and lacks what the leg says."""
+    site_packages = map(str, (environment / "lib").glob("python*/site-packages"))
+    found = [each.metadata["Name"] for each in distributions(path=list(site_packages))]
+    names = [re.sub(r"[-_.]+", "-", name).lower() for name in found]
     missing = [name for name in leg.present if name not in names]
     surplus = [name for name in leg.absent if name in names]
     if missing or surplus:
         raise LegFailed(f"the environment is wrong: missing {missing}, surplus {surplus}")
-
-
-def installed(environment: Path) -> list[str]:
-    """Names of the distributions in an environment."""
-    script = "from importlib import metadata as m; print([d.name for d in m.distributions()])"
-    script = script.replace("d.name", "d.metadata['Name']")
-    python = str(environment / "bin" / "python")
-    listed = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
-    return re.findall(r"'([^']+)'", listed.stdout)
 
 
 def execute(
@@ -234,15 +228,15 @@ def execute(
     variables: Mapping[str, str] | None = None,
     prefix: str = "",
 ) -> str:
-    """Runs a command of a leg and returns why it failed, if it did; a skipped test is a failure."""
+    """Runs a command; returns why it failed, or an empty string. A skipped test is a failure."""
     is_pytest = "pytest" in command
     arguments = [*command, f"--junit-xml={report}"] if is_pytest else list(command)
     executable = environment / "bin" / command[0]
     own = {
         "VIRTUAL_ENV": str(environment),
         "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
-        # A server imports thousands of files: compiled each time, they are half of its start.
-        # Apart, so that an environment has nothing in it but what was installed.
+        # A server imports thousands of files, and compiling them would double its start. They are
+        # outside of the environment, which contains only what was installed.
         "PYTHONPYCACHEPREFIX": str(BUILD / "bytecode"),
     }
     unset = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
@@ -252,7 +246,7 @@ def execute(
         [str(executable), *arguments[1:]],
         cwd=REPOSITORY,
         env={**without, **own, **(variables or {})},
-        # Without a prefix it is a command like any other: the terminal is its own.
+        # Without a prefix, the command has the terminal to itself.
         stdout=subprocess.PIPE if prefix else None,
         stderr=subprocess.STDOUT if prefix else None,
         stdin=subprocess.DEVNULL if prefix else None,
@@ -264,7 +258,7 @@ def execute(
     if running.returncode != 0:
         return f"{' '.join(command)}: exit code {running.returncode}"
     skips = skipped(report) if is_pytest else []
-    return f"skipped what it is there to run: {'; '.join(skips)}" if skips else ""
+    return f"skipped tests: {'; '.join(skips)}" if skips else ""
 
 
 def cases(report: Path) -> list[ElementTree.Element]:
@@ -273,7 +267,7 @@ def cases(report: Path) -> list[ElementTree.Element]:
 
 
 def skipped(report: Path) -> list[str]:
-    """The tests of a JUnit report that were skipped, with the reasons. Expected failures ran."""
+    """The skipped tests of a JUnit report, with reasons. Expected failures are not skipped."""
     return [
         f"{case.get('classname')}.{case.get('name')} ({skip.text or skip.get('message')})"
         for case in cases(report)
@@ -312,7 +306,7 @@ VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 
 def find_python(version: str) -> str:
-    """The path of a Python of this version. Raises ``CannotRun`` when there is none."""
+    """The path of a Python of this version. Raises ``CannotRun`` if there is none."""
     for candidate in pythons(version):
         if answers([candidate, "-c", VERSION]) == version:
             return candidate
@@ -320,8 +314,8 @@ def find_python(version: str) -> str:
 
 
 def pythons(version: str) -> Iterator[str]:
-    """Where a Python of this version may be, likely places first; the last is one that uv installs
-    below `build`."""
+    """Paths that may be a Python of this version, the likeliest first; the last one is installed
+    by uv below `build`."""
     yield sys.executable
     roots = [os.environ.get("PYENV_ROOT", ""), str(Path.home() / ".pyenv")]
     for root in filter(None, roots):
@@ -335,7 +329,7 @@ def pythons(version: str) -> Iterator[str]:
 
 
 def answers(command: Sequence[str], seconds: float = 60) -> str:
-    """What a command prints; nothing when it fails, takes too long or does not exist."""
+    """The output of a command; empty if it fails, takes too long or does not exist."""
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -343,7 +337,7 @@ def answers(command: Sequence[str], seconds: float = 60) -> str:
     return ended.stdout.strip()
 
 
-# --- What is printed
+# --- Output
 
 
 def line_of(outcome: Outcome) -> str:
@@ -353,7 +347,7 @@ def line_of(outcome: Outcome) -> str:
 
 
 def summarise(outcomes: Sequence[Outcome]) -> int:
-    """Prints how every leg ended, and one line about all of them; returns the exit code."""
+    """Prints the result of every leg and a summary; returns the exit code."""
     print("\n=== summary")
     for outcome in outcomes:
         print(line_of(outcome).rstrip())
@@ -364,9 +358,9 @@ def summarise(outcomes: Sequence[Outcome]) -> int:
 def closing_line(outcomes: Sequence[Outcome]) -> str:
     """`9 legs passed, 1 not run: 812 tests in 540 s`"""
     counts = {r: sum(o.result == r for o in outcomes) for r in (PASSED, FAILED, NOT_RUN)}
-    said = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
+    results = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
     tests, seconds = sum(o.tests for o in outcomes), sum(o.seconds for o in outcomes)
-    return f"legs: {said}; {tests} tests in {seconds:.0f} s"
+    return f"legs: {results}; {tests} tests in {seconds:.0f} s"
 
 
 def _complain(message: str) -> int:

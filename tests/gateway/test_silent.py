@@ -204,7 +204,8 @@ def test_what_a_request_causes_counts_against_no_engine(fault: Fault, status: in
 @pytest.mark.parametrize(("fault", "status"), CAUSED.values(), ids=CAUSED)
 def test_what_an_engine_causes_counts_against_it(fault: Fault, status: int) -> None:
     """Another one answers: the first was at fault, and its probe fails, too."""
-    rule = replace(QUICK, probe_every=0.2)
+    # Once down, it stays down: it would be detected again, as one without grammars.
+    rule = replace(QUICK, probe_every=0.2, pause=60.0, longest_pause=60.0)
     with ExitStack() as stack:
         engines = [FakeEngine("vllm", SCRIPTS) for _ in range(3)]
         setting = Setting(stack, *engines, rule=rule)
