@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from typing_extensions import assert_never
 
@@ -16,7 +15,6 @@ from vllm_mlx_harmony.core.deltas import (
     Kind,
     Opened,
     Progress,
-    Reason,
     Started,
     Text,
     ToolFinished,
@@ -25,17 +23,22 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.core.turn import ResponseInfo
-from vllm_mlx_harmony.protocols.events import DONE, REASONING_ENDED_BY, Event, encode, quote
+from vllm_mlx_harmony.protocols.events import (
+    DONE,
+    REASONING_ENDED_BY,
+    Document,
+    Event,
+    encode,
+    quote,
+)
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
 from vllm_mlx_harmony.protocols.openai_error import error_body
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 
 _REASONING, _CONTENT = "reasoning", "content"
 SERVER_CALLS = "server_tool_calls"
-"""What the server ran: a field of the message, and of a chunk when a call has its answer. The API
-has no words for it; clients that do not know it see reasoning and answer."""
-
-_FIELDS = {Kind.REASONING: _REASONING, Kind.PREAMBLE: _CONTENT, Kind.ANSWER: _CONTENT}
+"""The calls that the server ran: a field of the message, and of a chunk when a call has its answer.
+The API has none for them; clients that do not know it see reasoning and answer."""
 
 _OPENINGS = {
     _REASONING: ('{"reasoning":', ',"reasoning_content":', "}"),
@@ -46,28 +49,18 @@ _OPENINGS = {
 
 @dataclass(slots=True)
 class _Call:
-    """A call in the answer: its id for the client and, not streamed, the arguments so far.
-
-    ``input`` unwraps the arguments of a freeform tool.
-    """
+    """A call in the answer, ``custom`` if its tool is freeform; streamed arguments are not kept."""
 
     id: str
     name: str
-    input: FreeformInput | None = None
+    custom: bool
     arguments: list[str] = field(default_factory=list)
 
-    def document(self, arguments: str) -> dict[str, Any]:
-        """The call as both shapes write it."""
-        if self.input is not None:
-            custom = {"name": self.name, "input": arguments}
-            return {"id": self.id, "type": "custom", "custom": custom}
-        function = {"name": self.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
-    @property
-    def opening(self) -> str:
-        """The JSON before more of the arguments."""
-        return '"function":{"arguments":' if self.input is None else '"custom":{"input":'
+    def document(self) -> Document:
+        """The call with its arguments so far."""
+        kind, name = ("custom", "input") if self.custom else ("function", "arguments")
+        body = {"name": self.name, name: "".join(self.arguments)}
+        return {"id": self.id, "type": kind, kind: body}
 
 
 class Emitter:
@@ -102,42 +95,63 @@ class Emitter:
         self._tail = ',"usage":null}' if include_usage else "}"
         self._texts: dict[str, list[str]] = {}
         self._calls: list[_Call] = []
-        self._ran_calls: list[dict[str, Any]] = []
+        self._ran_calls: list[Document] = []
         self._served = False  # whether the open message is a call of the server's
         self._around: tuple[str, ...] = ()
         self._parts: list[str] = []
         self._joint = ""
         self._reason: FinishReason | None = None
-        self._ended_by: Reason = ""
+        self._ended_by: Document = {}
         self._usage = Usage()
         self._error: HarmonyFailure | None = None
 
-    def feed(self, delta: Delta) -> list[Event]:
+    def feed(self, delta: Delta) -> list[Event]:  # noqa: C901, PLR0912 - a case for each delta
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
+            case Text() if self._served:
+                self._parts.append(delta.text)
+                return []
+            case Text() if self._input is not None:
+                return self._show(self._input.feed(delta.text))
             case Text():
-                return self._text(delta)
+                return [] if self._hidden else self._show(delta.text)
             case Started():
                 return self._send('{"role":"assistant","content":null,"refusal":null}')
-            case Progress():
-                return self._progress(delta)
+            case Progress() if self._shows_progress:
+                # With an empty delta: clients that join roles would join llama.cpp's.
+                field = f',"{FIELD}":{encode(prompt_progress(delta))}}}'
+                return [Event(event.data[:-1] + field) for event in self._send("{}")]
+            case Progress() | ToolStarted():
+                return []
             case Opened():
-                return self._opened(delta)
+                return self._open(delta)
             case Closed():
                 return [] if self._input is None else self._show(self._input.close())
+            case ToolFinished():
+                call = self._ran_calls[-1]
+                call["arguments"], call["output"] = "".join(self._parts), delta.text
+                call["error"] = None if delta.failure is None else delta.failure.text
+                self._served = False
+                index = len(self._ran_calls) - 1  # without which openai's client cannot join them
+                return self._send(encode({SERVER_CALLS: [{"index": index, **call}]}))
             case Finished():
-                return self._finished(delta)
+                self._reason, self._usage = delta.reason, delta.usage
+                if delta.reasoning_ended_by:  # openai's client adds fields of deltas to the message
+                    self._ended_by = {REASONING_ENDED_BY: delta.reasoning_ended_by}
+                if not self._stream:
+                    return []
+                empty = {} if _CONTENT in self._texts or self._calls else {"content": ""}
+                ended = self._send(encode({**self._ended_by, **empty}), quote(delta.reason))
+                if self._include_usage:
+                    ended.append(Event(f'{self._head}],"usage":{encode(_usage(self._usage))}}}'))
+                return [*ended, DONE]
             case Failed():
                 self._error = delta.error
                 return [Event(encode(error_body(delta.error))), DONE] if self._stream else []
-            case ToolStarted():
-                return []
-            case ToolFinished():
-                return self._ran(delta)
             case _:
                 assert_never(delta)
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Document:
         """The whole answer, not streamed: a ``chat.completion``.
 
         Raises the error that ended the turn, if one did, and ``OutputError`` before its end.
@@ -155,61 +169,33 @@ class Emitter:
         document = self._envelope("chat.completion")
         return {**document, "choices": [choice], "usage": _usage(self._usage)}
 
-    def _progress(self, delta: Progress) -> list[Event]:
-        """Chunks with an empty delta: clients that join roles would join llama.cpp's."""
-        if not self._shows_progress:
-            return []
-        progress = encode(prompt_progress(delta))
-        return [Event(f'{each.data[:-1]},"{FIELD}":{progress}}}') for each in self._send("{}")]
-
-    def _opened(self, delta: Opened) -> list[Event]:
+    def _open(self, delta: Opened) -> list[Event]:
         self._hidden = delta.kind is Kind.REASONING and not self._shows_reasoning
         self._input = None
-        if delta.kind is Kind.CALL:
-            return self._opened_call(delta)
-        if delta.kind is Kind.SERVER_CALL:
-            return self._opened_server_call(delta)
-        if self._hidden:
-            return []
-        name = _FIELDS[delta.kind]
-        # Messages that land in the same field are joined by a line break (semantics B).
-        self._joint = "\n" if name in self._texts else ""
-        self._parts = self._texts.setdefault(name, [])
-        self._around = self._framed(*_OPENINGS[name])
-        return []
-
-    def _opened_call(self, delta: Opened) -> list[Event]:
-        index = len(self._calls)
-        self._input = FreeformInput() if delta.name in self._freeform else None
-        call = _Call(self._info.call_id(delta.index), delta.name, self._input)
-        self._calls.append(call)
         self._joint = ""
-        self._parts = call.arguments
-        self._around = self._framed(f'{{"tool_calls":[{{"index":{index},{call.opening}', "}}]}")
-        return self._send(encode({"tool_calls": [{"index": index, **call.document("")}]}))
-
-    def _opened_server_call(self, delta: Opened) -> list[Event]:
-        """Nothing is sent before it has an answer: it is no call that the client has to make."""
-        call = {"id": self._info.call_id(delta.index), "name": delta.name, "arguments": ""}
-        self._ran_calls.append({**call, "output": None, "error": None})
-        self._served, self._parts = True, []
+        key = self._info.call_id(delta.index)
+        if delta.kind is Kind.SERVER_CALL:
+            # Sent once it has an answer: it is no call that the client has to make.
+            call = {"id": key, "name": delta.name, "arguments": ""}
+            self._ran_calls.append({**call, "output": None, "error": None})
+            self._served, self._parts = True, []
+        elif delta.kind is Kind.CALL:
+            index = len(self._calls)
+            self._input = FreeformInput() if delta.name in self._freeform else None
+            custom = self._input is not None
+            self._calls.append(_Call(key, delta.name, custom))
+            self._parts = self._calls[-1].arguments
+            opening = '"custom":{"input":' if custom else '"function":{"arguments":'
+            self._around = self._framed(f'{{"tool_calls":[{{"index":{index},{opening}', "}}]}")
+            document = self._calls[-1].document()
+            return self._send(encode({"tool_calls": [{"index": index, **document}]}))
+        elif not self._hidden:
+            name = _REASONING if delta.kind is Kind.REASONING else _CONTENT
+            # Messages that land in the same field are joined by a line break (semantics B).
+            self._joint = "\n" if name in self._texts else ""
+            self._parts = self._texts.setdefault(name, [])
+            self._around = self._framed(*_OPENINGS[name])
         return []
-
-    def _ran(self, delta: ToolFinished) -> list[Event]:
-        call = self._ran_calls[-1]
-        call["arguments"], call["output"] = "".join(self._parts), delta.text
-        call["error"] = None if delta.failure is None else delta.failure.text
-        self._served = False
-        index = len(self._ran_calls) - 1  # without which openai's client cannot join them
-        return self._send(encode({SERVER_CALLS: [{"index": index, **call}]}))
-
-    def _text(self, delta: Text) -> list[Event]:
-        if self._served:
-            self._parts.append(delta.text)
-            return []
-        if self._input is not None:
-            return self._show(self._input.feed(delta.text))
-        return [] if self._hidden else self._show(delta.text)
 
     def _show(self, text: str) -> list[Event]:
         if not text:
@@ -220,19 +206,6 @@ class Emitter:
             return [Event(quote(text).join(self._around))]
         self._parts.append(text)
         return []
-
-    def _finished(self, delta: Finished) -> list[Event]:
-        self._reason, self._usage = delta.reason, delta.usage
-        self._ended_by = delta.reasoning_ended_by
-        if not self._stream:
-            return []
-        last = self._made_to_answer()
-        if not self._says_something():
-            last["content"] = ""
-        ended = self._send(encode(last), quote(delta.reason))
-        if self._include_usage:
-            ended.append(Event(f'{self._head}],"usage":{encode(_usage(self._usage))}}}'))
-        return [*ended, DONE]
 
     def _send(self, delta: str, reason: str = "null") -> list[Event]:
         """One chunk with ``delta``, which is JSON, as is ``reason``."""
@@ -245,7 +218,7 @@ class Emitter:
         *middle, last = (head + first, *rest)
         return (*middle, last + tail)
 
-    def _envelope(self, kind: str) -> dict[str, Any]:
+    def _envelope(self, kind: str) -> Document:
         info = self._info
         return {
             "id": f"chatcmpl-{info.id_seed}",
@@ -254,10 +227,13 @@ class Emitter:
             "model": info.model,
         }
 
-    def _message(self) -> dict[str, Any]:
+    def _message(self) -> Document:
         """The assistant's message. Reasoning and calls are absent when there are none."""
-        message: dict[str, Any] = {"role": "assistant", "content": self._content(), "refusal": None}
-        message |= self._made_to_answer()
+        content: str | None = "".join(self._texts.get(_CONTENT, ()))
+        if self._calls and _CONTENT not in self._texts:
+            content = None  # only beside calls: an answer that was cut while thinking is empty
+        message: Document = {"role": "assistant", "content": content, "refusal": None}
+        message |= self._ended_by
         if _REASONING in self._texts:
             reasoning = "".join(self._texts[_REASONING])
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
@@ -265,24 +241,11 @@ class Emitter:
         if ran := [call for call in self._ran_calls if call["output"] is not None]:
             message[SERVER_CALLS] = ran
         if self._calls:
-            message["tool_calls"] = [c.document("".join(c.arguments)) for c in self._calls]
+            message["tool_calls"] = [call.document() for call in self._calls]
         return message
 
-    def _made_to_answer(self) -> dict[str, Any]:
-        """A field of the message, which openai's client puts together of deltas; or nothing."""
-        return {REASONING_ENDED_BY: self._ended_by} if self._ended_by else {}
 
-    def _content(self) -> str | None:
-        """Null only beside calls: an answer without a word (cut while thinking) is an empty one."""
-        if self._says_something() and _CONTENT not in self._texts:
-            return None
-        return "".join(self._texts.get(_CONTENT, ()))
-
-    def _says_something(self) -> bool:
-        return _CONTENT in self._texts or bool(self._calls)
-
-
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage) -> Document:
     tools = {"tool_output_tokens": usage.tool_tokens} if usage.tool_tokens else {}
     return {
         "prompt_tokens": usage.prompt_tokens,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.text_limits import is_parsed_soon
@@ -41,13 +40,16 @@ def _formats(body: ChatBody) -> Iterator[tuple[str, ResponseFormat]]:
     if outputs.disable_additional_properties:
         where = "structured_outputs.disable_additional_properties"
         raise _unsupported(where, "set additionalProperties in the schema")
-    for name, field, read in _VLLM:
-        for where, requested in (
-            (f"guided_{name}", getattr(body, f"guided_{name}")),
-            (f"structured_outputs.{name}", getattr(outputs, field)),
-        ):
-            if requested is not None and requested is not False:
-                yield where, read(requested, where)
+    for name, guided, requested in (
+        ("json", body.guided_json, outputs.document),
+        ("json_object", body.guided_json_object, outputs.json_object),
+        ("regex", body.guided_regex, outputs.regex),
+        ("choice", body.guided_choice, outputs.choice),
+        ("grammar", body.guided_grammar, outputs.grammar),
+    ):
+        for where, given in ((f"guided_{name}", guided), (f"structured_outputs.{name}", requested)):
+            if given is not None and given is not False:
+                yield where, _vllm(name, given, where)
 
 
 def _openai(requested: ChatFormat) -> ResponseFormat:
@@ -64,8 +66,25 @@ def _openai(requested: ChatFormat) -> ResponseFormat:
     )
 
 
-def _schema(requested: object, where: str) -> ResponseFormat:
-    """By a schema, as an object or as JSON."""
+def _vllm(name: str, requested: object, where: str) -> ResponseFormat:
+    """The format that vLLM calls ``name``; a schema is an object, or the JSON of one."""
+    match name, requested:
+        case "json", _:
+            return _by_schema(requested, where)
+        case "regex", str(pattern):
+            return ResponseFormat(strict=True, syntax=Syntax("regex", pattern))
+        case "choice", list(choices):
+            pattern = f"(?:{'|'.join(map(re.escape, choices))})"
+            return ResponseFormat(strict=True, syntax=Syntax("regex", pattern))
+        case "grammar", str(grammar):
+            if "::=" in grammar:  # GBNF, which other backends of vLLM take
+                raise _unsupported(where, "write the grammar in Lark's notation")
+            return ResponseFormat(strict=True, syntax=Syntax("lark", grammar))
+        case _:
+            return ResponseFormat()
+
+
+def _by_schema(requested: object, where: str) -> ResponseFormat:
     if isinstance(requested, str) and not is_parsed_soon(requested):
         raise RequestError(f"{where} is too large", param=where, code="invalid_value")
     try:
@@ -76,34 +95,6 @@ def _schema(requested: object, where: str) -> ResponseFormat:
     if not isinstance(schema, dict):
         raise RequestError(f"{where} must be an object", param=where, code="invalid_type")
     return ResponseFormat(schema, strict=True, strict_implied=True)
-
-
-def _any_object(_: object, __: str) -> ResponseFormat:
-    return ResponseFormat()
-
-
-def _regex(requested: str, _: str) -> ResponseFormat:
-    return ResponseFormat(strict=True, syntax=Syntax("regex", requested))
-
-
-def _choice(requested: list[str], where: str) -> ResponseFormat:
-    return _regex(f"(?:{'|'.join(map(re.escape, requested))})", where)
-
-
-def _grammar(requested: str, where: str) -> ResponseFormat:
-    if "::=" in requested:  # GBNF, which other backends of vLLM take
-        raise _unsupported(where, "write the grammar in Lark's notation")
-    return ResponseFormat(strict=True, syntax=Syntax("lark", requested))
-
-
-_VLLM: tuple[tuple[str, str, Callable[[Any, str], ResponseFormat]], ...] = (
-    ("json", "document", _schema),
-    ("json_object", "json_object", _any_object),
-    ("regex", "regex", _regex),
-    ("choice", "choice", _choice),
-    ("grammar", "grammar", _grammar),
-)
-"""vLLM's name of a format, the field of ``StructuredOutputs`` that has it, and what it means."""
 
 
 def _unsupported(where: str, why: str) -> RequestError:

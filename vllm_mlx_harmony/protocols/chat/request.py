@@ -30,13 +30,17 @@ from vllm_mlx_harmony.core.turn import (
 from vllm_mlx_harmony.protocols.chat.emitter import Emitter
 from vllm_mlx_harmony.protocols.chat.formats import response_format
 from vllm_mlx_harmony.protocols.chat.schema import (
+    AnyCall,
+    AnyTool,
     ChatBody,
-    ChatCall,
     ChatMessage,
     ChatNamedTool,
     ChatTemplateOptions,
-    ChatTool,
     ChatToolChoice,
+    CustomCall,
+    CustomTool,
+    FunctionTool,
+    GrammarFormat,
     ReasoningOptions,
     read_body,
 )
@@ -95,7 +99,7 @@ def read(body: object, defaults: Defaults) -> ChatRequest:
         shows_reasoning=chat.include_reasoning is not False
         and not (chat.reasoning and chat.reasoning.exclude),
         freeform=frozenset(
-            tool.custom.name for tool in chat.tools or () if tool.custom and is_freeform(tool)
+            tool.custom.name for tool in chat.tools or () if isinstance(tool, CustomTool)
         ),
         shows_progress=bool(chat.return_progress),
     )
@@ -109,7 +113,8 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     older = body.max_completion_tokens is None
     choice = body.tool_choice or ChatToolChoice(type="auto")
     none = choice.type == "none"
-    tools = () if none else tuple(_tools(body.tools or ()))
+    declared = enumerate(body.tools or ())
+    tools = () if none else tuple(_tool(tool, f"tools[{at}]") for at, tool in declared)
     builtin_tools = () if none else defaults.enabled(template.builtin_tools)
     namespaces = () if none else defaults.unasked(tools)
     callable_ = bool(tools or builtin_tools or namespaces)
@@ -273,13 +278,9 @@ class _Reader:
         return text + (message.refusal or "")
 
 
-def _call(call: ChatCall, where: str) -> Call:
-    if call.type == "custom" or (call.type is None and call.custom and not call.function):
-        if call.custom is None:
-            raise required(f"{where}.custom")
+def _call(call: AnyCall, where: str) -> Call:
+    if isinstance(call, CustomCall):
         return Call(call.id, call.custom.name, wrap(call.custom.input))
-    if call.function is None:
-        raise required(f"{where}.function")
     arguments = call_arguments(call.function.arguments, f"{where}.function.arguments")
     return Call(call.id, call.function.name, arguments)
 
@@ -287,34 +288,18 @@ def _call(call: ChatCall, where: str) -> Call:
 # --- Tools, effort, sampling and limits.
 
 
-def _tools(tools: Sequence[ChatTool]) -> Iterator[Tool]:
-    for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
-        if is_freeform(tool):
-            custom = tool.custom
-            if custom is None:
-                raise required(f"{where}.custom")
-            form = custom.format
-            if form is not None and form.type == "grammar" and form.grammar is None:
-                raise required(f"{where}.custom.format.grammar")
-            grammar = form.grammar if form else None
-            syntax, definition = (grammar.syntax, grammar.definition) if grammar else (None, None)
-            described = custom.description or ""
-            yield freeform_tool(custom.name, described, where, syntax, definition)
-        else:
-            what = tool.function
-            if what is None:
-                raise required(f"{where}.function")
-            described = what.description or ""
-            yield Tool(what.name, described, what.parameters, where, strict=bool(what.strict))
+def _tool(tool: AnyTool, where: str) -> Tool:
+    if isinstance(tool, FunctionTool):
+        what = tool.function
+        described = what.description or ""
+        return Tool(what.name, described, what.parameters, where, strict=bool(what.strict))
+    custom, syntax, definition = tool.custom, None, None
+    if isinstance(custom.format, GrammarFormat):
+        syntax, definition = custom.format.grammar.syntax, custom.format.grammar.definition
+    return freeform_tool(custom.name, custom.description or "", where, syntax, definition)
 
 
-def is_freeform(tool: ChatTool) -> bool:
-    """Whether ``tool`` takes text instead of JSON."""
-    return tool.type == "custom" or (tool.type is None and tool.function is None)
-
-
-def _tool_choice(choice: ChatToolChoice, tools: Sequence[ChatTool], callable_: bool) -> ToolChoice:
+def _tool_choice(choice: ChatToolChoice, tools: Sequence[AnyTool], callable_: bool) -> ToolChoice:
     """What may or must be called. All tools stay in the prompt, whichever are allowed (A12).
 
     ``callable_``: there is a tool that can be called, be it built in or the server's.
@@ -325,26 +310,25 @@ def _tool_choice(choice: ChatToolChoice, tools: Sequence[ChatTool], callable_: b
         if not callable_:
             raise _no_choice("there are no tools")
         return ToolChoice(required=True)
+    declared = {
+        (True, tool.custom.name) if isinstance(tool, CustomTool) else (False, tool.function.name)
+        for tool in tools
+    }
     if choice.type in ("function", "custom"):
-        return ToolChoice(required=True, names=(_declared(choice, _by_kind(tools)),))
+        return ToolChoice(required=True, names=(_declared(choice, declared),))
     if choice.type == "allowed_tools":
         if choice.allowed_tools is None:
             raise required("tool_choice.allowed_tools")
-        declared = _by_kind(tools)
         names = dict.fromkeys(_declared(each, declared) for each in choice.allowed_tools.tools)
         return ToolChoice(choice.allowed_tools.mode == "required", tuple(names))
     raise _no_choice(f"unknown choice {quoted(choice.type)}")
 
 
-def _by_kind(tools: Sequence[ChatTool]) -> set[tuple[bool, str]]:
-    """Of each tool, whether it is freeform, and its name."""
-    kinds = ((is_freeform(tool), tool) for tool in tools)
-    shapes = ((freeform, tool.custom if freeform else tool.function) for freeform, tool in kinds)
-    return {(freeform, shape.name) for freeform, shape in shapes if shape}
-
-
 def _declared(named: ChatNamedTool, declared: Collection[tuple[bool, str]]) -> str:
-    """The name of a tool that is chosen. Raises ``RequestError`` when no such tool is declared."""
+    """The name of the chosen tool. Raises ``RequestError`` when no such tool is declared.
+
+    ``declared`` has the name of each tool, preceded by whether the tool is freeform.
+    """
     freeform = named.type == "custom"
     chosen = named.custom if freeform else named.function
     if chosen is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
+from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Parts
 from vllm_mlx_harmony.protocols.openai_request import (
@@ -15,7 +17,7 @@ from vllm_mlx_harmony.protocols.openai_request import (
     given,
     reject_unsupported,
 )
-from vllm_mlx_harmony.protocols.validation import StopStrings, Wire, checked
+from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, checked
 
 # --- Fields are optional, and null is the same as absent, unless a model says otherwise.
 
@@ -29,13 +31,19 @@ def _as_choice(value: object) -> object:
     return {"type": value} if isinstance(value, str) else value
 
 
+def _kind(value: Mapping[str, object]) -> object:
+    """The type of a tool or of a call, which may be omitted."""
+    custom = value.get("custom") is not None and value.get("function") is None
+    return value.get("type") or ("custom" if custom else "function")
+
+
 class ChatFunction(Wire):
     name: str = Field(min_length=1)
-    arguments: Any = None
+    arguments: object = None
 
 
 class ChatInput(Wire):
-    """What a freeform tool is called with."""
+    """The input of a call of a freeform tool."""
 
     name: str = Field(min_length=1)
     input: str
@@ -44,8 +52,19 @@ class ChatInput(Wire):
 class ChatCall(Wire):
     id: str = Field(min_length=1)
     type: Literal["function", "custom"] | None = None
-    function: ChatFunction | None = None
-    custom: ChatInput | None = None
+
+
+class FunctionCall(ChatCall):
+    function: ChatFunction
+
+
+class CustomCall(ChatCall):
+    custom: ChatInput
+
+
+AnyCall: TypeAlias = Annotated[
+    FunctionCall | CustomCall, Variants({"custom": CustomCall}, FunctionCall, _kind)
+]
 
 
 class ChatMessage(Wire):
@@ -55,17 +74,17 @@ class ChatMessage(Wire):
     reasoning: str | None = None
     thinking: str | None = None
     refusal: str | None = None
-    tool_calls: list[ChatCall] | None = None
+    tool_calls: list[AnyCall] | None = None
     tool_call_id: str | None = None
     function_call: ChatFunction | None = None
-    name: Any = None
-    audio: Any = None
+    name: object = None
+    audio: object = None
 
 
 class ChatToolFunction(Wire):
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Document | None = None
     strict: bool | None = None
 
 
@@ -74,23 +93,39 @@ class ChatGrammar(Wire):
     definition: str = Field(min_length=1)
 
 
-class ChatInputFormat(Wire):
-    """What the input of a freeform tool looks like."""
+class InputFormat(Wire):
+    """The format of the input of a freeform tool."""
 
     type: Literal["text", "grammar"]
-    grammar: ChatGrammar | None = None
+
+
+class GrammarFormat(InputFormat):
+    grammar: ChatGrammar
 
 
 class ChatFreeform(Wire):
     name: str = Field(min_length=1)
     description: str | None = None
-    format: ChatInputFormat | None = None
+    format: Annotated[InputFormat, Variants({"grammar": GrammarFormat}, InputFormat)] | None = None
 
 
 class ChatTool(Wire):
     type: Literal["function", "custom"] | None = None
-    function: ChatToolFunction | None = None
-    custom: ChatFreeform | None = None
+
+
+class FunctionTool(ChatTool):
+    function: ChatToolFunction
+
+
+class CustomTool(ChatTool):
+    """A freeform tool."""
+
+    custom: ChatFreeform
+
+
+AnyTool: TypeAlias = Annotated[
+    FunctionTool | CustomTool, Variants({"custom": CustomTool}, FunctionTool, _kind)
+]
 
 
 class ChatNamed(Wire):
@@ -119,7 +154,7 @@ class ChatToolChoice(ChatNamedTool):
 class ChatSchema(Wire):
     name: str | None = None
     description: str | None = None
-    document: dict[str, Any] | None = Field(default=None, alias="schema")
+    document: Document | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -128,18 +163,18 @@ class ChatFormat(Wire):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: ChatSchema | None = None
-    document: dict[str, Any] | None = Field(default=None, alias="schema")
+    document: Document | None = Field(default=None, alias="schema")
 
 
 class StructuredOutputs(Wire):
-    """vLLM's ways to say what the answer must be: one of them. ``document`` is a schema."""
+    """vLLM's fields for the format of the answer, of which one is given."""
 
-    document: Any = Field(default=None, alias="json")
+    document: object = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = Field(default=None, min_length=1)
     grammar: str | None = None
-    structural_tag: Any = None
+    structural_tag: object = None
     disable_additional_properties: bool | None = None
 
 
@@ -150,7 +185,7 @@ class StreamOptions(Wire):
 class ReasoningOptions(Wire):
     """``effort`` as everywhere; the rest is OpenRouter's."""
 
-    effort: Any = None
+    effort: object = None
     max_tokens: int | None = Field(default=None, ge=0)
     enabled: bool | None = None
     exclude: bool | None = None
@@ -187,13 +222,13 @@ class ChatBody(OpenAISampling):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
-    tools: list[ChatTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: Annotated[ChatToolChoice | None, BeforeValidator(_as_choice)] = None
     parallel_tool_calls: bool | None = None
 
     response_format: ChatFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Any = None
+    guided_json: object = None
     guided_json_object: bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(default=None, min_length=1)
@@ -204,27 +239,10 @@ class ChatBody(OpenAISampling):
     thinking_budget: int | None = Field(default=None, ge=-1)
     thinking: ThinkingOptions | None = None
     include_reasoning: bool | None = None
-    reasoning_effort: Any = None
+    reasoning_effort: object = None
     reasoning: ReasoningOptions | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: ChatTemplateOptions | None = None
-
-    n: int | None = Field(default=None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0)
-    modalities: list[str] | None = None
-
-    echo: bool | None = None
-    use_beam_search: bool | None = None
-    prompt_logprobs: int | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    bad_words: list[str] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    return_prompt_text: bool | None = None
 
 
 # --- Unsupported parameters that would change the answer: name, rejected values, reason.
@@ -235,12 +253,12 @@ _TOKENS = "not available: answers are text"
 
 
 UNSUPPORTED_FIELDS: UnsupportedFields = (
-    ("n", lambda n: n > 1, "one answer per request: send the request again instead of n > 1"),
+    ("n", lambda n: n != 1, "one answer per request: send the request again instead of n > 1"),
     ("logprobs", bool, _LOGPROBS),
     ("top_logprobs", bool, _LOGPROBS),
     ("prompt_logprobs", given, _LOGPROBS),
     ("logprob_token_ids", given, _LOGPROBS),
-    ("modalities", lambda requested: {*requested} - {"text"}, _TEXT_ONLY),
+    ("modalities", lambda requested: requested not in ([], ["text"]), _TEXT_ONLY),
     ("audio", given, _TEXT_ONLY),
     ("functions", bool, "replaced by tools: send each function as a tool of type 'function'"),
     ("function_call", given, "replaced by tool_choice"),
