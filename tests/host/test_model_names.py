@@ -16,6 +16,7 @@ from vllm_mlx import server
 
 from vllm_mlx_harmony.host import contract
 from vllm_mlx_harmony.host.adapter import VllmMlx
+from vllm_mlx_harmony.server.errors import CLIENT_CLOSED
 from vllm_mlx_harmony.server.host import (
     NAMES_VARIABLE,
     is_other_name,
@@ -23,7 +24,6 @@ from vllm_mlx_harmony.server.host import (
     own_name,
     response_name,
 )
-from vllm_mlx_harmony.server.serving import CLIENT_CLOSED
 
 
 @pytest.fixture(autouse=True)

@@ -32,9 +32,8 @@ from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import answer, serving
 from vllm_mlx_harmony.server.answer import Answer
-from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.engine import Step
-from vllm_mlx_harmony.server.errors import error_response, failure_of
+from vllm_mlx_harmony.server.errors import CLIENT_CLOSED, error_response, failure_of
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, install
 from vllm_mlx_harmony.server.sampling import Settings
@@ -313,8 +312,8 @@ def test_a_timeout_counts_when_it_is_one(timeout: object, used: float | None) ->
 
 
 def test_who_leaves_while_asking_gets_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    answer = serving.error_answer(CHAT, ClientDisconnect())
-    assert answer.status_code == serving.CLIENT_CLOSED
+    answer = error_response(chat.error_body, ClientDisconnect())
+    assert answer.status_code == CLIENT_CLOSED
     assert not caplog.records
 
 

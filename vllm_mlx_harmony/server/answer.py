@@ -35,7 +35,7 @@ from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Usag
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
-from vllm_mlx_harmony.server.errors import logged_failure
+from vllm_mlx_harmony.server.errors import failure_of
 from vllm_mlx_harmony.server.generation import Deltas, Job, end_of, run
 from vllm_mlx_harmony.server.host import TIMED_OUT
 from vllm_mlx_harmony.server.settings import number
@@ -350,7 +350,7 @@ class Answer:
                     self._failure = failure
                 elif not self._ended:
                     self._ended = True
-                    last = Failed(logged_failure(failure, "an answer failed"))
+                    last = Failed(failure_of(failure, "an answer failed"))
                     self._put(await self._last_events(last))
         except Exception:
             logger.exception("the end of an answer could not be written")

@@ -12,13 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import answer
 from vllm_mlx_harmony.server.chat import ENDPOINT
-from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.host import host_of, tenant_of
 from vllm_mlx_harmony.server.peers import answers as peers
-from vllm_mlx_harmony.server.peers.connection import PeersError
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
 
 _ID = re.compile(r"[a-z]+[-_](?P<seed>[0-9a-f]+)")
@@ -33,18 +30,13 @@ async def cancel_request(request: Request, request_id: str) -> Response:
         await background.cancel()
     elif match is not None:
         seed = match["seed"]
-        try:
-            cancelled = answer.cancel(seed, tenant) or await peers.cancel(seed, tenant)
-        except PeersError as error:
-            return error_response(chat.error_body, error)
+        cancelled = answer.cancel(seed, tenant) or await peers.cancel(seed, tenant)
     if not cancelled:
         try:
             return await host_of(request).forward(request)
-        except LookupError:
+        except LookupError as error:
             problem = f"no running request has the id {request_id!r}"
-            return error_response(
-                chat.error_body, RequestError(problem, status=404, param="request_id")
-            )
+            raise RequestError(problem, status=404, param="request_id") from error
     return JSONResponse(
         {
             "object": "request.cancel",

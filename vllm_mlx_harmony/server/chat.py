@@ -14,12 +14,10 @@ from vllm_mlx_harmony.server.errors import error_response
 from vllm_mlx_harmony.server.host import host_of, other_names, own_name
 from vllm_mlx_harmony.server.serving import Api, serve
 
-CHAT = Api(
-    "chat_completions",
-    lambda body, defaults, tenant: chat.read(body, defaults),
-    chat.error_body,
-    prefix="/v1/chat",
-)
+CHAT = Api("chat_completions", lambda body, defaults, tenant: chat.read(body, defaults))
+
+error = partial(error_response, chat.error_body)
+"""The response for an error."""
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -39,10 +37,8 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
     for entry in entries:
         if entry["id"] == own:
             return JSONResponse({**entry, "id": model_id})
-    missing = RequestError(
-        f"the model {model_id!r} does not exist", param="model", code="model_not_found", status=404
-    )
-    return error_response(chat.error_body, missing)
+    problem = f"the model {model_id!r} does not exist"
+    raise RequestError(problem, param="model", code="model_not_found", status=404)
 
 
 async def list_models(request: Request) -> Response:
@@ -50,7 +46,7 @@ async def list_models(request: Request) -> Response:
     return await retrieve_model(request, "")
 
 
-ENDPOINT = partial(Endpoint, error=partial(error_response, chat.error_body))
+ENDPOINT = partial(Endpoint, error=error)
 """An endpoint whose errors have the shape of Chat Completions."""
 
 ENDPOINTS: tuple[Endpoint, ...] = (

@@ -15,11 +15,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
-from vllm_mlx_harmony.server.errors import WRONG_KEY, admitted, failure_of
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.server.errors import WRONG_KEY, admitted
 from vllm_mlx_harmony.server.host import host_of
 
 Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
+ErrorResponse: TypeAlias = "Callable[[Exception], Response]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,9 @@ class Endpoint:
     ``answer`` takes the request, and the path parameters by name. It runs behind the dependencies
     (API key, rate limit) of the server's own route for the same path and methods. Where the server
     has none, ``like`` names the route, by path and method, whose dependencies apply. ``before`` is
-    called first with every request. ``error`` makes the responses to requests that do not pass the
-    dependencies, or have another method; by default the server does. ``open``: no key is required.
-    ``why`` is a short reason, for the log and ``doctor``.
+    called first with every request. ``error`` makes the responses for all errors, also those of
+    the dependencies and for other methods; by default the server does. ``open``: no key is
+    required. ``why`` is a short reason, for the log and ``doctor``.
     """
 
     path: str
@@ -39,12 +40,12 @@ class Endpoint:
     answer: Callable[..., Any]
     why: str = ""
     like: tuple[str, str] | None = None
-    error: Callable[[HarmonyFailure], Response] | None = None
+    error: ErrorResponse | None = None
     before: Callable[[Request], Awaitable[None]] | None = None
     open: bool = False
 
     def with_errors(self, guarded: Handler) -> Handler:
-        """``guarded``, the endpoint behind its dependencies, with their errors made by ``error``.
+        """``guarded``, the endpoint behind its dependencies, with all errors answered by ``error``.
 
         Exception handlers of the application would also catch errors of the host's other routes.
         """
@@ -53,16 +54,14 @@ class Endpoint:
             return guarded
 
         async def answering(request: Request) -> Response:
-            if before is not None:
-                await before(request)
             try:
+                if before is not None:
+                    await before(request)
                 return await guarded(request)
-            except HTTPException as raised:
-                return error(failure_of(raised))
-            except TypeError:
-                if await admitted(request):
-                    raise
-                return error(failure_of(HTTPException(*WRONG_KEY)))
+            except TypeError as raised:  # maybe the host's, for a key that is not ASCII (`admit`)
+                return error(raised if await admitted(request) else HTTPException(*WRONG_KEY))
+            except Exception as raised:  # noqa: BLE001 - every error gets the API's shape
+                return error(raised)
 
         return answering
 
@@ -70,7 +69,7 @@ class Endpoint:
 class EndpointRoute(Route):
     """A route that answers other methods than its own with the ``error`` of its endpoint."""
 
-    endpoint_error: Callable[[HarmonyFailure], Response] | None = None
+    endpoint_error: ErrorResponse | None = None
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.endpoint_error is None or scope["method"] in (self.methods or ()):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from starlette.exceptions import HTTPException
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import (
@@ -22,6 +22,9 @@ from vllm_mlx_harmony.server.host import host_of
 logger = logging.getLogger(__name__)
 
 TOO_LARGE = 413
+
+CLIENT_CLOSED = 499
+"""nginx's status for a client that has disconnected, as the host uses it."""
 
 RETRY_SECONDS = 5
 """``Retry-After`` of a rejection whose cause gives no better number."""
@@ -50,18 +53,28 @@ def retry_headers(failure: HarmonyFailure) -> dict[str, str]:
     return {} if seconds is None else {"Retry-After": str(seconds)}
 
 
-def error_response(body: ErrorBody, failure: HarmonyFailure) -> Response:
-    """The response for ``failure``, whose document is written by ``body``."""
+def error_response(body: ErrorBody, error: Exception) -> Response:
+    """The response for ``error``, whose document is written by ``body``."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_CLOSED)
+    failure = failure_of(error)
     headers = retry_headers(failure)
     if failure.status == TOO_LARGE:
         headers["Connection"] = "close"  # what is left of the request is not read
     return JSONResponse(body(failure), status_code=failure.status, headers=headers)
 
 
-def failure_of(error: HarmonyFailure | HTTPException) -> HarmonyFailure:
-    """``error`` as a ``HarmonyFailure`` with the same status, message and ``Retry-After``."""
+def failure_of(error: Exception, what: str = "a request failed") -> HarmonyFailure:
+    """``error`` as a ``HarmonyFailure``.
+
+    An ``HTTPException`` keeps its status, message and ``Retry-After``. Anything unknown is a bug,
+    logged as ``what``.
+    """
     if isinstance(error, HarmonyFailure):
         return error
+    if not isinstance(error, HTTPException):
+        logger.error("%s", what, exc_info=error)
+        return OutputError(INTERNAL, code="internal_error")
     status = error.status_code
     code, param = _CODES.get(status, (None, None))
     retry_after = (error.headers or {}).get("Retry-After", "")
@@ -76,14 +89,6 @@ def failure_of(error: HarmonyFailure | HTTPException) -> HarmonyFailure:
         param=param,
         retry_after=int(retry_after) if retry_after.isdigit() else None,
     )
-
-
-def logged_failure(error: Exception, what: str) -> HarmonyFailure:
-    """``error`` if it is a ``HarmonyFailure``. Anything else is a bug, logged as ``what``."""
-    if isinstance(error, HarmonyFailure):
-        return error
-    logger.error("%s", what, exc_info=error)
-    return OutputError(INTERNAL, code="internal_error")
 
 
 async def admit(connection: HTTPConnection) -> None:

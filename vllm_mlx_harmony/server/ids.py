@@ -29,7 +29,6 @@ from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Star
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
-from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 from vllm_mlx_harmony.protocols.validation import Seed, Wire, checked
@@ -38,7 +37,7 @@ from vllm_mlx_harmony.server.chat import ENDPOINT
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.sampling import Settings, capped
-from vllm_mlx_harmony.server.serving import Api, Received, error_answer, respond, serve
+from vllm_mlx_harmony.server.serving import Api, Received, respond, serve
 
 VARIABLE = "VLLM_MLX_HARMONY_ID_ENDPOINT"
 """Environment variable: ``1`` enables the endpoint."""
@@ -162,7 +161,7 @@ def _event(
     return Event(encode(document))
 
 
-API = Api("ids", lambda body, defaults, tenant: checked(IdRequest, body), chat.error_body)
+API = Api("ids", lambda body, defaults, tenant: checked(IdRequest, body))
 
 
 def switched_on() -> bool:
@@ -174,7 +173,7 @@ async def answer_ids(request: Request) -> Response:
     """``POST /harmony/v1/generate``, and ``GET``."""
     if not switched_on():
         problem = f"{PATH} is disabled ({VARIABLE}=1 enables it)"
-        return error_answer(API, RequestError(problem, status=404, code="not_found"))
+        raise RequestError(problem, status=404, code="not_found")
     if request.method == "GET":
         return JSONResponse({"harmony": VERSION})
     return await serve(API, request, _generate)

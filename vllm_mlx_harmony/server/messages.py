@@ -10,7 +10,6 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols import messages
 from vllm_mlx_harmony.server.encryption import server_cipher
@@ -34,8 +33,6 @@ def _read(body: object, defaults: Defaults, tenant: str) -> messages.MessagesReq
 MESSAGES = Api(
     "anthropic_messages",
     _read,
-    messages.error_body,
-    prefix="/v1/messages",
     ping=messages.PING,
     comments_progress=True,
     reports_cached=True,
@@ -43,24 +40,27 @@ MESSAGES = Api(
 )
 
 
+COUNT = replace(
+    MESSAGES,
+    read=lambda body, defaults, tenant: messages.read(
+        body, defaults, server_cipher(tenant), counting=True
+    ),
+)
+
+
 async def create_message(request: Request) -> Response:
     """``POST /v1/messages``."""
     id_seed = uuid4().hex
-    api = replace(MESSAGES, error_body=partial(_error_body, id_seed=id_seed))
-    return _with_request_id(await serve(api, request, id_seed=id_seed), id_seed)
+    response = await serve(MESSAGES, request, id_seed=id_seed)
+    response.headers[REQUEST_ID] = messages.request_id(ResponseInfo(id_seed, 0, ""))
+    return response
 
 
 async def count_tokens(request: Request) -> Response:
     """``POST /v1/messages/count_tokens``: the length of the prompt of the same request."""
-    id_seed = uuid4().hex
-    api = replace(
-        MESSAGES,
-        read=lambda body, defaults, tenant: messages.read(
-            body, defaults, server_cipher(tenant), counting=True
-        ),
-        error_body=partial(_error_body, id_seed=id_seed),
-    )
-    return _with_request_id(await count(api, request, messages.counted), id_seed)
+    response = await count(COUNT, request, messages.counted)
+    response.headers[REQUEST_ID] = messages.request_id(ResponseInfo(uuid4().hex, 0, ""))
+    return response
 
 
 async def root(_: Request) -> Response:
@@ -68,19 +68,12 @@ async def root(_: Request) -> Response:
     return Response()
 
 
-def _error_body(failure: HarmonyFailure, id_seed: str) -> dict[str, object]:
-    return messages.error_body(failure, messages.request_id(ResponseInfo(id_seed, 0, "")))
-
-
-def _with_request_id(response: Response, id_seed: str) -> Response:
-    response.headers[REQUEST_ID] = messages.request_id(ResponseInfo(id_seed, 0, ""))
+def error(raised: Exception) -> Response:
+    """The response for an error, with a request id as any other."""
+    request_id = messages.request_id(ResponseInfo(uuid4().hex, 0, ""))
+    response = error_response(partial(messages.error_body, request_id=request_id), raised)
+    response.headers[REQUEST_ID] = request_id
     return response
-
-
-def _error_response(failure: HarmonyFailure) -> Response:
-    """The response to a request that reaches no endpoint, which has a request id all the same."""
-    id_seed = uuid4().hex
-    return _with_request_id(error_response(partial(_error_body, id_seed=id_seed), failure), id_seed)
 
 
 async def bearer(request: Request) -> None:
@@ -95,7 +88,7 @@ async def bearer(request: Request) -> None:
     request.scope["headers"] = [*others, (BEARER, b"Bearer " + headers[API_KEY])]
 
 
-_endpoint = partial(Endpoint, error=_error_response, before=bearer)
+_endpoint = partial(Endpoint, error=error, before=bearer)
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     _endpoint("/v1/messages", ("POST",), create_message, "content blocks from token ids"),

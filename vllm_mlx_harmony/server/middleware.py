@@ -37,26 +37,27 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
+from vllm_mlx_harmony.server import chat, messages
 from vllm_mlx_harmony.server.answer import rejection
-from vllm_mlx_harmony.server.chat import CHAT
-from vllm_mlx_harmony.server.errors import error_response
+from vllm_mlx_harmony.server.endpoint import ErrorResponse
 from vllm_mlx_harmony.server.host import host_of
-from vllm_mlx_harmony.server.messages import MESSAGES
-from vllm_mlx_harmony.server.responses.routes import RESPONSES
-from vllm_mlx_harmony.server.serving import Api
+from vllm_mlx_harmony.server.responses import routes as responses
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
-APIS: tuple[Api, ...] = (MESSAGES, RESPONSES, CHAT)
+ERRORS: tuple[tuple[str, ErrorResponse], ...] = (
+    ("/v1/messages", messages.error),
+    ("/v1/responses", responses.error),
+)
+"""Beginnings of paths and the errors there. Those of other paths have OpenAI's shape, which most
+clients understand."""
 
 
 async def reject(failure: HarmonyFailure, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers a request or a WebSocket with ``failure``, in the shape of the API of its path.
-
-    That of any other path is Chat Completions: most clients understand OpenAI's shape.
-    """
-    api = next((api for api in APIS if api.prefix and scope["path"].startswith(api.prefix)), CHAT)
-    response = error_response(api.error_body, failure)
+    """Answers a request or a WebSocket with ``failure``, in the shape of the API of its path."""
+    path: str = scope["path"]
+    error = next((error for prefix, error in ERRORS if path.startswith(prefix)), chat.error)
+    response = error(failure)
     if rejection() is failure:
         response.headers["Connection"] = "close"
     if scope["type"] == "websocket":

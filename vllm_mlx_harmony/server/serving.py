@@ -19,11 +19,10 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 from uuid import uuid4
 
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
+from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
@@ -33,7 +32,7 @@ from vllm_mlx_harmony.server import replay, sampling
 from vllm_mlx_harmony.server.answer import Answer, End, dropped
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
-from vllm_mlx_harmony.server.errors import error_response, failure_of, logged_failure
+from vllm_mlx_harmony.server.errors import CLIENT_CLOSED
 from vllm_mlx_harmony.server.generation import Emitter, Job
 from vllm_mlx_harmony.server.host import (
     Context,
@@ -58,9 +57,6 @@ LONGEST = 1e9
 
 LONGEST_NAME = 4_096
 """Maximum length of a model's name, which may be a path."""
-
-CLIENT_CLOSED = 499
-"""nginx's status for a client that has disconnected, as the host uses it."""
 
 
 class ParsedRequest(Protocol):
@@ -89,8 +85,7 @@ class ParsedRequest(Protocol):
 class Api:
     """What is specific to an API.
 
-    ``name`` is used in the host's metrics. ``error_body`` writes all errors of paths that begin
-    with ``prefix``, those of middleware included. ``read`` makes a ``ParsedRequest`` of a document;
+    ``name`` is used in the host's metrics. ``read`` makes a ``ParsedRequest`` of a document;
     if it ``blocks`` on a disk or a network, it runs in a thread. ``servers`` returns the tool
     servers that a document names by URL, given the labels of the operator's. ``emitter`` makes the
     emitter of the answer. ``ping`` is sent in silent streams. ``reports_cached``: streams begin
@@ -101,8 +96,6 @@ class Api:
 
     name: str
     read: Callable[[object, Defaults, str], Any]
-    error_body: Callable[[HarmonyFailure], dict[str, Any]]
-    prefix: str = ""
     blocks: bool = False
     servers: Callable[[object, Collection[str]], Sequence[ClientServer]] = lambda body, labels: ()
     emitter: Callable[[Any, ResponseInfo, Context, str], Emitter] = (
@@ -194,26 +187,24 @@ Respond: TypeAlias = "Callable[[Received], Awaitable[Response]]"
 async def serve(
     api: Api, request: Request, respond: Respond | None = None, id_seed: str = ""
 ) -> Response:
-    """The response to a request of ``api``, errors included.
+    """The response to a request of ``api``.
 
     ``respond`` replaces the default, ``generate``. The host answers requests for models that are
-    not Harmony models.
+    not Harmony models. Raises ``HarmonyFailure``, ``ClientDisconnect``, and ``HTTPException`` of
+    the host (`endpoint.Endpoint.error`).
     """
-    try:
-        request = bounded(request)
-        document = await parse_body(await request.body())
-        async with leased(api, request, document) as lease:
-            if lease.engine is None:
-                await lease.release()
-                try:
-                    return await host_of(request).forward(request)
-                except LookupError as error:
-                    problem = f"{request.url.path} is not available for this model"
-                    raise RequestError(problem, status=404, param="model") from error
-            received = Received(api, request, document, lease, id_seed or uuid4().hex)
-            return await (respond or generate)(received)
-    except Exception as error:  # noqa: BLE001 - every error gets the API's shape
-        return error_answer(api, error)
+    request = bounded(request)
+    document = await parse_body(await request.body())
+    async with leased(api, request, document) as lease:
+        if lease.engine is None:
+            await lease.release()
+            try:
+                return await host_of(request).forward(request)
+            except LookupError as error:
+                problem = f"{request.url.path} is not available for this model"
+                raise RequestError(problem, status=404, param="model") from error
+        received = Received(api, request, document, lease, id_seed or uuid4().hex)
+        return await (respond or generate)(received)
 
 
 async def generate(received: Received) -> Response:
@@ -232,15 +223,6 @@ async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]
         return JSONResponse(body(len(context.render_for_completion())))
 
     return await serve(api, request, counted)
-
-
-def error_answer(api: Api, error: Exception) -> Response:
-    """``error`` as a response in the shape of ``api``."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_CLOSED)
-    if isinstance(error, (HarmonyFailure, HTTPException)):
-        return error_response(api.error_body, failure_of(error))
-    return error_response(api.error_body, logged_failure(error, "a request failed"))
 
 
 @asynccontextmanager

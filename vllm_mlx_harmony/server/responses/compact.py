@@ -33,7 +33,6 @@ class _CompactionEmitter:
 COMPACT = Api(
     "responses_compact",
     lambda body, defaults, tenant: read(body, defaults, References(tenant)).compaction(),
-    responses.error_body,
     blocks=True,
     servers=responses.client_servers,
     emitter=_CompactionEmitter,

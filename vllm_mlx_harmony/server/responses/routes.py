@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,6 @@ from vllm_mlx_harmony.server.serving import (
     Api,
     Received,
     count,
-    error_answer,
     prepare,
     respond,
     serve,
@@ -38,8 +37,6 @@ from vllm_mlx_harmony.server.streams import EventStream
 RESPONSES = Api(
     "responses",
     lambda body, defaults, tenant: read(body, defaults, References(tenant)),
-    responses.error_body,
-    prefix="/v1/responses",
     blocks=True,
     servers=responses.client_servers,
     # The events of a background response may be requested later.
@@ -48,6 +45,9 @@ RESPONSES = Api(
     ),
     comments_progress=True,
 )
+
+error = partial(error_response, responses.error_body)
+"""The response for an error."""
 
 
 # --- New responses
@@ -89,7 +89,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 async def refuse_conversations(request: Request, path: str = "") -> Response:
     """``/v1/conversations`` and below: a 404 that names the alternative."""
-    return error_answer(RESPONSES, resource.no_conversations())
+    raise resource.no_conversations()
 
 
 # --- Existing responses
@@ -169,20 +169,6 @@ async def _running(key: str, tenant: str) -> Running | None:
 # --- Paths
 
 
-def _errors_as_responses(
-    endpoint: Callable[[Request, str], Awaitable[Response]],
-) -> Callable[[Request, str], Awaitable[Response]]:
-    """``endpoint`` with its errors in the shape of the API."""
-
-    async def answering(request: Request, response_id: str) -> Response:
-        try:
-            return await endpoint(request, response_id)
-        except Exception as error:  # noqa: BLE001 - every error gets the API's shape
-            return error_answer(RESPONSES, error)
-
-    return answering
-
-
 CREATE = ("/v1/responses", "POST")
 _ONE = "/v1/responses/{response_id}"
 
@@ -190,7 +176,6 @@ _ONE = "/v1/responses/{response_id}"
 def _route(path: str, methods: str, endpoint: Callable[..., Any], why: str) -> Endpoint:
     """``methods`` are separated by spaces."""
     like = None if (path, methods) == CREATE else CREATE
-    error = partial(error_response, responses.error_body)
     return Endpoint(path, tuple(methods.split()), endpoint, why, like, error)
 
 
@@ -202,13 +187,13 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _route(
         "/v1/responses/input_tokens", "POST", count_input_tokens, "the host has no such endpoint"
     ),
-    _route(_ONE, "GET", _errors_as_responses(retrieve_response), _HOST_HAS_NONE),
-    _route(_ONE, "DELETE", _errors_as_responses(delete_response), _HOST_HAS_NONE),
-    _route(f"{_ONE}/input_items", "GET", _errors_as_responses(list_input_items), _HOST_HAS_NONE),
+    _route(_ONE, "GET", retrieve_response, _HOST_HAS_NONE),
+    _route(_ONE, "DELETE", delete_response, _HOST_HAS_NONE),
+    _route(f"{_ONE}/input_items", "GET", list_input_items, _HOST_HAS_NONE),
     _route(
         f"{_ONE}/cancel",
         "POST",
-        _errors_as_responses(cancel_response),
+        cancel_response,
         "the host has no background responses",
     ),
     *(

@@ -30,7 +30,6 @@ from vllm_mlx_harmony.server.errors import (
     admit,
     error_response,
     failure_of,
-    logged_failure,
     retry_headers,
 )
 from vllm_mlx_harmony.server.generation import Deltas, Job, stopped
@@ -64,7 +63,7 @@ async def converse(socket: WebSocket) -> None:
     try:
         await admit(socket)
     except HTTPException as error:
-        await socket.send_denial_response(error_response(responses.error_body, failure_of(error)))
+        await socket.send_denial_response(error_response(responses.error_body, error))
         return
     await socket.accept()
     await Conversation(socket).serve()
@@ -81,9 +80,7 @@ class Conversation:
         self._waiting_bytes = 0
         self._previous: StoringEmitter | None = None
         self._send: Callable[[str], Awaitable[None]] = self._write
-        self._api = Api(
-            "responses", self._read, responses.error_body, blocks=True, emitter=StoringEmitter
-        )
+        self._api = Api("responses", self._read, blocks=True, emitter=StoringEmitter)
 
     async def serve(self) -> None:
         """Serves responses until the connection ends, which also ends a running response."""
@@ -172,7 +169,7 @@ class Conversation:
         except ClientDisconnect:
             return
         except Exception as error:  # noqa: BLE001 - the client gets every error
-            await self._send_error(logged_failure(error, "a response failed"))
+            await self._send_error(failure_of(error, "a response failed"))
 
     async def _respond(self, body: Document, *, generates: bool) -> None:
         scope = {**self._socket.scope, "type": "http", "method": "POST"}
