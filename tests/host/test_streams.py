@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -35,8 +36,10 @@ from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.host.adapter import _Retrieved
 from vllm_mlx_harmony.protocols import chat, messages, responses
 from vllm_mlx_harmony.protocols.events import DONE, Event
+from vllm_mlx_harmony.server import answer as answers
+from vllm_mlx_harmony.server import settings as settings_of_server
 from vllm_mlx_harmony.server import streams
-from vllm_mlx_harmony.server.answer import CAPACITY_VARIABLE, Answer, unread
+from vllm_mlx_harmony.server.answer import CAPACITY_VARIABLE, PING_VARIABLE, Answer, unread
 from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline
@@ -107,7 +110,13 @@ def buffered(engine: Engine, api: str = "chat", **options: Any) -> Answer:
 
 
 def answered(
-    deltas: Any, emitter: Any, *, remote: bool = False, ping: Event | None = None, **options: Any
+    deltas: Any,
+    emitter: Any,
+    *,
+    remote: bool = False,
+    ping: Event | None = None,
+    capacity: int | None = None,
+    pings_after: float | None = None,
 ) -> Answer:
     """The answer made of ``deltas``, whose lease and accounting are of no interest."""
 
@@ -123,7 +132,14 @@ def answered(
     tracker: Any = SimpleNamespace(finish=lambda **_: None)
     given: Any = (lease, None, None)
     job = Job(*given, emitter, lambda: tracker, ping=ping)
-    return Answer(job, deltas=deltas, **options)
+    settings = {CAPACITY_VARIABLE: capacity, PING_VARIABLE: pings_after}
+
+    def number(variable: str, default: int) -> float:
+        value = settings[variable]
+        return settings_of_server.number(variable, default) if value is None else value
+
+    with patch.object(answers, "number", number):
+        return Answer(job, deltas=deltas)
 
 
 class Plain:

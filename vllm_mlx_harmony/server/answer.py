@@ -75,9 +75,8 @@ class Answer:
     ``end`` writes the last delta in place of the emitter, and may take time, for example to store a
     response. ``announced``: the client already has the id of the answer, so every failure is an
     event. ``keep`` takes the events, which then do not go into the buffer. ``deltas`` replaces the
-    generation. The job's ``ping`` is read after every ``pings_after`` seconds without an event
-    other than comments. ``capacity`` is the maximum size of the buffer in bytes. The first group of
-    events does not count, because it repeats what the client has sent.
+    generation. The job's ``ping`` is read after a silence, which comments do not break. The first
+    group of events does not count as unread, because it repeats what the client has sent.
 
     Iterating yields the events. There is one reader, which uses either ``whole``, or ``begun`` and
     then the iteration.
@@ -91,21 +90,18 @@ class Answer:
         announced: bool = False,
         keep: Callable[[list[Event]], None] | None = None,
         deltas: Deltas | None = None,
-        pings_after: float | None = None,
-        capacity: int | None = None,
     ) -> None:
         self._lease, self._tracker, self._emitter = job.lease, job.track(), job.emitter
         self._lease.taken_over = True
         self._deltas = run(job, self._tracker) if deltas is None else deltas
         self._write_last, self._keep = end, keep
         self._waits = job.lease.harmony.remote
-        if pings_after is None:
-            pings_after = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
-        self._ping, self._pings_after = job.ping if pings_after else None, pings_after
+        self._pings_after: float = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
+        self._ping = job.ping if self._pings_after else None
         self._silent_since: float | None = None  # on the loop's clock, as the reader sees it
         self._comments_progress = job.comments_progress
         self._reported: float | None = None  # when progress was last reported
-        self._room = number(CAPACITY_VARIABLE, DEFAULT_CAPACITY) if capacity is None else capacity
+        self._room = number(CAPACITY_VARIABLE, DEFAULT_CAPACITY)
         self._capacity: int | None = None  # of the buffer, known after the first group
 
         self._announced = announced

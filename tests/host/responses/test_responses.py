@@ -53,9 +53,9 @@ from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, tenant_of
 from vllm_mlx_harmony.server.responses import references, routes, websocket
 from vllm_mlx_harmony.server.responses.background import RUNNING_VARIABLE, Background, Running
-from vllm_mlx_harmony.server.responses.compact import COMPACT
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
 from vllm_mlx_harmony.server.responses.references import References, read
+from vllm_mlx_harmony.server.responses.routes import COMPACT
 from vllm_mlx_harmony.server.responses.store import MemoryStore
 from vllm_mlx_harmony.server.responses.stored import StoredResponse, StoreError
 from vllm_mlx_harmony.server.responses.websocket import (

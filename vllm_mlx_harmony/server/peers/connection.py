@@ -143,11 +143,6 @@ def _without_password(url: str) -> str:
     return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
-def is_url(path: str) -> bool:
-    """Whether ``path``, a value of ``STORE_VARIABLE``, is the URL of a Redis."""
-    return path.startswith(SCHEMES)
-
-
 _opening = threading.Lock()
 
 
@@ -163,4 +158,4 @@ def server_connection() -> Connection | None:
 @lru_cache(maxsize=1)
 def _opened() -> Connection | None:
     path = os.environ.get(STORE_VARIABLE, "")
-    return Connection(path) if is_url(path) else None
+    return Connection(path) if path.startswith(SCHEMES) else None

@@ -147,7 +147,8 @@ class Background:
         """
         events = size = 0
         for ended in [each for each in reversed(self._all.values()) if each.done]:
-            events, size = events + len(ended.events), size + ended.bytes
+            if not ended.deleted:
+                events, size = events + len(ended.events), size + ended.bytes
             if ended.deleted or events > self._most_events or size > self._most_bytes:
                 del self._all[ended.id]
         bytes_taken = sum(each.bytes_taken for each in self._all.values() if not each.done)

@@ -10,10 +10,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from vllm_mlx_harmony.core.deltas import Delta
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
-from vllm_mlx_harmony.protocols.events import encode_slowly
-from vllm_mlx_harmony.protocols.responses import resource
+from vllm_mlx_harmony.protocols.events import Event, encode_slowly
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.errors import error_response
@@ -21,7 +23,6 @@ from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.peers import responses as peers
 from vllm_mlx_harmony.server.peers.answers import BEATING
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, written_input
-from vllm_mlx_harmony.server.responses.compact import COMPACT
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget, new_id_seed
 from vllm_mlx_harmony.server.responses.references import References, read
 from vllm_mlx_harmony.server.serving import (
@@ -44,6 +45,32 @@ RESPONSES = Api(
         replace(parsed, stream=parsed.stream or parsed.background), info, context, tenant
     ),
     comments_progress=True,
+)
+
+
+class _CompactionEmitter:
+    """Makes the document from the response that contains the summary."""
+
+    def __init__(self, parsed: ResponsesRequest, info: ResponseInfo, *_: Any) -> None:
+        self._parsed, self._info = parsed, info
+        self._emitter = parsed.emitter(info)
+
+    def feed(self, delta: Delta) -> list[Event]:
+        """Implements ``Emitter``."""
+        return self._emitter.feed(delta)
+
+    def result(self) -> dict[str, Any]:
+        """The document. Raises ``OutputError`` if the model wrote no summary."""
+        document: dict[str, Any] = self._parsed.compacted(self._emitter.result(), self._info)
+        return document
+
+
+COMPACT = Api(
+    "responses_compact",
+    lambda body, defaults, tenant: read(body, defaults, References(tenant)).compaction(),
+    blocks=True,
+    servers=responses.client_servers,
+    emitter=_CompactionEmitter,
 )
 
 error = partial(error_response, responses.error_body)

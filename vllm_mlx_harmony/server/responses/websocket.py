@@ -160,15 +160,13 @@ class Conversation:
             fields = {key: value for key, value in document.items() if key not in _TRANSPORT}
             body = Document({**fields, "stream": True}, message.large)
             await self._respond(body, generates=document.get("generate") is not False)
-        except (HarmonyFailure, HTTPException) as error:
-            # The specification discards the response that a failed turn was to continue.
-            self._forget(responses.previous_response_id(document))
-            await self._send_error(failure_of(error))
         except WebSocketDisconnect:
             raise
         except ClientDisconnect:
             return
         except Exception as error:  # noqa: BLE001 - the client gets every error
+            # The specification discards the response that a failed turn was to continue.
+            self._forget(responses.previous_response_id(document))
             await self._send_error(failure_of(error, "a response failed"))
 
     async def _respond(self, body: Document, *, generates: bool) -> None:
