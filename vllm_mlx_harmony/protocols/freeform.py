@@ -36,7 +36,7 @@ from typing import Literal, TypeAlias
 from vllm_mlx_harmony.core.turn import Syntax, Tool
 
 INPUT = "input"
-"""The one parameter a freeform tool is shown with."""
+"""The only parameter of a freeform tool in the prompt."""
 
 GrammarSyntax: TypeAlias = Literal["regex", "lark"]
 """The notations that a grammar may be written in."""
@@ -53,9 +53,9 @@ _PARAMETERS: Mapping[str, object] = {
 def freeform_tool(
     name: str, description: str, where: str, syntax: GrammarSyntax | None, definition: str | None
 ) -> Tool:
-    """The tool as the model is shown it: its description ends with the grammar of its input.
+    """The tool as the prompt shows it: its description ends with the grammar of its input.
 
-    ``syntax`` and ``definition`` are those of its format, when that is a grammar.
+    ``syntax`` and ``definition`` are those of its format, if that is a grammar.
     """
     if not definition:
         return Tool(name, description, _PARAMETERS, where)
@@ -67,14 +67,16 @@ def freeform_tool(
 
 
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_OPENING_BEGUN = re.compile(
+    r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?|\s*\{\s*\}\s*'
+)
 _EMPTY = re.compile(r"\s*\{\s*\}\s*")
 _LONGEST = 256  # characters of the opening or the end: white space may stand anywhere in them
-_TOKENS = ("{", f'"{INPUT}"', ":", '"')
 _MEMBER = re.compile(r'"\s*,\s*"[^"\\]*"\s*:')
 _MAY_END = re.compile(r'"\s*(?:\}\s*|,\s*(?:"[^"\\]*(?:"\s*)?)?)?')
-_PLAIN = re.compile(r'[^"\\]+')
+_PIECE = re.compile(r"""(?s)[^"\\]+|\\(?:[^u]|u[0-9a-fA-F]{4}|u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F]))""")
+"""Text, or an escape that is complete."""
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "/": "/"}
-_HEX = re.compile(r"[0-9a-fA-F]*")
 _UNICODE = 6  # characters of \uXXXX
 _Decoder = getincrementaldecoder("utf-16-be")
 
@@ -91,20 +93,14 @@ def unwrapped(arguments: str) -> str:
 
 
 class _State(Enum):
-    OPENING = auto()  # what came so far may still become {"input": "
+    OPENING = auto()  # the text so far may still become {"input": "
     STRING = auto()
     ENDED = auto()  # in another member
-    WHOLE = auto()  # not {"input": "…": handed over as it is
+    WHOLE = auto()  # not {"input": "…": passed on unchanged
 
 
 class FreeformInput:
-    """Unwraps one call's arguments. Feed any pieces of them; what comes out is the same, joined.
-
-    Arguments that do not begin as ``{"input": "`` are handed over whole: a model that was shown a
-    grammar sometimes writes the text itself. A quote that it forgot to escape is part of the text:
-    only one before the end, or before another member, ends it. Never raises; holds no more than an
-    escape, or what may yet become the opening or the end.
-    """
+    """Unwraps one call's arguments, in any pieces."""
 
     def __init__(self) -> None:
         self._state = _State.OPENING
@@ -112,14 +108,18 @@ class FreeformInput:
         self._units = _Decoder("replace")  # of \uXXXX, which come in pairs beyond U+FFFF
 
     def feed(self, text: str) -> str:
-        """What of the input is known for certain by now and was not handed out before."""
+        """The next arguments; returns what is certain of the input and was not returned before."""
         self._pending += text
         if self._state is _State.OPENING:
-            self._open()
+            opening = _OPENING.match(self._pending)
+            if opening and opening.end() <= _LONGEST:
+                self._state, self._pending = _State.STRING, self._pending[opening.end() :]
+            elif len(self._pending) <= _LONGEST and _OPENING_BEGUN.fullmatch(self._pending):
+                return ""
+            else:
+                self._state = _State.WHOLE
         if self._state is _State.STRING:
-            return self._string()
-        if self._state is _State.OPENING:
-            return ""
+            return self._read_string()
         pending, self._pending = self._pending, ""
         return pending if self._state is _State.WHOLE else ""
 
@@ -128,79 +128,30 @@ class FreeformInput:
         pending, self._pending = self._pending, ""
         if self._state is _State.OPENING:
             return "" if _EMPTY.fullmatch(pending) else pending
-        return self._lone()
-
-    def _open(self) -> None:
-        opening = _OPENING.match(self._pending)
-        if opening and opening.end() <= _LONGEST:
-            self._state, self._pending = _State.STRING, self._pending[opening.end() :]
-        elif len(self._pending) > _LONGEST or not (
-            _may_open(self._pending) or _EMPTY.fullmatch(self._pending)
-        ):
-            self._state = _State.WHOLE
-
-    def _string(self) -> str:
-        out, at, pending = [], 0, self._pending
-        while at < len(pending) and self._state is _State.STRING:
-            end = self._end_of_piece(pending, at)
-            if end is None:
-                break
-            out.append(self._piece(pending[at:end]))
-            at = end
-        self._pending = pending[at:]
-        return "".join(out)
-
-    def _end_of_piece(self, pending: str, at: int) -> int | None:
-        """Where what stands ``at`` ends: plain text, an escape or a quote; ``None``: wait for more.
-
-        The quote before another member is not passed: there the string has ended.
-        """
-        if pending[at] == "\\":
-            return _escape_end(pending, at)
-        if pending[at] != '"':
-            plain = _PLAIN.match(pending, at)
-            return plain.end() if plain else at
-        if _MEMBER.match(pending, at, at + _LONGEST + 1):  # one that could have been waited for
-            self._state = _State.ENDED
-            return at
-        return None if len(pending) - at <= _LONGEST and _MAY_END.fullmatch(pending, at) else at + 1
-
-    def _piece(self, piece: str) -> str:
-        """What ``piece`` stands for."""
-        return self._escape(piece) if piece.startswith("\\") else self._lone() + piece
-
-    def _escape(self, escape: str) -> str:
-        """What ``escape`` stands for; one that JSON does not know stands for itself."""
-        if len(escape) == _UNICODE:
-            return self._units.decode(bytes.fromhex(escape[2:]))
-        return self._lone() + _ESCAPES.get(escape[1:], escape)
-
-    def _lone(self) -> str:
-        """Half a surrogate pair whose other half did not come, as U+FFFD."""
         return self._units.decode(b"", final=True)
 
-
-def _may_open(text: str) -> bool:
-    """Whether ``text`` is the beginning of ``{"input": "``, white space aside."""
-    rest = text
-    for token in _TOKENS:
-        rest = rest.lstrip()
-        if len(rest) <= len(token):
-            return token.startswith(rest)
-        if not rest.startswith(token):
-            return False
-        rest = rest[len(token) :]
-    return False
-
-
-def _escape_end(text: str, at: int) -> int | None:
-    """Where the escape at ``at`` ends; ``None`` when more of it may come."""
-    if len(text) < at + 2:
-        return None
-    if text[at + 1] != "u":
-        return at + 2
-    digits = _HEX.match(text, at + 2, at + _UNICODE)
-    end = digits.end() if digits else at + 2
-    if end == at + _UNICODE:
-        return end
-    return None if end == len(text) else at + 2
+    def _read_string(self) -> str:
+        out: list[str] = []
+        pending, at = self._pending, 0
+        while at < len(pending):
+            match = _PIECE.match(pending, at)
+            piece = match.group() if match else pending[at]
+            if match is None:
+                if piece == "\\":  # more of the escape may come
+                    break
+                if _MEMBER.match(pending, at, at + _LONGEST + 1):  # could have been waited for
+                    self._state = _State.ENDED
+                    out.append(self._units.decode(b"", final=True))
+                    break
+                if len(pending) - at <= _LONGEST and _MAY_END.fullmatch(pending, at):
+                    break
+            at += len(piece)
+            if piece[0] == "\\" and len(piece) == _UNICODE:
+                out.append(self._units.decode(bytes.fromhex(piece[2:])))
+                continue
+            # Half a surrogate pair whose other half did not come is U+FFFD; an escape that JSON
+            # does not know stands for itself.
+            out.append(self._units.decode(b"", final=True))
+            out.append(_ESCAPES.get(piece[1:], piece) if piece[0] == "\\" else piece)
+        self._pending = pending[at:]
+        return "".join(out)

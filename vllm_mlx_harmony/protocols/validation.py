@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Annotated, Any, TypeAlias, TypeVar
+from operator import methodcaller
+from typing import Annotated, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -35,7 +36,7 @@ class Wire(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _yield_to_threads(cls, value: Any) -> Any:
+    def _yield_to_threads(cls, value: object) -> object:
         """Does nothing, in Python, where other threads can take the GIL.
 
         Without it, pydantic would hold the GIL while it validates thousands of messages.
@@ -49,10 +50,6 @@ _VARIANT = "\0"
 """Prefix of the names that pydantic puts into the path of an error for the model it has chosen."""
 
 
-def _type_of(value: Mapping[str, object]) -> object:
-    return value.get("type")
-
-
 @dataclass(frozen=True, slots=True, eq=False)  # hashed, as typing requires of annotations
 class Variants:
     """Annotates a field whose model depends on the ``kind`` of its value; null fields are absent.
@@ -64,7 +61,7 @@ class Variants:
 
     models: Mapping[str, type[Wire]]
     other: type[Wire]
-    kind: Callable[[Mapping[str, object]], object] = _type_of
+    kind: Callable[[Mapping[str, object]], object] = methodcaller("get", "type")
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -159,7 +156,7 @@ def mended(body: object) -> object:
         raise _invalid("finite_number", where, "must be a finite number") from error
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> object:
     if isinstance(value, str):
         return value if encodable(value) else _without_halves(value)
     if isinstance(value, dict):
@@ -249,14 +246,11 @@ _KEY = 200
 """The maximum length of a key in a path."""
 
 
-def _invalid(kind: str, where: Iterable[Any], message: str) -> RequestError:
+def _invalid(kind: str, where: Iterable[int | str], message: str) -> RequestError:
+    """The error for a field that pydantic rejects, with OpenAI's code for its error type."""
     param = path(where)
     words = _WORDS.get(kind) or message.replace("Input should be", "must be")
-    return RequestError(f"{param} {words}", param=param, code=_code(kind))
-
-
-def _code(kind: str) -> str:
-    """OpenAI's code for pydantic's error type ``kind``."""
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     if kind == "missing":
-        return "missing_required_parameter"
-    return "invalid_type" if kind.endswith("_type") else "invalid_value"
+        code = "missing_required_parameter"
+    return RequestError(f"{param} {words}", param=param, code=code)

@@ -27,23 +27,10 @@ from vllm_mlx_harmony.core.turn import (
     Turn,
     User,
 )
+from vllm_mlx_harmony.protocols.chat import schema
 from vllm_mlx_harmony.protocols.chat.emitter import Emitter
 from vllm_mlx_harmony.protocols.chat.formats import response_format
-from vllm_mlx_harmony.protocols.chat.schema import (
-    AnyCall,
-    AnyTool,
-    ChatBody,
-    ChatMessage,
-    ChatNamedTool,
-    ChatTemplateOptions,
-    ChatToolChoice,
-    CustomCall,
-    CustomTool,
-    FunctionTool,
-    GrammarFormat,
-    ReasoningOptions,
-    read_body,
-)
+from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatMessage, read_body
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
 from vllm_mlx_harmony.protocols.openai_content import (
     call_arguments,
@@ -99,7 +86,7 @@ def read(body: object, defaults: Defaults) -> ChatRequest:
         shows_reasoning=chat.include_reasoning is not False
         and not (chat.reasoning and chat.reasoning.exclude),
         freeform=frozenset(
-            tool.custom.name for tool in chat.tools or () if isinstance(tool, CustomTool)
+            tool.custom.name for tool in chat.tools or () if isinstance(tool, schema.CustomTool)
         ),
         shows_progress=bool(chat.return_progress),
     )
@@ -107,11 +94,11 @@ def read(body: object, defaults: Defaults) -> ChatRequest:
 
 def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     """What a checked body asks the model for. Raises only ``RequestError``."""
-    template = body.chat_template_kwargs or ChatTemplateOptions()
+    template = body.chat_template_kwargs or schema.ChatTemplateOptions()
     effort, thinking = _reasoning(body, template, defaults)
     messages, prefill = _conversation(body, defaults.attachments)
     older = body.max_completion_tokens is None
-    choice = body.tool_choice or ChatToolChoice(type="auto")
+    choice = body.tool_choice or schema.ChatToolChoice(type="auto")
     none = choice.type == "none"
     declared = enumerate(body.tools or ())
     tools = () if none else tuple(_tool(tool, f"tools[{at}]") for at, tool in declared)
@@ -207,50 +194,45 @@ class _Reader:
     def read_input(self, message: ChatMessage, index: int) -> Iterator[Message]:
         """The messages for a message that is not the assistant's."""
         where = f"messages[{index}]"
-        if message.role == "tool":
-            if not message.tool_call_id:
-                raise RequestError("tool message without tool_call_id", param=where)
-            yield self._result(message.tool_call_id, message, where)
-        elif message.role == "function":
-            called = self._functions.get(message.name) if isinstance(message.name, str) else None
-            if called is None:
+        content = message.content or ()
+        if message.role in ("tool", "function"):
+            if message.role == "tool":
+                key, problem = message.tool_call_id, "tool message without tool_call_id"
+            else:
+                name = message.name if isinstance(message.name, str) else ""
+                key = self._functions.get(name)
                 problem = "function message without an earlier function_call of that name"
+            if not key:
                 raise RequestError(problem, param=where)
-            yield self._result(called, message, where)
+            yield Result(key, result_text(content, f"{where}.content", self.attachments), where)
         elif message.content is None:
             raise required(f"{where}.content")
-        elif message.role == "user":
-            yield User(message_text(message.content, f"{where}.content", self.attachments))
-        elif text := message_text(message.content, f"{where}.content", self.attachments):
-            yield Instructions(text)
-
-    def _result(self, key: str, message: ChatMessage, where: str) -> Result:
-        text = result_text(message.content or (), f"{where}.content", self.attachments)
-        return Result(key, text, where)
+        else:
+            text = message_text(content, f"{where}.content", self.attachments)
+            if message.role == "user":
+                yield User(text)
+            elif text:
+                yield Instructions(text)
 
     def read_assistant(self, run: _Run, kind: type[Preamble] | type[Answer]) -> list[Message]:
         """One turn of the assistant in the model's own order (A4): its texts are of one ``kind``.
 
         Calls come last, so that no text stands between them and their results.
         """
-        read = [each for index, message in run for each in self._parts(message, index, kind)]
+        read: list[Message] = []
+        for index, message in run:
+            where = f"messages[{index}]"
+            if reasoning := message.reasoning_content or message.reasoning or message.thinking:
+                read.append(Reasoning(reasoning))
+            if text := self._text(message, where):
+                read.append(kind(text))
+            for at, call in enumerate(message.tool_calls or ()):
+                read.append(_call(call, f"{where}.tool_calls[{at}]"))
+            if legacy := message.function_call:
+                key = self._functions[legacy.name] = f"function_call_{index}"
+                arguments = call_arguments(legacy.arguments, f"{where}.function_call.arguments")
+                read.append(Call(key, legacy.name, arguments))
         return sorted(read, key=lambda message: isinstance(message, Call))
-
-    def _parts(
-        self, message: ChatMessage, index: int, kind: type[Preamble] | type[Answer]
-    ) -> Iterator[Message]:
-        """The reasoning, the text and the calls of a message."""
-        where = f"messages[{index}]"
-        if reasoning := message.reasoning_content or message.reasoning or message.thinking:
-            yield Reasoning(reasoning)
-        if text := self._text(message, where):
-            yield kind(text)
-        for at, call in enumerate(message.tool_calls or ()):
-            yield _call(call, f"{where}.tool_calls[{at}]")
-        if legacy := message.function_call:
-            key = self._functions[legacy.name] = f"function_call_{index}"
-            arguments = call_arguments(legacy.arguments, f"{where}.function_call.arguments")
-            yield Call(key, legacy.name, arguments)
 
     def take_prefill(self, run: _Run) -> str | None:
         """The text that the answer continues; it is taken out of the last message of ``run``.
@@ -278,8 +260,8 @@ class _Reader:
         return text + (message.refusal or "")
 
 
-def _call(call: AnyCall, where: str) -> Call:
-    if isinstance(call, CustomCall):
+def _call(call: schema.AnyCall, where: str) -> Call:
+    if isinstance(call, schema.CustomCall):
         return Call(call.id, call.custom.name, wrap(call.custom.input))
     arguments = call_arguments(call.function.arguments, f"{where}.function.arguments")
     return Call(call.id, call.function.name, arguments)
@@ -288,18 +270,20 @@ def _call(call: AnyCall, where: str) -> Call:
 # --- Tools, effort, sampling and limits.
 
 
-def _tool(tool: AnyTool, where: str) -> Tool:
-    if isinstance(tool, FunctionTool):
+def _tool(tool: schema.AnyTool, where: str) -> Tool:
+    if isinstance(tool, schema.FunctionTool):
         what = tool.function
         described = what.description or ""
         return Tool(what.name, described, what.parameters, where, strict=bool(what.strict))
     custom, syntax, definition = tool.custom, None, None
-    if isinstance(custom.format, GrammarFormat):
+    if isinstance(custom.format, schema.GrammarFormat):
         syntax, definition = custom.format.grammar.syntax, custom.format.grammar.definition
     return freeform_tool(custom.name, custom.description or "", where, syntax, definition)
 
 
-def _tool_choice(choice: ChatToolChoice, tools: Sequence[AnyTool], callable_: bool) -> ToolChoice:
+def _tool_choice(
+    choice: schema.ChatToolChoice, tools: Sequence[schema.AnyTool], callable_: bool
+) -> ToolChoice:
     """What may or must be called. All tools stay in the prompt, whichever are allowed (A12).
 
     ``callable_``: there is a tool that can be called, be it built in or the server's.
@@ -311,7 +295,9 @@ def _tool_choice(choice: ChatToolChoice, tools: Sequence[AnyTool], callable_: bo
             raise _no_choice("there are no tools")
         return ToolChoice(required=True)
     declared = {
-        (True, tool.custom.name) if isinstance(tool, CustomTool) else (False, tool.function.name)
+        (True, tool.custom.name)
+        if isinstance(tool, schema.CustomTool)
+        else (False, tool.function.name)
         for tool in tools
     }
     if choice.type in ("function", "custom"):
@@ -324,7 +310,7 @@ def _tool_choice(choice: ChatToolChoice, tools: Sequence[AnyTool], callable_: bo
     raise _no_choice(f"unknown choice {quoted(choice.type)}")
 
 
-def _declared(named: ChatNamedTool, declared: Collection[tuple[bool, str]]) -> str:
+def _declared(named: schema.ChatNamedTool, declared: Collection[tuple[bool, str]]) -> str:
     """The name of the chosen tool. Raises ``RequestError`` when no such tool is declared.
 
     ``declared`` has the name of each tool, preceded by whether the tool is freeform.
@@ -343,7 +329,7 @@ def _no_choice(problem: str) -> RequestError:
 
 
 def _reasoning(
-    body: ChatBody, template: ChatTemplateOptions, defaults: Defaults
+    body: ChatBody, template: schema.ChatTemplateOptions, defaults: Defaults
 ) -> tuple[Effort, bool]:
     """Effort and whether to think (A8); a budget of 0 is no thinking.
 
@@ -351,7 +337,7 @@ def _reasoning(
     ``enable_thinking``: templates of other models have it, which know no effort. Of switches that
     contradict each other, "off" counts.
     """
-    requested = body.reasoning or ReasoningOptions()
+    requested = body.reasoning or schema.ReasoningOptions()
     kind = body.thinking.type if body.thinking else None
     words = (
         ("reasoning_effort", body.reasoning_effort),

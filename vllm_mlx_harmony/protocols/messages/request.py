@@ -35,28 +35,11 @@ from vllm_mlx_harmony.core.turn import (
     User,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
+from vllm_mlx_harmony.protocols.messages import schema
 from vllm_mlx_harmony.protocols.messages.content import FILES, TextReader, lines, unreadable
 from vllm_mlx_harmony.protocols.messages.emitter import UPDATE, Display, Emitter
 from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
-from vllm_mlx_harmony.protocols.messages.schema import (
-    TOOL_SEARCH,
-    TOOLSET,
-    AnyTool,
-    Block,
-    CallBlock,
-    ClientTool,
-    McpCallBlock,
-    MessagesBody,
-    RedactedThinkingBlock,
-    ResultBlock,
-    ServerResultBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolAdditionBlock,
-    ToolDefinition,
-    ToolReferenceBlock,
-    read_body,
-)
+from vllm_mlx_harmony.protocols.messages.schema import Block, MessagesBody, read_body
 from vllm_mlx_harmony.protocols.messages.server_tools import (
     asked_for,
     call_of,
@@ -180,7 +163,7 @@ def notes(body: MessagesBody, defaults: Defaults) -> tuple[str, ...]:
     tools = tuple(
         f"tools[{index}] ({quoted(tool.type)}) was left out: the caller does not define it"
         for index, tool in enumerate(body.tools or ())
-        if not (isinstance(tool, ClientTool) or (serves and tool.type == TOOLSET))
+        if not (isinstance(tool, schema.ClientTool) or (serves and tool.type == schema.TOOLSET))
     )
     if _is_searched(body.tools or ()):
         tools = (*tools, "defer_loading was ignored: this server searches no tools for the model")
@@ -266,8 +249,8 @@ class _Reader:
             blocks = [
                 _Placed(block, f"messages[{at}].content[{index}]")
                 for index, block in enumerate(message.content)
-                if not (isinstance(block, TextBlock) and not block.text)
-                and (not cleared or isinstance(block, ToolAdditionBlock))
+                if not (isinstance(block, schema.TextBlock) and not block.text)
+                and (not cleared or isinstance(block, schema.ToolAdditionBlock))
             ]
             update = None
             if message.output_config is not None and message.output_config.effort is not None:
@@ -280,7 +263,7 @@ class _Reader:
         """Instructions, and the tools that are declared among them (A12)."""
         for message in run:
             for adds, group in groupby(
-                message.blocks, lambda each: isinstance(each.block, ToolAdditionBlock)
+                message.blocks, lambda each: isinstance(each.block, schema.ToolAdditionBlock)
             ):
                 if not adds:
                     if text := self.text(group):
@@ -288,8 +271,8 @@ class _Reader:
                     continue
                 tools: list[Tool] = []
                 for block, where in group:
-                    assert isinstance(block, ToolAdditionBlock)
-                    if isinstance(block.tool, ToolDefinition):
+                    assert isinstance(block, schema.ToolAdditionBlock)
+                    if isinstance(block.tool, schema.ToolDefinition):
                         tools += _tool(block.tool.definition, f"{where}.tool.definition")
                     else:
                         tools += self.load([block.tool.name])
@@ -306,7 +289,7 @@ class _Reader:
         for message in run:
             others: list[_Placed] = []
             for block, where in message.blocks:
-                if not (isinstance(block, ResultBlock) and block.type == "tool_result"):
+                if not (isinstance(block, schema.ResultBlock) and block.type == "tool_result"):
                     others.append(_Placed(block, where))
                     continue
                 text = self.result(block, where)
@@ -316,7 +299,7 @@ class _Reader:
                 yield Result(block.tool_use_id, text, where)
                 parts = block.content or ()
                 yield from self.declare(
-                    part.tool_name for part in parts if isinstance(part, ToolReferenceBlock)
+                    part.tool_name for part in parts if isinstance(part, schema.ToolReferenceBlock)
                 )
             if others or not message.blocks:
                 yield User(self.text(others))
@@ -338,20 +321,20 @@ class _Reader:
             last = (each.block for each in reversed(message.blocks) if each.block.type in ends)
             answer = next(last, None)
             for block, where in message.blocks:
-                if block is answer and isinstance(block, TextBlock):
+                if block is answer and isinstance(block, schema.TextBlock):
                     yield Answer(block.text)
                 else:
                     yield from self.assistant_block(block, where)
 
     def assistant_block(self, block: Block, where: str) -> Iterator[Message]:  # noqa: C901 - a case for each kind of block
         match block:
-            case TextBlock():
+            case schema.TextBlock():
                 yield Preamble(block.text)
-            case ThinkingBlock() | RedactedThinkingBlock():
+            case schema.ThinkingBlock() | schema.RedactedThinkingBlock():
                 if thought := self.thought(block, where):
                     shown = thought.startswith(UPDATE)
                     yield Preamble(thought.removeprefix(UPDATE)) if shown else Reasoning(thought)
-            case CallBlock():
+            case schema.CallBlock():
                 # The model's own text, if that was not an object.
                 given, invalid = block.input, block.input.get(INVALID_JSON)
                 compact = dumps(given, ensure_ascii=False, separators=(",", ":"))
@@ -359,13 +342,13 @@ class _Reader:
                 if block.type == "tool_use":
                     yield Call(block.id, block.name, arguments)
                     return
-                label = block.server_name if isinstance(block, McpCallBlock) else None
+                label = block.server_name if isinstance(block, schema.McpCallBlock) else None
                 called = call_of(self.defaults.namespaces, label, block.name, given, arguments)
                 if called is not None:
                     yield ServerCall(block.id, *called)
-            case ResultBlock(type="mcp_tool_result"):
+            case schema.ResultBlock(type="mcp_tool_result"):
                 yield ServerResult(block.tool_use_id, "", self.result(block, where))
-            case ServerResultBlock():
+            case schema.ServerResultBlock():
                 yield from self.declare(found_tools(block.content))
                 text = result_text(block.content, f"{where}.content", self.defaults.attachments)
                 yield ServerResult(block.tool_use_id, "", text)
@@ -374,9 +357,11 @@ class _Reader:
             case _ if block.type not in _SILENT:
                 raise unreadable(block.type, where)
 
-    def thought(self, block: ThinkingBlock | RedactedThinkingBlock, where: str) -> str:
+    def thought(
+        self, block: schema.ThinkingBlock | schema.RedactedThinkingBlock, where: str
+    ) -> str:
         """The encrypted reasoning, whatever the client made of the text; without it, the text."""
-        if isinstance(block, RedactedThinkingBlock):
+        if isinstance(block, schema.RedactedThinkingBlock):
             return self.cipher.decrypt(block.data) or ""
         encrypted = self.cipher.decrypt(block.signature or "")
         if encrypted is None and block.thinking is None:
@@ -388,7 +373,7 @@ class _Reader:
         reader = TextReader(self.defaults.attachments)
         return lines(reader.text(*each) for each in placed)
 
-    def result(self, block: ResultBlock, where: str) -> str:
+    def result(self, block: schema.ResultBlock, where: str) -> str:
         """The text of a tool's result."""
         reader = TextReader(self.defaults.attachments, lenient=True)
         return reader.texts(block.content or (), f"{where}.content")
@@ -418,7 +403,7 @@ def _take_prefill(run: _Run, must_call: bool, wants_json: bool) -> tuple[str | N
         if block.type == "tool_use":
             problem = f"{where} is a tool_use without a tool_result after it"
             raise RequestError(problem, param=where)
-    if not placed or not isinstance(placed[-1].block, TextBlock):
+    if not placed or not isinstance(placed[-1].block, schema.TextBlock):
         return None, False
     text, where = placed[-1].block.text, placed[-1].where
     if must_call or (wants_json and not text.lstrip().startswith(("{", "[", '"'))):
@@ -449,12 +434,12 @@ def _system(blocks: Iterable[Block], attachments: Attachments) -> Iterator[Messa
 # --- Tools, format and effort.
 
 
-def _is_searched(tools: Iterable[AnyTool]) -> bool:
+def _is_searched(tools: Iterable[schema.AnyTool]) -> bool:
     """Whether one of Anthropic's servers should search the tools that are deferred."""
-    return any((tool.type or "").startswith(TOOL_SEARCH) for tool in tools)
+    return any((tool.type or "").startswith(schema.TOOL_SEARCH) for tool in tools)
 
 
-def _tools(tools: Sequence[AnyTool]) -> tuple[tuple[Tool, ...], dict[str, Tool]]:
+def _tools(tools: Sequence[schema.AnyTool]) -> tuple[tuple[Tool, ...], dict[str, Tool]]:
     """The tools at the beginning of the prompt, and by name those that are declared later.
 
     None is deferred where Anthropic's servers would have to search them. Raises ``RequestError``
@@ -464,7 +449,7 @@ def _tools(tools: Sequence[AnyTool]) -> tuple[tuple[Tool, ...], dict[str, Tool]]
     later: list[Tool] = []
     searched = _is_searched(tools)
     for index, tool in enumerate(tools):
-        defers = isinstance(tool, ClientTool) and tool.defer_loading and not searched
+        defers = isinstance(tool, schema.ClientTool) and tool.defer_loading and not searched
         (later if defers else shown).extend(_tool(tool, f"tools[{index}]"))
     names = {tool.name for tool in shown}
     deferred: dict[str, Tool] = {}
@@ -475,9 +460,9 @@ def _tools(tools: Sequence[AnyTool]) -> tuple[tuple[Tool, ...], dict[str, Tool]]
     return tuple(shown), deferred
 
 
-def _tool(tool: AnyTool, where: str) -> Iterator[Tool]:
+def _tool(tool: schema.AnyTool, where: str) -> Iterator[Tool]:
     """The tool at ``where``; nothing if Anthropic defines it."""
-    if isinstance(tool, ClientTool):
+    if isinstance(tool, schema.ClientTool):
         described = tool.description or ""
         yield Tool(tool.name, described, tool.input_schema, where, bool(tool.strict))
 

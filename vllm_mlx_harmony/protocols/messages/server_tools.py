@@ -15,13 +15,13 @@ from json import dumps
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.names import carryable
-from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
+from vllm_mlx_harmony.core.turn import PYTHON, Namespace
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
-from vllm_mlx_harmony.protocols.messages.schema import McpServer, MessagesBody, Toolset
+from vllm_mlx_harmony.protocols.messages.schema import MessagesBody, Toolset
 from vllm_mlx_harmony.protocols.server_calls import code_in, recipient_of
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED
 
-# --- What a request asks for.
+# --- The tools that a request asks for.
 
 
 def asked_for(body: MessagesBody, available: Sequence[Namespace]) -> tuple[Namespace, ...]:
@@ -38,14 +38,30 @@ def asked_for(body: MessagesBody, available: Sequence[Namespace]) -> tuple[Names
         found = known.get(server.name)
         if found is None:
             raise _unknown(server.name, f"mcp_servers[{index}].name", known)
-        chosen[server.name] = _only(found, _allowed(server, found.tools))
-    for index, tool in enumerate(body.tools or ()):
-        if not isinstance(tool, Toolset):
+        # https://docs.claude.com/en/docs/agents-and-tools/mcp-connector, as it was in 2025-04-04.
+        wanted = server.tool_configuration
+        enabled = wanted is None or wanted.enabled is not False
+        names = None if wanted is None else wanted.allowed_tools
+        allowed = (
+            tool for tool in found.tools if enabled and (names is None or tool.origin[-1] in names)
+        )
+        chosen[server.name] = replace(found, tools=tuple(allowed))
+    for index, toolset in enumerate(body.tools or ()):
+        if not isinstance(toolset, Toolset):
             continue
-        found = chosen.get(tool.mcp_server_name) or known.get(tool.mcp_server_name)
+        label = toolset.mcp_server_name
+        found = chosen.get(label) or known.get(label)
         if found is None:
-            raise _unknown(tool.mcp_server_name, f"tools[{index}].mcp_server_name", known)
-        chosen[found.label] = _only(found, _enabled(tool, found.tools))
+            raise _unknown(label, f"tools[{index}].mcp_server_name", known)
+        # The version of 2025-11-20: `configs` for single tools, `default_config` for the rest.
+        default = toolset.default_config is None or toolset.default_config.enabled is not False
+        switches = {
+            name: switch.enabled
+            for name, switch in (toolset.configs or {}).items()
+            if switch is not None and switch.enabled is not None
+        }
+        on = (tool for tool in found.tools if switches.get(tool.origin[-1], default))
+        chosen[found.label] = replace(found, tools=tuple(on))
     return tuple(each for each in chosen.values() if each.tools)
 
 
@@ -65,8 +81,7 @@ def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer,
         where = f"mcp_servers[{index}]"
         token_where = f"{where}.authorization_token"
         headers = headers_of(None, server.get("authorization_token"), where, token_where)
-        unreachable = partial(_unreachable, name)
-        found.append(ClientServer(name, url, f"{where}.url", headers, unreachable))
+        found.append(ClientServer(name, url, f"{where}.url", headers, partial(_unreachable, name)))
     return tuple(found)
 
 
@@ -81,32 +96,7 @@ def _unknown(name: str, where: str, known: Iterable[str]) -> RequestError:
     return RequestError(problem, param=where, code=UNSUPPORTED)
 
 
-def _only(namespace: Namespace, tools: Iterable[Tool]) -> Namespace:
-    return replace(namespace, tools=tuple(tools))
-
-
-def _allowed(server: McpServer, tools: Iterable[Tool]) -> Iterator[Tool]:
-    """https://docs.claude.com/en/docs/agents-and-tools/mcp-connector, as it was in 2025-04-04."""
-    configuration = server.tool_configuration
-    if configuration is not None and configuration.enabled is False:
-        return
-    names = None if configuration is None else configuration.allowed_tools
-    for tool in tools:
-        if names is None or tool.origin[-1] in names:
-            yield tool
-
-
-def _enabled(toolset: Toolset, tools: Iterable[Tool]) -> Iterator[Tool]:
-    """The version of 2025-11-20: ``configs`` for single tools, ``default_config`` for the rest."""
-    default = toolset.default_config is None or toolset.default_config.enabled is not False
-    for tool in tools:
-        own = (toolset.configs or {}).get(tool.origin[-1])
-        enabled = default if own is None or own.enabled is None else own.enabled
-        if enabled:
-            yield tool
-
-
-# --- What a history tells of.
+# --- The calls and results of a history.
 
 _LIKE: Mapping[str, tuple[str, str, str]] = {
     "web_search": ("browser.search", "query", "query"),
@@ -168,8 +158,9 @@ def result_text(found: object, where: str, attachments: Attachments, depth: int 
         return f"Error: {found['error_code']}"
     if found.get("type") == "base64":
         return attachments.line("file", "base64", where)
-    lines = [f"{name}: {found[key]}" for name, key in _HEADING.items() if _is_text(found, key)]
-    lines += [found[key] for key in ("text", "data", "stdout", "stderr") if _is_text(found, key)]
+    fields = {key: text for key, text in found.items() if isinstance(text, str) and text}
+    lines = [f"{name}: {fields[key]}" for name, key in _HEADING.items() if key in fields]
+    lines += [fields[key] for key in ("text", "data", "stdout", "stderr") if key in fields]
     nested = (found[key] for key in ("source", "content") if key in found)
     lines += [result_text(each, where, attachments, depth + 1) for each in nested]
     return "\n".join(line for line in lines if line)
@@ -179,7 +170,3 @@ _HEADING = {"Title": "title", "Source": "url"}
 
 _DEEPEST = 8
 """Values within values: the result of a fetch has its text in the fourth."""
-
-
-def _is_text(found: Mapping[str, object], key: str) -> bool:
-    return isinstance(found.get(key), str) and bool(found[key])

@@ -34,27 +34,8 @@ from vllm_mlx_harmony.protocols.openai_content import (
     paragraphs,
     result_text,
 )
-from vllm_mlx_harmony.protocols.responses.schema import (
-    AdditionalToolsItem,
-    ApprovalItem,
-    CallItem,
-    CallOutputItem,
-    CodeCallItem,
-    CompactionItem,
-    ConfigurationItem,
-    CustomCallItem,
-    Item,
-    ItemReference,
-    MessageItem,
-    OtherItem,
-    ReasoningItem,
-    SearchCallItem,
-    SearchItem,
-    SearchOutputItem,
-    ServerCallItem,
-    read_item,
-    response_format,
-)
+from vllm_mlx_harmony.protocols.responses import schema
+from vllm_mlx_harmony.protocols.responses.schema import Item, read_item, response_format
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader
 from vllm_mlx_harmony.protocols.server_calls import NOT_RUN, code_in
@@ -99,7 +80,9 @@ class ItemReader:
         ``local_shell_call`` as that of a function.
         """
         known = [self._resolved(item, f"input[{at}]") for at, item in enumerate(items)]
-        others = (each for each in known if isinstance(each, (OtherItem, ItemReference)))
+        others = (
+            each for each in known if isinstance(each, (schema.OtherItem, schema.ItemReference))
+        )
         keys = (each.document.get("call_id") for each in others)
         foreign = {key for key in keys if isinstance(key, str)}
         placed = enumerate(zip(known, _calls_follow(known), strict=True))
@@ -116,7 +99,7 @@ class ItemReader:
 
     def _resolved(self, item: Item, where: str) -> Item:
         """The item that a reference refers to; the reference itself if there is none."""
-        if not isinstance(item, ItemReference):
+        if not isinstance(item, schema.ItemReference):
             return item
         found = self.stored(item.id)
         if found is None:
@@ -134,7 +117,7 @@ class ItemReader:
         back whatever another server gave them.
         """
         match item:
-            case MessageItem():
+            case schema.MessageItem():
                 if item.content is None and item.role != "assistant":
                     raise required(f"{where}.content")
                 content = item.content or ()
@@ -146,7 +129,7 @@ class ItemReader:
                 elif text:
                     phase = item.phase or ("commentary" if calls_follow else "final_answer")
                     yield Preamble(text) if phase == "commentary" else Answer(text)
-            case ReasoningItem():
+            case schema.ReasoningItem():
                 text = (
                     self._decrypted(item.encrypted_content, where)
                     or paragraphs(item.content or (), f"{where}.content")
@@ -154,35 +137,35 @@ class ItemReader:
                 )
                 if text:
                     yield Reasoning(text)
-            case CompactionItem():
+            case schema.CompactionItem():
                 if text := self._decrypted(item.encrypted_content, where):
                     yield Summary(text)
-            case CallItem():
-                if isinstance(item, CustomCallItem):
+            case schema.CallItem():
+                if isinstance(item, schema.CustomCallItem):
                     arguments = wrap(item.input)
                 else:
                     arguments = call_arguments(item.arguments, f"{where}.arguments")
                 yield self._called(item.call_id, self._name(item), arguments)
-            case CallOutputItem():
+            case schema.CallOutputItem():
                 named = self._name(item) if item.name else self.tools.only
                 text = self._output_text(item, where)
                 yield from self._answer(Result(item.call_id, text, where), named or UNKNOWN)
-            case SearchCallItem():
+            case schema.SearchCallItem():
                 # A search that a server ran was not a call that the model made of the client.
                 if _is_clients(item):
                     arguments = call_arguments(item.arguments, f"{where}.arguments")
                     yield self._called(item.call_id or "", self.tools.search, arguments)
-            case SearchOutputItem():
+            case schema.SearchOutputItem():
                 declared = self.tools.declare(item.tools, f"{where}.tools", found=True)
                 if _is_clients(item):
                     result = Result(item.call_id or "", _FOUND[bool(item.tools)], where)
                     yield from self._answer(result, self.tools.search)
                 if declared:
                     yield AdditionalTools(declared)
-            case AdditionalToolsItem():
+            case schema.AdditionalToolsItem():
                 if declared := self.tools.declare(item.tools, f"{where}.tools"):
                     yield AdditionalTools(declared)
-            case ConfigurationItem():
+            case schema.ConfigurationItem():
                 # Holds until the next update; the request's own fields hold before the first.
                 # https://openrouter.ai/docs/cookbook/evaluate-and-optimize/model-migrations/gpt-6-astra
                 if item.reasoning is not None and item.reasoning.effort is not None:
@@ -190,9 +173,9 @@ class ItemReader:
                     yield EffortUpdate(*self.defaults.reasoning(requested))
                 if item.text is not None and item.text.format is not None:
                     yield FormatUpdate(response_format(item.text.format, f"{where}.text.format"))
-            case ServerCallItem():
+            case schema.ServerCallItem():
                 yield from self._server_call(item, where)
-            case ApprovalItem():
+            case schema.ApprovalItem():
                 # A rejected call has a result; an approved one is run before anything is generated.
                 key = call_id(item.approval_request_id)
                 if item.approve:
@@ -200,7 +183,7 @@ class ItemReader:
                 else:
                     reason = f": {item.reason}" if item.reason else ""
                     yield ServerResult(key, "", f"{NOT_APPROVED}{reason}")
-            case CodeCallItem():
+            case schema.CodeCallItem():
                 # The server sends the outputs only to clients that ask for them.
                 texts: list[str] = []
                 for at, output in enumerate(item.outputs or ()):
@@ -215,7 +198,7 @@ class ItemReader:
                     yield ServerCall(key, PYTHON, item.code)
                     yield ServerResult(key, PYTHON, "\n".join(texts))
 
-    def _name(self, item: CallItem | CallOutputItem) -> str:
+    def _name(self, item: schema.CallItem | schema.CallOutputItem) -> str:
         return self.tools.name(item.name or "", item.namespace or "")
 
     def _decrypted(self, encrypted: str | None, where: str) -> str:
@@ -232,7 +215,7 @@ class ItemReader:
         self.calls.add(key)
         return Call(key, name, arguments)
 
-    def _output_text(self, item: CallOutputItem | ServerCallItem, where: str) -> str:
+    def _output_text(self, item: schema.CallOutputItem | schema.ServerCallItem, where: str) -> str:
         return result_text(item.output or (), f"{where}.output", self.defaults.attachments)
 
     def _answer(self, result: Result, name: str) -> Iterator[Message]:
@@ -242,7 +225,7 @@ class ItemReader:
             yield self._called(result.call_id, name, "{}")
         yield result
 
-    def _server_call(self, item: ServerCallItem, where: str) -> Iterator[Message]:
+    def _server_call(self, item: schema.ServerCallItem, where: str) -> Iterator[Message]:
         """A call that a server ran, with its result; `NOT_RUN` if it has none.
 
         A call that was approved has the id of the request for approval, which precedes it.
@@ -284,7 +267,7 @@ def _error_text(error: object) -> str:
 _FOUND = ("No tools were found.", "Found. The tools can be called from now on.")
 
 
-def _is_clients(item: SearchItem) -> bool:
+def _is_clients(item: schema.SearchItem) -> bool:
     """Whether the model asked the client for this search."""
     return item.call_id is not None and item.execution != "server"
 
@@ -295,19 +278,19 @@ SERVER_CALLS = frozenset(
     {"mcp_call", "mcp_approval_request", "code_interpreter_call", "web_search_call"}
 )
 
-_OUTPUT_ITEMS = (CallOutputItem, SearchOutputItem)
+_OUTPUT_ITEMS = (schema.CallOutputItem, schema.SearchOutputItem)
 _FROM_CLIENT = (
     *_OUTPUT_ITEMS,
-    AdditionalToolsItem,
-    CompactionItem,
-    ConfigurationItem,
-    ApprovalItem,
+    schema.AdditionalToolsItem,
+    schema.CompactionItem,
+    schema.ConfigurationItem,
+    schema.ApprovalItem,
 )
 
 
 def _is_from_assistant(item: Item) -> bool:
     """Whether the model wrote ``item``. Items of other kinds do not end a run of the model's."""
-    if isinstance(item, MessageItem):
+    if isinstance(item, schema.MessageItem):
         return item.role == "assistant"
     return not isinstance(item, _FROM_CLIENT)
 

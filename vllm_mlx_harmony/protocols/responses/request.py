@@ -30,6 +30,7 @@ from vllm_mlx_harmony.core.turn import (
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.openai_request import TemplateOptions
+from vllm_mlx_harmony.protocols.responses import schema
 from vllm_mlx_harmony.protocols.responses.compaction import (
     CompactionEmitter,
     compacted,
@@ -45,14 +46,8 @@ from vllm_mlx_harmony.protocols.responses.input_items import (
 from vllm_mlx_harmony.protocols.responses.output_items import Writing
 from vllm_mlx_harmony.protocols.responses.resource import compaction, input_items, user_item
 from vllm_mlx_harmony.protocols.responses.schema import (
-    FunctionTool,
     Item,
-    McpTool,
-    NamespaceTool,
     ResponsesBody,
-    ResponsesTool,
-    TextFormat,
-    TextOptions,
     read_body,
     response_format,
 )
@@ -284,13 +279,6 @@ def _effort(body: ResponsesBody, template: TemplateOptions) -> tuple[tuple[str, 
     )
 
 
-def _shown_effort(body: ResponsesBody, defaults: Defaults) -> str:
-    """The effort that the request names, or the server's default."""
-    words = (word for _, word in _effort(body, body.chat_template_kwargs or TemplateOptions()))
-    requested = next((str(word).lower() for word in words if word is not None), None)
-    return requested or (defaults.effort.value if defaults.thinking else NO_THINKING)
-
-
 # --- What the response repeats of its request.
 
 SUMMARIES = frozenset({"auto", "concise", "detailed"})
@@ -313,7 +301,10 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
         value = getattr(defaults.sampling, field) if given is None else given
         return neutral if value is None else float(value)
 
-    text = body.text or TextOptions()
+    template = body.chat_template_kwargs or TemplateOptions()
+    words = (str(word).lower() for _, word in _effort(body, template) if word is not None)
+    effort = next(words, defaults.effort.value if defaults.thinking else NO_THINKING)
+    text = body.text or schema.TextOptions()
     echoed = {
         "background": bool(body.background),
         "conversation": None,
@@ -328,7 +319,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
         "prompt": None,
         "prompt_cache_key": body.prompt_cache_key,
         "prompt_cache_retention": None,
-        "reasoning": {"effort": _shown_effort(body, defaults), "summary": summary(body)},
+        "reasoning": {"effort": effort, "summary": summary(body)},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,
@@ -352,7 +343,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
     return echoed
 
 
-def _format(requested: TextFormat | None) -> Document:
+def _format(requested: schema.TextFormat | None) -> Document:
     if requested is None or requested.type != "json_schema":
         return {"type": requested.type if requested else "text"}
     return {
@@ -364,15 +355,15 @@ def _format(requested: TextFormat | None) -> Document:
     }
 
 
-def _tool(tool: ResponsesTool) -> Document:
+def _tool(tool: schema.ResponsesTool) -> Document:
     """The tool as it was sent, with every field that clients require of it."""
     match tool:
-        case FunctionTool():
+        case schema.FunctionTool():
             return {"description": None, "parameters": None, "strict": None, **tool.document}
-        case NamespaceTool():
+        case schema.NamespaceTool():
             inner = [_tool(each) for each in tool.tools]
             return {**tool.document, "description": tool.description or "", "tools": inner}
-        case McpTool():
+        case schema.McpTool():
             return without_secrets(tool.document)
         case _:
             return dict(tool.document)

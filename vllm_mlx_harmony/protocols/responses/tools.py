@@ -22,17 +22,8 @@ from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool
 from vllm_mlx_harmony.core.turn import ToolChoice as Choice
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
-from vllm_mlx_harmony.protocols.responses.schema import (
-    SEARCH,
-    AllowedTool,
-    ClientTool,
-    CustomTool,
-    Format,
-    FunctionTool,
-    NamespaceTool,
-    ResponsesTool,
-    ToolChoice,
-)
+from vllm_mlx_harmony.protocols.responses import schema
+from vllm_mlx_harmony.protocols.responses.schema import SEARCH, ResponsesTool, ToolChoice
 from vllm_mlx_harmony.protocols.responses.server_tools import NO_SERVER_TOOLS, ServerTools
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
 
@@ -249,22 +240,22 @@ _PATHS: Mapping[str, object] = {
 
 def _read(tool: ResponsesTool, where: str) -> Iterator[_Read]:
     """Nothing for a tool that the server would have to run: it is left out of the prompt."""
-    if isinstance(tool, NamespaceTool):
+    if isinstance(tool, schema.NamespaceTool):
         for at, inner in enumerate(tool.tools):
             for read in _read(inner, f"{where}.tools[{at}]"):
                 declared = read.declared._replace(namespace=tool.name)
                 deferred = read.deferred or bool(tool.defer_loading)
                 yield _Read(declared, read.tool, deferred, tool.description or "")
         return
-    if not isinstance(tool, ClientTool):
+    if not isinstance(tool, schema.ClientTool):
         return
     description, deferred = tool.description or "", bool(tool.defer_loading)
     match tool:
-        case FunctionTool(name=name):
+        case schema.FunctionTool(name=name):
             function = Tool(name, description, tool.parameters, where, tool.strict is True)
             yield _Read(Declared(name), function, deferred)
-        case CustomTool(name=name):
-            form = tool.format or Format(type="text")
+        case schema.CustomTool(name=name):
+            form = tool.format or schema.Format(type="text")
             shown = freeform_tool(name, description, where, form.syntax, form.definition)
             yield _Read(Declared(name, kind="custom"), shown, deferred)
         case _:
@@ -321,7 +312,7 @@ def _choice(
     return chosen
 
 
-def _of_server(requested: AllowedTool, where: str, server: ServerTools) -> tuple[str, ...]:
+def _of_server(requested: schema.AllowedTool, where: str, server: ServerTools) -> tuple[str, ...]:
     """The recipients of tools that the server runs; none for any other choice."""
     if not server.namespaces:
         return ()
@@ -330,7 +321,7 @@ def _of_server(requested: AllowedTool, where: str, server: ServerTools) -> tuple
     return server.of_type(requested.type)
 
 
-def _listed(allowed: Sequence[AllowedTool], declared: Collection[Declared]) -> set[Declared]:
+def _listed(allowed: Sequence[schema.AllowedTool], declared: Collection[Declared]) -> set[Declared]:
     """The declared tools that are ``allowed``. Raises ``RequestError`` for one that is not."""
     found: set[Declared] = set()
     known: defaultdict[tuple[str | None, ...], set[Declared]] = defaultdict(set)
