@@ -9,6 +9,7 @@ from pydantic import Field
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import BuiltinTool
+from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.sampling import SamplingFields
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Seed, Wire
 
@@ -20,9 +21,18 @@ the values that are rejected (null never is), and the reason."""
 class TemplateOptions(Wire):
     """``chat_template_kwargs``, an extension of vLLM."""
 
-    reasoning_effort: Any = None
+    reasoning_effort: object = None
     model_identity: str | None = None
     builtin_tools: list[BuiltinTool] | None = None
+
+
+class JsonSchema(Wire):
+    """The schema of an answer, with its name and description."""
+
+    name: str | None = None
+    description: str | None = None
+    document: Document | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
 
 class OpenAISampling(SamplingFields):

@@ -11,6 +11,7 @@ from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Parts
 from vllm_mlx_harmony.protocols.openai_request import (
+    JsonSchema,
     OpenAISampling,
     TemplateOptions,
     UnsupportedFields,
@@ -151,18 +152,11 @@ class ChatToolChoice(ChatNamedTool):
     allowed_tools: ChatAllowedTools | None = None
 
 
-class ChatSchema(Wire):
-    name: str | None = None
-    description: str | None = None
-    document: Document | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
 class ChatFormat(Wire):
     """``document`` is where llama.cpp has the schema, in both types."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: ChatSchema | None = None
+    json_schema: JsonSchema | None = None
     document: Document | None = Field(default=None, alias="schema")
 
 

@@ -272,7 +272,7 @@ class Emitter:
                 ]
             case Finished():
                 self._finished = delta
-                stopped, usage = _stopped(delta), _final_usage(delta)
+                stopped, usage = _ending(delta)
                 return [
                     *self._send("message_delta", delta=stopped, usage=usage),
                     *self._send("message_stop"),
@@ -294,7 +294,7 @@ class Emitter:
             raise self._error
         if self._finished is None or self._stream:
             raise OutputError("the answer is incomplete or was streamed")
-        return self._message(_stopped(self._finished), _final_usage(self._finished))
+        return self._message(*_ending(self._finished))
 
     def _new_block(self, delta: Opened) -> _TextBlock | None:
         """The block for a message; ``None`` if the request hides it."""
@@ -338,13 +338,6 @@ class Emitter:
         }
 
 
-def _stopped(finished: Finished) -> Document:
-    """The stop reason. A stop string of the request takes precedence."""
-    sequence = finished.stop_sequence
-    reason = _STOP_REASONS[finished.reason] if sequence is None else "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": sequence}
-
-
 def _usage(usage: Usage) -> Document:
     """The three parts of the prompt are disjoint, and their sum is what ``count_tokens`` counts.
 
@@ -359,12 +352,17 @@ def _usage(usage: Usage) -> Document:
     }
 
 
-def _final_usage(finished: Finished) -> Document:
-    """Fields of our own are in the details: Anthropic's client accepts any."""
-    usage = finished.usage
+def _ending(finished: Finished) -> tuple[Document, Document]:
+    """The stop reason, for which a stop string takes precedence, and the usage.
+
+    Fields of our own are in the usage's details: Anthropic's client accepts any there.
+    """
+    sequence, usage = finished.stop_sequence, finished.usage
+    reason = _STOP_REASONS[finished.reason] if sequence is None else "stop_sequence"
     details: Document = {"thinking_tokens": usage.reasoning_tokens}
     if usage.tool_tokens:
         details["tool_output_tokens"] = usage.tool_tokens
     if finished.reasoning_ended_by:
         details[REASONING_ENDED_BY] = finished.reasoning_ended_by
-    return {**_usage(usage), "output_tokens_details": details}
+    stopped = {"stop_reason": reason, "stop_sequence": sequence}
+    return stopped, {**_usage(usage), "output_tokens_details": details}

@@ -132,8 +132,8 @@ class ItemReader:
             case schema.ReasoningItem():
                 text = (
                     self._decrypted(item.encrypted_content, where)
-                    or paragraphs(item.content or (), f"{where}.content")
-                    or paragraphs(item.summary or (), f"{where}.summary")
+                    or paragraphs(item.content or ())
+                    or paragraphs(item.summary or ())
                 )
                 if text:
                     yield Reasoning(text)

@@ -14,6 +14,7 @@ from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
 from vllm_mlx_harmony.protocols.openai_request import (
+    JsonSchema,
     OpenAISampling,
     TemplateOptions,
     UnsupportedFields,
@@ -173,12 +174,8 @@ class ToolChoice(AllowedTool):
 # --- The format of the answer, and reasoning.
 
 
-class TextFormat(Wire):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    document: Document | None = Field(default=None, alias="schema")
-    strict: bool | None = None
 
 
 class TextOptions(Wire):
