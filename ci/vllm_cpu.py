@@ -79,10 +79,10 @@ def setup(folder: Path) -> None:
 
 def make_model(model: Path, python: Path) -> None:
     """Random weights by that Python's torch; the vocabulary is this project's."""
-    from vllm_mlx_harmony.standin.tokenizer import shipped_ranks, tokenizer_json
+    from vllm_mlx_harmony.standin.tokenizer import tokenizer_json
 
     model.mkdir(parents=True, exist_ok=True)
-    (model / "tokenizer.json").write_text(tokenizer_json(shipped_ranks()), "utf-8")
+    (model / "tokenizer.json").write_text(tokenizer_json(), "utf-8")
     for name, content in BESIDE.items():
         (model / name).write_text(json.dumps(content), "utf-8")
     subprocess.run([python, "-c", SIZES, model], check=True)

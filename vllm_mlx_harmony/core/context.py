@@ -197,7 +197,8 @@ class StreamingHarmonyContext:
 
         ``cached_tokens`` of the prompt needed no prefill.
         """
-        self._note_end()
+        if not self._has_results:
+            self._generated.ended = self._place(self._parser.ended_at)
         deltas = self._take_in(self._parser.close(reason))
         if not any(isinstance(each, Finished) and each.stop_sequence for each in deltas):
             self._keep_output()
@@ -269,13 +270,8 @@ class StreamingHarmonyContext:
             ids[-1] = vocab.END
         elif not ids or ids[-1] not in (vocab.END, vocab.CALL):
             ids.append(vocab.CALL if called else vocab.END)
-        self._note_end()
+        self._generated.ended = self._place(self._parser.ended_at)  # before the open one is closed
         return self._take_in(self._parser.resume())
-
-    def _note_end(self) -> None:
-        """Records where the last complete message ends, before the open one is closed."""
-        if not self._has_results:
-            self._generated.ended = self._place(self._parser.ended_at)
 
     def _place(self, read: int) -> int:
         """The position in the output after ``read`` ids of the parser, for a message boundary.

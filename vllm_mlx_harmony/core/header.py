@@ -191,7 +191,8 @@ class HeaderReader:
             head = _AROUND.sub("", head).casefold()
         glued = _ASSISTANT_CHANNEL.fullmatch(head)
         if glued and (to or head == "assistant" or glued[1]):
-            self._take_channel(glued[1] or "")
+            if glued[1] and not self._read.channel:
+                self._read = replace(self._read, channel=glued[1])
             if to:
                 return self._recipient(name)
             return "" if glued[1] or not self._is_placed else word
@@ -206,10 +207,6 @@ class HeaderReader:
         if self._first and word in ROLES:  # or the first word of an answer: `user data is …`
             self._read = replace(self._read, role=word)
         return self._ambiguous(word)
-
-    def _take_channel(self, name: str) -> None:
-        if name and not self._read.channel:
-            self._read = replace(self._read, channel=name)
 
     def _recipient(self, word: str) -> str:
         self._wants_name = not word
@@ -255,8 +252,8 @@ class HeaderReader:
         """A word of a text, which has a meaning if the text turns out to be a header: `Final`,
         `commentary?commentary?`, `JSON`."""
         for part in _BETWEEN.split(word.casefold()):
-            if part in CHANNELS:
-                self._take_channel(part)
+            if part in CHANNELS and not self._read.channel:
+                self._read = replace(self._read, channel=part)
             elif part in CONTENT_TYPES:
                 self._read = replace(self._read, content_type=part)
         return word

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.standin import cursor, tiny
 from vllm_mlx_harmony.standin.scripts import Encode, Script, dump_book
 from vllm_mlx_harmony.standin.tokenizer import (
-    Ranks,
     control_name,
-    shipped_ranks,
     token_table,
     tokenizer_json,
 )
@@ -64,16 +61,14 @@ written by vllm-mlx-harmony for tests.
 """
 
 
-def write(directory: Path, scripts: Iterable[Script] = (), *, ranks: Ranks | None = None) -> Path:
+def write(directory: Path, scripts: Iterable[Script] = ()) -> Path:
     """Writes a model that `vllm-mlx serve` loads, and that answers with ``scripts``.
 
-    ``ranks`` are the ids of the ordinary tokens by their bytes (``None``: the shipped vocabulary).
     Creates ``directory`` if needed and returns it. Takes about two seconds. Raises ``ValueError``
     for an invalid script (see `dump_book`).
     """
-    table = token_table(ranks or shipped_ranks())
-    _write_shared(directory, {**_CONFIG, **_IDS}, _STANDIN_CARD, ranks)
-    write_atomically(directory / cursor.TABLE, table)
+    _write_shared(directory, {**_CONFIG, **_IDS}, _STANDIN_CARD)
+    write_atomically(directory / cursor.TABLE, token_table())
     # The stand-in's only parameter; mlx-lm loads no model without one.
     weight = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     header = json.dumps({"__metadata__": {"format": "mlx"}, "weight": weight}).encode()
@@ -95,14 +90,12 @@ def is_standin(directory: Path) -> bool:
         return False
 
 
-def write_tiny(
-    directory: Path, *, seed: int = 0, ranks: Ranks | None = None, width: int = tiny.WIDTH
-) -> Path:
+def write_tiny(directory: Path, *, seed: int = 0, width: int = tiny.WIDTH) -> Path:
     """Writes a real gpt-oss with random weights: 4 layers, full vocabulary, 110 MB if 64 wide.
 
     Creates ``directory`` if needed and returns it. The same ``seed`` gives the same model.
     """
-    _write_shared(directory, {**tiny.config(width), **_IDS}, _TINY_CARD, ranks)
+    _write_shared(directory, {**tiny.config(width), **_IDS}, _TINY_CARD)
     tiny.write_weights(directory / "model.safetensors", seed, width)
     return directory
 
@@ -117,16 +110,13 @@ def rescript(directory: Path, scripts: Iterable[Script]) -> Path:
     return directory
 
 
-def _write_shared(
-    directory: Path, config: dict[str, object], card: str, ranks: Ranks | None
-) -> None:
+def _write_shared(directory: Path, config: dict[str, object], card: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = _shipped_tokenizer() if ranks is None else tokenizer_json(ranks)
     texts = {
         "README.md": card,
         "config.json": json.dumps(config, indent=2),
         "generation_config.json": json.dumps(_IDS, indent=2),
-        "tokenizer.json": tokenizer,
+        "tokenizer.json": tokenizer_json(),
         "tokenizer_config.json": json.dumps(_TOKENIZER, indent=2),
     }
     for name, text in texts.items():
@@ -134,17 +124,12 @@ def _write_shared(
     write_atomically(directory / "chat_template.jinja", _source("chat_template.jinja"))
 
 
-@lru_cache(maxsize=1)
-def _shipped_tokenizer() -> str:
-    return tokenizer_json(shipped_ranks())
-
-
 def _source(name: str) -> bytes:
     return (files("vllm_mlx_harmony.standin") / name).read_bytes()
 
 
 def _encoder(directory: Path) -> Encode:
-    """Text to ids, control tokens written out; by `tokenizers` where there is no openai-harmony."""
+    """Text to ids, with names of control tokens; by `tokenizers` without openai-harmony."""
     try:
         harmony = vocab.encoding()
     except ImportError:

@@ -57,19 +57,22 @@ def shipped_ranks() -> Ranks:
     return parse_ranks(vocab.official_file())
 
 
-def token_table(ranks: Ranks) -> bytes:
+def token_table() -> bytes:
     """The bytes of every id, each after one byte with their length; control ids by their name."""
-    ordinary = [token for token, _ in sorted(ranks.items(), key=lambda item: item[1])]
+    ranks = shipped_ranks()
+    ordinary = sorted(ranks, key=ranks.__getitem__)
     control = [control_name(token).encode() for token in range(len(ordinary), VOCAB_SIZE)]
     return b"".join(bytes((len(token),)) + token for token in (*ordinary, *control))
 
 
-def tokenizer_json(ranks: Ranks) -> str:
+@lru_cache(maxsize=1)
+def tokenizer_json() -> str:
     """The vocabulary in the format of Hugging Face's `tokenizers`: byte-level BPE.
 
     tiktoken merges any two neighbours that make a token, lowest rank first. So every way to cut a
     token in two known tokens is a merge with that token's rank.
     """
+    ranks = shipped_ranks()
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))

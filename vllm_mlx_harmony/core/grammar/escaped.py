@@ -76,8 +76,7 @@ def lark(definition: str) -> Iterator[str]:
     Raises ``NotExpressible`` for constructs that cannot be rewritten, for token ids and other
     grammars, and for unbalanced braces.
     """
-    lexemes = list(_lexemes(definition))
-    _check_size(lexemes)
+    lexemes = _lexemes(definition)
     ignores = any(lexeme.group() == "%ignore" for lexeme in lexemes)
     if not ignores and not _too_large(lexemes, lambda _: True):
         yield "".join(_Writing(as_terminal=True).pieces(lexemes))
@@ -89,18 +88,11 @@ def lark(definition: str) -> Iterator[str]:
 
 def plain_lark(definition: str) -> str:
     """``definition``, to be put in braces. Raises the same errors as ``lark``."""
-    lexemes = list(_lexemes(definition))
-    _check_size(lexemes)
+    lexemes = _lexemes(definition)
     return "".join(lexeme.group() for lexeme in lexemes if lexeme.lastgroup != "priority")
 
 
 _DEFINES = re.compile(r"(?:\.-?[0-9]+)?\s*:")
-
-
-def _check_size(lexemes: Iterable[re.Match[str]]) -> None:
-    """Raises ``NotExpressible`` for a grammar that is known to be too large."""
-    if problem := _too_large(lexemes, lambda name: name.lstrip("_")[:1].isupper()):
-        raise NotExpressible(problem)
 
 
 def _too_large(lexemes: Iterable[re.Match[str]], is_expanded: Callable[[str], bool]) -> str:
@@ -143,8 +135,8 @@ def _too_large(lexemes: Iterable[re.Match[str]], is_expanded: Callable[[str], bo
     return ""
 
 
-def _lexemes(definition: str) -> Iterator[re.Match[str]]:
-    open_ = 0
+def _lexemes(definition: str) -> list[re.Match[str]]:
+    found, open_ = [], 0
     for lexeme in _LEXEME.finditer(definition):
         if lexeme.lastgroup == "refused":
             raise NotExpressible(f"{lexeme.group()} in a Lark grammar")
@@ -153,9 +145,12 @@ def _lexemes(definition: str) -> Iterator[re.Match[str]]:
             if open_ < 0:
                 break
         if lexeme.lastgroup not in ("comment", "alias"):
-            yield lexeme
+            found.append(lexeme)
     if open_:
         raise NotExpressible("an unmatched brace in a Lark grammar")
+    if problem := _too_large(found, lambda name: name.lstrip("_")[:1].isupper()):
+        raise NotExpressible(problem)
+    return found
 
 
 class _Writing:

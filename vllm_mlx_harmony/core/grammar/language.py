@@ -280,11 +280,18 @@ class _Writer:
             schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
             return self.json(schema, tool.strict, what, tool.where, of_object=True)
         what = f"the format of tool {tool.name!r}"
+        text, strict = {"type": "string"}, False
         if syntax.kind == "regex":
-            pattern = {"type": "string", "pattern": f"^(?:{syntax.definition})$"}
-            return self.json(_with_input(pattern), tool.strict, what, tool.where)
-        rule = self.syntax(syntax, what, tool.strict, tool.where, as_input=True)
-        return rule or self.json(_with_input({"type": "string"}), False, "", tool.where)
+            text["pattern"], strict = f"^(?:{syntax.definition})$", tool.strict
+        elif rule := self.syntax(syntax, what, tool.strict, tool.where, as_input=True):
+            return rule
+        schema = {
+            "type": "object",
+            "properties": {"input": text},
+            "required": ["input"],
+            "additionalProperties": False,
+        }
+        return self.json(schema, strict, what, tool.where)
 
     def body(self, requested: ResponseFormat | None) -> None:
         """The rule of the final answer."""
@@ -390,15 +397,6 @@ _INPUT = r"""
 OPENING: /\{[ \n]{0,4}"input"[ ]?:[ ]?"/
 CLOSING: /"[ \n]{0,4}\}/
 """
-
-
-def _with_input(schema: Mapping[str, object]) -> Mapping[str, object]:
-    return {
-        "type": "object",
-        "properties": {"input": schema},
-        "required": ["input"],
-        "additionalProperties": False,
-    }
 
 
 def as_trained(tool: Tool) -> Tool:

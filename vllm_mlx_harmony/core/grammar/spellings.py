@@ -340,7 +340,8 @@ def _integers_from(least: int) -> str:
 
 def _above(bound: Decimal, strictly: bool) -> str:
     """Decimals without sign or exponent that are not less than ``bound``."""
-    whole, fraction = _digits(bound)
+    whole, _, fraction = f"{bound:f}".partition(".")
+    fraction = fraction.rstrip("0")
     some = r"(?:\.[0-9]+)?"
     forms = [f"[1-9][0-9]{{{len(whole) if whole != '0' else 0},}}{some}"]
     for at, digit in enumerate(whole if whole != "0" else ""):
@@ -361,7 +362,8 @@ def _above(bound: Decimal, strictly: bool) -> str:
 
 def _below(bound: Decimal, strictly: bool) -> str:
     """Decimals without sign or exponent that are not greater than ``bound``, but for zero."""
-    whole, fraction = _digits(bound)
+    whole, _, fraction = f"{bound:f}".partition(".")
+    fraction = fraction.rstrip("0")
     some = r"(?:\.[0-9]+)?"
     forms = []
     if len(whole) > 1:
@@ -383,11 +385,6 @@ def _below(bound: Decimal, strictly: bool) -> str:
     if fraction or not strictly:
         forms.append(f"{whole}{ends}?" if ends else whole)
     return f"(?:{'|'.join(forms)})" if forms else r"[^\s\S]"
-
-
-def _digits(bound: Decimal) -> tuple[str, str]:
-    whole, _, fraction = f"{bound:f}".partition(".")
-    return whole, fraction.rstrip("0")
 
 
 def multiple_of(step: Decimal) -> str | None:
