@@ -36,8 +36,6 @@ logger = logging.getLogger("vllm_mlx_harmony")
 
 NOT_FOUND = "not found yet"
 
-TOO_MANY = 429
-
 BUSY_SECONDS = 1
 """Seconds without requests for a full engine that sent no ``Retry-After``."""
 
@@ -190,7 +188,6 @@ class Fleet:
         self.limit = limit
         self.routing: Routing[Backend] = Routing((), rule, name=lambda backend: backend.name)
         self.backends: tuple[Backend, ...] = ()
-        self._draining: set[Backend] = set()
         self.routed: Counter[str] = Counter()
         """Requests by the reason for their engine (`routing.Why`)."""
         self.retried = 0
@@ -206,10 +203,8 @@ class Fleet:
         for backend in self.backends:
             if backend.spec in specs:
                 self.routing.restore(backend)
-                self._draining.discard(backend)
             else:
                 self.routing.drain(backend)
-                self._draining.add(backend)
         known = [each.spec for each in self.backends]
         new = [Backend(spec, self.routing) for spec in specs if spec not in known]
         for backend in new:
@@ -219,11 +214,12 @@ class Fleet:
 
     def drained(self) -> None:
         """Removes the draining engines that have no running requests."""
-        for backend in [each for each in self._draining if not each.in_flight]:
-            self._draining.remove(backend)
-            self.routing.remove(backend)
-            self.backends = tuple(each for each in self.backends if each is not backend)
-            logger.warning("engine %s: removed", backend.name)
+        for backend in self.backends:
+            draining = self.routing.health(backend) in (Health.DRAINING, Health.DRAINING_DOWN)
+            if draining and not backend.in_flight:
+                self.routing.remove(backend)
+                self.backends = tuple(each for each in self.backends if each is not backend)
+                logger.warning("engine %s: removed", backend.name)
 
     @property
     def context_length(self) -> int | None:
