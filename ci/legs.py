@@ -51,14 +51,13 @@ HARMONY = ("openai-harmony", "oss-harmony")
 class Leg:
     """A fresh virtual environment and the commands that must succeed in it.
 
-    ``install`` are arguments of ``uv pip install``; packages in ``without`` are left out of it,
-    although something depends on them. ``present`` and ``absent`` are looked up afterwards: they
-    are what makes the leg a leg of its own. A test that is skipped fails the leg.
-    Programs that it needs come from packages too, so that nothing but Python has to be there.
-    ``systems`` and ``runners`` are where it can run, and where GitHub runs it; ``variables`` are
-    set in the environment of its commands. A leg that measures runs ``alone``. ``group`` is
-    another name to run it by, with the others of its group: those of ``all`` are what CI runs,
-    the longest first.
+    ``install`` has the arguments of ``uv pip install``; packages in ``without`` are left out even
+    if others depend on them. ``present`` and ``absent`` are checked afterwards: they distinguish
+    the leg from the others. A skipped test fails the leg. The programs that it needs are installed
+    as packages, so that only Python is required. ``systems`` are those that it can run on,
+    ``runners`` those that GitHub runs it on; ``variables`` are set for its commands. A leg that
+    measures runs ``alone``. ``group`` is another name, for all legs of the group: CI runs those of
+    ``all``, the longest first.
     """
 
     name: str
@@ -79,15 +78,15 @@ class Leg:
 BELOW_HOST = ("tests/core", "tests/protocols", "tests/ci", "tests/cli")
 
 FLOOR = 98
-"""Per cent of the lines and branches of `core` and `protocols` that their own tests must run."""
+"""Minimum coverage of the lines and branches of `core` and `protocols`, in per cent."""
 
 FEW = (("EXAMPLES", "few"),)
-"""Of what tests draw: a tenth. All of it is drawn once, by the leg `once`."""
+"""Property tests with a tenth of their examples. The leg `once` runs all of them."""
 
 WHOLE = ((*PYTEST, *BELOW_HOST, "-m", "not served"),)
 
 EACH = ((*PYTEST, *BELOW_HOST, "-m", "not served and not once"),)
-"""What may come out otherwise on another Python."""
+"""The tests whose result may depend on the version of Python."""
 
 MEASURED = (
     (*EACH[0], "--cov=vllm_mlx_harmony", "--cov-branch", "--cov-report="),
@@ -95,7 +94,7 @@ MEASURED = (
 )
 
 ONCE = ((*PYTEST, *BELOW_HOST, "-m", "(once or hypothesis) and not served"),)
-"""What is much computing, and all examples of what is drawn."""
+"""The tests that compute much, and property tests with all examples."""
 
 SMOKE = (
     (
@@ -105,14 +104,14 @@ SMOKE = (
         *("-m", "not served and not once"),
     ),
 )
-"""What imports everything below the host and runs it once: for the Pythons between the oldest and
-the newest, on which all of it is run."""
+"""Imports and uses everything below the host: for the Pythons between the oldest and the newest,
+which run all tests."""
 
 OF_THE_LIBRARY = (
     (*PYTEST, "tests/core", "tests/protocols/test_chat_client.py", "-m", "not once"),
     (*PYTEST, "tests/cli", "-m", "not served"),
 )
-"""What comes to openai-harmony: protocols do not (import-linter holds them to it)."""
+"""The tests of what uses openai-harmony; protocols do not, as import-linter checks."""
 
 
 def core(
@@ -125,7 +124,7 @@ def core(
     variables: tuple[tuple[str, str], ...] = FEW,
     group: str = "all",
 ) -> Leg:
-    """A leg without a host: what is below it, and the command line as far as it needs none."""
+    """A leg without a host: the packages below it, and the commands that need none."""
     other = next(each for each in HARMONY if each != harmony)
     return Leg(
         name=name or (f"core-{python}" if harmony == HARMONY[0] else harmony),
@@ -156,16 +155,16 @@ EVERYTHING = tuple(
         (HARMONY[1], FORK_PYTHON),
     )
 )
-"""All of it on every Python and with the fork: nothing is left to another leg."""
+"""All tests below the host, on every Python and with the fork."""
 
 
 HOSTED = ("-e", ".[cpu,test]", *FRAMEWORKS, NODE, "uv>=0.5")
-"""With the host and everything that talks to it: most legs with a host share this environment.
-The README's tool server is started by `uvx`, which is part of uv."""
+"""The host and all of its clients: most legs with a host share this environment. The README's
+tool server is started by `uvx`, which is part of uv."""
 
 
 FRONT_ENDS = ("-e", ".[redis,tools]", *TEST_TOOLS, *GATEWAY, "openai-agents>=0.3", REDIS)
-"""Without a host, and with all that a front end can be told to use."""
+"""No host, and all optional packages of the front end."""
 
 
 LEGS: tuple[Leg, ...] = (
@@ -182,13 +181,13 @@ LEGS: tuple[Leg, ...] = (
         runners=("ubuntu-latest", "macos-14"),
     ),
     core(NEWEST, MEASURED),
-    # Behind one of another environment: the first makes that of all with a host.
+    # After a leg of another environment: the first leg creates the one that all with a host share.
     Leg(
         name="host",
         what="our engine by itself, and the plugin inside the host's own objects: no sockets",
         install=HOSTED,
         present=(*HOST, "openai-harmony"),
-        # Apart: the host gives mlx's default stream to its own thread, for the rest of the process.
+        # Separate processes: the host binds mlx's default stream to a thread of its own for good.
         commands=(
             (*PYTEST, "tests/standin"),
             (*PYTEST, "tests/engine"),
@@ -393,7 +392,7 @@ LEGS: tuple[Leg, ...] = (
 
 
 def environment_of(leg: Leg) -> str:
-    """The name of the environment of a leg: of the first leg that installs the same."""
+    """The environment of a leg is named after the first leg that installs the same packages."""
     wanted = leg.python, leg.install, leg.without
     alike = (one for one in LEGS if (one.python, one.install, one.without) == wanted)
     return next((one.name for one in alike), leg.name)
