@@ -286,7 +286,7 @@ LEGS: tuple[Leg, ...] = (
         without=WITHOUT_HOST,
         present=("mcp", "starlette"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "tests/tools"),),
+        commands=((*PYTEST, "-n", "3", "tests/tools"),),
     ),
     Leg(
         name="bench-gateway",
