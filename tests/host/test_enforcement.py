@@ -32,6 +32,7 @@ from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Text
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, Turn, User
+from vllm_mlx_harmony.host import metrics
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server import enforcement, grammar_checks
@@ -755,6 +756,8 @@ def test_ended_reasoning_is_counted(
     collector = MetricsCollector()
     collector.configure(enabled=True)
     monkeypatch.setattr(server, "_metrics", collector)
+    metrics.REASONING_ENDED.clear()
+    metrics.show()
     api, document = wanting("no end", "plain", 0, thinking_token_budget=10)
     found = run(said(scripted, api, document, replace(FREE, max_tokens=30)))
     with caplog.at_level(logging.INFO):

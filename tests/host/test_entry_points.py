@@ -46,8 +46,9 @@ def test_somebody_elses_part_wins(
     monkeypatch: pytest.MonkeyPatch, entries: list[metadata.EntryPoint], expected: str
 ) -> None:
     monkeypatch.setattr(entry_points.metadata, "entry_points", lambda **_: entries)
-    assert entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony").__name__ == expected
-    assert expected in entry_points.source(entry_points.PROMPT_RENDERERS, "harmony")
+    part, source = entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony")
+    assert part.__name__ == expected
+    assert expected in source
 
 
 def test_an_unknown_group_is_an_error() -> None:
@@ -65,8 +66,8 @@ def test_a_part_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_a_checkout_on_the_path_uses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry_points.metadata, "entry_points", lambda **_: [])
     monkeypatch.setitem(entry_points.OWN, entry_points.PROMPT_RENDERERS, "os:getcwd")
-    assert entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony").__name__ == "getcwd"
-    assert entry_points.source(entry_points.PROMPT_RENDERERS, "harmony") == "os:getcwd"
+    part, source = entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony")
+    assert (part.__name__, source) == ("getcwd", "os:getcwd")
 
 
 ARCHITECTURE = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text("utf-8")

@@ -65,7 +65,9 @@ def test_the_tool_parser_is_ours_on_a_harmony_tokenizer_and_else_the_hosts() -> 
     class Ours(Theirs):  # type: ignore[misc]
         SUPPORTS_NATIVE_TOOL_FORMAT = True
 
-    chosen = models.harmony_parser(Ours)(Theirs)
+    named = models.with_parser(Ours, ["harmony", "new"], {"harmony": Theirs, "other": Theirs})
+    assert named["other"] is Theirs
+    chosen: Any = named["harmony"]
     assert issubclass(chosen, ToolParser)
     assert isinstance(chosen(Harmony()), Ours)
     assert isinstance(chosen(None), Ours)
@@ -73,7 +75,7 @@ def test_the_tool_parser_is_ours_on_a_harmony_tokenizer_and_else_the_hosts() -> 
     assert type(chosen(Harmony(shift=1))) is Theirs
     # Asked of the class for every engine: it must not change what other models get.
     assert chosen.supports_native_format() is Theirs.supports_native_format()
-    assert models.harmony_parser(Ours)(None) is Ours
+    assert named["new"] is Ours
 
 
 @pytest.fixture

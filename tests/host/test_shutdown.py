@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import signal
 import time
 from types import SimpleNamespace
@@ -19,7 +20,6 @@ from vllm_mlx import server
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
 from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.server import answer as answers
-from vllm_mlx_harmony.server import shutdown
 
 
 @pytest.fixture(autouse=True)
@@ -28,38 +28,48 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "_running", {})
 
 
-def config(graceful: float | None = None) -> Any:
-    limits = SimpleNamespace(timeout_graceful_shutdown=graceful)
-    return SimpleNamespace(config=limits, _captured_signals=[])
+class Uvicorn:
+    """As uvicorn's server; notes what its shutdown meets."""
+
+    def __init__(self, graceful: float | None = None) -> None:
+        self.config = SimpleNamespace(timeout_graceful_shutdown=graceful)
+        self.should_exit = False
+        self._captured_signals: list[int] = []
+        self.seen: list[Any] = []
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        self.seen.append((dict(answers._running), self.config.timeout_graceful_shutdown))
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.should_exit = True
 
 
-def end(seen: list[Any], uvicorns: Any, during: Any = None) -> None:
-    """Shuts down, with ``during`` beside it; what uvicorn's own shutdown meets goes to ``seen``."""
+Draining = adapter.draining(Uvicorn)
 
-    async def original(self: Any, sockets: Any = None) -> None:
-        seen.append((dict(answers._running), self.config.timeout_graceful_shutdown))
+
+def end(uvicorns: Any, during: Any = None) -> list[Any]:
+    """Shuts down, with ``during`` beside it; what uvicorn's own shutdown meets."""
 
     async def test() -> None:
         beside = asyncio.ensure_future(during()) if during else None
         await asyncio.sleep(0.05)
-        await adapter.gracefully(original)(uvicorns)
+        await uvicorns.shutdown()
         assert answers.rejection() is None
         if beside is not None:
             await beside
 
     asyncio.run(asyncio.wait_for(test(), 10))
+    seen: list[Any] = uvicorns.seen
+    return seen
 
 
 @pytest.mark.parametrize("given", [None, 0.1, 50])
 def test_with_nothing_to_do_it_does_not_wait(given: float | None) -> None:
-    seen: list[Any] = []
-    end(seen, config(given))
-    ((_, left),) = seen
+    ((_, left),) = end(Draining(given))
     assert left <= 1 if given is None else left == min(given, left)
 
 
 def test_an_answer_that_ends_in_time_is_not_ended() -> None:
-    seen: list[Any] = []
     ended: list[bool] = []
 
     async def answering() -> None:
@@ -69,13 +79,12 @@ def test_an_answer_that_ends_in_time_is_not_ended() -> None:
         ended.append(future.done())
         del answers._running["a", "t"]
 
-    end(seen, config(), answering)
+    seen = end(Draining(), answering)
     assert ended == [False]
     assert seen[0][0] == {}
 
 
 def test_an_answer_that_does_not_end_is_ended_before_uvicorn_hangs_up() -> None:
-    seen: list[Any] = []
     failures: list[HarmonyFailure] = []
 
     async def answering() -> None:
@@ -84,7 +93,7 @@ def test_an_answer_that_does_not_end_is_ended_before_uvicorn_hangs_up() -> None:
         failures.append(await future)
         del answers._running["a", "t"]
 
-    end(seen, config(), answering)
+    seen = end(Draining(), answering)
     assert [(failure.status, failure.code) for failure in failures] == [(503, "shutting_down")]
     assert seen[0][0] == {}
 
@@ -92,9 +101,8 @@ def test_an_answer_that_does_not_end_is_ended_before_uvicorn_hangs_up() -> None:
 def test_the_limit_counts_from_the_signal() -> None:
     """uvicorn looks whether it was told to end ten times a second, or later on a busy machine."""
     failures: list[HarmonyFailure] = []
-    stopping = config()
-    stopping.should_exit = False
-    shutdown.at_once(lambda *_: None)(stopping, signal.SIGTERM, None)
+    stopping = Draining()
+    stopping.handle_exit(signal.SIGTERM, None)
 
     async def answering() -> None:
         future = asyncio.get_running_loop().create_future()
@@ -105,21 +113,21 @@ def test_the_limit_counts_from_the_signal() -> None:
         assert time.monotonic() - began < 0.15
         del answers._running["a", "t"]
 
-    end([], stopping, answering)
+    end(stopping, answering)
     assert len(failures) == 1
 
 
 def test_an_answer_is_read_to_its_end_before_uvicorn_hangs_up() -> None:
     """Generated it is already, in words or whole; but not yet on its way to the client."""
-    seen: list[Any] = []
+    stopping = Draining()
     read: list[bool] = []
 
     async def reading() -> None:
         with answers.counted_as_unread():
             await asyncio.sleep(0.4)  # longer than the limit
-            read.append(not seen)
+            read.append(not stopping.seen)
 
-    end(seen, config(), reading)
+    end(stopping, reading)
     assert read == [True]
 
 
@@ -157,18 +165,17 @@ def test_the_second_signal_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[Any] = []
     monkeypatch.setattr(signal, "signal", lambda *given: raised.append(given))
     monkeypatch.setattr(signal, "raise_signal", raised.append)
-    stopping = uvicorn.Server(uvicorn.Config("nothing:here"))
-    handle = shutdown.at_once(uvicorn.Server.handle_exit)
-    handle(stopping, signal.SIGTERM, None)
+    stopping = adapter.draining(uvicorn.Server)(uvicorn.Config("nothing:here"))
+    stopping.handle_exit(signal.SIGTERM, None)
     assert stopping.should_exit
     assert not raised
-    handle(stopping, signal.SIGTERM, None)
+    stopping.handle_exit(signal.SIGTERM, None)
     assert raised == [(signal.SIGTERM, signal.SIG_DFL), signal.SIGTERM]
 
 
 def test_uvicorn_is_as_it_was() -> None:
-    before = (uvicorn.Server.shutdown, uvicorn.Server.handle_exit)
+    main = importlib.import_module("uvicorn.main")
     contract.activate()
-    assert uvicorn.Server.shutdown is not before[0]
+    assert main.Server is not uvicorn.Server and issubclass(main.Server, uvicorn.Server)
     contract.deactivate()
-    assert (uvicorn.Server.shutdown, uvicorn.Server.handle_exit) == before
+    assert main.Server is uvicorn.Server

@@ -46,7 +46,7 @@ from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.garbage import set_aside
 from vllm_mlx_harmony.server.generation import stopped
 from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
-from vllm_mlx_harmony.server.shutdown import at_once, gracefully
+from vllm_mlx_harmony.server.shutdown import draining
 from vllm_mlx_harmony.server.tools import config as tools
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -424,11 +424,6 @@ def run(settings: GatewaySettings, reload: Reload | None = None) -> int:
             settings.host,
             settings.port,
         )
-
-    class Draining(uvicorn.Server):  # type: ignore[misc]  # no stubs are read for uvicorn
-        shutdown = gracefully(uvicorn.Server.shutdown, lambda: settings.shutdown_grace)
-        handle_exit = at_once(uvicorn.Server.handle_exit)
-
-    server = Draining(config)
+    server = draining(uvicorn.Server, lambda: settings.shutdown_grace)(config)
     server.run()
     return 0 if server.started else 1

@@ -6,16 +6,16 @@ What is changed is in `contract`.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host.entry_points import FLAGS, versions
+from vllm_mlx_harmony.host.entry_points import FLAGS, in_use, versions
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -26,23 +26,30 @@ COMMAND_LINE = "vllm_mlx.cli"
 class Status:
     """What this plugin does in this process.
 
-    `hooked`: the hook is in front of `serve_command`; `active`: vllm-mlx is changed now.
-    `requirements` are the changes by name, `parts` the source of each part by entry-point group;
-    both are empty when not active.
+    `hooked`: the hook is in front of `serve_command`. `requirements` are the changes of vllm-mlx
+    that are in force, by name, `parts` the source of each part by entry-point group; both are empty
+    when not `active`.
     """
 
     hooked: bool
-    active: bool
     versions: dict[str, str]
     requirements: tuple[str, ...] = ()
-    parts: dict[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def active(self) -> bool:
+        """Whether vllm-mlx is changed now."""
+        return bool(self.requirements)
 
 
-_hooks: list[tuple[dict[str, Any], Callable[[Any], Any], Callable[[Any], Any]]] = []
+Namespace = dict[str, object]
+Command = Callable[[argparse.Namespace], object]
+
+_hooks: list[tuple[Namespace, Command, Command]] = []
 """Namespaces (the module's, and `__main__`'s under `python -m`), their command, and the hook."""
 
 
-def install(namespace: dict[str, Any] | None = None) -> None:
+def install(namespace: Namespace | None = None) -> None:
     """Puts the hook in front of `serve_command`; a second time, nothing happens.
 
     `namespace` is that of vllm-mlx's command line, by default of `vllm_mlx.cli`. Raises HostError
@@ -57,14 +64,15 @@ def install(namespace: dict[str, Any] | None = None) -> None:
         raise HostError(f"{COMMAND_LINE} has no serve_command", code="host_changed")
 
     @functools.wraps(command)
-    def serve(args: Any) -> Any:
+    def serve(args: argparse.Namespace) -> object:
         remove_hooks()
-        if getattr(args, "tool_call_parser", None) not in FLAGS or not _activate(args):
-            return command(args)
         try:
+            if getattr(args, "tool_call_parser", None) in FLAGS:
+                _activate(args)
             return command(args)
-        except HostError as error:
-            _exit(error)
+        except HostError as error:  # ends with 2, as argparse does for an invalid flag
+            print(f"vllm-mlx-harmony: error: {error.message}", file=sys.stderr)
+            raise SystemExit(2) from error
 
     namespace["serve_command"] = serve
     _hooks.append((namespace, command, serve))
@@ -88,20 +96,15 @@ def remove_hooks() -> None:
 def status() -> Status:
     """What this plugin does in this process."""
     contract = sys.modules.get(f"{__package__}.contract")
-    installation = contract.active() if contract else None
-    if installation is None:
-        return Status(hooked=bool(_hooks), active=False, versions=versions())
-    return Status(
-        hooked=bool(_hooks),
-        active=True,
-        versions=versions(),
-        requirements=installation.requirements,
-        parts=dict(installation.parts.sources),
-    )
+    changes = contract.changes() if contract else ()
+    return Status(bool(_hooks), versions(), changes, in_use().sources if changes else {})
 
 
-def _activate(args: Any) -> bool:
-    """Changes vllm-mlx. False if it stays as it is: no Harmony library, or a bug of ours."""
+def _activate(args: argparse.Namespace) -> None:
+    """Changes vllm-mlx; leaves it as it is without the Harmony library, or after a bug of ours.
+
+    Raises HostError if it cannot serve what the flags ask for.
+    """
     try:
         importlib.import_module("openai_harmony")
     except ImportError as error:
@@ -109,7 +112,7 @@ def _activate(args: Any) -> bool:
             f"not active: openai-harmony cannot be imported ({error}); "
             "`pip install openai-harmony` fixes it. vllm-mlx runs on its own"
         )
-        return False
+        return
     try:
         from vllm_mlx_harmony.host import contract
         from vllm_mlx_harmony.server import enforcement
@@ -123,18 +126,16 @@ def _activate(args: Any) -> bool:
         if not getattr(args, "models_config", None):
             args.enable_auto_tool_choice = True
             args.reasoning_parser = args.reasoning_parser or "harmony"
-        logger.debug("requirements: %s", ", ".join(status().requirements))
-    except HostError as error:
-        _exit(error)
+        logger.debug("requirements: %s", ", ".join(contract.changes()))
+    except HostError:
+        raise
     except Exception as error:  # the plugin may fail, vllm-mlx may not
         logger.debug("activation failed", exc_info=True)
         uninstall()
         _warn(f"not active: {type(error).__name__}: {error}. vllm-mlx runs on its own")
-        return False
-    return True
 
 
-def _check(args: Any) -> None:
+def _check(args: argparse.Namespace) -> None:
     """Raises HostError for options that no request can be served with, and an unusable store.
 
     With several models, the template options may be those of another model.
@@ -151,7 +152,7 @@ def _check(args: Any) -> None:
             raise HostError("--mllm: gpt-oss takes text only; leave the flag out")
 
 
-def _check_tools(args: Any) -> None:
+def _check_tools(args: argparse.Namespace) -> None:
     """Raises HostError for unusable settings of tool servers."""
     from vllm_mlx_harmony.server.tools import config
     from vllm_mlx_harmony.server.tools.client_servers import ClientServers
@@ -169,7 +170,7 @@ def _check_tools(args: Any) -> None:
         check_package()
 
 
-def _apply(args: Any) -> None:
+def _apply(args: argparse.Namespace) -> None:
     """Configures engines and caches by the flags. Raises HostError for an invalid one."""
     from vllm_mlx_harmony.host import flags, resources, summary
 
@@ -190,9 +191,3 @@ def _apply(args: Any) -> None:
 
 def _warn(message: str) -> None:
     print(f"vllm-mlx-harmony: {message}", file=sys.stderr)
-
-
-def _exit(error: HostError) -> NoReturn:
-    """Ends the process with 2, as argparse does for an invalid flag."""
-    print(f"vllm-mlx-harmony: error: {error.message}", file=sys.stderr)
-    raise SystemExit(2) from error

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
+import uvicorn
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
+from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
 from vllm_mlx_harmony.engine.disk.turns import Turns
-from vllm_mlx_harmony.host import entry_points, resources
-from vllm_mlx_harmony.host.engine import HarmonyEngine
+from vllm_mlx_harmony.host import entry_points, metrics, resources, tools
+from vllm_mlx_harmony.host.engine import engine_of
 from vllm_mlx_harmony.host.mount import forward_to_host
 from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
 from vllm_mlx_harmony.server import defaults, shutdown
@@ -27,16 +29,8 @@ from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 T = TypeVar("T")
 
-METRIC = "vllm_mlx_harmony_reasoning_ended"
-"""Counter, by reason: answers whose reasoning was ended by force."""
 
-
-def engine_of(engine: Any) -> Engine | None:
-    """The engine of ids within vllm-mlx's ``engine``; ``None`` if that has another model."""
-    return engine.engine if isinstance(engine, HarmonyEngine) else None
-
-
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def _archive(disk: DiskCache) -> Archive:
     return Turns(disk)
 
@@ -44,7 +38,10 @@ def _archive(disk: DiskCache) -> Archive:
 class VllmMlx:
     """The ``Host``, over the globals and flags of vllm-mlx's server."""
 
-    toolbox: Toolbox | None = None
+    @property
+    def toolbox(self) -> Toolbox | None:
+        """The tool servers of ``--mcp-config``."""
+        return tools.running
 
     @property
     def model_name(self) -> str | None:
@@ -55,15 +52,13 @@ class VllmMlx:
     async def models(self) -> dict[str, Any]:
         """vllm-mlx's list, with ``max_model_len`` as in vLLM, which clients configure."""
         vllm = server()
-        listed: dict[str, Any] = (await vllm.list_models()).model_dump(mode="json")
+        listed = (await vllm.list_models()).model_dump(mode="json")
         ours = engine_of(vllm._engine)
         for entry in listed["data"]:
             path = vllm._model_path if entry["id"] == vllm._model_name else None
             length = length_of(path) if path is not None else None
-            if length is not None and ours is not None:
-                length = ours.context_length
             if length is not None:
-                entry["max_model_len"] = length
+                entry["max_model_len"] = length if ours is None else ours.context_length
         return listed
 
     async def acquire(
@@ -78,7 +73,7 @@ class VllmMlx:
         )
         if engine is None:
             return None
-        give_back = functools.partial(vllm._release_engine_for_request, request)
+        give_back = partial(vllm._release_engine_for_request, request)
         return Lease(engine_of(engine), tenant_of(request), deadline, give_back)
 
     async def forward(self, request: Request) -> Response:
@@ -106,13 +101,12 @@ class VllmMlx:
 
     def max_tokens(self, requested: int | None) -> int:
         """From the request and the flags."""
-        return int(server()._resolve_request_max_tokens(requested))
+        return server()._resolve_request_max_tokens(requested)
 
     @property
     def reasoning_tokens(self) -> int | None:
         """``--default-thinking-token-budget``."""
-        budget: int | None = server()._default_thinking_token_budget
-        return budget
+        return server()._default_thinking_token_budget
 
     @property
     def archive(self) -> Archive | None:
@@ -142,10 +136,9 @@ class VllmMlx:
         self, coming: Awaitable[T], request: Request, seconds: float, total: float
     ) -> T | None:
         """vllm-mlx's wait, which is cancelled when the client disconnects."""
-        result: T | None = await server()._wait_with_disconnect(
+        return await server()._wait_with_disconnect(
             coming, request, timeout=seconds, timeout_detail_seconds=total
         )
-        return result
 
     def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
         """vllm-mlx's guard, without its timeout, which would end a stream without an error: an
@@ -158,10 +151,9 @@ class VllmMlx:
         return None if protocol is None else protocol.transport
 
     @property
-    def renderer(self) -> Callable[..., Any]:
+    def renderer(self) -> Callable[..., Rendered]:
         """By entry point."""
-        renderer: Callable[..., Any] = entry_points.in_use().renderer
-        return renderer
+        return entry_points.in_use().renderer
 
     @property
     def context(self) -> Callable[..., Context]:
@@ -207,23 +199,15 @@ class _Tracker:
         )
 
     def reasoning_ended(self, reason: str) -> None:
-        """Counts it, if vllm-mlx's metrics are enabled."""
-        metrics = server()._metrics._prom
-        if metrics is None:
-            return
-        if METRIC not in metrics:
-            from prometheus_client import Counter  # as vllm-mlx does when they are enabled
-
-            about = "Answers that the model was made to begin, by what ended its reasoning."
-            metrics[METRIC] = Counter(METRIC, about, ["reason"], registry=metrics["registry"])
-        metrics[METRIC].labels(reason=reason).inc()
+        """Counts it."""
+        metrics.REASONING_ENDED.labels(reason=reason).inc()
 
 
-def seconds_to_end() -> float:
-    """The grace period of running answers at shutdown: at most ``--timeout``."""
+def draining(original: type[uvicorn.Server]) -> type[uvicorn.Server]:
+    """uvicorn's server, which ends after our answers: they have at most ``--timeout`` seconds."""
+    return shutdown.draining(original, grace)
+
+
+def grace() -> float:
+    """Seconds that running answers have at shutdown."""
     return min(shutdown.LONGEST, float(server()._default_timeout))
-
-
-def gracefully(original: shutdown.Shutdown) -> shutdown.Shutdown:
-    """uvicorn's ``Server.shutdown``, after our answers have ended."""
-    return shutdown.gracefully(original, seconds_to_end)

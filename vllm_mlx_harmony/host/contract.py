@@ -11,7 +11,6 @@ does not fit is left out with a warning. ``vllm-mlx-harmony doctor --verbose`` p
   specified in `server_globals`, with their types.
 - ``Attribute``: an attribute of instances, which their class sets when they are made.
 - ``Patch``: an attribute of a module or class that is replaced by a function of the original.
-- ``Entry``: an entry of a dictionary that is replaced.
 - ``FrontEnd``, ``Route``: the front end in vllm-mlx's application (`mount`).
 
 **Invariants.** Changes are made in order and reverted in reverse, all or none; activating twice
@@ -28,9 +27,8 @@ How to support a new version of vllm-mlx: docs/architecture.md.
 from __future__ import annotations
 
 import importlib
-import logging
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
@@ -39,18 +37,7 @@ from packaging.version import InvalidVersion
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import entry_points, patching, server_globals
 from vllm_mlx_harmony.host.entry_points import FLAGS, Extensions, find
-from vllm_mlx_harmony.host.patching import (
-    OTHERS,
-    Attribute,
-    Change,
-    Entry,
-    Name,
-    Patch,
-    Requirement,
-    Undo,
-)
-
-logger = logging.getLogger("vllm_mlx_harmony")
+from vllm_mlx_harmony.host.patching import OTHERS, Attribute, Name, Patch, Requirement, Undo
 
 HOST = "vllm-mlx"
 SUPPORTED = SpecifierSet(">=0.6,<0.7")
@@ -98,17 +85,17 @@ NAMES: tuple[Name, ...] = (
         replacement=f"{_OURS}.warmup:warm_prefix_cache",
     ),
     Patch(
-        "uvicorn.server:Server.shutdown",
+        "uvicorn.main:Server",
         "running answers end in time, WebSockets with an error",
-        ("self", "sockets"),
-        replacement=f"{_OURS}.adapter:gracefully",
+        ("config",),
+        replacement=f"{_OURS}.adapter:draining",
     ),
-    Patch(
+    Name("uvicorn.server:Server.shutdown", "running answers end first", ("self", "sockets")),
+    Name(
         "uvicorn.server:Server.handle_exit",
-        "a second SIGTERM does not end the process at once",
+        "the time of SIGTERM, and a second one that ends the process",
         ("self", "sig", "frame"),
         required=False,
-        replacement="vllm_mlx_harmony.server.shutdown:at_once",
     ),
     *server_globals.names(),
     Name("vllm_mlx.cli:create_parser", "tells the given flags from defaults", ()),
@@ -122,19 +109,6 @@ NAMES: tuple[Name, ...] = (
     Name("vllm_mlx.api.utils:clean_output_text", "cleans an output as text", ("text",)),
     Name(
         "vllm_mlx.model_registry:LoadedModel", "one of several models", ("config", "engine", OTHERS)
-    ),
-    Name(
-        "vllm_mlx.model_registry:ModelManager._resolve_model_config",
-        "the settings of one of several models",
-        ("self", "entry", "resolved_source"),
-    ),
-    *(
-        Attribute(f"vllm_mlx.model_registry:ResolvedModelConfig.{name}", "a setting of one model")
-        for name in ("prefill_step_size", "stream_interval", "gpu_memory_utilization")
-    ),
-    *(
-        Attribute(f"vllm_mlx.lifecycle:ModelSpec.{name}", "the model that is loaded on demand")
-        for name in ("model_name", "model_path")
     ),
     Name("mlx_lm.utils:load", "loads a model", ("path_or_hf_repo", "tokenizer_config", OTHERS)),
     *(
@@ -173,17 +147,8 @@ NAMES: tuple[Name, ...] = (
 """Names that are used as they are, and the functions that are replaced."""
 
 
-@dataclass(frozen=True, slots=True)
-class Installation:
-    """What is in force: the host's version, the parts, the changes and how to revert them."""
-
-    version: str
-    parts: Extensions
-    requirements: tuple[str, ...]
-    undos: list[Undo]
-
-
-_active: Installation | None = None
+_changes: list[tuple[str, Undo]] = []
+"""The names of what is changed now, each with the function that reverts it."""
 
 
 def host_version() -> str | None:
@@ -222,60 +187,41 @@ def table(found: Extensions) -> tuple[Requirement, ...]:
     from vllm_mlx_harmony.host.mount import FrontEnd, Route
     from vllm_mlx_harmony.server.app import ENDPOINTS
 
-    parsers = (
-        Entry(
+    return (
+        *NAMES,
+        Patch(
             "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers",
             "parses tool calls for callers in vllm-mlx that have only text",
-            key=name,
-            replacement=models.harmony_parser(found.tool_parser),
-        )
-        for name in FLAGS
-    )
-    front_end: tuple[Requirement, ...] = (
+            replacement=partial(models.with_parser, found.tool_parser, FLAGS),
+        ),
         FrontEnd(VllmMlx()),
         *map(Route, ENDPOINTS),
         *engine_routes.ROUTES,
     )
-    return (*NAMES, *parsers, *front_end)
 
 
-def activate(name: str = FLAGS[0]) -> Installation:
-    """Makes all changes; if they are in force already, returns that installation.
+def activate(name: str = FLAGS[0]) -> None:
+    """Makes all changes; nothing happens if they are in force already.
 
     Raises HostError, with nothing changed, if vllm-mlx is not supported, a required row does not
     fit, or a part cannot be loaded.
     """
-    global _active
-    if _active is None:
-        if reason := unsupported():
-            raise HostError(reason, code="host_unsupported")
-        patching.check(NAMES)
-        found = find(name)
-        rows = [row for row in table(found) if row.required or _fits(row)]
-        undos = patching.apply_all(rows)
-        entry_points.use(found)
-        changed = tuple(row.label for row in rows if isinstance(row, Change))
-        _active = Installation(host_version() or "", found, changed, undos)
-    return _active
-
-
-def _fits(row: Requirement) -> bool:
-    """Whether an optional row fits; logs a warning if it does not."""
-    problem = row.problem()
-    if problem is not None:
-        logger.warning("%s; continuing without it: %s", problem, row.why)
-    return problem is None
+    if _changes:
+        return
+    if reason := unsupported():
+        raise HostError(reason, code="host_unsupported")
+    patching.check(NAMES)
+    found = find(name)
+    _changes.extend(patching.apply_all(table(found)))
+    entry_points.use(found)
 
 
 def deactivate() -> None:
     """Reverts all changes, the last one first; nothing happens if there are none."""
-    global _active
-    if _active is not None:
-        patching.undo_all(_active.undos)
-        entry_points.use(None)
-        _active = None
+    patching.undo_all(_changes)
+    entry_points.use(None)
 
 
-def active() -> Installation | None:
-    """The installation in force, or None."""
-    return _active
+def changes() -> tuple[str, ...]:
+    """The names of what is changed now."""
+    return tuple(name for name, _ in _changes)

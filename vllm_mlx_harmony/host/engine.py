@@ -29,7 +29,7 @@ from vllm_mlx_harmony.engine.disk import identity
 from vllm_mlx_harmony.engine.engine import MlxEngine, RequestStatus
 from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
-from vllm_mlx_harmony.host import resources, status_line
+from vllm_mlx_harmony.host import metrics, resources, status_line
 from vllm_mlx_harmony.host.models import is_harmony, not_harmony
 from vllm_mlx_harmony.host.prompts import Messages, prompt_ids
 from vllm_mlx_harmony.server.garbage import give_back
@@ -55,6 +55,11 @@ def waiting() -> list[tuple[str, list[RequestStatus]]]:
     models = sorted(loaded, key=lambda each: each.model_name)
     engines = [(each.model_name, each.engine) for each in models]
     return [(name, engine.status()) for name, engine in engines if engine is not None]
+
+
+def engine_of(engine: object) -> MlxEngine | None:
+    """The engine of ids within vllm-mlx's ``engine``; ``None`` if that has another model."""
+    return engine.engine if isinstance(engine, HarmonyEngine) else None
 
 
 class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
@@ -114,7 +119,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
             raise
         self.engine = engine
         loaded.add(self)
-        resources.show_metrics()
+        metrics.show()
         status_line.start(waiting)
 
     def _load(self) -> tuple[Any, Any]:

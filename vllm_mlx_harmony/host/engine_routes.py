@@ -110,8 +110,9 @@ async def _empty_disk() -> None:
 def _harmony_alone() -> HarmonyEngine | None:
     """The only model's engine if that is ours and mlx_vlm is not imported; else ``None``."""
     engine = server()._engine
-    alone = VISION not in sys.modules and isinstance(engine, HarmonyEngine)
-    return engine if alone else None
+    if VISION in sys.modules or not isinstance(engine, HarmonyEngine):
+        return None
+    return engine
 
 
 _CACHES = "vllm-mlx's own route imports mlx_vlm on the event loop"

@@ -6,14 +6,18 @@ Another distribution that provides one of the same name takes precedence over th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_mlx_harmony import __version__
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.patching import locate
+
+if TYPE_CHECKING:
+    from vllm_mlx_harmony.core.render import Rendered
+    from vllm_mlx_harmony.server.host import Context
 
 DISTRIBUTION = "vllm-mlx-harmony"
 
@@ -22,6 +26,7 @@ LIBRARIES = ("openai-harmony", "oss-harmony")
 
 FLAGS = ("harmony", "gpt-oss")
 """Values of `--tool-call-parser` that activate this plugin, and the names of its entry points."""
+
 TOOL_PARSERS = "vllm_mlx.tool_parsers"
 PROMPT_RENDERERS = "vllm_mlx.prompt_renderers"
 STREAMING_CONTEXTS = "vllm_mlx.streaming_contexts"
@@ -31,7 +36,10 @@ OWN = {
     PROMPT_RENDERERS: "vllm_mlx_harmony.core.render:render",
     STREAMING_CONTEXTS: "vllm_mlx_harmony.core.context:StreamingHarmonyContext",
 }
-"""As in `pyproject.toml`; used if this package is not installed (a checkout on the path)."""
+"""In the order of `Extensions`, as in `pyproject.toml`.
+
+Used if this package is not installed (a checkout on the path).
+"""
 
 
 def versions() -> dict[str, str]:
@@ -47,22 +55,26 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Extensions:
-    """The parts of an installation. `sources` describes the origin of each, by group."""
+    """The parts of an installation.
 
-    tool_parser: type[Any]
-    renderer: Any
-    context: type[Any]
+    `sources` has the origin of each, by group: `distribution version (object)`.
+    """
+
+    tool_parser: type
+    renderer: Callable[..., Rendered]
+    context: Callable[..., Context]
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
 def find(name: str) -> Extensions:
-    """The parts of this name (`harmony`, `gpt-oss`). Raises HostError as `resolve` does."""
-    return Extensions(
-        tool_parser=resolve(TOOL_PARSERS, name),
-        renderer=resolve(PROMPT_RENDERERS, name),
-        context=resolve(STREAMING_CONTEXTS, name),
-        sources={group: source(group, name) for group in OWN},
-    )
+    """The parts of this name (`harmony`, `gpt-oss`).
+
+    Raises HostError if there is none of a group, or one cannot be loaded.
+    """
+    found = {group: resolve(group, name) for group in OWN}
+    parser, renderer, context = (part for part, _ in found.values())
+    sources = {group: source for group, (_, source) in found.items()}
+    return Extensions(parser, renderer, context, sources)
 
 
 _in_use: Extensions | None = None
@@ -79,31 +91,23 @@ def in_use() -> Extensions:
     return _in_use or find(FLAGS[0])
 
 
-def resolve(group: str, name: str) -> Any:
-    """The object of an entry point. Raises HostError if there is none, or it cannot be loaded."""
-    entry = _choose(group, name)
+def resolve(group: str, name: str) -> tuple[Any, str]:
+    """The object of an entry point, and its origin. Raises HostError as `find` does.
+
+    Of several distributions, the first in alphabetical order is taken, and this one last.
+    """
+    entry = min(metadata.entry_points(group=group, name=name), key=_rank, default=None)
     target = entry.value if entry else OWN.get(group)
     if target is None:
         raise HostError(f"no entry point {name!r} in {group}")
     try:
-        return entry.load() if entry else locate(target)
+        part = entry.load() if entry else locate(target)
     except Exception as error:
         raise HostError(f"{group} {name} = {target} cannot be loaded: {error}") from error
-
-
-def source(group: str, name: str) -> str:
-    """`distribution version (object)` of what `resolve` returns."""
-    entry = _choose(group, name)
     if entry is None:
-        return OWN.get(group, "")
+        return part, target
     version = entry.dist.version if entry.dist else ""
-    return f"{_distribution(entry)} {version} ({entry.value})"
-
-
-def _choose(group: str, name: str) -> metadata.EntryPoint | None:
-    """The first in alphabetical order of distributions, this one last: the same everywhere."""
-    entries = metadata.entry_points(group=group, name=name)
-    return min(entries, key=_rank, default=None)
+    return part, f"{_distribution(entry)} {version} ({target})"
 
 
 def _rank(entry: metadata.EntryPoint) -> tuple[bool, str]:

@@ -5,12 +5,15 @@ A name or a `model_type` proves nothing (a fine-tune may have any); token ids do
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server.model_files import path_of
+
+if TYPE_CHECKING:
+    from vllm_mlx.tool_parsers.abstract_tool_parser import ToolParser
 
 SPECIAL = {
     "<|start|>": vocab.START,
@@ -40,19 +43,18 @@ def not_harmony(name: str) -> NotHarmony:
     )
 
 
-def is_harmony(tokenizer: Any) -> bool:
+def is_harmony(tokenizer: object) -> bool:
     """Whether the tokenizer gives o200k_harmony's ids.
 
     Takes mlx-lm's TokenizerWrapper, and tokenizers of `transformers` and `tokenizers`.
     """
-    id_of = getattr(tokenizer, "convert_tokens_to_ids", None) or getattr(
-        tokenizer, "token_to_id", None
-    )
-    if id_of is None or not hasattr(tokenizer, "encode"):
+    id_of = getattr(tokenizer, "convert_tokens_to_ids", getattr(tokenizer, "token_to_id", None))
+    encode = getattr(tokenizer, "encode", None)
+    if id_of is None or encode is None:
         return False
     if any(id_of(token) != expected for token, expected in SPECIAL.items()):
         return False
-    encoded = tokenizer.encode(PROBE, add_special_tokens=False)
+    encoded = encode(PROBE, add_special_tokens=False)
     return list(getattr(encoded, "ids", encoded)) == vocab.encode(PROBE)
 
 
@@ -74,20 +76,23 @@ def is_harmony_model(model: str) -> bool | None:
     return is_harmony(tokenizer)
 
 
-def harmony_parser(ours: type[Any]) -> Callable[[type[Any] | None], type[Any]]:
-    """A replacement of a registered tool parser: `ours` for Harmony models, else vllm-mlx's."""
-    return lambda theirs: ours if theirs is None else _by_tokenizer(ours, theirs)
+def with_parser(ours: type, names: Iterable[str], theirs: Mapping[str, type]) -> dict[str, type]:
+    """vllm-mlx's tool parsers, by name, with `ours` under `names`.
+
+    It parses for Harmony models; vllm-mlx's own parser of that name still does for others.
+    """
+    named = {name: theirs.get(name) for name in names}
+    return {**theirs, **{name: _by_tokenizer(ours, own) for name, own in named.items()}}
 
 
-def _by_tokenizer(ours: type[Any], theirs: type[Any]) -> type[Any]:
-    class ByTokenizer(ours):  # type: ignore[misc]
-        # vllm-mlx reads this from the class, for every model that it serves.
-        SUPPORTS_NATIVE_TOOL_FORMAT = theirs.SUPPORTS_NATIVE_TOOL_FORMAT
+def _by_tokenizer(ours: type, theirs: type[ToolParser] | None) -> type:
+    if theirs is None:
+        return ours
 
-        def __new__(cls, tokenizer: Any = None) -> Any:
-            if tokenizer is not None and not is_harmony(tokenizer):
-                return theirs(tokenizer)
-            return super().__new__(cls)
+    def make(cls: type, tokenizer: object = None) -> object:
+        other = tokenizer is not None and not is_harmony(tokenizer)
+        return theirs(tokenizer) if other else object.__new__(cls)
 
-    ByTokenizer.__name__ = ByTokenizer.__qualname__ = ours.__name__
-    return ByTokenizer
+    # vllm-mlx reads the attribute from the class, for every model that it serves.
+    native = theirs.SUPPORTS_NATIVE_TOOL_FORMAT
+    return type(ours.__name__, (ours,), {"__new__": make, "SUPPORTS_NATIVE_TOOL_FORMAT": native})

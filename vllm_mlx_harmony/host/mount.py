@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from fastapi.routing import APIRoute, request_response
 from starlette.requests import Request
@@ -18,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import Message, Receive, Scope, Send
 
-from vllm_mlx_harmony.host.patching import Undo, locate
+from vllm_mlx_harmony.host.patching import Undo, find_problem, locate
 from vllm_mlx_harmony.server import app as front_end
 from vllm_mlx_harmony.server.endpoint import Endpoint, EndpointRoute
 from vllm_mlx_harmony.server.host import Host, install, uninstall
@@ -28,9 +27,27 @@ APP = "vllm_mlx.server:app"
 
 
 class Mounted(EndpointRoute, APIRoute):
-    """A route of ours. `behind` is the one of vllm-mlx that it stands in front of, if any."""
+    """A route of ours. `behind` is the one of vllm-mlx that it stands in front of, if any.
 
-    behind: APIRoute | None = None
+    It has the dependencies of `model`.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, original: APIRoute | None, model: APIRoute | None
+    ) -> None:
+        APIRoute.__init__(
+            self,
+            endpoint.path,
+            endpoint.answer,
+            methods=list(endpoint.methods),
+            dependencies=model.dependencies if model else None,
+            dependency_overrides_provider=model.dependency_overrides_provider if model else None,
+            response_model=None,
+            include_in_schema=False,  # vllm-mlx's own entry keeps describing the path
+        )
+        self.behind = original and without_dependencies(original)
+        self.endpoint_error = endpoint.error
+        self.app = request_response(endpoint.with_errors(self.get_route_handler()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +84,10 @@ class Route:
         application = locate(APP)
         present: list[BaseRoute] = application.router.routes
         original, model = self._originals(present)
-        mounted = _mounted(self.endpoint, original, model)
+        mounted = Mounted(self.endpoint, original, model)
         present.insert(len(present) if original is None else present.index(original), mounted)
 
-        def undo() -> None:
-            present[:] = _without(present, [mounted])
-
-        return undo
+        return partial(present.remove, mounted)
 
     def _originals(self, present: list[BaseRoute]) -> tuple[APIRoute | None, APIRoute | None]:
         """The route for the same path, and the one whose dependencies apply."""
@@ -92,22 +106,6 @@ def _find(present: list[BaseRoute], path: str, methods: set[str]) -> APIRoute | 
     return None
 
 
-def _mounted(endpoint: Endpoint, original: APIRoute | None, model: APIRoute | None) -> Mounted:
-    mounted = Mounted(
-        endpoint.path,
-        endpoint.answer,
-        methods=list(endpoint.methods),
-        dependencies=model.dependencies if model else None,
-        dependency_overrides_provider=model.dependency_overrides_provider if model else None,
-        response_model=None,
-        include_in_schema=False,  # vllm-mlx's own entry keeps describing the path
-    )
-    mounted.behind = original and without_dependencies(original)
-    mounted.endpoint_error = endpoint.error
-    mounted.app = request_response(endpoint.with_errors(mounted.get_route_handler()))
-    return mounted
-
-
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
     """What the routes of the front end need of the application: its host, middleware, WebSockets.
@@ -122,13 +120,8 @@ class FrontEnd:
 
     def problem(self) -> str | None:
         """Why vllm-mlx's application cannot be extended, or None."""
-        try:
-            application = locate(APP)
-        except (ImportError, AttributeError) as error:
-            return f"{APP} is missing ({error})"
         names = ("state", "router", "user_middleware", "middleware_stack")
-        missing = [name for name in names if not hasattr(application, name)]
-        return f"{APP} has no {', '.join(missing)}" if missing else None
+        return next(filter(None, (find_problem(f"{APP}.{name}", None) for name in names)), None)
 
     def apply(self) -> Undo:
         """Adds them to the application."""
@@ -142,20 +135,13 @@ class FrontEnd:
 
         def undo() -> None:
             logging.getLogger(UVICORN).removeFilter(without_traceback)
-            present[:] = _without(present, front_end.SOCKETS)
-            application.user_middleware[:] = _without(
-                application.user_middleware, front_end.MIDDLEWARE
-            )
+            for socket in front_end.SOCKETS:
+                present.remove(socket)
+            del application.user_middleware[: len(front_end.MIDDLEWARE)]
             application.middleware_stack = stack
             uninstall(application)
 
         return undo
-
-
-def _without(items: Iterable[Any], removed: Iterable[Any]) -> list[Any]:
-    """The items but those, compared by identity."""
-    ids = set(map(id, removed))
-    return [each for each in items if id(each) not in ids]
 
 
 def without_dependencies(route: APIRoute) -> APIRoute:

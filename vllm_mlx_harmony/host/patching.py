@@ -1,28 +1,30 @@
 """Names of another program: checked all at once, replaced in order, restored in reverse.
 
-Works on modules, classes, dictionaries and signatures in general. The names of vllm-mlx are in
-`contract`, which has the theory; routes and middleware are added in `mount`.
+Works on modules, classes and signatures in general. The names of vllm-mlx are in `contract`, which
+has the theory; routes and middleware are added in `mount`.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any, Protocol, runtime_checkable
 
 from vllm_mlx_harmony.core.errors import HostError
 
+logger = logging.getLogger("vllm_mlx_harmony")
+
 Undo = Callable[[], None]
-Replacement = Callable[[Any], Any]
-"""Takes the original (`None` if there is none) and returns what takes its place."""
+Replacement = Callable[[Any], object]
+"""Takes the original and returns what takes its place."""
 
 OTHERS = "..."
 """At the end of `Name.parameters`: further parameters are allowed if they have a default."""
-
-_MISSING = object()
 
 
 class Requirement(Protocol):
@@ -81,18 +83,20 @@ class Attribute(Name):
     def problem(self) -> str | None:
         """Why it cannot be used in this host, or None."""
         path, _, name = self.target.rpartition(".")
-        try:
-            found = locate(path)
-        except (ImportError, AttributeError) as error:
-            return f"{path} is missing ({error})"
-        there = hasattr(found, name) or any(name in _attributes(each) for each in found.__mro__)
+        if missing := find_problem(path, None):
+            return missing
+        found = locate(path)
+        there = hasattr(found, name) or any(
+            name in inspect.get_annotations(each) or name in _used_by_init(each)
+            for each in found.__mro__
+        )
         return None if there else f"{path} has no {name}"
 
 
-def _attributes(owner: type[Any]) -> set[str]:
-    """Attributes that a class annotates, and those that its `__init__` uses."""
+def _used_by_init(owner: type) -> Sequence[str]:
+    """Attributes that the `__init__` of a class uses, those that it sets among them."""
     code = getattr(vars(owner).get("__init__"), "__code__", None)
-    return {*inspect.get_annotations(owner), *(code.co_names if code else ())}
+    return code.co_names if code else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,67 +113,32 @@ class Patch(Name):
         """Replaces the attribute."""
         path, _, name = self.target.rpartition("." if "." in self.label else ":")
         owner = locate(path)
-        before = vars(owner).get(name, _MISSING)
+        inherited, original = name not in vars(owner), inspect.getattr_static(owner, name)
         replace = self.replacement if callable(self.replacement) else locate(self.replacement)
-        setattr(owner, name, replace(inspect.getattr_static(owner, name)))
-
-        def undo() -> None:
-            if before is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        return undo
+        setattr(owner, name, replace(original))
+        return (
+            partial(delattr, owner, name) if inherited else partial(setattr, owner, name, original)
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Entry(Name):
-    """The value of `key` in the dictionary `target`, which is replaced, or added."""
+def apply_all(requirements: Sequence[Requirement]) -> list[tuple[str, Undo]]:
+    """Makes all changes or none, and returns their names with the functions that revert them.
 
-    key: str = field(kw_only=True)
-    replacement: Replacement = field(kw_only=True)
-
-    @property
-    def label(self) -> str:
-        """The dictionary's name without its module, and the key."""
-        return f"{self.target.partition(':')[2]}[{self.key}]"
-
-    def problem(self) -> str | None:
-        """Why it cannot be replaced in this host, or None."""
-        missing = find_problem(self.target, None)
-        if missing is None and not isinstance(locate(self.target), dict):
-            return f"{self.target} is not a dictionary"
-        return missing
-
-    def apply(self) -> Undo:
-        """Replaces or adds the value."""
-        table: dict[str, Any] = locate(self.target)
-        before = table.get(self.key, _MISSING)
-        table[self.key] = self.replacement(None if before is _MISSING else before)
-
-        def undo() -> None:
-            if before is _MISSING:
-                table.pop(self.key, None)
-            else:
-                table[self.key] = before
-
-        return undo
-
-
-def apply_all(requirements: Sequence[Requirement]) -> list[Undo]:
-    """Makes all changes or none, and returns the functions that revert them.
-
-    Raises HostError, before anything is changed, if a required row has a problem. Reverts the
-    changes made so far if one of them raises.
+    Raises HostError, before anything is changed, if a required row has a problem; an optional one
+    that has one is left out with a warning. Reverts the changes made so far if one of them raises.
     """
     check(requirements)
-    undos: list[Undo] = []
+    applied: list[tuple[str, Undo]] = []
     try:
-        undos.extend(row.apply() for row in requirements if isinstance(row, Change))
+        for row in requirements:
+            if not row.required and (problem := row.problem()):
+                logger.warning("%s; continuing without it: %s", problem, row.why)
+            elif isinstance(row, Change):
+                applied.append((row.label, row.apply()))
     except BaseException:
-        undo_all(undos)
+        undo_all(applied)
         raise
-    return undos
+    return applied
 
 
 def check(requirements: Sequence[Requirement]) -> None:
@@ -179,20 +148,18 @@ def check(requirements: Sequence[Requirement]) -> None:
         raise HostError("; ".join(problems), code="host_changed")
 
 
-def undo_all(undos: list[Undo]) -> None:
+def undo_all(applied: list[tuple[str, Undo]]) -> None:
     """Reverts changes, the last one first, and empties the list."""
-    while undos:
-        with suppress(AttributeError, LookupError):  # other code has removed it already
-            undos.pop()()
+    while applied:
+        _, undo = applied.pop()
+        with suppress(AttributeError, ValueError):  # other code has removed it already
+            undo()
 
 
 def locate(target: str) -> Any:
     """The object that `package.module:Object.attribute` (or just `package.module`) names."""
     module, _, path = target.partition(":")
-    found: Any = importlib.import_module(module)
-    for name in filter(None, path.split(".")):
-        found = getattr(found, name)
-    return found
+    return reduce(getattr, filter(None, path.split(".")), importlib.import_module(module))
 
 
 def find_problem(target: str, parameters: tuple[str, ...] | None) -> str | None:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.engine.disk.cache import Counters, DiskCache, Failed
+from vllm_mlx_harmony.engine.disk.cache import DiskCache, Failed
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.scheduler import Limits
-from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.server.settings import number
 
 if TYPE_CHECKING:
@@ -155,36 +154,3 @@ def found() -> Iterator[str]:
     conversations = f"{there.conversations:,} conversation{'s' * (there.conversations != 1)}"
     limit = f"up to {size(below.budget)} on disk"
     yield f"{limit}: {size(there.nbytes)}, {conversations}, from {below.directory}"
-
-
-METRICS: dict[str, tuple[str, Callable[[Counters], float]]] = {
-    f"vllm_mlx_harmony_prefix_disk_{name}": (about, value)
-    for name, about, value in (
-        ("bytes", "Bytes of the prefix cache on disk.", lambda now: now.nbytes),
-        ("pieces", "Pieces of prompts on disk.", lambda now: now.pieces),
-        ("turns", "Generated turns on disk.", lambda now: now.turns),
-        ("waiting_bytes", "Bytes to be written.", lambda now: now.waiting),
-        ("hits", "Prompts that continued from the disk.", lambda now: now.hits),
-        ("misses", "Prompts of which the disk had no more than memory.", lambda now: now.misses),
-        ("read_bytes", "Bytes read.", lambda now: now.bytes_read),
-        ("read_seconds", "Seconds spent reading.", lambda now: now.read_seconds),
-        ("written_bytes", "Bytes written.", lambda now: now.bytes_written),
-        ("write_seconds", "Seconds spent writing.", lambda now: now.write_seconds),
-        ("dropped", "Pieces that were not written in time.", lambda now: now.dropped),
-        ("damaged", "Pieces and turns that could not be read.", lambda now: now.damaged),
-        ("paused", "1 while the disk is not used after a failure.", lambda now: now.paused),
-    )
-}
-
-
-def show_metrics() -> None:
-    """Adds our gauges to vllm-mlx's metrics, once, if those are enabled and there is a disk."""
-    below = disk()
-    metrics = server()._metrics._prom
-    if below is None or metrics is None or next(iter(METRICS)) in metrics:
-        return
-    from prometheus_client import Gauge  # as vllm-mlx does when metrics are enabled
-
-    for name, (about, value) in METRICS.items():
-        metrics[name] = Gauge(name, about, registry=metrics["registry"])
-        metrics[name].set_function(lambda value=value: float(value(below.counters())))

@@ -1,4 +1,4 @@
-"""The globals of ``vllm_mlx.server`` that are used: their types, and their rows of the table.
+"""The globals of ``vllm_mlx.server`` and other objects of vllm-mlx: their types, which are rows.
 
 vllm-mlx's server is one module, whose globals change as models are loaded and unloaded; they are
 looked up at each use, through ``server()``. The protocols below are their specification, as
@@ -8,12 +8,46 @@ pluggy's *hookspecs* are: mypy checks our calls against it, and `contract` the i
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from typing import Annotated, Any, Protocol, cast, get_type_hints
+from asyncio import WriteTransport
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast, get_type_hints
 
 from starlette.requests import HTTPConnection, Request
 
-from vllm_mlx_harmony.host.patching import OTHERS, Name
+from vllm_mlx_harmony.host.patching import OTHERS, Attribute, Name
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+T = TypeVar("T")
+
+
+class ModelSpec(Protocol):
+    """A model that is loaded when it is asked for."""
+
+    model_name: Annotated[str, "the name of a model that is loaded on demand"]
+    model_path: Annotated[str | None, "its directory"]
+
+
+class ResolvedModelConfig(Protocol):
+    """The settings of one of several models."""
+
+    prefill_step_size: Annotated[int, "a setting of one model"]
+    stream_interval: Annotated[int, "a setting of one model"]
+    gpu_memory_utilization: Annotated[float, "a setting of one model"]
+
+
+class ModelManager(Protocol):
+    """The models of ``--models-config``."""
+
+    def _resolve_model_config(self, entry: object, resolved_source: str) -> ResolvedModelConfig:
+        """the settings of one of several models"""
+
+
+class Connection(Protocol):
+    """uvicorn's connection of a request."""
+
+    transport: WriteTransport | None
 
 
 class InferenceTracker(Protocol):
@@ -39,7 +73,7 @@ class Server(Protocol):
     """The module, as it is in vllm-mlx 0.6; each name with what it is used for."""
 
     _api_key: Annotated[str | None, "the key that requests need"]
-    _default_chat_template_kwargs: Annotated[dict[str, Any] | None, "rendering defaults"]
+    _default_chat_template_kwargs: Annotated[dict[str, object] | None, "rendering defaults"]
     _default_min_p: Annotated[float | None, "a sampling default"]
     _default_presence_penalty: Annotated[float | None, "a sampling default"]
     _default_repetition_penalty: Annotated[float | None, "a sampling default"]
@@ -48,26 +82,28 @@ class Server(Protocol):
     _default_timeout: Annotated[float, "the longest grace period at shutdown"]
     _default_top_k: Annotated[int | None, "a sampling default"]
     _default_top_p: Annotated[float | None, "a sampling default"]
-    _engine: Annotated[Any, "the engine of the only model"]
-    _mcp_executor: Annotated[Any, "runs a tool for /v1/mcp/execute"]
-    _mcp_manager: Annotated[Any, "lists the tool servers, and stops them at shutdown"]
+    _engine: Annotated[object, "the engine of the only model"]
+    _mcp_executor: Annotated[object, "runs a tool for /v1/mcp/execute"]
+    _mcp_manager: Annotated[object, "lists the tool servers, and stops them at shutdown"]
     _metrics: Annotated[Metrics, "the metrics"]
-    _model_manager: Annotated[Any, "the models of --models-config"]
+    _model_manager: Annotated[ModelManager | None, "the models of --models-config"]
     _model_name: Annotated[str | None, "the name of the only model"]
     _model_path: Annotated[str | None, "the directory of the only model"]
-    security: Annotated[Any, "reads the API key from the headers"]
+    security: Annotated[
+        Callable[[HTTPConnection], Awaitable[object]], "reads the API key from the headers"
+    ]
 
     async def _acquire_default_engine_for_request(
         self, raw_request: Request, *, total_timeout: float, deadline: float, model: str | None
-    ) -> Any:
+    ) -> object:
         """lends an engine to a request"""
 
     def _disconnect_guard(
-        self, generator: Any, raw_request: Request, *, timeout: float
+        self, generator: AsyncIterable[str], raw_request: Request, *, timeout: float
     ) -> AsyncIterator[str]:
         """ends a stream when the client disconnects"""
 
-    def _find_uvicorn_cycle(self, obj: Any) -> Any:
+    def _find_uvicorn_cycle(self, obj: object) -> Connection | None:
         """finds uvicorn's connection of a request"""
 
     async def _release_engine_for_request(self, raw_request: Request) -> None:
@@ -84,21 +120,21 @@ class Server(Protocol):
 
     async def _wait_with_disconnect(
         self,
-        coro: Awaitable[Any],
+        coro: Awaitable[T],
         raw_request: Request,
         *,
         timeout: float,
         timeout_detail_seconds: float,
-    ) -> Any:
+    ) -> T | None:
         """cancels the work when the client disconnects"""
 
     async def check_rate_limit(self, request: HTTPConnection) -> None:
         """limits requests, and messages on a WebSocket"""
 
-    async def list_models(self) -> Any:
+    async def list_models(self) -> BaseModel:
         """the models of /v1/models"""
 
-    async def verify_api_key(self, credentials: Any) -> Any:
+    async def verify_api_key(self, credentials: object) -> object:
         """checks the API key of requests and WebSockets"""
 
 
@@ -111,13 +147,16 @@ def server() -> Server:
 
 def names() -> Iterator[Name]:
     """A row of the table for each name of the protocols."""
-    for specification, owner in (
-        (Server, "vllm_mlx.server:"),
-        (Metrics, "vllm_mlx.server:_metrics."),
-        (InferenceTracker, "vllm_mlx.metrics:InferenceTracker."),
+    for specification, owner, row in (
+        (Server, "vllm_mlx.server:", Name),
+        (Metrics, "vllm_mlx.server:_metrics.", Name),
+        (InferenceTracker, "vllm_mlx.metrics:InferenceTracker.", Name),
+        (ModelSpec, "vllm_mlx.lifecycle:ModelSpec.", Attribute),
+        (ResolvedModelConfig, "vllm_mlx.model_registry:ResolvedModelConfig.", Attribute),
+        (ModelManager, "vllm_mlx.model_registry:ModelManager.", Name),
     ):
         for name, hint in get_type_hints(specification, include_extras=True).items():
-            yield Name(f"{owner}{name}", hint.__metadata__[0])
+            yield row(f"{owner}{name}", hint.__metadata__[0])
         for name, function in inspect.getmembers(specification, inspect.isfunction):
             if not name.startswith("__"):
                 parameters = list(inspect.signature(function).parameters)[1:]

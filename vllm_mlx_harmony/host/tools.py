@@ -8,6 +8,7 @@ ours, through the two classes below. Without it nothing changes.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import wraps
 from json import dumps
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ from typing import Any
 from uuid import uuid4
 
 from vllm_mlx_harmony.core.turn import ServerCall
-from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.host.summary import WIDTH
 from vllm_mlx_harmony.server.tools import config
@@ -23,12 +23,16 @@ from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 Init = Callable[[str], Awaitable[None]]
 
+running: Toolbox | None = None
+"""The tool servers that this process has started."""
+
 
 def init_mcp(original: Init) -> Init:
     """vllm-mlx's ``init_mcp``, which it awaits before the server listens."""
 
     @wraps(original)
     async def init(config_path: str) -> None:
+        global running
         use = config.use()
         if use is config.Use.OFF:
             await original(config_path)
@@ -37,22 +41,18 @@ def init_mcp(original: Init) -> Init:
         await toolbox.start()
         for line in toolbox.lines:
             print(f"  {'tools':<{WIDTH}}{line}")
-        VllmMlx.toolbox = toolbox
+        running = toolbox
         server()._mcp_manager = Manager(toolbox)
         server()._mcp_executor = Executor(toolbox)
 
     return init
 
 
+@dataclass(frozen=True, slots=True)
 class Manager:
     """Our tool servers with the interface of vllm-mlx's ``MCPClientManager``."""
 
-    def __init__(self, toolbox: Toolbox) -> None:
-        self._toolbox = toolbox
-        metrics = server()._metrics._prom
-        self._registry = None if metrics is None else metrics["registry"]
-        if self._registry is not None:
-            self._registry.register(toolbox)
+    toolbox: Toolbox
 
     def get_server_status(self) -> list[SimpleNamespace]:
         """The state of each server."""
@@ -64,7 +64,7 @@ class Manager:
                 tools_count=len(each.tools),
                 error=each.problem or None,
             )
-            for each in self._toolbox.namespaces
+            for each in self.toolbox.namespaces
         ]
 
     def get_all_tools(self) -> list[SimpleNamespace]:
@@ -76,23 +76,22 @@ class Manager:
                 description=tool.description,
                 input_schema=dict(tool.parameters or {}),
             )
-            for each in self._toolbox.namespaces
+            for each in self.toolbox.namespaces
             for tool in each.tools
         ]
 
     async def stop(self) -> None:
         """Stops all servers."""
-        VllmMlx.toolbox = None
-        if self._registry is not None:
-            self._registry.unregister(self._toolbox)
-        await self._toolbox.stop()
+        global running
+        running = None
+        await self.toolbox.stop()
 
 
+@dataclass(frozen=True, slots=True)
 class Executor:
     """Calls our tools, with the interface of vllm-mlx's ``ToolExecutor``."""
 
-    def __init__(self, toolbox: Toolbox) -> None:
-        self._toolbox = toolbox
+    toolbox: Toolbox
 
     async def execute_tool_calls(
         self, calls: list[dict[str, Any]], parallel: bool = True
@@ -102,7 +101,7 @@ class Executor:
 
     async def _run(self, function: dict[str, Any]) -> SimpleNamespace:
         name, arguments = function["name"], function["arguments"]
-        namespaces, limits = self._toolbox.namespaces, self._toolbox.config
+        namespaces, limits = self.toolbox.namespaces, self.toolbox.config
         recipients = {
             "__".join(tool.origin): recipient
             for namespace in namespaces
@@ -110,7 +109,7 @@ class Executor:
         }
         text = arguments if isinstance(arguments, str) else dumps(arguments)
         call = ServerCall(f"call_{uuid4().hex[:24]}", recipients.get(name, name), text)
-        answered = await self._toolbox.run(
+        answered = await self.toolbox.run(
             call, namespaces, limits.max_seconds, limits.max_output_tokens
         )
         failure = answered.failure

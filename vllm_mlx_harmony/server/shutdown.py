@@ -18,18 +18,21 @@ A second signal ends the process at once.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from socket import socket
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
 from vllm_mlx_harmony.server import answer
+
+if TYPE_CHECKING:
+    import uvicorn
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -44,45 +47,53 @@ GRACE = 0.7
 
 TICK = 0.05
 
-_SIGNALLED = "_vllm_mlx_harmony_signalled"
-"""Attribute of a uvicorn server: when the signal came, on the monotonic clock."""
 
-Shutdown = Callable[..., Awaitable[None]]
+def draining(server: type[uvicorn.Server], limit: Callable[[], float]) -> type[uvicorn.Server]:
+    """uvicorn's ``server`` class, which shuts down after our answers, in ``limit()`` seconds."""
+
+    class Draining(server):  # type: ignore[misc]  # no stubs are read for uvicorn
+        _signalled: float | None = None
+
+        async def shutdown(self, sockets: list[socket] | None = None) -> None:
+            now = time.monotonic()
+            until = (now if self._signalled is None else self._signalled) + limit()
+            if getattr(self, "_captured_signals", ()):  # it runs by itself, not within another
+                timer = threading.Timer(until + GRACE - now, _end_process)
+                timer.daemon = True
+                timer.start()
+            answer.reject_new(_failure())
+            try:
+                await _answers_end(until - min(LAST_WORDS, limit() / 4))
+                if answer.running():
+                    logger.warning("shutting down: the remaining answers are ended")
+                    answer.end_all(_failure())
+                await _answers_end(until + GRACE / 2)
+                left = max(until - time.monotonic(), GRACE / 4)
+                given = self.config.timeout_graceful_shutdown
+                self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
+                await super().shutdown(sockets)
+            finally:
+                answer.reject_new(None)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:
+                signal.signal(sig, signal.SIG_DFL)
+                signal.raise_signal(sig)
+            self._signalled = time.monotonic()
+            super().handle_exit(sig, frame)
+
+    return Draining
 
 
-def gracefully(original: Shutdown, limit: Callable[[], float]) -> Shutdown:
-    """uvicorn's ``Server.shutdown`` after our answers have ended, within ``limit()`` seconds."""
+def _failure() -> HarmonyFailure:
+    """A new error each time, as raising one adds to its traceback."""
+    return HostError("the server is shutting down", code="shutting_down")
 
-    @functools.wraps(original)
-    async def shutdown(self: Any, sockets: Any = None) -> None:
-        def failure() -> HarmonyFailure:  # a new one each time, as raising adds to its traceback
-            return HostError("the server is shutting down", code="shutting_down")
 
-        async def answers_end(until: float) -> None:
-            while (answer.running() or answer.unread()) and time.monotonic() < until:
-                await asyncio.sleep(TICK)
-
-        now = time.monotonic()
-        until = getattr(self, _SIGNALLED, now) + limit()
-        if getattr(self, "_captured_signals", ()):  # the server runs by itself, not within another
-            timer = threading.Timer(until + GRACE - now, _end_process)
-            timer.daemon = True
-            timer.start()
-        answer.reject_new(failure())
-        try:
-            await answers_end(until - min(LAST_WORDS, limit() / 4))
-            if answer.running():
-                logger.warning("shutting down: the remaining answers are ended")
-                answer.end_all(failure())
-            await answers_end(until + GRACE / 2)
-            left = max(until - time.monotonic(), GRACE / 4)
-            given = self.config.timeout_graceful_shutdown
-            self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
-            await original(self, sockets)
-        finally:
-            answer.reject_new(None)
-
-    return shutdown
+async def _answers_end(until: float) -> None:
+    """Waits for the end of all answers, until that time at most."""
+    while (answer.running() or answer.unread()) and time.monotonic() < until:
+        await asyncio.sleep(TICK)
 
 
 def _end_process() -> None:
@@ -90,17 +101,3 @@ def _end_process() -> None:
     logger.warning("shutting down: the engine is in the middle of a step and is not waited for")
     logging.shutdown()
     os._exit(128 + signal.SIGTERM)
-
-
-def at_once(original: Callable[..., None]) -> Callable[..., None]:
-    """uvicorn's signal handler, which leaves the second signal to the default action."""
-
-    @functools.wraps(original)
-    def handle_exit(self: Any, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            signal.signal(sig, signal.SIG_DFL)
-            signal.raise_signal(sig)
-        setattr(self, _SIGNALLED, time.monotonic())
-        original(self, sig, frame)
-
-    return handle_exit
