@@ -19,8 +19,8 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure
 DISTRIBUTION = "vllm-mlx-harmony"
 INTERRUPTED = 130
 MOST_CONTEXT = 2**31 - 1
-PASSED_ON = {"serve": "cli.serve", "gateway": "cli.gateway", "doctor": "host.doctor"}
-"""Commands that parse their own arguments, `--help` included, and their modules."""
+PASSED_ON = ("serve", "gateway", "doctor")
+"""Commands that parse their own arguments, `--help` included."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def _run(arguments: list[str]) -> int:
     code: int
     if arguments and arguments[0] in PASSED_ON:
         command, *rest = arguments
-        code = import_module(f"{__package__}.{PASSED_ON[command]}").main(rest)
+        code = import_module(f"{__package__}.cli.{command}").main(rest)
     else:
         options = vars(parser().parse_args(arguments))
         code = import_module(f"{__package__}.cli.{options.pop('command')}").run(**options)

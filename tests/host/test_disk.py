@@ -16,12 +16,13 @@ pytest.importorskip("mlx_lm")
 import mlx_lm.utils
 
 from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.cli import doctor
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine.disk import index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, DiskCache, Offered
 from vllm_mlx_harmony.engine.disk.safetensors import Tensor
 from vllm_mlx_harmony.engine.prefix_tree import pack
-from vllm_mlx_harmony.host import doctor, resources
+from vllm_mlx_harmony.host import resources
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -63,10 +64,12 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path, gigabytes: float) -> Non
     assert not (tmp_path / "new").exists()
 
 
-def test_a_directory_that_cannot_be_used_costs_the_disk_alone(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_used_costs_the_disk_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     assert resources.opened(str(tmp_path / "file"), 1.0) is None
-    assert "cannot be used" in next(resources.found())
+    assert "cannot be used" in caplog.text
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from vllm_mlx_harmony import _startup
+from vllm_mlx_harmony.cli import doctor
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.host import doctor
 from vllm_mlx_harmony.host.entry_points import versions
 
 

@@ -42,14 +42,10 @@ def test_engines_run_as_flags_and_the_environment_say(monkeypatch: pytest.Monkey
         completion_batch_size=5,
         prefill_step_size=512,
         chunked_prefill_tokens=64,
-        stream_interval=4,
+        stream_interval=9,
         gpu_memory_utilization=0.5,
     )
-    resources.use(flags, None)
-    try:
-        options = resources.options(stream_interval=9)
-    finally:
-        resources.use(Flags(), None)
+    options = resources.options(flags)
     limits = options.limits
     assert (limits.sequences, limits.prompts, limits.answers) == (7, 3, 5)
     assert (limits.chunk, limits.chunk_beside, limits.pause) == (512, 64, 0.1)

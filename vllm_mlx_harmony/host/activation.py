@@ -186,7 +186,7 @@ def _apply(args: argparse.Namespace) -> None:
         rate=getattr(args, "rate_limit", 0),
     )
     if path := getattr(args, "models_config", None):
-        summary.of_registry(path)
+        summary.show(("models", f"{path}, loaded on demand; gpt-oss among them"))
 
 
 def _warn(message: str) -> None:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import mlx.core as mx
+from vllm_mlx.api.utils import clean_output_text
 from vllm_mlx.engine.base import BaseEngine, GenerationOutput
 
 from vllm_mlx_harmony.core import vocab
@@ -26,12 +28,13 @@ from vllm_mlx_harmony.core.stops import StopStrings
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.disk import identity
-from vllm_mlx_harmony.engine.engine import MlxEngine, RequestStatus
+from vllm_mlx_harmony.engine.engine import MlxEngine, Totals
 from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.host import metrics, resources, status_line
 from vllm_mlx_harmony.host.models import is_harmony, not_harmony
-from vllm_mlx_harmony.host.prompts import Messages, prompt_ids
+from vllm_mlx_harmony.host.prompts import Json, Messages, prompt_ids
+from vllm_mlx_harmony.host.resources import Flags
 from vllm_mlx_harmony.server.garbage import give_back
 from vllm_mlx_harmony.server.generation import end_of
 from vllm_mlx_harmony.server.sampling import SMALLEST, Settings, capped
@@ -39,6 +42,9 @@ from vllm_mlx_harmony.standin import is_standin
 
 NAME = "harmony_prefix_reuse"
 """Of our counters among vllm-mlx's."""
+
+CLEARED = {NAME: True}
+"""What vllm-mlx shows of caches that were emptied."""
 
 _GIB = 1e9
 """What vllm-mlx calls a gigabyte in its status."""
@@ -50,11 +56,22 @@ loaded: WeakSet[HarmonyEngine] = WeakSet()
 """Those of this process whose model is loaded."""
 
 
-def waiting() -> list[tuple[str, list[RequestStatus]]]:
-    """The requests of each model that is loaded, by its name."""
+def serving() -> list[tuple[str, MlxEngine]]:
+    """The engines of the models that are loaded, with their names."""
     models = sorted(loaded, key=lambda each: each.model_name)
-    engines = [(each.model_name, each.engine) for each in models]
-    return [(name, engine.status()) for name, engine in engines if engine is not None]
+    return [(each.model_name, each.engine) for each in models if each.engine is not None]
+
+
+def shown(engine: MlxEngine) -> list[dict[str, object]]:
+    """The requests of an engine without their tenants, with rounded numbers."""
+    return [
+        {
+            name: round(value, 3) if isinstance(value, float) else value
+            for name, value in asdict(request).items()
+            if name != "tenant"
+        }
+        for request in engine.status()
+    ]
 
 
 def engine_of(engine: object) -> MlxEngine | None:
@@ -65,7 +82,7 @@ def engine_of(engine: object) -> MlxEngine | None:
 class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
     """A Harmony model in vllm-mlx. ``model_name`` is what it is called, ``model_path`` where it is.
 
-    ``changed`` are those of the flags that its entry in a models config sets (`resources.options`).
+    ``flags`` are those of the process, but for what its entry in a models config sets.
     """
 
     model_name = ""
@@ -77,13 +94,13 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         *,
         model_path: str | None = None,
         trust_remote_code: bool = False,
-        **changed: Any,
+        flags: Flags | None = None,
     ) -> None:
         self.model_name = model_name
         self.path = str(model_path or model_name)
         self.engine: MlxEngine | None = None
         self._trust_remote_code = trust_remote_code
-        self._changed = changed
+        self._options = resources.options(flags or resources.flags())
         self._weights: bytes | None = None
         self._since = time.time()
 
@@ -110,8 +127,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         """Loads the model; blocks. Raises ``NotHarmony`` when it is another one."""
         if self._loaded:
             return
-        options = resources.options(**self._changed)
-        engine = MlxEngine(self.path, replace(options, cache=self._cache))
+        engine = MlxEngine(self.path, replace(self._options, cache=self._cache))
         try:
             engine.load(self._load)
         except BaseException:
@@ -120,7 +136,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         self.engine = engine
         loaded.add(self)
         metrics.show()
-        status_line.start(waiting)
+        status_line.start(lambda: [(name, engine.status()) for name, engine in serving()])
 
     def _load(self) -> tuple[Any, Any]:
         trusted = self._trust_remote_code or is_standin(Path(self.path))
@@ -158,12 +174,17 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
 
     async def stream_generate(
         self,
-        prompt: Any,
+        prompt: str | Sequence[int],
         max_tokens: int = 256,
         temperature: float = 0.7,
-        top_p: float = 0.9,
+        top_p: float | None = 0.9,
         stop: list[str] | str | None = None,
-        **others: Any,
+        *,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        presence_penalty: float | None = None,
+        repetition_penalty: float | None = None,
+        **others: object,
     ) -> AsyncGenerator[GenerationOutput, None]:
         """What follows ``prompt``, a text or ids, up to a stop string. Control tokens are text."""
         if self.engine is None:
@@ -174,10 +195,10 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
             max_tokens=max_tokens,
             temperature=0.0 if min(temperature, top_p or 1.0) < SMALLEST else temperature,
             top_p=max(top_p or 1.0, SMALLEST),
-            top_k=top_k if 0 < (top_k := others.get("top_k") or 0) < VOCAB_SIZE else 0,
-            min_p=others.get("min_p") or 0.0,
-            presence_penalty=others.get("presence_penalty") or 0.0,
-            repetition_penalty=others.get("repetition_penalty") or 1.0,
+            top_k=top_k if top_k is not None and 0 < top_k < VOCAB_SIZE else 0,
+            min_p=min_p or 0.0,
+            presence_penalty=presence_penalty or 0.0,
+            repetition_penalty=repetition_penalty or 1.0,
         )
         settings = capped(settings, len(ids), self.engine.context_length)
         stops = StopStrings([stop] if isinstance(stop, str) else stop or [])
@@ -189,67 +210,57 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
                 tokens += len(step.ids)
                 spelled = [each for each in step.ids if each not in vocab.TURN_ENDS]
                 new = decoder.decode(b"".join(map(vocab.token_bytes, spelled)), bool(step.finish))
-                shown, found = stops.feed(new)
+                new, found = stops.feed(new)
                 if step.finish is not None and found is None:
-                    shown += stops.flush()
+                    new += stops.flush()
                 finish = step.finish if found is None else "stop"
-                text += shown
+                text += new
                 yield GenerationOutput(
                     text=text,
                     tokens=list(step.ids),
                     prompt_tokens=len(ids),
                     completion_tokens=tokens,
                     finish_reason=finish,
-                    new_text=shown,
+                    new_text=new,
                     finished=finish is not None,
                 )
                 if finish is not None:
                     return
 
-    async def generate(self, prompt: Any, *args: Any, **keywords: Any) -> GenerationOutput:
+    async def generate(
+        self, prompt: str | Sequence[int], *args: Any, **keywords: Any
+    ) -> GenerationOutput:
         """The same, as a whole."""
-        async with aclosing(self.stream_generate(prompt, *args, **keywords)) as outputs:
-            async for output in outputs:
-                last = output
-        return last
+        return await _last(self.stream_generate(prompt, *args, **keywords))
 
-    async def stream_chat(  # noqa: PLR0917 - vllm-mlx's own signature
+    def stream_chat(  # noqa: PLR0917 - vllm-mlx's own signature
         self,
         messages: Messages,
         max_tokens: int = 256,
         temperature: float = 0.7,
         top_p: float = 0.9,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Sequence[Json] | None = None,
         images: Sequence[str] | None = None,
         videos: Sequence[str] | None = None,
         **others: Any,
     ) -> AsyncGenerator[GenerationOutput, None]:
         """What the model says to ``messages``, rendered as our routes render them."""
         prompt = prompt_ids(messages, tools, others.pop("chat_template_kwargs", None))
-        outputs = self.stream_generate(prompt, max_tokens, temperature, top_p, **others)
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield output
+        return self.stream_generate(prompt, max_tokens, temperature, top_p, **others)
 
     async def chat(self, messages: Messages, *args: Any, **keywords: Any) -> GenerationOutput:
         """The same, as a whole, cleaned as vllm-mlx cleans it."""
-        from vllm_mlx.api.utils import clean_output_text
-
-        async with aclosing(self.stream_chat(messages, *args, **keywords)) as outputs:
-            async for output in outputs:
-                last = output
+        last = await _last(self.stream_chat(messages, *args, **keywords))
         return replace(last, text=clean_output_text(last.text))
 
     # --- What vllm-mlx shows
 
-    def get_stats(self) -> dict[str, Any]:
+    def get_stats(self) -> dict[str, object]:
         """For ``/v1/status`` and the metrics."""
-        import mlx.core as mx
-
-        engine = self.engine
-        requests = [] if engine is None else engine.status()
-        running = sum(each.place == 0 for each in requests)
-        stats: dict[str, Any] = {
+        requests = [] if self.engine is None else shown(self.engine)
+        running = sum(each["place"] == 0 for each in requests)
+        totals = Totals() if self.engine is None else self.engine.totals
+        return {
             "engine_type": "harmony",
             "model_name": self.model_name,
             "uptime_seconds": time.time() - self._since,
@@ -260,22 +271,14 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
             "metal_active_memory_gb": round(device.used() / _GIB, 2),
             "metal_peak_memory_gb": round(mx.get_peak_memory() / _GIB, 2),
             "metal_cache_memory_gb": round(mx.get_cache_memory() / _GIB, 2),
-            "requests": [
-                {name: value for name, value in asdict(each).items() if name != "tenant"}
-                for each in requests
-            ],
+            "requests": requests,
+            "steps_executed": totals.steps,
+            "num_requests_processed": totals.requests,
+            "total_prompt_tokens": totals.prompt_tokens,
+            "total_completion_tokens": totals.completion_tokens,
         }
-        if engine is not None:
-            totals = engine.totals
-            stats |= {
-                "steps_executed": totals.steps,
-                "num_requests_processed": totals.requests,
-                "total_prompt_tokens": totals.prompt_tokens,
-                "total_completion_tokens": totals.completion_tokens,
-            }
-        return stats
 
-    def get_cache_stats(self) -> dict[str, Any]:
+    def get_cache_stats(self) -> dict[str, object]:
         """The counters of prefix reuse."""
         cache = None if self.engine is None else self.engine.cache
         if cache is None:
@@ -283,12 +286,17 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         counters = asdict(cache.status())
         return {NAME: {name: value for name, value in counters.items() if value is not None}}
 
-    def clear_runtime_caches(self) -> dict[str, Any]:
-        """Drops what is in memory of prompts of this model."""
-        if self.engine is not None and self.engine.cache is not None:
-            self.engine.cache.clear()
-        return {NAME: True}
+    async def clear_runtime_caches(self) -> dict[str, bool]:
+        """Empties the prefix cache, in memory and on disk."""
+        await resources.clear()
+        return CLEARED
 
-    def clear_prefix_cache(self) -> None:
-        """The same, as another route of vllm-mlx calls it."""
-        self.clear_runtime_caches()
+    clear_prefix_cache = clear_runtime_caches
+    """The same, as another route of vllm-mlx calls it."""
+
+
+async def _last(outputs: AsyncGenerator[GenerationOutput, None]) -> GenerationOutput:
+    async with aclosing(outputs):
+        async for output in outputs:
+            last = output
+    return last

@@ -8,20 +8,16 @@ vllm-mlx no longer imports it there. Its `/health` is healthy even if the engine
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from dataclasses import asdict
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message
 
 from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.engine.engine import RequestStatus
 from vllm_mlx_harmony.host import resources
-from vllm_mlx_harmony.host.engine import HarmonyEngine, loaded
+from vllm_mlx_harmony.host.engine import CLEARED, HarmonyEngine, loaded, serving, shown
 from vllm_mlx_harmony.host.mount import Route, forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.server.endpoint import Endpoint
@@ -40,48 +36,29 @@ async def cache_stats(request: Request) -> Response:
 
 
 async def clear_cache(request: Request) -> Response:
-    """``DELETE /v1/cache``."""
-    await _empty_disk()
+    """``DELETE /v1/cache``: of all models, whichever is loaded."""
+    await resources.clear()
     engine = _harmony_alone()
     if engine is None:
         return await forward_to_host(request)
-    cleared = engine.clear_runtime_caches()
     missing = "Cache clear not available (mlx_vlm not loaded)"
-    return JSONResponse({"status": "cleared", "engine_cache": cleared, "error": missing})
-
-
-async def clear_prefix_cache(request: Request) -> Response:
-    """``DELETE /v1/cache/prefix``: vllm-mlx's route, after the disk is emptied."""
-    await _empty_disk()
-    return await forward_to_host(request)
+    return JSONResponse({"status": "cleared", "engine_cache": CLEARED, "error": missing})
 
 
 async def status(_: Request) -> Response:
     """``GET /harmony/status``: all requests, with the progress of their prompts."""
     models = []
-    for each in sorted(loaded, key=lambda one: one.model_name):
-        engine = each.engine
-        budget = None if engine is None else engine.budget
-        if engine is None or budget is None:  # it is being unloaded
+    for name, engine in serving():
+        if engine.budget is None:  # it is being unloaded
             continue
-        requests = [_shown(request) for request in engine.status()]
         memory = {
-            "limit": budget.limit,
+            "limit": engine.budget.limit,
             "used": device.used(),
             "weights": engine.weights,
             "longest_request": engine.context_length,
         }
-        models.append({"model": each.model_name, "memory": memory, "requests": requests})
+        models.append({"model": name, "memory": memory, "requests": shown(engine)})
     return JSONResponse({"models": models})
-
-
-def _shown(request: RequestStatus) -> dict[str, Any]:
-    """A request without its tenant, with rounded numbers."""
-    return {
-        name: round(value, 3) if isinstance(value, float) else value
-        for name, value in asdict(request).items()
-        if name != "tenant"
-    }
 
 
 async def health(request: Request) -> Response:
@@ -97,14 +74,6 @@ async def health(request: Request) -> Response:
     await response(request.scope, request.receive, keep)
     content = b"".join(message.get("body", b"") for message in sent)
     return JSONResponse({**json.loads(content), "status": "unhealthy"}, 503)
-
-
-async def _empty_disk() -> None:
-    """Empties the disk, and first the memory, which would be written to it again."""
-    disk = resources.disk()
-    if disk is not None:
-        resources.tree().forget(lambda _: True)
-        await asyncio.to_thread(disk.clear)
 
 
 def _harmony_alone() -> HarmonyEngine | None:
@@ -124,6 +93,5 @@ ROUTES = tuple(
         ("/harmony/status", "GET", status, "lists the requests", ("/v1/status", "GET")),
         ("/v1/cache/stats", "GET", cache_stats, _CACHES, None),
         ("/v1/cache", "DELETE", clear_cache, _CACHES, None),
-        ("/v1/cache/prefix", "DELETE", clear_prefix_cache, "empties the disk cache, too", None),
     )
 )

@@ -19,6 +19,9 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.resources import Flags
 from vllm_mlx_harmony.server.defaults import OPTIONS
 
+Given = Mapping[str, Any]
+"""Flags and their values, by their names in the parsed arguments."""
+
 BYTES_PER_MB = 1 << 20
 """The unit of vllm-mlx's flags."""
 
@@ -77,7 +80,7 @@ IDLE: tuple[Idle, ...] = (
 )
 
 
-def given(args: Any) -> dict[str, Any]:
+def given(args: argparse.Namespace) -> Given:
     """The flags that were given on the command line of this process, by name.
 
     If ``args`` was not parsed from that: those that differ from vllm-mlx's defaults.
@@ -94,7 +97,7 @@ def given(args: Any) -> dict[str, Any]:
     }
 
 
-def _parsed(line: list[str], default: str | None) -> dict[str, Any]:
+def _parsed(line: list[str], default: str | None) -> Given:
     """A command line as vllm-mlx parses it; ``default``, if given, replaces all defaults."""
     from vllm_mlx.cli import create_parser
 
@@ -110,7 +113,7 @@ def _parsed(line: list[str], default: str | None) -> dict[str, Any]:
         return {}
 
 
-def budget(flags: Mapping[str, Any]) -> int | None:
+def budget(flags: Given) -> int | None:
     """Size of the prefix cache in bytes by the given flags; ``None`` if none of them sets it.
 
     A percentage is of the free memory, as in vllm-mlx. Raises ``HostError`` for an invalid one.
@@ -132,34 +135,27 @@ def budget(flags: Mapping[str, Any]) -> int | None:
     return limit
 
 
-def of_engine(args: Any) -> Flags:
+def of_engine(args: argparse.Namespace) -> Flags:
     """The flags in ``args``, the parsed command line, that configure an engine."""
     given = {each.name: getattr(args, each.name, None) for each in fields(Flags)}
     return Flags(**{name: value for name, value in given.items() if value is not None})
 
 
-def without_effect(flags: Mapping[str, Any], *, enabled: bool) -> list[str]:
+def without_effect(flags: Given, *, enabled: bool) -> list[str]:
     """A sentence for each group of given flags that have no effect, with the reason.
 
     ``enabled``: whether there is a prefix cache.
     """
     sentences = []
     for row in IDLE:
-        names = [] if row.off and enabled else [option(n) for n in row.names if n in flags]
-        if names:
+        names = [f"--{name.replace('_', '-')}" for name in row.names if name in flags]
+        if names and not (row.off and enabled):
             sentences.append(f"{', '.join(names)}: {row.why}")
-    options = [
-        name for name in flags.get("default_chat_template_kwargs") or () if name not in OPTIONS
-    ]
-    if options:
+    given = flags.get("default_chat_template_kwargs") or ()
+    if options := [name for name in given if name not in OPTIONS]:
         known = f"the supported ones are {', '.join(OPTIONS)}"
         sentences.append(f"--default-chat-template-kwargs {', '.join(options)}: {known}")
     parser = flags.get("reasoning_parser")
     if parser not in (None, "harmony", "gpt_oss", "gpt-oss"):
         sentences.append(f"--reasoning-parser {parser}: reasoning is read from token ids")
     return sentences
-
-
-def option(name: str) -> str:
-    """The flag on the command line."""
-    return f"--{name.replace('_', '-')}"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import wraps
 
 from vllm_mlx.model_registry import LoadedModel
 
-from vllm_mlx_harmony.host import summary
+from vllm_mlx_harmony.host import resources, summary
 from vllm_mlx_harmony.host.engine import HarmonyEngine, engine_of
 from vllm_mlx_harmony.host.models import is_harmony_model, not_harmony
 from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, server
@@ -77,12 +78,13 @@ def instantiate_model(
         if not is_harmony_model(resolved_source):
             return await original(manager, entry, resolved_source)
         config = manager._resolve_model_config(entry, resolved_source)
-        engine = HarmonyEngine(
-            resolved_source,
+        flags = replace(
+            resources.flags(),
             prefill_step_size=config.prefill_step_size,
             stream_interval=config.stream_interval,
             gpu_memory_utilization=config.gpu_memory_utilization,
         )
+        engine = HarmonyEngine(resolved_source, flags=flags)
         await engine.start()
         return LoadedModel(config=config, engine=engine)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from fastapi import HTTPException
+from pydantic import BaseModel
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.host import entry_points
@@ -13,11 +14,12 @@ from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import defaults
 
-Messages: TypeAlias = Sequence[Any]
+Json: TypeAlias = Mapping[str, object]
+Messages: TypeAlias = Sequence[Json | BaseModel]
 
 
 def prompt_ids(
-    messages: Messages, tools: list[dict[str, Any]] | None, options: dict[str, Any] | None
+    messages: Messages, tools: Sequence[Json] | None, options: Json | None
 ) -> tuple[int, ...]:
     """The prompt of vllm-mlx's ``messages`` and ``tools``; ``options`` are its template options.
 
@@ -26,17 +28,15 @@ def prompt_ids(
     known = ("reasoning_effort", "model_identity", "builtin_tools")
     body = {
         "model": "host",
-        "messages": [  # sometimes pydantic models
-            each.model_dump(exclude_none=True) if hasattr(each, "model_dump") else each
+        "messages": [
+            each.model_dump(exclude_none=True) if isinstance(each, BaseModel) else each
             for each in messages
         ],
         "tools": tools or None,
         "chat_template_kwargs": {name: (options or {}).get(name) for name in known},
     }
-    options_given = defaults.read(server()._default_chat_template_kwargs or {})
+    given = defaults.read(server()._default_chat_template_kwargs or {})
     try:
-        turn = chat.read(body, options_given).turn
-        ids: tuple[int, ...] = entry_points.in_use().renderer(turn).ids
+        return entry_points.in_use().renderer(chat.read(body, given).turn).ids
     except RequestError as error:
         raise HTTPException(status_code=error.status, detail=error.message) from error
-    return ids

@@ -5,14 +5,14 @@ Configured by flags and the environment when the plugin is activated.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine.disk.cache import DiskCache, Failed
@@ -41,7 +41,6 @@ BYTES_PER_GB = 1 << 30
 LAST = 5.0
 """Seconds to write what is pending when the process exits."""
 
-
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -69,7 +68,6 @@ def size(nbytes: int) -> str:
 _flags = Flags()
 _budget: int | None = None
 _disk: DiskCache | None = None
-_problem = ""
 
 
 def use(flags: Flags, budget: int | None) -> None:
@@ -79,11 +77,15 @@ def use(flags: Flags, budget: int | None) -> None:
     tree.cache_clear()
 
 
-def options(**changed: Any) -> Options:
-    """The options of an engine: the flags, with those that are ``changed`` for one model."""
+def flags() -> Flags:
+    """The flags of this process."""
+    return _flags
+
+
+def options(flags: Flags) -> Options:
+    """The options of an engine."""
     from vllm_mlx_harmony.engine.engine import Options
 
-    flags = replace(_flags, **changed)
     pause = number(PAUSE_VARIABLE, int(Limits().pause * 1000)) / 1000
     return Options(
         limits=Limits(
@@ -129,28 +131,20 @@ def opened(directory: str, gigabytes: float) -> DiskCache | None:
 
     Raises ``HostError`` for an invalid size.
     """
-    global _problem
     if not gigabytes > 0:
         raise HostError(f"--ssd-cache-max-gb {gigabytes:g}: it must be more than 0")
     path = Path(directory).expanduser()
     try:
         found = DiskCache(path, int(gigabytes * BYTES_PER_GB), budget())
     except Failed as error:
-        _problem = f"not on disk: {path} cannot be used ({error})"
-        logger.warning("prefix cache: %s", _problem)
+        logger.warning("prefix cache: not on disk: %s cannot be used (%s)", path, error)
         return None
-    _problem = ""
     atexit.register(found.close, LAST)
     return found
 
 
-def found() -> Iterator[str]:
-    """A line for the start of the server: what the disk has, of all models."""
-    below = disk()
-    if below is None:
-        yield from filter(None, [_problem])
-        return
-    there = below.counters()
-    conversations = f"{there.conversations:,} conversation{'s' * (there.conversations != 1)}"
-    limit = f"up to {size(below.budget)} on disk"
-    yield f"{limit}: {size(there.nbytes)}, {conversations}, from {below.directory}"
+async def clear() -> None:
+    """Empties the prefix cache of all models: memory first, as it would be written to the disk."""
+    tree().forget(lambda _: True)
+    if _disk is not None:
+        await asyncio.to_thread(_disk.clear)

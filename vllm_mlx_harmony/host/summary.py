@@ -5,9 +5,9 @@ Printed after the model is known and before the server listens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
+from vllm_mlx_harmony.engine.engine import MlxEngine
 from vllm_mlx_harmony.host import resources
 from vllm_mlx_harmony.host.entry_points import versions
 from vllm_mlx_harmony.host.resources import size
@@ -16,46 +16,40 @@ from vllm_mlx_harmony.server.model_files import length_of
 
 WIDTH = 14
 
-_idle: tuple[str, ...] = ()
+_idle: Sequence[str] = ()
 _access = ""
 
 
-def set_flags(idle: list[str], *, key: bool, rate: int) -> None:
+def set_flags(idle: Sequence[str], *, key: bool, rate: int) -> None:
     """Sets what the flags say: those without effect, the API key, requests per minute."""
     global _idle, _access
-    _idle = tuple(idle)
+    _idle = idle
     _access = "API key required" if key else "open to all clients: no --api-key"
     if rate > 0:
         _access += f", {rate} requests a minute"
 
 
-def of_model(path: str, engine: Any) -> None:
+def of_model(path: str, engine: MlxEngine | None) -> None:
     """Prints the only model, in ``path``, and its ``engine``, None if it is loaded on demand."""
     name, given = server()._model_name, server()._model_path
     window = length_of(path)
     context = "unknown: no config.json" if window is None else f"{window:,} tokens"
     facts = [("model", f"{name}" if name == given else f"{name} ({given})")]
-    within = None if engine is None else engine.engine
-    if within is None:
+    if engine is None or engine.budget is None:
         facts.append(("engine", "loaded on demand"))
     else:
-        limits = within.options.limits
-        budget = within.budget
+        limits = engine.options.limits
         facts += [
             ("engine", f"up to {min(limits.answers, limits.sequences)} answers at once"),
-            ("memory", f"{size(within.weights)} used, of {size(budget.limit)}"),
+            ("memory", f"{size(engine.weights)} used, of {size(engine.budget.limit)}"),
         ]
-        if window is not None and within.context_length < window:
-            context = f"{within.context_length:,} tokens fit in memory, of {window:,}"
-    show([*facts, ("context", context)])
+        fits = engine.context_length
+        if window is not None and fits is not None and fits < window:
+            context = f"{fits:,} tokens fit in memory, of {window:,}"
+    show(*facts, ("context", context))
 
 
-def of_registry(config_path: str) -> None:
-    """Prints the file of several models, which are loaded on demand."""
-    show([("models", f"{config_path}, loaded on demand; gpt-oss among them")])
-
-
-def show(facts: list[tuple[str, str]]) -> None:
+def show(*facts: tuple[str, str]) -> None:
     """Prints ``facts``, and those that do not depend on the model."""
     found = versions()
     ours = f"vllm-mlx-harmony {found.pop('vllm-mlx-harmony')}"
@@ -66,8 +60,12 @@ def show(facts: list[tuple[str, str]]) -> None:
 
 
 def _common() -> Iterator[tuple[str, str]]:
-    budget = resources.budget()
+    budget, disk = resources.budget(), resources.disk()
     yield "prefix cache", f"up to {size(budget)} in memory" if budget else "off"
-    yield from (("", line) for line in resources.found())
+    if disk is not None:
+        found = disk.counters()
+        conversations = f"{found.conversations:,} conversation{'s' * (found.conversations != 1)}"
+        held = f"{size(found.nbytes)}, {conversations}, from {disk.directory}"
+        yield "", f"up to {size(disk.budget)} on disk: {held}"
     yield "access", _access
     yield from (("no effect", sentence) for sentence in _idle)

@@ -6,24 +6,24 @@ ids. Text usually lacks the end tokens.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
 from vllm_mlx.tool_parsers.abstract_tool_parser import ExtractedToolCallInformation, ToolParser
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.deltas import Delta, Kind, Opened, Text
+from vllm_mlx_harmony.core.deltas import Delta, Finished
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import ResponseInfo, Tool, Turn
+from vllm_mlx_harmony.protocols.chat.emitter import Emitter
 
 _BEGUN = re.compile(r"<(?:\|\w*\|?)?\Z")
 """A part of a control token at the end of a piece of text."""
-
-_SHOWN = (Kind.PREAMBLE, Kind.ANSWER)
 
 
 class HarmonyToolParser(ToolParser):  # type: ignore[misc]
@@ -36,24 +36,20 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
     REQUIRES_EAGER_STREAMING = True
     """vllm-mlx passes every piece, not only those after the first call."""
 
-    def __init__(self, tokenizer: Any = None) -> None:
+    def __init__(self, tokenizer: object = None) -> None:
         super().__init__(tokenizer)
         self._stream: _Stream | None = None
 
     def extract_tool_calls(
-        self, model_output: str, request: Any = None
+        self, model_output: str, request: object = None
     ) -> ExtractedToolCallInformation:
         """The calls and the content (None if there is none) of a whole answer."""
-        stream = _Stream(request)
-        pieces = [*stream.feed(_encode(model_output)), *stream.end()]
-        calls: dict[int, dict[str, Any]] = {}
-        for call in (call for piece in pieces for call in piece.get("tool_calls", ())):
-            function = call["function"]
-            made = calls.setdefault(call["index"], {"arguments": ""})
-            made.update({"id": call["id"], "name": function["name"]} if "id" in call else {})
-            made["arguments"] += function["arguments"]
-        content = "".join(piece.get("content", "") for piece in pieces)
-        return ExtractedToolCallInformation(bool(calls), list(calls.values()), content or None)
+        parser, emitter = Parser(_names(request)), _emitter(stream=False)
+        for delta in (*parser.feed(_encode(model_output)), *parser.close("stop")):
+            emitter.feed(delta)
+        message = emitter.result()["choices"][0]["message"]
+        calls = [{"id": call["id"], **call["function"]} for call in message.get("tool_calls", ())]
+        return ExtractedToolCallInformation(bool(calls), calls, message["content"] or None)
 
     def extract_tool_calls_streaming(  # noqa: PLR0917 - vllm-mlx's own signature
         self,
@@ -63,7 +59,7 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
         previous_token_ids: Sequence[int] | None = None,
         current_token_ids: Sequence[int] | None = None,
         delta_token_ids: Sequence[int] | None = None,
-        request: Any = None,
+        request: object = None,
     ) -> dict[str, Any] | None:
         """The delta of a piece: ``content``, ``tool_calls``, both, or None if there is neither.
 
@@ -73,13 +69,12 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
         if self._stream is None or not previous_text:
             self._stream = _Stream(request)
             delta_text = current_text
-        ids = delta_token_ids or self._stream.encode(delta_text)
-        return _merged(self._stream.feed(ids))
+        return self._stream.feed(delta_token_ids or self._stream.encode(delta_text))
 
     def finalize_streaming(self, current_text: str) -> dict[str, Any] | None:
         """The last delta, at the end of the answer."""
         stream, self._stream = self._stream, None
-        return None if stream is None else _merged(stream.end())
+        return None if stream is None else stream.end()
 
     def reset(self) -> None:
         """Starts another answer."""
@@ -88,14 +83,11 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
 
 
 class _Stream:
-    """The parser of one answer."""
+    """The parser of one answer, whose pieces are Chat's deltas."""
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: object) -> None:
         self._parser = Parser(_names(request))
-        self._info = ResponseInfo(uuid4().hex, 0, "")
-        self._open = Opened(0, Kind.REASONING)
-        self._calls = -1
-        self._shown = False
+        self._emitter = _emitter(stream=True)
         self._pending = ""
 
     def encode(self, text: str) -> list[int]:
@@ -105,40 +97,25 @@ class _Stream:
         self._pending = begun.group() if begun else ""
         return _encode(text[: len(text) - len(self._pending)])
 
-    def feed(self, ids: Sequence[int]) -> list[dict[str, Any]]:
-        return list(self._pieces(self._parser.feed(ids)))
+    def feed(self, ids: Sequence[int]) -> dict[str, Any] | None:
+        return self._joined(self._parser.feed(ids))
 
-    def end(self) -> list[dict[str, Any]]:
-        deltas = [*self._parser.feed(_encode(self._pending)), *self._parser.close("stop")]
-        return list(self._pieces(deltas))
+    def end(self) -> dict[str, Any] | None:
+        return self._joined(
+            [*self._parser.feed(_encode(self._pending)), *self._parser.close("stop")]
+        )
 
-    def _pieces(self, deltas: list[Delta]) -> Iterator[dict[str, Any]]:
-        for delta in deltas:
-            if isinstance(delta, Opened):
-                self._open = delta
-                if delta.kind is Kind.CALL:
-                    self._calls += 1
-                    signed = {"id": self._info.call_id(delta.index), "type": "function"}
-                    yield {"tool_calls": [{**signed, **self._call(name=delta.name, arguments="")}]}
-                elif delta.kind in _SHOWN:
-                    if self._shown:
-                        yield {"content": "\n"}
-                    self._shown = True
-            elif isinstance(delta, Text) and self._open.kind is Kind.CALL:
-                yield {"tool_calls": [self._call(arguments=delta.text)]}
-            elif isinstance(delta, Text) and self._open.kind in _SHOWN:
-                yield {"content": delta.text}
-
-    def _call(self, **function: str) -> dict[str, Any]:
-        return {"index": self._calls, "function": function}
+    def _joined(self, deltas: Iterable[Delta]) -> dict[str, Any] | None:
+        joined: dict[str, Any] = {}
+        shown = (delta for delta in deltas if not isinstance(delta, Finished))
+        for event in (event for delta in shown for event in self._emitter.feed(delta)):
+            for field, value in json.loads(event.data)["choices"][0]["delta"].items():
+                joined[field] = joined[field] + value if field in joined else value
+        return joined or None
 
 
-def _merged(pieces: list[dict[str, Any]]) -> dict[str, Any] | None:
-    merged: dict[str, Any] = {}
-    for piece in pieces:
-        for field, value in piece.items():
-            merged[field] = merged[field] + value if field in merged else value
-    return merged or None
+def _emitter(*, stream: bool) -> Emitter:
+    return Emitter(ResponseInfo(uuid4().hex, 0, ""), stream=stream, shows_reasoning=False)
 
 
 def _encode(text: str) -> list[int]:
@@ -146,7 +123,7 @@ def _encode(text: str) -> list[int]:
     return vocab.encoding().encode(whole, allowed_special="all")
 
 
-def _names(request: Any) -> Names:
+def _names(request: object) -> Names:
     """The names of the request's tools; vllm-mlx has not validated them."""
     tools = request.get("tools") if isinstance(request, Mapping) else None
     functions = [tool.get("function") for tool in tools or () if isinstance(tool, Mapping)]

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import wraps
 from itertools import takewhile
 from time import perf_counter
-from typing import Any
+from typing import TypeAlias
 
 from fastapi import HTTPException
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.engine.prefix_cache import EVERYBODY
-from vllm_mlx_harmony.host.engine import HarmonyEngine
+from vllm_mlx_harmony.host.engine import engine_of
 from vllm_mlx_harmony.host.prompts import Messages, prompt_ids
 from vllm_mlx_harmony.server.sampling import Settings
 
 logger = logging.getLogger(__name__)
 
+Warm: TypeAlias = Callable[..., Awaitable[Mapping[str, object]]]
 
-def warm_prefix_cache(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+
+def warm_prefix_cache(original: Warm) -> Warm:
     """vllm-mlx's ``warm_prefix_cache``, for a Harmony model: computes the beginning of prompts
     with these messages, for all API keys. Those that fail are skipped with a warning."""
 
     @wraps(original)
-    async def warm(engine: Any, prompts: Sequence[Messages], *, max_tokens: int = 1) -> Any:
-        if not isinstance(engine, HarmonyEngine):
+    async def warm(
+        engine: object, prompts: Sequence[Messages], *, max_tokens: int = 1
+    ) -> Mapping[str, object]:
+        ours = engine_of(engine)
+        if ours is None:
             return await original(engine, prompts, max_tokens=max_tokens)
-        assert engine.engine is not None
         started, computed, skipped = perf_counter(), 0, 0
         for index, messages in enumerate(prompts):
             try:
                 prompt = _beginning(messages)
-                generated = engine.engine.generate(prompt, _NOTHING, EVERYBODY, None)
-                async with aclosing(generated) as steps:
+                async with aclosing(ours.generate(prompt, _NOTHING, EVERYBODY, None)) as steps:
                     async for _ in steps:
                         pass
                 computed += len(prompt)
@@ -58,7 +61,8 @@ _NOTHING = Settings(max_tokens=0, temperature=0.0, top_p=1.0)
 
 def _beginning(messages: Messages) -> tuple[int, ...]:
     """What all prompts with ``messages`` have in common, whatever the last user message is."""
-    ends_with_user = bool(messages) and messages[-1].get("role") == "user"
+    last = messages[-1] if messages else {}
+    ends_with_user = isinstance(last, Mapping) and last.get("role") == "user"
     before = messages[: -1 if ends_with_user else None]
     one, other = (
         prompt_ids([*before, {"role": "user", "content": word}], None, None)

@@ -1,4 +1,4 @@
-"""The ``doctor`` command: checks what is installed, loaded and supported, and names fixes.
+"""doctor: checks what is installed, loaded and supported, and names fixes.
 
 It changes and downloads nothing. A check that passes is one line, or part of one; a check that
 fails is a line of its own and what to do about it.
@@ -17,7 +17,7 @@ import sqlite3
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from importlib import metadata
@@ -138,7 +138,7 @@ def doctor(
     return Report(tuple(groups))
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report; returns 1 if a check has failed."""
     parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony doctor",
