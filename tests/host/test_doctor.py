@@ -136,6 +136,68 @@ def test_a_model_that_is_nowhere(nothing_heavy: None, startup_file: Path) -> Non
     assert "not here" in found(doctor.doctor("/no/such/directory"), "model").detail
 
 
+GIB = 1 << 30
+
+GPT_OSS_20B = {
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "sliding_window": 128,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+}
+"""24,576 bytes of keys and values for each token, and 3 MiB of windows."""
+
+
+@pytest.mark.parametrize(
+    ("config", "memory", "ok", "expected"),
+    [
+        (
+            GPT_OSS_20B,
+            16 * GIB,
+            True,
+            "all of its 131,072 tokens fit beside 11.2 GiB of weights in 14.4 GiB",
+        ),
+        (
+            GPT_OSS_20B,
+            14 * GIB,
+            True,
+            "about 61,952 tokens fit beside 11.2 GiB of weights in 12.6 GiB",
+        ),
+        (GPT_OSS_20B, 12 * GIB, False, "nothing fits beside 11.2 GiB of weights in 10.8 GiB"),
+        (
+            {**GPT_OSS_20B, "max_position_embeddings": 32_768},
+            14 * GIB,
+            True,
+            "all of its 32,768 tokens fit beside 11.2 GiB of weights in 12.6 GiB",
+        ),
+        ({"max_position_embeddings": 131_072}, 16 * GIB, None, ""),  # layers of unknown size
+    ],
+)
+def test_the_longest_prompt_that_fits_in_memory(
+    nothing_heavy: None,
+    startup_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    config: dict[str, Any],
+    memory: int,
+    ok: bool | None,
+    expected: str,
+) -> None:
+    device = pytest.importorskip("vllm_mlx_harmony.engine.device")
+    monkeypatch.setattr(device, "memory", lambda: memory)
+    monkeypatch.setattr("vllm_mlx_harmony.host.models.is_harmony_model", lambda model: True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for number in range(2):
+        with (tmp_path / f"model-{number}.safetensors").open("wb") as file:
+            file.truncate(6_000_000_000)  # sparse: takes nothing on the disk
+    report = doctor.doctor(str(tmp_path))
+    findings = [each for each in report.findings if each.what == "memory"]
+    assert [(each.ok, each.detail) for each in findings] == ([] if ok is None else [(ok, expected)])
+    assert all(bool(each.fix) is not each.ok for each in findings)
+    assert report.ok is (ok is not False)
+    assert expected in report.text()
+
+
 WELL = doctor.Group("parts", (doctor.Finding(True, "a"), doctor.Finding(None, "bcd")), "2 found")
 BROKEN = doctor.Group("b", (doctor.Finding(False, "a", "broken", "mend it"), *WELL.findings))
 

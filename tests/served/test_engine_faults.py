@@ -1,10 +1,11 @@
-"""The engine of a real server: its thread dies, its memory is small, two of them run at once."""
+"""The engine of a real server: its thread dies, its memory is small, two run, it is unloaded."""
 
 from __future__ import annotations
 
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -167,3 +168,56 @@ def test_two_models_run_side_by_side(start: Start, standin_dir: Path, tmp_path: 
         unknown = beside.post(CHAT, json={"model": "third", **body(CHAT, "Hi.")})
         assert unknown.status_code == 404
     server.stop()
+
+
+# --- It is unloaded when it is idle.
+
+IDLE = 0.3
+
+
+@pytest.fixture(scope="module")
+def unloading(start: Start, standin_dir: Path) -> Iterator[Server]:
+    """A server that unloads its model as soon as nothing runs."""
+    standin.rescript(standin_dir, SCRIPTS)
+    server = start(*FLAG, "--auto-unload-idle-seconds", str(IDLE), command=HARMONY)
+    yield server
+    server.stop()
+
+
+def test_requests_that_arrive_while_the_model_is_unloaded_are_answered(unloading: Server) -> None:
+    """Each wave meets the model while it is being unloaded, or just after; none finds it loaded."""
+    model = str(unloading.model)
+    with unloading.client(300) as client, ThreadPoolExecutor(6) as pool:
+
+        def answered(path: str, stream: bool) -> httpx.Response:
+            return client.post(path, json={"model": model, **body(path, "Hi.", stream=stream)})
+
+        for _ in range(3):
+            _wait_until_unloading(client)
+            wave = [
+                pool.submit(answered, path, stream)
+                for path in (CHAT, RESPONSES, MESSAGES)
+                for stream in (False, True)
+            ]
+            for response in (each.result() for each in wave):
+                assert response.status_code == 200, response.text
+                assert '"Hi' in response.text and '"error":{' not in response.text
+            assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_an_answer_longer_than_the_idle_time_keeps_its_model(unloading: Server, path: str) -> None:
+    with unloading.client(300) as client:
+        asked = {"model": str(unloading.model), **body(path, "Slowly.", stream=True)}
+        with client.stream("POST", path, json=asked) as running:
+            said = "".join(running.iter_lines())
+        assert running.elapsed.total_seconds() > 4 * IDLE
+        assert said.count(" word") >= 15, said
+        _wait_until_unloading(client)
+
+
+def _wait_until_unloading(client: httpx.Client) -> None:
+    deadline = time.monotonic() + 60
+    while '"state":"unload' not in client.get("/v1/status").text.replace(" ", ""):
+        assert time.monotonic() < deadline, "the model is not unloaded"
+        time.sleep(0.01)
