@@ -18,9 +18,9 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Limits, Sampling
+from vllm_mlx_harmony.engine.engine import Options
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
-from vllm_mlx_harmony.host.resources import Flags
 from vllm_mlx_harmony.server import sampling
 from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.model_files import length_of
@@ -122,7 +122,7 @@ def test_every_id_arrives_and_the_one_that_ends_the_turn_is_the_last(
 @pytest.mark.parametrize("interval", INTERVALS)
 def test_any_stream_interval_gives_the_same_ids(directory: Path, run: Run, interval: int) -> None:
     async def test() -> None:
-        engine = HarmonyEngine(str(directory), flags=Flags(stream_interval=interval))
+        engine = HarmonyEngine(str(directory), options=Options(interval=interval))
         await engine.start()
         for name in COMPLETIONS:
             assert said(await steps(engine, name)) == expected(name)

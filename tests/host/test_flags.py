@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ pytest.importorskip("vllm_mlx")
 import vllm_mlx.cli
 
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.engine.engine import Options
+from vllm_mlx_harmony.engine.scheduler import Limits
 from vllm_mlx_harmony.host import activation, flags, summary
-from vllm_mlx_harmony.host.resources import Flags
 
 MB = 1 << 20
 
@@ -153,12 +156,18 @@ def test_the_start_says_how_large_the_prefix_cache_is(line: str, said: str) -> N
 
 
 @pytest.mark.parametrize("line", ["", "--continuous-batching"])
-def test_flags_of_an_engine_reach_it(line: str) -> None:
+def test_flags_of_an_engine_reach_it(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = "--max-num-seqs 9 --prefill-batch-size 4 --completion-batch-size 5 --stream-interval 3"
     more = "--chunked-prefill-tokens 64 --prefill-step-size 96 --gpu-memory-utilization 0.5"
-    found = flags.of_engine(parsed(*f"{given} {more} {line}".split()))
-    assert found == Flags(9, 4, 5, 96, 64, 3, 0.5)
-    assert flags.of_engine(parsed()) == Flags()
+    found = flags.of_engine(parsed(*f"{given} {more} {line}".split()), Options())
+    expected = Limits(sequences=9, prompts=4, answers=5, chunk=96, chunk_beside=64)
+    assert found == Options(expected, utilization=0.5, interval=3)
+    assert flags.of_engine(parsed(), Options()) == Options()
+    one = SimpleNamespace(stream_interval=0, prefill_step_size=64, gpu_memory_utilization=0.4)
+    limits = replace(found.limits, chunk=64)
+    assert flags.of_engine(one, found) == Options(limits, utilization=0.4, interval=1)
+    monkeypatch.setenv(flags.PAUSE_VARIABLE, "100")
+    assert flags.of_engine(parsed(), Options()) == Options(Limits(pause=0.1))
 
 
 ELSEWHERE = {

@@ -388,8 +388,9 @@ def _model(name: str) -> Group:
 def _memory(model: str) -> Iterator[Finding]:
     """The longest request, prompt and output together, for which there is memory."""
     from vllm_mlx_harmony.engine import device
+    from vllm_mlx_harmony.engine.engine import Options
     from vllm_mlx_harmony.engine.memory import Budget, layout_of
-    from vllm_mlx_harmony.host.resources import Flags, size
+    from vllm_mlx_harmony.host.resources import size
     from vllm_mlx_harmony.server.model_files import CONFIG, configuration, length_of, path_of
 
     layout = layout_of(configuration(model, CONFIG))
@@ -397,7 +398,7 @@ def _memory(model: str) -> Iterator[Finding]:
         return
     files = path_of(model, CONFIG).parent.glob("*.safetensors")
     weights = sum(path.stat().st_size for path in files)
-    limit = int(device.memory() * Flags().gpu_memory_utilization)
+    limit = int(device.memory() * Options().utilization)
     longest, window = Budget(limit, layout, 0).longest(weights), length_of(model)
     beside = f"beside {size(weights)} of weights in {size(limit)}"
     if longest < 1:

@@ -172,10 +172,11 @@ def _check_tools(args: argparse.Namespace) -> None:
 
 def _apply(args: argparse.Namespace) -> None:
     """Configures engines and caches by the flags. Raises HostError for an invalid one."""
+    from vllm_mlx_harmony.engine.engine import Options
     from vllm_mlx_harmony.host import flags, resources, summary
 
     given = flags.given(args)
-    resources.use(flags.of_engine(args), flags.budget(given))
+    resources.use(flags.of_engine(args, Options()), flags.budget(given))
     directory = getattr(args, "ssd_cache_dir", None)
     enabled = resources.budget() > 0
     if directory and enabled:

@@ -185,13 +185,7 @@ class _Tracker:
         self._finish = tracker.finish
 
     def finish(
-        self,
-        *,
-        result: str,
-        prompt_tokens: int = 0,
-        completion_tokens: int = 0,
-        cached_tokens: int = 0,
-        reasoning_tokens: int = 0,
+        self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0, **others: int
     ) -> None:
         """Records what vllm-mlx has metrics for."""
         self._finish(
@@ -205,9 +199,6 @@ class _Tracker:
 
 def draining(original: type[uvicorn.Server]) -> type[uvicorn.Server]:
     """uvicorn's server, which ends after our answers: they have at most ``--timeout`` seconds."""
-    return shutdown.draining(original, grace)
-
-
-def grace() -> float:
-    """Seconds that running answers have at shutdown."""
-    return min(shutdown.LONGEST, float(server()._default_timeout))
+    return shutdown.draining(
+        original, lambda: min(shutdown.LONGEST, float(server()._default_timeout))
+    )

@@ -133,13 +133,13 @@ NAMES: tuple[Name, ...] = (
     *(
         Attribute(f"mlx_lm.models.cache:{owner}.{name}", why)
         for owner, why, names in (
-            ("KVCache", "state of a layer with full attention", "keys values offset"),
+            ("KVCache", "state of a layer with full attention", "keys values offset nbytes"),
             (
                 "RotatingKVCache",
                 "state of a layer with a sliding window",
-                "keys values offset keep max_size _idx",
+                "keys values offset nbytes keep max_size _idx",
             ),
-            ("BatchKVCache", "state of a batch", "keys values left_padding _idx"),
+            ("BatchKVCache", "state of a batch", "keys values nbytes left_padding _idx"),
         )
         for name in names.split()
     ),

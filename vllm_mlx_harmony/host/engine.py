@@ -28,13 +28,12 @@ from vllm_mlx_harmony.core.stops import StopStrings
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.disk import identity
-from vllm_mlx_harmony.engine.engine import MlxEngine, Totals
+from vllm_mlx_harmony.engine.engine import MlxEngine, Options, Totals
 from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.host import metrics, resources, status_line
-from vllm_mlx_harmony.host.models import is_harmony, not_harmony
+from vllm_mlx_harmony.host.models import NotHarmony, is_harmony
 from vllm_mlx_harmony.host.prompts import Json, Messages, prompt_ids
-from vllm_mlx_harmony.host.resources import Flags
 from vllm_mlx_harmony.server.garbage import give_back
 from vllm_mlx_harmony.server.generation import end_of
 from vllm_mlx_harmony.server.sampling import SMALLEST, Settings, capped
@@ -82,7 +81,7 @@ def engine_of(engine: object) -> MlxEngine | None:
 class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
     """A Harmony model in vllm-mlx. ``model_name`` is what it is called, ``model_path`` where it is.
 
-    ``flags`` are those of the process, but for what its entry in a models config sets.
+    ``options`` are those of the process, but for what its entry in a models config sets.
     """
 
     model_name = ""
@@ -94,13 +93,13 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         *,
         model_path: str | None = None,
         trust_remote_code: bool = False,
-        flags: Flags | None = None,
+        options: Options | None = None,
     ) -> None:
         self.model_name = model_name
         self.path = str(model_path or model_name)
         self.engine: MlxEngine | None = None
         self._trust_remote_code = trust_remote_code
-        self._options = resources.options(flags or resources.flags())
+        self._options = options or resources.options()
         self._weights: bytes | None = None
         self._since = time.time()
 
@@ -145,7 +144,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         )
         module, tokenizer = found
         if not is_harmony(tokenizer):
-            raise not_harmony(self.model_name)
+            raise NotHarmony(self.model_name)
         return module, tokenizer
 
     def _cache(self, module: Any) -> PrefixCache:

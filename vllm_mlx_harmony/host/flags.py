@@ -11,13 +11,19 @@ import argparse
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host.resources import Flags
+from vllm_mlx_harmony.engine.engine import Options
+from vllm_mlx_harmony.engine.scheduler import Limits
+from vllm_mlx_harmony.host.server_globals import ResolvedModelConfig
 from vllm_mlx_harmony.server.defaults import OPTIONS
+from vllm_mlx_harmony.server.settings import number
+
+PAUSE_VARIABLE = "VLLM_MLX_HARMONY_PAUSE_MS"
+"""Environment variable: longest pause of an answer while a prompt is computed, in ms."""
 
 Given = Mapping[str, Any]
 """Flags and their values, by their names in the parsed arguments."""
@@ -135,10 +141,26 @@ def budget(flags: Given) -> int | None:
     return limit
 
 
-def of_engine(args: argparse.Namespace) -> Flags:
-    """The flags in ``args``, the parsed command line, that configure an engine."""
-    given = {each.name: getattr(args, each.name, None) for each in fields(Flags)}
-    return Flags(**{name: value for name, value in given.items() if value is not None})
+def of_engine(args: argparse.Namespace | ResolvedModelConfig, default: Options) -> Options:
+    """How engines run, by the flags or settings in ``args`` that there are, and the environment."""
+    limits = default.limits
+
+    def of(name: str, otherwise: int, least: int = 1) -> int:
+        value = getattr(args, name, None)
+        return otherwise if value is None else max(least, value)
+
+    return Options(
+        limits=Limits(
+            sequences=of("max_num_seqs", limits.sequences),
+            prompts=of("prefill_batch_size", limits.prompts),
+            answers=of("completion_batch_size", limits.answers),
+            chunk=of("prefill_step_size", limits.chunk),
+            chunk_beside=of("chunked_prefill_tokens", limits.chunk_beside, 0),
+            pause=max(1, number(PAUSE_VARIABLE, int(limits.pause * 1000))) / 1000,
+        ),
+        utilization=getattr(args, "gpu_memory_utilization", default.utilization),
+        interval=of("stream_interval", default.interval),
+    )
 
 
 def without_effect(flags: Given, *, enabled: bool) -> list[str]:

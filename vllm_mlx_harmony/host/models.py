@@ -30,17 +30,15 @@ PROBE = "Reasoning: high\n\n// déjà-vu 東京 Привет 12345\tnamespace fu
 
 
 class NotHarmony(HostError):
-    """The model is not a Harmony model, although the flag says so."""
+    """The model of this name is not a Harmony model, although the flag says so."""
 
     code = "not_harmony"
 
-
-def not_harmony(name: str) -> NotHarmony:
-    """The error for the model of this name."""
-    return NotHarmony(
-        f"{name} is not a gpt-oss (Harmony) model: its tokenizer is not o200k_harmony; "
-        "serve it without --tool-call-parser harmony"
-    )
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} is not a gpt-oss (Harmony) model: its tokenizer is not o200k_harmony; "
+            "serve it without --tool-call-parser harmony"
+        )
 
 
 def is_harmony(tokenizer: object) -> bool:

@@ -86,7 +86,6 @@ class Route:
         original, model = self._originals(present)
         mounted = Mounted(self.endpoint, original, model)
         present.insert(len(present) if original is None else present.index(original), mounted)
-
         return partial(present.remove, mounted)
 
     def _originals(self, present: list[BaseRoute]) -> tuple[APIRoute | None, APIRoute | None]:
@@ -137,7 +136,8 @@ class FrontEnd:
             logging.getLogger(UVICORN).removeFilter(without_traceback)
             for socket in front_end.SOCKETS:
                 present.remove(socket)
-            del application.user_middleware[: len(front_end.MIDDLEWARE)]
+            for middleware in front_end.MIDDLEWARE:
+                application.user_middleware.remove(middleware)
             application.middleware_stack = stack
             uninstall(application)
 

@@ -9,7 +9,6 @@ import asyncio
 import atexit
 import logging
 import os
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine.disk.cache import DiskCache, Failed
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
-from vllm_mlx_harmony.engine.scheduler import Limits
 from vllm_mlx_harmony.server.settings import number
 
 if TYPE_CHECKING:
@@ -28,9 +26,6 @@ logger = logging.getLogger("vllm_mlx_harmony")
 
 VARIABLE = "VLLM_MLX_HARMONY_CACHE"
 """Environment variable: size of the prefix cache in memory (``512M``, ``2G``), 0 for none."""
-
-PAUSE_VARIABLE = "VLLM_MLX_HARMONY_PAUSE_MS"
-"""Environment variable: longest pause of an answer while a prompt is computed, in ms."""
 
 MEMORY_DIVISOR = 16
 """The default size is this fraction of the machine's memory: 1 GiB of 16."""
@@ -44,19 +39,6 @@ LAST = 5.0
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """vllm-mlx's flags that configure an engine, by their names, with their defaults."""
-
-    max_num_seqs: int = 256
-    prefill_batch_size: int = 8
-    completion_batch_size: int = 32
-    prefill_step_size: int = 2048
-    chunked_prefill_tokens: int = 0
-    stream_interval: int = 1
-    gpu_memory_utilization: float = 0.9
-
-
 def size(nbytes: int) -> str:
     """Bytes in the largest unit that fits."""
     for unit, name in _UNITS:
@@ -65,40 +47,24 @@ def size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-_flags = Flags()
+_options: Options | None = None
 _budget: int | None = None
 _disk: DiskCache | None = None
 
 
-def use(flags: Flags, budget: int | None) -> None:
-    """Sets the flags and the size of the prefix cache in bytes, and empties it."""
-    global _flags, _budget
-    _flags, _budget = flags, budget
+def use(options: Options | None, budget: int | None) -> None:
+    """Sets the options and the size of the prefix cache in bytes, and empties it; ``None`` is the
+    default of each."""
+    global _options, _budget
+    _options, _budget = options, budget
     tree.cache_clear()
 
 
-def flags() -> Flags:
-    """The flags of this process."""
-    return _flags
-
-
-def options(flags: Flags) -> Options:
-    """The options of an engine."""
+def options() -> Options:
+    """The options of all engines."""
     from vllm_mlx_harmony.engine.engine import Options
 
-    pause = number(PAUSE_VARIABLE, int(Limits().pause * 1000)) / 1000
-    return Options(
-        limits=Limits(
-            sequences=max(1, flags.max_num_seqs),
-            prompts=max(1, flags.prefill_batch_size),
-            answers=max(1, flags.completion_batch_size),
-            chunk=max(1, flags.prefill_step_size),
-            chunk_beside=max(0, flags.chunked_prefill_tokens),
-            pause=max(0.001, pause),
-        ),
-        utilization=flags.gpu_memory_utilization,
-        interval=max(1, flags.stream_interval),
-    )
+    return _options or Options()
 
 
 def budget() -> int:

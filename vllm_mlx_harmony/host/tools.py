@@ -7,7 +7,7 @@ ours, through the two classes below. Without it nothing changes.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from json import dumps
@@ -94,28 +94,29 @@ class Executor:
     toolbox: Toolbox
 
     async def execute_tool_calls(
-        self, calls: list[dict[str, Any]], parallel: bool = True
+        self, calls: Sequence[Mapping[str, Any]], parallel: bool = True
     ) -> list[tuple[SimpleNamespace, None]]:
         """The results, in order. The calls run one after another, whatever ``parallel`` is."""
-        return [(await self._run(call["function"]), None) for call in calls]
-
-    async def _run(self, function: dict[str, Any]) -> SimpleNamespace:
-        name, arguments = function["name"], function["arguments"]
         namespaces, limits = self.toolbox.namespaces, self.toolbox.config
         recipients = {
             "__".join(tool.origin): recipient
             for namespace in namespaces
             for recipient, tool in namespace.by_recipient.items()
         }
-        text = arguments if isinstance(arguments, str) else dumps(arguments)
-        call = ServerCall(f"call_{uuid4().hex[:24]}", recipients.get(name, name), text)
-        answered = await self.toolbox.run(
-            call, namespaces, limits.max_seconds, limits.max_output_tokens
-        )
-        failure = answered.failure
-        return SimpleNamespace(
-            tool_name=name,
-            content=answered.text,
-            is_error=failure is not None,
-            error_message=None if failure is None else failure.text,
-        )
+        results = []
+        for function in (call["function"] for call in calls):
+            name, arguments = function["name"], function["arguments"]
+            text = arguments if isinstance(arguments, str) else dumps(arguments)
+            call = ServerCall(f"call_{uuid4().hex[:24]}", recipients.get(name, name), text)
+            answered = await self.toolbox.run(
+                call, namespaces, limits.max_seconds, limits.max_output_tokens
+            )
+            failure = answered.failure
+            result = SimpleNamespace(
+                tool_name=name,
+                content=answered.text,
+                is_error=failure is not None,
+                error_message=None if failure is None else failure.text,
+            )
+            results.append((result, None))
+        return results
