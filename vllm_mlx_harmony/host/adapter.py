@@ -57,8 +57,10 @@ class VllmMlx:
         for entry in listed["data"]:
             path = vllm._model_path if entry["id"] == vllm._model_name else None
             length = length_of(path) if path is not None else None
+            if length is not None and ours is not None:
+                length = ours.context_length  # None while it is unloaded
             if length is not None:
-                entry["max_model_len"] = length if ours is None else ours.context_length
+                entry["max_model_len"] = length
         return listed
 
     async def acquire(
