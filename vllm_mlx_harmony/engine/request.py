@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.core.errors import HarmonyFailure
@@ -15,9 +15,6 @@ from vllm_mlx_harmony.engine.prefix_cache import Match
 from vllm_mlx_harmony.engine.sampler import Sampler
 from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.sampling import Settings
-
-if TYPE_CHECKING:
-    from vllm_mlx_harmony.engine.batch import Batch
 
 Item: TypeAlias = "Step | HarmonyFailure"
 
@@ -46,7 +43,8 @@ class Request:
     at: int = 0
     cached: int = 0
     ids: list[int] = field(default_factory=list)
-    batch: Batch | None = None
+    batch: Any = None
+    """A ``Batch``, which knows its requests, and is not imported here: ``None`` without one."""
     joined: bool = False
     first: float = 0.0
     held: list[int] = field(default_factory=list)
