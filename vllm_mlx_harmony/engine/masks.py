@@ -1,6 +1,6 @@
-"""Masks the logits of a sequence whose output is held to a constraint (`core.constraint`).
+"""Masks the logits of a sequence whose output has to satisfy a constraint (`core.constraint`).
 
-In each step, for each such row: the matcher takes in the id that was drawn, writes a mask of
+In each step, for each such row: the matcher consumes the id that was drawn, writes a mask of
 201,088 bits, and a compiled function puts -inf where a bit is 0. Only the mask, 25 KB, goes to the
 device. While Python waits for the id the device already computes the logits that follow it (see
 ``sampler``), so a mask costs no time unless it takes longer than a step.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 
@@ -34,7 +33,7 @@ class LogitsMask:
         self._constraint = constraint
         self._matcher: ConstraintMatcher | None = None
 
-    def __call__(self, last: int | None, logits: Any) -> Any:
+    def __call__(self, last: int | None, logits: mx.array) -> mx.array:
         """``logits`` (1, vocabulary) with -inf for what may not follow ``last``."""
         matcher = self._matcher
         if matcher is None:
@@ -51,16 +50,16 @@ class LogitsMask:
             return logits
         finally:
             if matcher.error:
-                logger.error("an output is not held to its grammar any more: %s", matcher.error)
+                logger.error("an output is no longer held to its grammar: %s", matcher.error)
 
 
-def _where_allowed(words: Any, logits: Any) -> Any:
+def _where_allowed(words: mx.array, logits: mx.array) -> mx.array:
     bits = (words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1
     allowed = bits.reshape(1, -1).astype(mx.bool_)
-    rows = logits.shape[-1]
-    if rows > VOCAB_SIZE:
-        allowed = mx.pad(allowed, [(0, 0), (0, rows - VOCAB_SIZE)])
-    return mx.where(allowed[:, :rows], logits, -mx.inf)
+    size = logits.shape[-1]
+    if size > VOCAB_SIZE:
+        allowed = mx.pad(allowed, [(0, 0), (0, size - VOCAB_SIZE)])
+    return mx.where(allowed[:, :size], logits, -mx.inf)
 
 
-_masked: Callable[[Any, Any], Any] = mx.compile(_where_allowed)
+_masked: Callable[[mx.array, mx.array], mx.array] = mx.compile(_where_allowed)

@@ -1,23 +1,22 @@
-"""How an id is drawn from logits: one sampler for each sequence, one computation for each step.
+"""How an id is drawn from logits: a sampler for each sequence, one computation for each step.
 
-A batch runs sequences with settings of their own. Per step, what the settings ask for is done
-for all rows that ask for it at once, with temperature, ``top_p`` and so on as columns beside the
-logits; what a row does not ask for costs it nothing. The parts, in this order:
+The sequences of a batch have settings of their own. In each step, what the settings ask for is
+computed at once for all rows that ask for it, with temperature, ``top_p`` and so on as columns
+beside the logits; what a row does not ask for costs it nothing. In this order:
 
-1. The sequence's *processor*, if it has one: a grammar, as a mask (see ``LogitsProcessor``).
-2. ``logit_bias``, then the penalties, over the text generated so far: not the prompt, and not what
-   stands in headers, where a penalty on a word used before would make the model misspell its own
-   format. The device counts how often each id was generated, one addition per step; the history is
-   not read again. As in vLLM, a repetition penalty divides what is positive and multiplies
-   what is negative, then frequency and presence are subtracted (OpenAI's definition).
+1. The sequence's *processor*, if it has one: a grammar, as a mask.
+2. ``logit_bias``, then the penalties, over the text generated so far: not the prompt, and not
+   headers, where a penalty on a word used before would make the model misspell its own format. The
+   device counts how often each id was generated, one addition per step; the history is not read
+   again. As in vLLM, a repetition penalty divides what is positive and multiplies what is negative,
+   then frequency and presence are subtracted (OpenAI's definition).
 3. ``top_p``, ``min_p`` and ``top_k``. Each leaves the ids whose probability reaches a threshold,
    so that ids of equal probability stay or go together, and the likeliest always stays. Sorting
    201,088 floats to find the threshold takes longer than everything else together (and on Metal a
    partition is a sort). But positive floats are ordered as their bits are, as integers: 30
    halvings of the range find the very float, with nothing read back from the device.
-4. The draw, as an argmax over logits with Gumbel noise. Each sequence has a stream of keys of its
-   own (splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014),
-   one key per step: the same seed draws the same from the same logits, whoever runs beside it.
+4. The draw, as an argmax over logits with Gumbel noise. Each sequence has random keys of its own,
+   one per step: the same seed draws the same from the same logits, whatever runs beside it.
    Temperature comes after the filters, as in mlx-lm.
 
 Everything is computed in float32, whatever the model computes in. Nothing here waits for the
@@ -27,28 +26,24 @@ runs on the thread that owns the model.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+from typing import TypeAlias
 
 import mlx.core as mx
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.server.sampling import Settings
 
+LogitsProcessor: TypeAlias = "Callable[[int | None, mx.array], mx.array]"
+"""Restricts which ids may come next in one sequence, such as a grammar.
 
-class LogitsProcessor(Protocol):
-    """Restricts which ids may come next in one sequence: a grammar, for instance."""
-
-    def __call__(self, last: int | None, logits: Any) -> Any:
-        """``logits`` with -inf for the ids that may not come next; at least one id must remain.
-
-        ``last`` is the id that was drawn in the step before, ``None`` in the first step. ``logits``
-        is float32 (1, vocabulary) and not computed yet: reading it would wait for the device.
-        Called once per step, in order, and once more after the last id, because an engine runs one
-        step ahead. An exception fails all sequences of the batch.
-        """
-
+Takes the id that was drawn in the step before, ``None`` in the first step, and the logits: float32
+(1, vocabulary), not computed yet, so that reading them would wait for the device. Returns them with
+-inf for the ids that may not come next; at least one id must remain. Called once per step, in
+order, and once more after the last id, because an engine runs one step ahead. An exception fails
+all sequences of the batch.
+"""
 
 _HEADER = (vocab.START, vocab.CHANNEL, vocab.CONSTRAIN, vocab.END)
 """Ids that a header follows, or continues after; `<|message|>` ends it."""
@@ -57,7 +52,7 @@ _HEADER = (vocab.START, vocab.CHANNEL, vocab.CONSTRAIN, vocab.END)
 class Sampler:
     """The settings of one sequence, and the state that its next draw depends on.
 
-    ``prompt`` is what the sequence continues: it tells whether a header or text comes first.
+    ``prompt`` is what the sequence continues: it decides whether a header or text comes first.
     """
 
     def __init__(
@@ -68,7 +63,8 @@ class Sampler:
     ) -> None:
         self.settings = settings
         self.processor = processor
-        self._seed = secrets.randbits(64) if settings.seed is None else settings.seed
+        # A text, because `Random` takes -1 for 1.
+        self._random = Random(None if settings.seed is None else str(settings.seed))
         last_control = next((each for each in prompt[::-1] if each >= vocab.CONTROL.start), None)
         self._opens_with_text = last_control == vocab.MESSAGE
         self.filters = (settings.top_p < 1, settings.min_p > 0, settings.top_k > 0)
@@ -79,15 +75,15 @@ class Sampler:
         )
         self.adjusts = processor is not None or self.penalises or bool(settings.logit_bias)
         self._steps = 0
-        self._counts: Any = None
-        self._in_text: Any = None
+        self._counts: mx.array | None = None
+        self._in_text: mx.array | None = None
 
     def key(self) -> tuple[int, int]:
         """The key of this step's random numbers; another one at each call."""
         self._steps += 1
-        return _splitmix64(self._seed + self._steps * _GOLDEN)
+        return self._random.getrandbits(32), self._random.getrandbits(32)
 
-    def adjusted(self, last: Any, read: int | None, logits: Any) -> Any:
+    def adjusted(self, last: mx.array, read: int | None, logits: mx.array) -> mx.array:
         """``logits`` (1, vocabulary) after processor, bias and penalties.
 
         ``last`` (1,) is the id this step follows, the prompt's at first; ``read`` is the same,
@@ -100,7 +96,7 @@ class Sampler:
             logits = logits.at[:, mx.array(ids)].add(mx.array(values, dtype=mx.float32))
         return self._penalised(last, logits) if self.penalises else logits
 
-    def _penalised(self, last: Any, logits: Any) -> Any:
+    def _penalised(self, last: mx.array, logits: mx.array) -> mx.array:
         if self._counts is None:
             self._counts = mx.zeros((logits.shape[-1],), dtype=mx.float32)
             self._in_text = mx.array([self._opens_with_text])
@@ -124,44 +120,35 @@ class Sampler:
         return logits
 
 
-def draw(samplers: Sequence[Sampler], last: Any, logits: Any) -> Any:
+def draw(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.array:
     """The next id of each sequence: ids (rows,) from logits (rows, vocabulary).
 
     ``last`` (rows,) are the ids that led to the logits: of the prompt at a sequence's first step,
     later what was drawn.
     """
-    logits = _adjusted(samplers, last, logits)
+    if any(each.adjusts for each in samplers):
+        read: list[int | None] = [None] * len(samplers)
+        if any(each.processor is not None for each in samplers):
+            mx.async_eval(logits)  # the device has work while Python waits for `last`
+            read = last.tolist()
+        rows = mx.split(logits.astype(mx.float32), len(samplers))
+        for at, each in enumerate(samplers):
+            if each.adjusts:
+                rows[at] = each.adjusted(last[at : at + 1], read[at], rows[at])
+        logits = mx.concatenate(rows)
     kinds = [(each.settings.temperature == 0, *each.filters) for each in samplers]
     if len({*kinds}) == 1:
         return _drawn(samplers, logits)
     order, parts = [], []
     for kind in sorted({*kinds}):
-        rows = [row for row, own in enumerate(kinds) if own == kind]
-        parts.append(_drawn([samplers[row] for row in rows], logits[mx.array(rows)]))
-        order += rows
+        alike = [row for row, own in enumerate(kinds) if own == kind]
+        parts.append(_drawn([samplers[row] for row in alike], logits[mx.array(alike)]))
+        order += alike
     back = sorted(range(len(order)), key=order.__getitem__)
     return mx.concatenate(parts)[mx.array(back)]
 
 
-def _adjusted(samplers: Sequence[Sampler], last: Any, logits: Any) -> Any:
-    if not any(each.adjusts for each in samplers):
-        return logits
-    read: list[int | None] = [None] * len(samplers)
-    if any(each.processor is not None for each in samplers):
-        mx.async_eval(logits)  # the device has work while Python waits for `last`
-        read = last.tolist()
-    logits = logits.astype(mx.float32)
-    return mx.concatenate(
-        [
-            each.adjusted(last[row : row + 1], read[row], logits[row : row + 1])
-            if each.adjusts
-            else logits[row : row + 1]
-            for row, each in enumerate(samplers)
-        ]
-    )
-
-
-def _drawn(samplers: Sequence[Sampler], logits: Any) -> Any:
+def _drawn(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     """Ids (rows,) for sequences that ask for the same parts, each with values of its own."""
     keys = [each.key() for each in samplers]
     if samplers[0].settings.temperature == 0:
@@ -174,7 +161,7 @@ def _drawn(samplers: Sequence[Sampler], logits: Any) -> Any:
     return categorical(scaled, mx.array(keys, dtype=mx.uint32))
 
 
-def _allowed(samplers: Sequence[Sampler], logits: Any) -> Any:
+def _allowed(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     """Which ids (rows, vocabulary) the filters leave."""
     # Of the likeliest the weight is exactly 1: whatever is left out, it is not.
     weights = mx.exp(logits - mx.max(logits, axis=-1, keepdims=True))
@@ -198,7 +185,7 @@ _ONE = 0x3F80_0000
 """1.0, the largest weight there is, as bits."""
 
 
-def _threshold(bits: Any, weights: Any | None, wanted: Any) -> Any:
+def _threshold(bits: mx.array, weights: mx.array | None, wanted: mx.array) -> mx.array:
     """The largest bits (rows, 1) such that what reaches them comes to ``wanted`` (rows, 1).
 
     Counted are the ``weights``, or the ids when there are none. Sums are taken in the same order
@@ -215,18 +202,5 @@ def _threshold(bits: Any, weights: Any | None, wanted: Any) -> Any:
     return low
 
 
-def _column(values: Iterable[float]) -> Any:
+def _column(values: Iterable[float]) -> mx.array:
     return mx.array([[value] for value in values], dtype=mx.float32)
-
-
-_GOLDEN = 0x9E37_79B9_7F4A_7C15
-_MASK = (1 << 64) - 1
-
-
-def _splitmix64(state: int) -> tuple[int, int]:
-    """64 well-mixed bits for a state, as two halves."""
-    mixed = state & _MASK
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58_476D_1CE4_E5B9 & _MASK
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D0_49BB_1331_11EB & _MASK
-    mixed ^= mixed >> 31
-    return mixed >> 32, mixed & 0xFFFF_FFFF

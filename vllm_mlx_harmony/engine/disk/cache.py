@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import secrets
 import sqlite3
 import threading
@@ -67,7 +66,7 @@ RETRY = 0.05
 ABANDONED = 600.0
 """Seconds after which a file without a row is removed: another process may be writing it."""
 
-_FILE = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.safetensors")
+_FILES = "[0-9a-f]" * 32 + "-" + "[0-9a-f]" * 8 + ".safetensors"
 
 Failed = (OSError, sqlite3.Error)
 
@@ -91,7 +90,6 @@ class Loaded:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
         return sum(tensor.data.nbytes for tensor in self.tensors.values())
 
 
@@ -184,7 +182,6 @@ class DiskCache:
         """The index, in a directory below the one that was named, which is created if need be."""
         self._home.mkdir(exist_ok=True, mode=0o700)
         os.chmod(self._home, 0o700)
-        (self._home / PIECES).mkdir(exist_ok=True, mode=0o700)
         try:
             index = Index(self._home)
         except sqlite3.DatabaseError as error:
@@ -197,7 +194,6 @@ class DiskCache:
         return index
 
     def _set_index_aside(self, error: Exception) -> None:
-        """Renames a damaged index. Its files are removed later."""
         logger.warning("prefix cache: the index in %s is set aside: %s", self._home, error)
         self._counters.damaged += 1
         path = self._home / NAME
@@ -229,16 +225,11 @@ class DiskCache:
     def _follow(self) -> None:
         """Opens the index again if it was removed or replaced. Raises ``Failed``."""
         with self._changing:
-            if self._index.is_there():
-                if not (self._home / PIECES).is_dir():
-                    (self._home / PIECES).mkdir(exist_ok=True, mode=0o700)
-                    self._index.clear(turns=False)
-                    self._written.clear()
-                return
-            if not self.directory.is_dir():  # a volume may be mounted there: it is not created
-                raise FileNotFoundError(f"{self.directory} is gone")
-            self._index.close()
-            self._index = self._opened()
+            if not self._index.is_there():
+                if not self.directory.is_dir():  # a volume may be mounted there: it is not created
+                    raise FileNotFoundError(f"{self.directory} is gone")
+                self._index.close()
+                self._index = self._opened()
 
     @property
     def _refuses(self) -> bool:
@@ -359,6 +350,7 @@ class DiskCache:
         """Size and checksum of a new file, written as fast as the engine permits."""
         size = crc = 0
         metadata = {"format": "vllm-mlx-harmony", "start": str(row.start), "end": str(row.end)}
+        path.parent.mkdir(exist_ok=True, mode=0o700)
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(opened, "wb", buffering=0) as file:
             for part in encoded(tensors, metadata):
@@ -386,12 +378,10 @@ class DiskCache:
         """Removes files that a process left behind when it ended."""
         known = self._index.files()
         since = time.time() - ABANDONED
-        with os.scandir(self._home / PIECES) as entries:
-            for entry in entries:
-                if _FILE.fullmatch(entry.name) and entry.name not in known:
-                    with suppress(OSError):  # another process may do the same
-                        if entry.stat(follow_symlinks=False).st_mtime < since:
-                            os.unlink(entry.path)
+        for path in (self._home / PIECES).glob(_FILES):
+            with suppress(OSError):  # another process may do the same
+                if path.name not in known and path.lstat().st_mtime < since:
+                    path.unlink()
 
     # --- Reading
 
@@ -460,21 +450,14 @@ class DiskCache:
     def _content(self, row: Row) -> bytearray:
         """The bytes of a file, verified. Raises ``OSError`` and ``Damaged``."""
         opened = os.open(self._home / PIECES / row.file, os.O_RDONLY | os.O_NOFOLLOW)
+        content = bytearray(row.size)
+        view, at, crc = memoryview(content), 0, 0
         with os.fdopen(opened, "rb", buffering=0) as file:
-            size = os.fstat(opened).st_size
-            if size != row.size:
-                raise Damaged(f"{size} bytes, not {row.size}")
-            content = bytearray(size)
-            at = crc = 0
-            view = memoryview(content)
-            while at < size:
-                count = file.readinto(view[at : at + SLICE])
-                if not count:
-                    raise Damaged(f"it ends after {at} bytes")
+            while count := file.readinto(view[at : at + SLICE]):
                 crc = crc32(view[at : at + count], crc)
                 at += count
-        if crc != row.crc:
-            raise Damaged("its checksum differs")
+            if at < row.size or file.read(1) or crc != row.crc:
+                raise Damaged("its size or its checksum differs")
         return content
 
     def _set_aside(self, row: Row, error: Exception) -> None:
@@ -491,8 +474,9 @@ class DiskCache:
 
     # --- Turns
 
+    # Only ``turn`` reads the index, and nothing here waits: these run on the event loop.
+
     def put_turn(self, key: bytes, content: bytes) -> None:
-        """Queues a turn; never waits."""
         write = partial(self._write_turn, key, content, self._cleared)
         if not self._refuses and self._put(_Job(write, key, len(content))):
             self._turns.add(key)
@@ -505,10 +489,7 @@ class DiskCache:
                 self._remove(gone)
 
     def turn(self, key: bytes) -> bytes | None:
-        """The content of a turn. On the event loop: reads beside what is being written.
-
-        Faults of the index are found, and reported, by the threads that write and read pieces.
-        """
+        """Faults of the index are reported by the threads that write and read pieces."""
         if key in self._turns:
             with suppress(*Failed):
                 if self._index.is_there():
@@ -517,12 +498,11 @@ class DiskCache:
         return None
 
     def use_turn(self, key: bytes) -> None:
-        """Marks a turn as used."""
         if key in self._turns:
             self._use(key)
 
     def drop_turn(self, key: bytes) -> None:
-        """Queues the removal of a damaged turn; never waits."""
+        """Removes a damaged turn."""
         self._turns.discard(key)
         self._counters.damaged += 1
         self._put(_Job(lambda: self._remove(self._index.remove(key, None))))
@@ -542,7 +522,7 @@ class DiskCache:
                 for path in self._home.glob(f"{NAME}*"):
                     path.unlink()
                 self._follow()
-            self._remove([*filter(_FILE.fullmatch, os.listdir(self._home / PIECES))])
+            self._remove([path.name for path in (self._home / PIECES).glob(_FILES)])
             self._found = self._index.found()
 
     def counters(self) -> Counters:

@@ -94,7 +94,6 @@ class Row:
 
     @property
     def end(self) -> int:
-        """Number of ids up to the end of this piece."""
         return self.start + self.tokens
 
 
@@ -109,7 +108,6 @@ class Found:
 
 
 def key_of(*parts: bytes | memoryview) -> bytes:
-    """A digest of ``parts`` in this order."""
     digest = blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -163,7 +161,6 @@ class Index:
         self._reader.execute("PRAGMA query_only=ON")
 
     def close(self) -> None:
-        """Closes both connections."""
         with self._lock, self._reading:
             self._reader.close()
             self._file.close()
@@ -216,7 +213,6 @@ class Index:
         return best
 
     def has(self, key: bytes) -> bool:
-        """Whether there is a piece with this key."""
         return bool(self._read("1 FROM entries WHERE key = ?", key))
 
     def add(self, row: Row, budget: int) -> list[str] | None:
@@ -244,17 +240,14 @@ class Index:
             return _evict(file, budget)
 
     def turn(self, key: bytes) -> bytes | None:
-        """The content of a turn."""
         for (content,) in self._read("content FROM entries WHERE key = ?", key):
             return bytes(content)
         return None
 
     def turns(self) -> set[bytes]:
-        """The keys of all turns."""
         return {bytes(key) for (key,) in self._read("key FROM entries WHERE file IS NULL")}
 
     def files(self) -> set[str]:
-        """The names of all files with a row."""
         return {name for (name,) in self._read("file FROM entries WHERE file IS NOT NULL")}
 
     def touch(self, keys: Iterable[bytes]) -> bool:
@@ -273,15 +266,14 @@ class Index:
         with self.writing() as file:
             return [gone for (gone,) in file.execute(_REMOVE, (key, name)).fetchall() if gone]
 
-    def clear(self, *, turns: bool = True) -> None:
-        """Removes all pieces, and the turns as well, from the log, too."""
+    def clear(self) -> None:
+        """Removes everything, from the log as well."""
         with self.writing() as file:
-            file.execute("DELETE FROM entries WHERE file IS NOT NULL OR ?", (turns,))
+            file.execute("DELETE FROM entries")
         with self._lock:
             self._file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def found(self) -> Found:
-        """What the index holds."""
         with self._reading:
             return Found(*self._reader.execute(_FOUND).fetchone())
 
