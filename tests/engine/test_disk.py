@@ -379,15 +379,15 @@ def test_what_another_process_throws_out_meanwhile_is_not_damaged(
     """Nor is what it has written anew, to other files, removed with the old row."""
     disk, other = open_disk(), open_disk()
     write(disk, pieces)
-    content = disk._content
+    reading = disk._read
 
-    def late(row: index.Row) -> bytearray:
+    def late(row: index.Row) -> Loaded | None:
         monkeypatch.undo()
         other.clear()
         write(other, pieces)
-        return content(row)
+        return reading(row)
 
-    monkeypatch.setattr(disk, "_content", late)
+    monkeypatch.setattr(disk, "_read", late)
     with caplog.at_level(logging.WARNING):
         assert fetch(disk) == []
         assert fetch(disk) == ALL

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from vllm_mlx_harmony.engine.boundaries import boundaries
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, Module, evaluate, make_prompt_cache
-from vllm_mlx_harmony.engine.prefix_cache import Match, PrefixCache
+from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Item, Request
 from vllm_mlx_harmony.engine.sampler import Sampler
@@ -148,7 +148,7 @@ class MlxEngine:
         self._computed = 0
         self._reported = 0.0
         self._stopped = "the engine was stopped"
-        self._thread = EngineThread(f"engine of {model}", self._work, self._died)
+        self._thread = EngineThread(f"engine of {model}", self._work, self._abandon)
 
     # --- From any thread
 
@@ -248,7 +248,7 @@ class MlxEngine:
         self._requests[request.number] = request
         try:
             if self.cache is not None:
-                match = await self._looked_up(self.cache, request.prompt, request.tenant)
+                match = await self.cache.find(request.prompt, request.tenant)
                 request.match = await self.cache.load(match)
             try:
                 self._thread.post(partial(self._admit, request))
@@ -267,13 +267,7 @@ class MlxEngine:
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
         """See ``server.engine.Engine``."""
-        cache = self.cache
-        return 0 if cache is None else (await self._looked_up(cache, prompt, tenant)).cached
-
-    async def _looked_up(self, cache: PrefixCache, prompt: Sequence[int], tenant: str) -> Match:
-        if cache.blocks:
-            return await asyncio.to_thread(cache.lookup, prompt, tenant)
-        return cache.lookup(prompt, tenant)
+        return 0 if self.cache is None else (await self.cache.find(prompt, tenant)).cached
 
     # --- On the thread: loading and freeing
 
@@ -289,7 +283,7 @@ class MlxEngine:
         evaluate(layers)
         work_per_id = max(0, mx.get_peak_memory() - self.weights) / PROBE
         work = int(work_per_id * self.options.limits.chunk)
-        self.budget = Budget(limit, _layout(layers), work)
+        self.budget = Budget(limit, Layout.of(layers), work)
         if self.budget.longest(self.weights) < 1:
             raise HostError(
                 f"{self.weights:,} bytes of weights leave no room for a prompt in the "
@@ -309,17 +303,15 @@ class MlxEngine:
         self._wired = None
         mx.clear_cache()
 
-    def _died(self, error: BaseException) -> None:
-        self._stopped = f"the engine has died: {type(error).__name__}"
-        self._abandon()
-
     def _shut(self) -> None:
         """In one call: a request that arrived in between would never end."""
         self._abandon()
         self._free()
 
-    def _abandon(self) -> None:
-        """Ends all requests with 503."""
+    def _abandon(self, error: BaseException | None = None) -> None:
+        """Ends all requests with 503. ``error`` is what the thread died of."""
+        if error is not None:
+            self._stopped = f"the engine has died: {type(error).__name__}"
         for key in list(self._requests):
             if request := self._requests.pop(key, None):
                 request.layers = None
@@ -356,18 +348,8 @@ class MlxEngine:
             except Exception as error:  # noqa: BLE001 - as in ``_step``
                 self._fail((), error)
 
-    def _report(self, request: Request) -> None:
-        self._put(request, Step((), progress=request.progress(time.perf_counter())))
-
-    def _report_waiting(self) -> None:
-        """The places of the prompts that wait."""
-        now = time.perf_counter()
-        if now - self._reported < REPORTED:
-            return
-        self._reported = now
-        for place, key in enumerate(self._scheduler.order(), start=1):
-            request = self._requests[key]
-            self._put(request, Step((), progress=request.progress(now, place)))
+    def _report(self, request: Request, place: int = 0) -> None:
+        self._put(request, Step((), progress=request.progress(time.perf_counter(), place)))
 
     def _put(self, request: Request, item: Item) -> None:
         self._out[request.loop].append((request, item))
@@ -429,7 +411,10 @@ class MlxEngine:
                         self._fail([request], error)
                 case NextStep():
                     self._step(self.cache)
-            self._report_waiting()
+            if time.perf_counter() - self._reported >= REPORTED:
+                self._reported = time.perf_counter()
+                for place, key in enumerate(self._scheduler.order(), start=1):
+                    self._report(self._requests[key], place)
             self._deliver()
         if decision is not None:
             return 0
@@ -561,16 +546,3 @@ def _hand_over(items: list[tuple[Request, Item]]) -> None:
     """On the event loop of the requests."""
     for request, item in items:
         request.put(item)
-
-
-def _layout(layers: Layers) -> Layout:
-    """The bytes of an id in caches that hold some."""
-    per_id, windows = 0, Counter[int]()
-    for layer in layers:
-        nbytes = sum(each.nbytes // each.shape[2] for each in (layer.keys, layer.values))
-        window = getattr(layer, "max_size", None)
-        if window is None:
-            per_id += nbytes
-        else:
-            windows[window] += nbytes
-    return Layout(per_id, tuple(sorted(windows.items())))

@@ -1,6 +1,6 @@
 """How much memory a request takes to its end, and whether there is as much: arithmetic, no mlx.
 
-A Mac on which mlx allocates more than Metal may keep in memory swaps, kills the process, or panics
+A Mac on which mlx allocates more than Metal can keep in memory swaps, kills the process, or panics
 (https://github.com/ml-explore/mlx/issues/2312, https://github.com/ml-explore/mlx-lm/issues/883).
 So nothing is computed that would not fit:
 
@@ -8,7 +8,7 @@ So nothing is computed that would not fit:
     + of each request, its keys and values to its end     layers that keep all: every id;
                                                           windows: no more than the window
     + the padding of batches                              no more than ``may_be_padded`` allows
-    + the work of a chunk                                 measured, of the chunks so far
+    + the work of a chunk                                 measured when a model is loaded
     ≤ limit                                               device × ``--gpu-memory-utilization``
 
 A request's end is its prompt and its ``max_tokens``.
@@ -16,9 +16,13 @@ A request's end is its prompt and its ``max_tokens``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
 
 WASTE = 0.25
 """Part of a batch that may be padding."""
@@ -44,10 +48,18 @@ class Layout:
     per_id: int = 0
     windows: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def fixed(self) -> int:
-        """Bytes that windows take when they are full."""
-        return sum(length * nbytes for length, nbytes in self.windows)
+    @classmethod
+    def of(cls, layers: Layers) -> Layout:
+        """The layout of caches that hold some ids."""
+        per_id, windows = 0, Counter[int]()
+        for layer in layers:
+            nbytes = sum(each.nbytes // each.shape[2] for each in (layer.keys, layer.values))
+            window = getattr(layer, "max_size", None)
+            if window is None:
+                per_id += nbytes
+            else:
+                windows[window] += nbytes
+        return cls(per_id, tuple(sorted(windows.items())))
 
     def nbytes(self, ids: int) -> int:
         """Bytes of a sequence of so many ids."""
@@ -58,9 +70,10 @@ class Layout:
 
     def longest(self, nbytes: int) -> int:
         """Ids of the longest sequence that takes no more than ``nbytes``."""
+        left = nbytes - sum(length * of_an_id for length, of_an_id in self.windows)
         if not self.per_id:
-            return 0 if nbytes < self.fixed else 1 << 40
-        return max(0, nbytes - self.fixed) // self.per_id // STEP * STEP
+            return 0 if left < 0 else 1 << 40
+        return max(0, left) // self.per_id // STEP * STEP
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout | None:

@@ -1,12 +1,12 @@
 """What the engine does next: a chunk of one prompt, or a step of all answers. No mlx, no clock.
 
-Its owner reports what has happened and how long it took (``computed``, ``stepped``), and asks
-``next`` what to do. The same calls always give the same decisions, so that rows and a simulation
+Its owner reports what happened and how long it took (``computed``, ``stepped``), and asks ``next``
+what to do. The same calls always give the same decisions, so that rows and a simulation
 (tests/engine/test_scheduler.py) show how long a request waits.
 
 **The conflict.** A model computes a prompt fastest in large chunks, and while it computes one, no
 answer gets a token. Sarathi-Serve (https://arxiv.org/abs/2403.02310) names it: either prompts stall
-answers, or answers starve prompts. There chunk and step are fused into one computation, which
+answers, or answers starve prompts. There, chunk and step are fused into one computation, which
 mlx-lm's models cannot do. So the two alternate, and two numbers bound what each does to the other:
 
 - *Pause.* While an answer runs, a chunk takes no longer than ``pause`` seconds, by the speed that
@@ -14,26 +14,24 @@ mlx-lm's models cannot do. So the two alternate, and two numbers bound what each
   because attention within it grows with its square. So chunks of a prompt grow by no more than
   ``GROWTH`` from one to the next.
 - *Share.* A chunk that took ``c`` seconds is followed by steps that take
-  ``c * share / (1 - share)`` seconds together. Answers keep ``share`` of the time, and a prompt
-  takes ``1 / (1 - share)`` times as long as it would alone. Where a
-  step takes longer than answers were owed, prompts that wait have more time before the next one.
+  ``c * share / (1 - share)`` seconds together. Answers get ``share`` of the time, and a prompt
+  takes ``1 / (1 - share)`` times as long as it would alone. A step that takes longer than answers
+  were owed gives waiting prompts more time before the next one.
 
 While no answer runs, prompts are computed in full chunks.
 
-**Order.** The prompt with the shortest rest goes first, as this keeps the sum of all waits
-smallest; a prompt that has begun gives way between two chunks. Alone, that rule starves a long
-prompt under a steady load of short ones. So a part of the time (``BY_AGE``) belongs to the prompt
-that came first, whatever its length: once it is the oldest, it takes no longer than ``1 / BY_AGE``
-times its own time.
-
-**Tenants** take turns, chunk by chunk: the one whose last chunk is longest ago is next. A tenant
-that sends ten prompts gets no more of the time than one that sends a single prompt.
+**Order.** The prompt with the shortest rest goes first, which minimizes the sum of all waits; a
+prompt that has begun can be overtaken between two chunks. That rule alone starves a long prompt
+under a steady load of short ones. So a part of the time (``BY_AGE``) belongs to the prompt that
+came first, whatever its length: once it is the oldest, it takes no longer than ``1 / BY_AGE`` times
+its own time. **Tenants** take turns, chunk by chunk: the one whose last chunk is longest ago is
+next. A tenant that sends ten prompts gets no more of the time than one that sends a single prompt.
 
 **Admission.** A prompt begins when it is its turn, there is memory for it (``fits``), and not too
 many others are running. Of the places for prompts, the last one is for those that take a single
-chunk: otherwise long prompts in all places would keep a short one waiting until one of them is
-done. When there is no memory for the oldest prompt and it has waited for ``PATIENCE`` seconds, no
-other one begins: otherwise small ones would take whatever becomes free, for ever.
+chunk: otherwise long prompts in all places would block a short one until one of them is done. When
+there is no memory for the oldest prompt and it has waited for ``PATIENCE`` seconds, no other one
+begins: otherwise small ones would take all memory that becomes free, forever.
 """
 
 from __future__ import annotations
@@ -63,12 +61,12 @@ AIM = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much at once, and who gives way. Numbers of ids but for ``pause`` and ``share``.
+    """How much may run at once.
 
     ``sequences``: prompts that have begun and answers, together. ``prompts``: prompts that have
-    begun. ``answers``: rows of a step. ``chunk``: of a prompt, while no answer runs.
-    ``chunk_beside``: the same while one does; 0 leaves it to ``pause``, in seconds. ``share`` of
-    the time that answers keep, less than 1.
+    begun. ``answers``: rows of a step. ``chunk``: ids of a prompt, while no answer runs.
+    ``chunk_beside``: the same while one does; 0 leaves it to ``pause``, in seconds. ``share``: the
+    part of the time that answers get, less than 1.
     """
 
     sequences: int = 256
@@ -116,7 +114,7 @@ class _Tenant:
 
 
 class Scheduler:
-    """Decides; holds how fast the model was so far, which requests wait, whose turn it was last."""
+    """Decides by the speed of the model so far, the requests that wait and the turns of tenants."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -145,7 +143,7 @@ class Scheduler:
         self._turn += 1
         tenant = self._tenants.setdefault(prompt.tenant, _Tenant())
         tenant.turn = self._turn
-        if prompt is self._oldest(prompt.tenant):
+        if prompt is self._oldest()[prompt.tenant]:
             tenant.owed = max(tenant.owed - seconds, -seconds)
         else:
             tenant.owed += seconds * BY_AGE / (1 - BY_AGE)
@@ -186,15 +184,24 @@ class Scheduler:
         """
         if self._answers and self._owed > 0:
             return Step()
-        prompt = self._first(now, fits)
-        if prompt is not None:
-            return Chunk(prompt.request, self._length(prompt))
+        limits = self.limits
+        begun = sum(each.begun for each in self._prompts.values())
+        free = min(limits.sequences, limits.answers) - begun - len(self._answers)
+        waiting = (each for each in self._prompts.values() if not each.begun)
+        oldest = min(waiting, key=lambda each: each.since, default=None)
+        if free > 0 and oldest is not None and now - oldest.since > PATIENCE:
+            free = free if fits(oldest.request) else 0
+        for prompt in self._ranked():
+            reserved = limits.prompts > 1 and prompt.rest > limits.chunk
+            may_begin = free > 0 and begun < limits.prompts - reserved
+            if prompt.begun or (may_begin and fits(prompt.request)):
+                return Chunk(prompt.request, self._length(prompt))
         return Step() if self._answers else None
 
     def order(self) -> list[int]:
         """Those that wait, in the order in which they would be served if nothing else came.
 
-        From any thread, as ``seconds`` is.
+        From any thread, as is ``seconds``.
         """
         return [each.request for each in self._ranked()]
 
@@ -221,38 +228,22 @@ class Scheduler:
             if name in waiting or tenant.turn >= first
         }
 
-    def _oldest(self, tenant: str) -> _Prompt | None:
-        own = (each for each in list(self._prompts.values()) if each.tenant == tenant)
-        return min(own, key=lambda each: (each.since, each.request), default=None)
-
-    def _first(self, now: float, fits: Callable[[int], bool]) -> _Prompt | None:
-        limits = self.limits
-        begun = sum(each.begun for each in self._prompts.values())
-        free = min(limits.sequences, limits.answers) - begun - len(self._answers)
-        waiting = (each for each in self._prompts.values() if not each.begun)
-        oldest = min(waiting, key=lambda each: each.since, default=None)
-        if free > 0 and oldest is not None and now - oldest.since > PATIENCE:
-            free = free if fits(oldest.request) else 0
-        for prompt in self._ranked():
-            reserved = limits.prompts > 1 and prompt.rest > limits.chunk
-            may_begin = free > 0 and begun < limits.prompts - reserved
-            if prompt.begun or (may_begin and fits(prompt.request)):
-                return prompt
-        return None
+    def _oldest(self) -> dict[str, _Prompt]:
+        """The prompt of each tenant that came first."""
+        prompts = sorted(
+            self._prompts.values(), key=lambda each: (each.since, each.request), reverse=True
+        )
+        return {each.tenant: each for each in prompts}
 
     def _ranked(self) -> list[_Prompt]:
-        new, prompts = _Tenant(), list(self._prompts.values())
-        oldest = {
-            name: self._oldest(name)
-            for name in {each.tenant for each in prompts}
-            if self._tenants.get(name, new).owed > 0
-        }
+        oldest = self._oldest()
 
         def rank(prompt: _Prompt) -> tuple[int, bool, int, int]:
-            turn = self._tenants.get(prompt.tenant, new).turn
-            return turn, oldest.get(prompt.tenant) is not prompt, prompt.rest, prompt.request
+            tenant = self._tenants.get(prompt.tenant, _Tenant())
+            by_age = tenant.owed > 0 and prompt is oldest.get(prompt.tenant)
+            return tenant.turn, not by_age, prompt.rest, prompt.request
 
-        return sorted(prompts, key=rank)
+        return sorted(self._prompts.values(), key=rank)
 
     def _length(self, prompt: _Prompt) -> int:
         limits = self.limits

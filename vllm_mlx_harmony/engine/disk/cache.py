@@ -185,7 +185,7 @@ class DiskCache:
         try:
             index = Index(self._home)
         except sqlite3.DatabaseError as error:
-            if not _is_damage(error):
+            if type(error) is not sqlite3.DatabaseError:  # it is a database, but cannot be opened
                 raise
             self._set_index_aside(error)
             index = Index(self._home)
@@ -215,7 +215,7 @@ class DiskCache:
                     "prefix cache: %s failed (%s: %s); it stays in memory until that is over",
                     *(self.directory, what, error),
                 )
-            if _is_damage(error):
+            if type(error) is sqlite3.DatabaseError:  # the file is no database
                 with suppress(*Failed), self._changing:
                     self._index.close()
                     self._set_index_aside(error)  # `_follow` opens a new one
@@ -435,30 +435,24 @@ class DiskCache:
         return tuple(found)
 
     def _read(self, row: Row) -> Loaded | None:
-        began = time.perf_counter()
+        began, content = time.perf_counter(), bytearray(row.size)
+        view, at, crc = memoryview(content), 0, 0
         try:
-            tensors = decoded(memoryview(self._content(row)))
+            opened = os.open(self._home / PIECES / row.file, os.O_RDONLY | os.O_NOFOLLOW)
+            with os.fdopen(opened, "rb", buffering=0) as file:
+                while count := file.readinto(view[at : at + SLICE]):
+                    crc = crc32(view[at : at + count], crc)
+                    at += count
+                if at < row.size or file.read(1) or crc != row.crc:
+                    raise Damaged("its size or its checksum differs")
+            piece = Loaded(row.start, row.end, decoded(view))
         except (OSError, Damaged) as error:
             self._set_aside(row, error)
             return None
-        piece = Loaded(row.start, row.end, tensors)
         self._recent[row.key] = piece  # prompts that come together share it
         self._counters.read_seconds += time.perf_counter() - began
         self._counters.bytes_read += row.size
         return piece
-
-    def _content(self, row: Row) -> bytearray:
-        """The bytes of a file, verified. Raises ``OSError`` and ``Damaged``."""
-        opened = os.open(self._home / PIECES / row.file, os.O_RDONLY | os.O_NOFOLLOW)
-        content = bytearray(row.size)
-        view, at, crc = memoryview(content), 0, 0
-        with os.fdopen(opened, "rb", buffering=0) as file:
-            while count := file.readinto(view[at : at + SLICE]):
-                crc = crc32(view[at : at + count], crc)
-                at += count
-            if at < row.size or file.read(1) or crc != row.crc:
-                raise Damaged("its size or its checksum differs")
-        return content
 
     def _set_aside(self, row: Row, error: Exception) -> None:
         """Removes a piece that cannot be read, and all pieces that continue it."""
@@ -546,8 +540,3 @@ class DiskCache:
         self._reader.shutdown(wait=False)
         if not self._writer.is_alive():
             self._index.close()
-
-
-def _is_damage(error: Exception) -> bool:
-    """Whether SQLite reports a file that is no database, rather than one it cannot open."""
-    return type(error) is sqlite3.DatabaseError

@@ -4,16 +4,15 @@ The key that a look-up begins with is a digest of everything that makes a piece 
 
 - The weights: `config.json`, which has shapes and types, and of each file its name, size,
   modification time and parts of its content: the whole safetensors header, and ``SAMPLES`` blocks
-  spread evenly from the first byte to the last. So a fine-tune with the shapes of the original does
-  not pass for it, even where a copy or an archive has set its times. Hashing all of 65 GB would
-  take longer than what the cache saves; these reads take milliseconds.
+  spread evenly from the first byte to the last. This tells a fine-tune from the original of the
+  same shapes, even if a copy or an archive has set its times. Hashing all of 65 GB would take
+  longer than what the cache saves; these reads take milliseconds.
 - The layout of a piece: which windows the layers have, the format of the files.
 - mlx-lm, whose caches pieces are cut from: it has no version of their format, so its own version
   counts, up to the second number.
 - The tenant.
 
-A digest that changes, as it did between versions of this module, makes older pieces unreachable.
-They go first when the room is needed.
+A digest that changes makes older pieces unreachable. They are evicted first.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def of_weights(model: str) -> bytes | None:
 
 
 def _content(path: Path) -> Iterator[bytes]:
-    """Name, size, time and parts of the content of a regular file, and of nothing else.
+    """Name, size, time and parts of the content of a regular file; nothing of any other.
 
     Links are followed: a repository in the Hugging Face cache consists of them. Raises ``OSError``.
     """
@@ -89,13 +88,13 @@ def _content(path: Path) -> Iterator[bytes]:
 def while_loading(model: str, load: Callable[[], T]) -> tuple[T, bytes | None]:
     """What ``load`` returns, and the digest of the files that it read; ``None`` if that is unknown.
 
-    The files are looked at before and after: a directory may get other weights at any moment (``hf
+    Compares the files before and after: a directory may get other weights at any moment (``hf
     download --local-dir``), and what the old ones compute must not be found for the new ones.
     """
     before = of_weights(model)
     loaded = load()
     weights = of_weights(model)
-    # Files of a repository in the Hugging Face cache do not change: others come beside them.
+    # In the Hugging Face cache, files of a repository do not change: others are added.
     if weights != before and Path(model).is_dir():
         logger.warning("prefix cache: not on disk, the files in %s are changing", model)
         return loaded, None

@@ -140,25 +140,22 @@ class Index:
             for _ in range(2)
         )
         try:
-            self._prepare()
+            version = _checked_version(self._file, self.path)
+            self._file.execute("PRAGMA journal_mode=WAL")
+            # A loss of power may take the end of the log: that is computed again.
+            self._file.execute("PRAGMA synchronous=NORMAL")
+            self._file.execute("PRAGMA secure_delete=ON")  # a deleted turn is overwritten
+            if version < VERSION:  # otherwise write nothing: the disk may be full, or in use
+                with self.writing() as file:
+                    for statement in filter(None, map(str.strip, _SCHEMA.split(";"))):
+                        file.execute(statement)
+                    file.execute(f"PRAGMA user_version={VERSION}")
+            self._reader.execute("PRAGMA query_only=ON")
+            now = self.path.stat()
         except BaseException:
             self.close()
             raise
-        now = self.path.stat()
         self._opened = (now.st_dev, now.st_ino)
-
-    def _prepare(self) -> None:
-        version = _checked_version(self._file, self.path)
-        self._file.execute("PRAGMA journal_mode=WAL")
-        # A loss of power may take the end of the log: that is computed again.
-        self._file.execute("PRAGMA synchronous=NORMAL")
-        self._file.execute("PRAGMA secure_delete=ON")  # a deleted turn is overwritten
-        if version < VERSION:  # otherwise write nothing: the disk may be full, or in use
-            with self.writing() as file:
-                for statement in filter(None, map(str.strip, _SCHEMA.split(";"))):
-                    file.execute(statement)
-                file.execute(f"PRAGMA user_version={VERSION}")
-        self._reader.execute("PRAGMA query_only=ON")
 
     def close(self) -> None:
         with self._lock, self._reading:
