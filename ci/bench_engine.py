@@ -182,12 +182,7 @@ def decoding(name: str, engine: MlxEngine) -> Iterator[Row]:
 
 def on_thread(engine: MlxEngine, function: Callable[[], float]) -> float:
     """What ``function`` returns where the model is."""
-
-    async def run() -> float:
-        found: float = await engine.run(function)
-        return found
-
-    return asyncio.run(run())
+    return engine._thread.call(function).result()
 
 
 def by_mlx_lm(engine: MlxEngine, prompt: Sequence[int]) -> float:

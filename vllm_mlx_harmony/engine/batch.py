@@ -128,7 +128,6 @@ class Answers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches."""
         return sum(layer.nbytes for batch in self.batches for layer in batch.layers)
 
     def __len__(self) -> int:

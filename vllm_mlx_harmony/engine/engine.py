@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
 
@@ -67,8 +67,6 @@ HOPELESS = 10.0
 
 REPORTED = 0.5
 """Seconds between two progress reports of prompts that wait."""
-
-T = TypeVar("T")
 
 Load: TypeAlias = "Callable[[], tuple[Module, Any]]"
 """Loads a model and its tokenizer, on the engine's thread."""
@@ -154,7 +152,6 @@ class MlxEngine:
 
     @property
     def loaded(self) -> bool:
-        """Whether there is a model to generate with."""
         return self.module is not None
 
     @property
@@ -184,10 +181,6 @@ class MlxEngine:
         self._thread.close()
         if self.loaded:  # the thread died and could not free it
             self._free()
-
-    async def run(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns on the engine's thread, between two pieces of work."""
-        return await asyncio.wrap_future(self._thread.call(function))
 
     def status(self) -> list[RequestStatus]:
         """All requests: those that generate, then in the order in which they will be served."""

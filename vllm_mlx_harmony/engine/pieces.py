@@ -58,7 +58,6 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return sum(part.nbytes for part in self.parts.values())
 
     def last(self, tokens: int) -> Piece:

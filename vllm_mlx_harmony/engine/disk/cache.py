@@ -435,15 +435,16 @@ class DiskCache:
         return tuple(found)
 
     def _read(self, row: Row) -> Loaded | None:
-        began, content = time.perf_counter(), bytearray(row.size)
-        view, at, crc = memoryview(content), 0, 0
+        began, at, crc = time.perf_counter(), 0, 0
         try:
             opened = os.open(self._home / PIECES / row.file, os.O_RDONLY | os.O_NOFOLLOW)
             with os.fdopen(opened, "rb", buffering=0) as file:
+                size = os.fstat(opened).st_size
+                view = memoryview(bytearray(size if size == row.size else 0))
                 while count := file.readinto(view[at : at + SLICE]):
                     crc = crc32(view[at : at + count], crc)
                     at += count
-                if at < row.size or file.read(1) or crc != row.crc:
+                if at < row.size or crc != row.crc:
                     raise Damaged("its size or its checksum differs")
             piece = Loaded(row.start, row.end, decoded(view))
         except (OSError, Damaged) as error:
