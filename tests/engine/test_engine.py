@@ -21,6 +21,7 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device
+from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.engine import QUEUE_VARIABLE, MlxEngine, Options
 from vllm_mlx_harmony.engine.mlx_lm_compat import BatchKVCache, KVCache
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
@@ -70,6 +71,11 @@ async def steps(engine: MlxEngine, asked: tuple[int, ...], **changed: Any) -> li
     settings = Settings(**{"max_tokens": 40, "temperature": 0.0, "top_p": 1.0, **changed})
     async with aclosing(engine.generate(asked, settings, "", None)) as coming:
         return [step async for step in coming if step.progress is None]
+
+
+def rows(engine: MlxEngine) -> int:
+    """How many answers are generated."""
+    return sum(len(batch.rows) for batch in engine._batches)
 
 
 async def answer(engine: MlxEngine, asked: tuple[int, ...], **changed: Any) -> tuple[int, ...]:
@@ -148,14 +154,14 @@ def test_long_and_short_ones_do_not_share_a_batch(tiny_engine: MlxEngine, run: R
         batches = []
 
         async def short_one() -> tuple[int, ...]:
-            while not len(tiny_engine._answers):
+            while not rows(tiny_engine):
                 await asyncio.sleep(0.001)
             found = ()
             settings = Settings(max_tokens=20, temperature=0.0, top_p=1.0)
             async with aclosing(tiny_engine.generate(short, settings, "", None)) as coming:
                 async for step in coming:
                     found += step.ids
-                    batches.append(len(tiny_engine._answers.batches))
+                    batches.append(len(tiny_engine._batches))
             return found
 
         both = await asyncio.gather(answer(tiny_engine, long, max_tokens=60), short_one())
@@ -189,9 +195,7 @@ def idle(engine: MlxEngine) -> bool:
 
     def left() -> bool:
         scheduler = engine._scheduler
-        return not (
-            engine._requests or len(engine._answers) or scheduler._prompts or scheduler._answers
-        )
+        return not (engine._requests or engine._batches or scheduler._prompts or scheduler._answers)
 
     return engine._thread.call(left).result()
 
@@ -286,16 +290,18 @@ def test_memory_that_runs_out_ends_a_request_and_not_the_engine(
         engine.close()
 
 
-def test_what_breaks_as_an_answer_ends_ends_those_beside_it(tiny: Path, run: Run) -> None:
+def test_what_breaks_as_an_answer_ends_ends_those_beside_it(
+    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = opened(tiny)
-    remove, broken = engine._answers.remove, [True]
+    remove, broken = Batch.remove, [True]
 
-    def full(rows: Any) -> None:
+    def full(batch: Batch, gone: Any) -> None:
         if broken and broken.pop():
             raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
-        remove(rows)
+        remove(batch, gone)
 
-    engine._answers.remove = full  # type: ignore[method-assign]
+    monkeypatch.setattr(Batch, "remove", full)
 
     async def both() -> list[Any]:
         asked = (answer(engine, words(n, 50), max_tokens=10 + 200 * n) for n in range(2))
@@ -342,7 +348,7 @@ def test_a_batch_that_cannot_be_changed_ends_its_answers_and_no_others(
         if change in ("merge", "extend"):
             failing[0] = True
         else:
-            while sum(len(batch.rows) for batch in engine._answers.batches) < running + 1:
+            while rows(engine) < running + 1:
                 await asyncio.sleep(0.001)
             failing[0] = True
             more.cancel()
@@ -361,16 +367,17 @@ def test_a_batch_that_cannot_be_changed_ends_its_answers_and_no_others(
 
 
 def test_who_is_on_the_way_when_the_thread_dies_is_told(tiny: Path, run: Run) -> None:
-    """Its call stands behind the one in which the thread dies."""
+    """Its call waits while the thread dies."""
     engine = opened(tiny)
     held = threading.Event()
 
-    def dies() -> None:
+    def dies(*_: Any) -> None:
         held.wait(10)
         raise AssertionError("a bug")
 
     async def asking() -> Any:
-        engine._thread.post(dies)
+        engine._scheduler.next = dies  # type: ignore[method-assign, assignment]
+        engine._thread.call(bool)
         asked = asyncio.ensure_future(answer(engine, words(3, 50)))
         await asyncio.sleep(0.05)
         held.set()
@@ -469,7 +476,7 @@ async def in_every_state(engine: MlxEngine) -> dict[str, asyncio.Task[Any]]:
         return await answer(engine, words(seed, length), max_tokens=20_000)
 
     tasks = {"decode": asyncio.ensure_future(asked(20, 1))}
-    while not len(engine._answers):
+    while not rows(engine):
         await asyncio.sleep(0.001)
     tasks["prefill"] = asyncio.ensure_future(asked(30_000, 2))
     while not any(each.at > 0 and not each.ids for each in engine._requests.values()):
@@ -517,7 +524,7 @@ def test_unloaded_under_load_it_ends_requests_in_all_states(crowded: MlxEngine, 
             assert error.value.status == 503
 
     run(test())
-    assert not (crowded.loaded or crowded._requests or len(crowded._answers))
+    assert not (crowded.loaded or crowded._requests or crowded._batches)
 
 
 # --- Limits.
@@ -536,7 +543,7 @@ class Watched:
 
     def __call__(self, ids: Any, cache: Any) -> Any:
         requests = list(self.engine._requests.values())
-        answers = len(self.engine._answers)
+        answers = rows(self.engine)
         prompts = sum(each.begun and not each.ids for each in requests)
         self.begun.append(prompts)
         self.running.append(prompts + answers)

@@ -26,7 +26,7 @@ def request(state: Any, place: int, **changed: Any) -> RequestStatus:
     """A prompt of 36,102 tokens, 9 seconds old."""
     values = {"total": 36_102, "cached": 0, "computed": 14_336, "generated": 0, "seconds": 9.0}
     values |= {"speed": 1512.6, "expected": 14.2, **changed}
-    return RequestStatus("secret", state, place, **values)
+    return RequestStatus(state, place, **values)
 
 
 COMPUTING = request("computing", 1)

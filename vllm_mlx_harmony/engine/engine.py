@@ -30,7 +30,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.engine.batch import Answers, Batch
+from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.boundaries import boundaries
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.memory import Budget, Layout
@@ -96,7 +96,6 @@ class RequestStatus:
     arrives; ``None`` while no speed is known.
     """
 
-    tenant: str
     state: Literal["waiting", "computing", "generating"]
     place: int
     total: int
@@ -136,7 +135,7 @@ class MlxEngine:
         self.budget: Budget | None = None
         self.weights = 0
         self.totals = Totals()
-        self._answers = Answers()
+        self._batches: list[Batch] = []
         self._scheduler = Scheduler(self.options.limits)
         self._requests: dict[int, Request] = {}
         self._numbers = count(1)
@@ -177,7 +176,7 @@ class MlxEngine:
     def close(self) -> None:
         """Ends all requests, frees everything, ends the thread."""
         with suppress(Stopped):
-            self._thread.post(self._shut)
+            self._thread.call(self._shut)
         self._thread.close()
         if self.loaded:  # the thread died and could not free it
             self._free()
@@ -203,7 +202,6 @@ class MlxEngine:
                 speed = (progress.total - progress.processed) / rest
             found.append(
                 RequestStatus(
-                    tenant=each.tenant,
                     state="waiting" if not each.begun else "computing" if place else "generating",
                     place=place,
                     total=len(each.prompt),
@@ -244,7 +242,7 @@ class MlxEngine:
                 match = await self.cache.find(request.prompt, request.tenant)
                 request.match = await self.cache.load(match)
             try:
-                self._thread.post(partial(self._admit, request))
+                await asyncio.wrap_future(self._thread.call(partial(self._admit, request)))
             except Stopped:
                 raise HostError(self._stopped) from None
             while not request.ended:
@@ -309,19 +307,14 @@ class MlxEngine:
             if request := self._requests.pop(key, None):
                 request.layers = None
                 self._put(request, HostError(self._stopped))
-        self._answers, self._scheduler = Answers(), Scheduler(self.options.limits)
+        self._batches, self._scheduler = [], Scheduler(self.options.limits)
         self._deliver()
 
     # --- On the thread: requests
 
     def _admit(self, request: Request) -> None:
-        if request.number not in self._requests:  # its client has gone
-            return
         if not self.loaded:
-            del self._requests[request.number]
-            self._put(request, HostError(self._stopped))
-            self._deliver()
-            return
+            raise HostError(self._stopped)
         known = 0 if request.match is None else request.match.cached
         rest = max(0, len(request.prompt) - 1 - known)
         self._scheduler.add(request.number, rest, request.tenant, request.since)
@@ -335,11 +328,13 @@ class MlxEngine:
         self.totals.prompt_tokens += request.at
         self.totals.completion_tokens += request.generated
         request.layers = None
-        if request.batch is not None:
-            try:
-                self._answers.remove([request])
-            except Exception as error:  # noqa: BLE001 - as in ``_step``
-                self._fail((), error)
+        for batch in self._batches:
+            if request in batch.rows:
+                try:
+                    batch.remove([request])
+                except Exception as error:  # noqa: BLE001 - as in ``_step``
+                    self._fail((), error)
+        self._batches = [batch for batch in self._batches if batch.rows]
 
     def _report(self, request: Request, place: int = 0) -> None:
         self._put(request, Step((), progress=request.progress(time.perf_counter(), place)))
@@ -360,7 +355,7 @@ class MlxEngine:
                     self._forget(request)
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        """``requests``, and answers whose batch was dropped, end with ``error``.
+        """``requests``, and answers that are in no batch any more, end with ``error``.
 
         When memory has run out, the prefix cache is released.
         """
@@ -376,8 +371,9 @@ class MlxEngine:
             logger.error("the engine failed", exc_info=error)
             problem = "the engine failed while it was generating: the server's log says why"
             failure = OutputError(problem)
-        without_batch = (each for each in self._requests.values() if each.ids and not each.batch)
-        for request in {*requests, *without_batch}:
+        rows = {request for batch in self._batches for request in batch.rows}
+        lost = {each for each in self._requests.values() if each.ids} - rows
+        for request in {*requests, *lost}:
             self._put(request, failure)
             self._forget(request)
         if exhausted:
@@ -418,9 +414,8 @@ class MlxEngine:
         budget, request = self.budget, self._requests[key]
         assert budget is not None
         running = [each for each in self._requests.values() if each.begun]
-        own = self._answers.nbytes + sum(
-            layer.nbytes for each in running for layer in each.layers or ()
-        )
+        holders: list[Request | Batch] = [*running, *self._batches]
+        own = sum(layer.nbytes for each in holders for layer in each.layers or ())
         ends = [*(each.end for each in running), request.end]
         missing = budget.missing(device.used() - own, ends)
         if missing and self.cache is not None:
@@ -452,7 +447,7 @@ class MlxEngine:
         assert self.module is not None
         # Answers are computed one step ahead: that is not the prompt's time. Nor is it the
         # answers': what they lose by taking turns is not taken from their share.
-        self._answers.settle()
+        mx.eval([batch.pending for batch in self._batches])
         end = min(request.at + ids, request.marks[0])
         chunk = request.prompt[request.at : end]
         started = time.perf_counter()
@@ -479,25 +474,44 @@ class MlxEngine:
         self._report(request)
         self._scheduler.answers(request.number)
         request.layers, request.ids = None, list(request.prompt)
-        self._answers.join(request, layers)
+        for batch in self._batches:
+            if batch.takes(request):
+                batch.join(request, layers)
+                return
+        self._batches.append(Batch(request, layers))
 
     def _step(self, cache: PrefixCache) -> None:
-        """An id for every answer."""
+        """An id for every answer.
+
+        An answer that ends is stored before its last ids are sent: a client that asks again at once
+        finds it cached.
+        """
         assert self.module is not None
         started = time.perf_counter()
-        for batch in list(self._answers.batches):
+        for batch in list(self._batches):
+            ended: dict[Request, Finish] = {}
             try:
-                found = self._answers.step(self.module, batch)
-                ended = [
-                    (request, finish)
-                    for request, token in found
-                    if (finish := self._add(request, token))
-                ]
+                for request, token in batch.step(self.module):
+                    request.held.append(token)
+                    request.first = request.first or time.perf_counter()
+                    if token in vocab.TURN_ENDS:
+                        ended[request] = "stop"
+                    elif request.generated >= request.settings.max_tokens:
+                        ended[request] = "length"
+                    elif len(request.held) >= self.options.interval:
+                        self._put(request, Step(tuple(request.held), None, request.cached))
+                        request.held.clear()
                 self._deliver()
+                for request, finish in ended.items():
+                    row = batch.rows.index(request)
+                    cache.store(request.ids, batch.layers, request.tenant, row)
+                    self._put(request, Step(tuple(request.held), finish, request.cached))
                 if ended:
-                    self._end(batch, ended, cache)
+                    batch.remove(ended)
+                    for request in ended:
+                        self._forget(request)
             except Exception as error:  # noqa: BLE001 - of the model, whatever it is
-                self._answers.drop(batch)  # its caches may be broken
+                batch.rows = []  # its caches may be broken
                 self._fail((), error)
         self.totals.steps += 1
         self._release(8)
@@ -508,31 +522,6 @@ class MlxEngine:
         if self._computed >= FREED:
             self._computed = 0
             mx.clear_cache()
-
-    def _add(self, request: Request, token: int) -> Finish | None:
-        """Adds ``token`` to its answer; why the answer ends with it, if it does."""
-        request.held.append(token)
-        request.first = request.first or time.perf_counter()
-        if token in vocab.TURN_ENDS:
-            return "stop"
-        if request.generated >= request.settings.max_tokens:
-            return "length"
-        if len(request.held) >= self.options.interval:
-            self._put(request, Step(tuple(request.held), None, request.cached))
-            request.held.clear()
-        return None
-
-    def _end(
-        self, batch: Batch, ended: Sequence[tuple[Request, Finish]], cache: PrefixCache
-    ) -> None:
-        """Stores answers, then sends their last ids: a client that asks again at once finds them
-        cached."""
-        for request, finish in ended:
-            cache.store(request.ids, batch.layers, request.tenant, batch.rows.index(request))
-            self._put(request, Step(tuple(request.held), finish, request.cached))
-        self._answers.remove([request for request, _ in ended])
-        for request, _ in ended:
-            self._forget(request)
 
 
 def _hand_over(items: list[tuple[Request, Item]]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.core.errors import HarmonyFailure
@@ -35,7 +35,7 @@ class Request:
     """What is cached of the prompt, until it begins."""
 
     # On the engine's thread. A prompt has ``layers``, which hold its first ``at`` ids and are
-    # stored at ``marks``. An answer is a row of ``batch``, whose layers hold ``ids`` (prompt and
+    # stored at ``marks``. An answer is a row of a batch, whose layers hold ``ids`` (prompt and
     # answer), or will after the step that is being computed; ``joined`` after its first step.
     begun: float = 0.0
     layers: Layers | None = None
@@ -43,8 +43,6 @@ class Request:
     at: int = 0
     cached: int = 0
     ids: list[int] = field(default_factory=list)
-    batch: Any = None
-    """A ``Batch``, which knows its requests, and is not imported here: ``None`` without one."""
     joined: bool = False
     first: float = 0.0
     held: list[int] = field(default_factory=list)

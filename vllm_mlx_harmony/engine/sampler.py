@@ -94,9 +94,8 @@ class Sampler:
         if self.settings.logit_bias:
             ids, values = zip(*self.settings.logit_bias, strict=True)
             logits = logits.at[:, mx.array(ids)].add(mx.array(values, dtype=mx.float32))
-        return self._penalised(last, logits) if self.penalises else logits
-
-    def _penalised(self, last: mx.array, logits: mx.array) -> mx.array:
+        if not self.penalises:
+            return logits
         if self._counts is None:
             self._counts = mx.zeros((logits.shape[-1],), dtype=mx.float32)
             self._in_text = mx.array([self._opens_with_text])
@@ -131,21 +130,20 @@ def draw(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.ar
         if any(each.processor is not None for each in samplers):
             mx.async_eval(logits)  # the device has work while Python waits for `last`
             read = last.tolist()
-        rows = mx.split(logits.astype(mx.float32), len(samplers))
+        parts = mx.split(logits.astype(mx.float32), len(samplers))
         for at, each in enumerate(samplers):
             if each.adjusts:
-                rows[at] = each.adjusted(last[at : at + 1], read[at], rows[at])
-        logits = mx.concatenate(rows)
+                parts[at] = each.adjusted(last[at : at + 1], read[at], parts[at])
+        logits = mx.concatenate(parts)
     kinds = [(each.settings.temperature == 0, *each.filters) for each in samplers]
     if len({*kinds}) == 1:
         return _drawn(samplers, logits)
-    order, parts = [], []
-    for kind in sorted({*kinds}):
+    drawn = mx.zeros((len(samplers),), dtype=mx.uint32)
+    for kind in {*kinds}:
         alike = [row for row, own in enumerate(kinds) if own == kind]
-        parts.append(_drawn([samplers[row] for row in alike], logits[mx.array(alike)]))
-        order += alike
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return mx.concatenate(parts)[mx.array(back)]
+        rows = mx.array(alike)
+        drawn[rows] = _drawn([samplers[row] for row in alike], logits[rows])
+    return drawn
 
 
 def _drawn(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:

@@ -43,7 +43,7 @@ class EngineThread:
         died: Callable[[BaseException], None],
     ) -> None:
         self._work, self._died = work, died
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any] | None] | None]
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._calls = SimpleQueue()
         self._lock = threading.Lock()
         self.alive = True
@@ -54,18 +54,11 @@ class EngineThread:
     def call(self, function: Callable[[], T]) -> Future[T]:
         """The result of ``function``, once the thread has run it. Raises ``Stopped``."""
         result: Future[T] = Future()
-        self.post(function, result)
-        return result
-
-    def post(self, function: Callable[[], Any], result: Future[Any] | None = None) -> None:
-        """Has the thread run ``function``, which must not raise without ``result``.
-
-        Raises ``Stopped``.
-        """
         with self._lock:
             if not self.alive:
                 raise Stopped("the engine's thread has ended")
             self._calls.put((function, result))
+        return result
 
     def close(self) -> None:
         """Ends the thread after all posted calls, and waits for it."""
@@ -73,8 +66,7 @@ class EngineThread:
             if self.alive:
                 self.alive = False
                 self._calls.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -87,10 +79,9 @@ class EngineThread:
                 self.alive = False
             self._died(error)
         with suppress(Empty):
-            while True:
-                _, result = self._calls.get_nowait() or (None, None)
-                if result is not None and result.set_running_or_notify_cancel():
-                    result.set_exception(Stopped("the engine's thread has ended"))
+            while call := self._calls.get_nowait():
+                if call[1].set_running_or_notify_cancel():
+                    call[1].set_exception(Stopped("the engine's thread has ended"))
 
     def _run_calls(self, wait: float | None) -> bool:
         """Runs the calls that come within ``wait`` seconds; False after the last one."""
@@ -98,9 +89,7 @@ class EngineThread:
             call = self._calls.get(block=wait != 0, timeout=wait or None)
             while call is not None:
                 function, result = call
-                if result is None:
-                    function()
-                elif result.set_running_or_notify_cancel():
+                if result.set_running_or_notify_cancel():
                     try:
                         result.set_result(function())
                     except BaseException as error:  # noqa: BLE001 - it belongs to the caller

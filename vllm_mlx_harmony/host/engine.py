@@ -62,12 +62,11 @@ def serving() -> list[tuple[str, MlxEngine]]:
 
 
 def shown(engine: MlxEngine) -> list[dict[str, object]]:
-    """The requests of an engine without their tenants, with rounded numbers."""
+    """The requests of an engine, with rounded numbers."""
     return [
         {
             name: round(value, 3) if isinstance(value, float) else value
             for name, value in asdict(request).items()
-            if name != "tenant"
         }
         for request in engine.status()
     ]
