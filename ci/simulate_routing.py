@@ -564,7 +564,7 @@ def silence(asked: list[Conversation], engines: int, silent_at: float) -> None:
 
 
 def main() -> None:
-    """Prints the tables of docs/scale.md."""
+    """Prints the tables of docs/simulation.md."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--engines", type=int, default=64)
     options.add_argument("--conversations", type=int, default=10_000)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 VERSION = "0.32.0"
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
-OPTIONS = ("--served-model-name", "m", "--host", "127.0.0.1", "--max-model-len", "8192")
+OPTIONS = ("--served-model-name", "gpt-oss-20b", "--host", "127.0.0.1", "--max-model-len", "8192")
 SMALL = ("--enforce-eager", "--dtype", "bfloat16")
 
 SIZES = """

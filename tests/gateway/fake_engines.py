@@ -244,6 +244,8 @@ class FakeEngine:
     """Events that are sent in one piece."""
     grammar: bool = True
     """Whether it writes what a trial's grammar says."""
+    name: str = "gpt-oss-20b"
+    """What it calls the model."""
     length: int = 4096
     """Of its context."""
     silent: str = ""
@@ -334,8 +336,8 @@ class FakeEngine:
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
-        entry = {"id": "m", "object": "model", "owned_by": self.kind, "max_model_len": self.length}
-        return JSONResponse({"object": "list", "data": [entry]})
+        entry = {"id": self.name, "object": "model", "owned_by": self.kind}
+        return JSONResponse({"object": "list", "data": [{**entry, "max_model_len": self.length}]})
 
     @property
     def app(self) -> Starlette:

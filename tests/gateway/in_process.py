@@ -15,8 +15,9 @@ from vllm_mlx_harmony.gateway.app import Gateway
 from vllm_mlx_harmony.gateway.engines import http
 from vllm_mlx_harmony.gateway.engines.detection import KINDS, Spec
 from vllm_mlx_harmony.gateway.engines.http import HttpEngine
+from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.routing import Rule
-from vllm_mlx_harmony.gateway.settings import GatewaySettings
+from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import Deadline, Lease, Tracker
 
@@ -75,7 +76,7 @@ class Watched(Gateway):
         **settings: Any,
     ) -> None:
         specs = tuple(Spec(url) for _, url in engines)
-        keys = (("test", key),) if key else ()
+        keys = (Key("test", digest(key)),) if key else ()
         limits = {"max_output_tokens": 1000, "default_max_output_tokens": 1000}
         values: dict[str, Any] = {**limits, **settings}
         super().__init__(GatewaySettings(engines=specs, model=MODEL, keys=keys, **values), rule)

@@ -34,7 +34,7 @@ def test_a_policy_is_applied_by_gpt_oss_safeguard(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
-    engine = FakeEngine("vllm", {"Buy followers now!": CLASSIFIED})
+    engine = FakeEngine("vllm", {"Buy followers now!": CLASSIFIED}, name="gpt-oss-safeguard")
     with ExitStack() as stack:
         url = stack.enter_context(served(engine.app))
         settings = GatewaySettings(engines=(Spec(url),), model="gpt-oss-safeguard")

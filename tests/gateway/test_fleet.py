@@ -23,7 +23,7 @@ pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 from fake_engines import FakeEngine, served, until
-from in_process import engine_at
+from in_process import MODEL, engine_at
 
 from vllm_mlx_harmony.gateway import app
 from vllm_mlx_harmony.gateway.engines.detection import Spec
@@ -168,7 +168,7 @@ def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:
 
         def engines(*urls: str) -> None:
             tables = "".join(f'[[engines]]\nurl = "{url}"\nkind = "sglang"\n' for url in urls)
-            file.write_text(f'model = "m"\nport = {port}\n{tables}')
+            file.write_text(f'model = "{MODEL}"\nport = {port}\n{tables}')
 
         engines(urls[0])
         process = started(stack, file)
@@ -177,7 +177,7 @@ def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:
 
         def ask(stream: bool = False) -> httpx.Response:
             messages = [{"role": "user", "content": "Hello"}]
-            body: dict[str, Any] = {"model": "m", "messages": messages, "stream": stream}
+            body: dict[str, Any] = {"model": MODEL, "messages": messages, "stream": stream}
             return httpx.post(f"{gateway}/v1/chat/completions", json=body, timeout=60)
 
         until(lambda: health() == {urls[0]: "up"}, "the gateway to be ready", 180)
@@ -213,7 +213,7 @@ def test_sighup_before_an_engine_has_answered(tmp_path: Path) -> None:
 
         def engine(url: str) -> None:
             table = f'[[engines]]\nurl = "{url}"\nkind = "sglang"\n'
-            file.write_text(f'model = "m"\nport = {port}\n{table}')
+            file.write_text(f'model = "{MODEL}"\nport = {port}\n{table}')
 
         engine(f"http://127.0.0.1:{silent.getsockname()[1]}")
         process = started(stack, file)

@@ -25,18 +25,16 @@ import httpx
 from fake_engines import KINDS, FakeEngine, Fault, ids, served, until
 from in_process import MODEL, Watched
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import HTTPConnection
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.gateway import access_log, app, shared_limit
+from vllm_mlx_harmony.gateway import access_log, app
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines import detection, http
 from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, same_model, start_line
-from vllm_mlx_harmony.gateway.limits import RateLimit
-from vllm_mlx_harmony.gateway.settings import PREFIX, GatewaySettings, load
+from vllm_mlx_harmony.gateway.limits import digest
+from vllm_mlx_harmony.gateway.settings import PREFIX, GatewaySettings, Key, load
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.defaults import ATTACHMENTS_VARIABLE
 from vllm_mlx_harmony.server.tools import config
@@ -73,8 +71,10 @@ def test_a_server_says_which_kind_it_is(kind: str) -> None:
         engine = detected(url)
         line = start_line(engine)
     assert engine.dialect.name == kind.removesuffix("-incremental")
-    assert (engine.served_name, engine.context_length) == ("m", 4096)
-    assert line.startswith(f"{url}: {engine.dialect.name} serves 'm', 4096 tokens of context; ")
+    assert (engine.served_name, engine.context_length) == (MODEL, 4096)
+    assert line.startswith(
+        f"{url}: {engine.dialect.name} serves '{MODEL}', 4096 tokens of context; "
+    )
     assert line.endswith(f"missing: {MISSING[kind]}")
 
 
@@ -185,16 +185,37 @@ def test_names_of_one_model(one: str, other: str, same: bool) -> None:
     assert same_model(one, other) is same is same_model(other, one)
 
 
-@pytest.mark.parametrize("serves", ["m", MODEL])
-def test_an_engine_with_another_model_is_said(
-    serves: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("serves", "model", "engine_model"),
+    [
+        (MODEL, MODEL, ""),
+        (f"openai/{MODEL}", MODEL, ""),
+        ("m", "gpt-4.1", "m"),
+        ("m", MODEL, None),
+        ("gpt-oss-120b", MODEL, None),
+        (MODEL, "gpt-4.1", None),
+        ("m", MODEL, "n"),
+    ],
+)
+def test_an_engine_with_another_model_is_refused(
+    serves: str, model: str, engine_model: str | None
 ) -> None:
-    """``m`` is what a fake engine serves."""
-    with served(FakeEngine("sglang", SCRIPTS).app) as url:
-        settings = GatewaySettings(engines=(Spec(url),), model=serves)
-        with caplog.at_level("WARNING"), served(gateway(settings)):
-            pass
-    assert ("gets the requests for" in caplog.text) is (serves != "m")
+    """Unless its name is given: clients would take the answers for those of the gateway's model."""
+    with served(FakeEngine("sglang", SCRIPTS, name=serves).app) as url:
+        given = {"engines": [url], "model": model, "engine_model": engine_model}
+        settings = load(given, {})
+        with served(gateway(settings)) as base:
+            ready = httpx.get(f"{base}/ready")
+            answer = httpx.post(base + CHAT, json={**USER, "model": model}, timeout=30)
+        if engine_model is None or engine_model == "n":
+            assert (ready.status_code, answer.status_code) == (503, 503)
+            problem = ready.json()["engines"][0]["problem"]
+            assert (
+                f"the engine serves {serves}, not {engine_model or model}: set --model" in problem
+            )
+        else:
+            assert (ready.status_code, answer.status_code) == (200, 200)
+            assert answer.json()["model"] == model
 
 
 @pytest.mark.parametrize(
@@ -207,11 +228,11 @@ def test_an_engine_with_another_model_is_said(
         ("::", (), True),
         ("10.0.0.7", (), True),
         ("gateway.example", (), True),
-        ("0.0.0.0", (("a", "key-of-a"),), False),
+        ("0.0.0.0", (Key("a", digest("key-of-a")),), False),
     ],
 )
 def test_a_gateway_that_is_open_to_everybody(
-    host: str, keys: tuple[tuple[str, str], ...], is_open: bool
+    host: str, keys: tuple[Key, ...], is_open: bool
 ) -> None:
     settings = GatewaySettings(engines=(), model=MODEL, host=host, keys=keys)
     assert settings.open is is_open
@@ -222,7 +243,9 @@ def test_keys_and_limits_are_read_again() -> None:
     engine = FakeEngine("sglang", LONG, pause=0.03)
     with ExitStack() as stack:
         url = stack.enter_context(served(engine.app))
-        old = GatewaySettings(engines=(Spec(url),), model=MODEL, keys=(("a", "key-of-a"),))
+        old = GatewaySettings(
+            engines=(Spec(url),), model=MODEL, keys=(Key("a", digest("key-of-a")),)
+        )
         host = app.Gateway(old)
         base = stack.enter_context(served(app._Outer(host, application(host))))
 
@@ -233,7 +256,9 @@ def test_keys_and_limits_are_read_again() -> None:
 
         running = ThreadPoolExecutor(1).submit(ask, "key-of-a", True)
         until(lambda: engine.running == 1, "a request to run")
-        new = replace(old, keys=(("b", "key-of-b"),), rate_limit=1, port=old.port + 1)
+        new = replace(
+            old, keys=(Key("b", digest("key-of-b")),), requests_per_minute=1, port=old.port + 1
+        )
         host.reload(new)
         assert [ask("key-of-a").status_code, ask("key-of-b").status_code] == [401, 200]
         assert ask("key-of-b").status_code == 429
@@ -293,8 +318,10 @@ def test_keys_are_tenants_and_limited() -> None:
     engine = FakeEngine("vllm", SCRIPTS)
     with ExitStack() as stack:
         url = stack.enter_context(served(engine.app))
-        keys = (("one", "key-1"), ("two", "key-2"))
-        settings = GatewaySettings(engines=(Spec(url),), model=MODEL, keys=keys, rate_limit=3)
+        keys = (Key("one", digest("key-1")), Key("two", digest("key-2")))
+        settings = GatewaySettings(
+            engines=(Spec(url),), model=MODEL, keys=keys, requests_per_minute=3
+        )
         base = stack.enter_context(served(gateway(settings)))
 
         def ask(key: str, path: str = "/v1/responses", **options: Any) -> httpx.Response:
@@ -321,52 +348,6 @@ def test_keys_are_tenants_and_limited() -> None:
         assert 'vllm_mlx_harmony_refused_total{reason="rate limit"} 1.0' in metrics
         assert "key-1" not in metrics
         assert httpx.get(f"{base}/ready").json()["status"] == "ready"
-
-
-def test_without_keys_all_clients_are_one() -> None:
-    """A header that nobody checks gives nobody a limit of its own."""
-    engine = FakeEngine("vllm", SCRIPTS)
-    with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
-        settings = GatewaySettings(engines=(Spec(url),), model=MODEL, rate_limit=2)
-        base = stack.enter_context(served(gateway(settings)))
-        statuses = [
-            httpx.post(base + CHAT, json=USER, headers=headers, timeout=30).status_code
-            for headers in ({}, {"Authorization": "Bearer any"}, {"x-api-key": "another"})
-        ]
-        assert statuses == [200, 200, 429]
-
-
-def test_a_limit_is_on_any_minute() -> None:
-    limit = RateLimit(2)
-    assert [limit.count("a", now) for now in (0.0, 30.0, 31.0)] == [0, 0, 29]
-    assert limit.count("b", 31.0) == 0
-    assert limit.count("a", 60.5) == 0
-    assert [RateLimit(0).count("a", 0.0) for _ in range(9)] == [0] * 9
-
-
-def test_what_the_shared_limit_refuses_does_not_count_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Other gateways have used the minute up, until there is room again."""
-    answers = [7, 7, 7, 0, 0, 0]
-
-    async def count(tenant: str, limit: int) -> int:
-        return answers.pop(0)
-
-    monkeypatch.setattr(shared_limit, "count", count)
-    host = app.Gateway(GatewaySettings(engines=(), model=MODEL, rate_limit=2))
-    connection = HTTPConnection({"type": "http", "headers": []})
-
-    def status() -> int:
-        try:
-            asyncio.run(host.check_rate_limit(connection))
-        except HTTPException as refused:
-            return refused.status_code
-        return 200
-
-    assert [status() for _ in range(6)] == [429, 429, 429, 200, 200, 429]
-    assert answers == [0]  # the last was one too many here
 
 
 # --- Tools that the gateway runs
@@ -487,22 +468,22 @@ def test_an_engine_with_grammars_gets_them() -> None:
 def test_flags_stand_over_the_environment_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "gateway.toml"
     file.write_text(
-        'model = "of the file"\nport = 1\nrate_limit = 5\nkeys = { alice = " alice-key " }\n'
+        'model = "of the file"\nport = 1\ntokens_per_day = 5\nkeys = { alice = " alice-key " }\n'
         '[[engines]]\nurl = "http://one:1"\nkind = "vllm"\nkey = "k"\n'
         '[[engines]]\nurl = "http://two:2"\n'
     )
-    environment = {f"{PREFIX}PORT": "2", f"{PREFIX}RATE_LIMIT": "6", f"{PREFIX}ENGINE_KEY": "e"}
+    environment = {f"{PREFIX}PORT": "2", f"{PREFIX}TOKENS_PER_DAY": "6", f"{PREFIX}ENGINE_KEY": "e"}
     read = load({"port": "3"}, environment, str(file))
-    assert (read.model, read.port, read.rate_limit) == ("of the file", 3, 6)
+    assert (read.model, read.port, read.tokens_per_day) == ("of the file", 3, 6)
     assert read.engines == (Spec("http://one:1", "vllm", "k"), Spec("http://two:2", "", "e"))
-    assert read.keys == (("alice", "alice-key"),)
+    assert read.keys == (Key("alice", digest("alice-key")),)
     given = {
         f"{PREFIX}ENGINES": "http://a, vllm=http://b",
         f"{PREFIX}KEYS": "key-of-any,bob=bobs-key",
     }
     other = load({"model": "m"}, given)
     assert other.engines == (Spec("http://a"), Spec("http://b", "vllm"))
-    assert other.keys == (("key-1", "key-of-any"), ("bob", "bobs-key"))
+    assert other.keys == (Key("key-1", digest("key-of-any")), Key("bob", digest("bobs-key")))
 
 
 GIVEN = {"engines": ["http://a"], "model": "m"}
@@ -518,7 +499,7 @@ GIVEN = {"engines": ["http://a"], "model": "m"}
         ({**GIVEN, "engines": ["http://a", "vllm=http://a/"]}, "http://a is given twice"),
         ({**GIVEN, "port": "many"}, "--port: 'many' should be a valid integer"),
         ({**GIVEN, "port": "70000"}, "--port: '70000' should be less than or equal to 65535"),
-        ({**GIVEN, "rate_limit": True}, "--rate-limit: True should be a number"),
+        ({**GIVEN, "tokens_per_day": True}, "--tokens-per-day: True should be a number"),
         ({**GIVEN, "temperature": "hot"}, "--temperature: 'hot' should be a valid number"),
         ({**GIVEN, "top_p": "1.5"}, "--top-p: '1.5' should be less than or equal to 1"),
         ({**GIVEN, "top_p": float("nan")}, "--top-p: nan should be"),
@@ -537,6 +518,20 @@ GIVEN = {"engines": ["http://a"], "model": "m"}
         ({**GIVEN, "keys": ["12345678", "1234567"]}, "key 2 is shorter than 8 characters"),
         ({**GIVEN, "keys": ["a========"]}, "key 1 is shorter than 8 characters"),
         ({**GIVEN, "keys": ["production="]}, "key 1 is a name without a key"),
+        ({**GIVEN, "keys": {"a": {"tokens_per_day": 5}}}, "the key of 'a' is not printable ASCII"),
+        ({**GIVEN, "keys": {"a": "sha256:12"}}, "the key of 'a' is not sha256: and 64 hexa"),
+        ({**GIVEN, "keys": {"a": f"sha256:{'é' * 64}"}}, "the key of 'a' is not printable"),
+        (
+            {**GIVEN, "keys": {"a": {"key": "12345678", "tokens": 5}}},
+            "'tokens', at the key of 'a', is not one of key, requests_per_minute, tokens_per_min",
+        ),
+        *(
+            (
+                {**GIVEN, "keys": {"a": {"key": "12345678", "tokens_per_day": wrong}}},
+                "tokens_per_day, at the key of 'a', is not a number from 0",
+            )
+            for wrong in (-1, True, "5", 1.5)
+        ),
         ({**GIVEN, "keys": []}, "the list is empty"),
         ({**GIVEN, "keys": {}}, "the list is empty"),
         ({**GIVEN, "keys": ""}, "--key: the value should be a list"),
@@ -547,8 +542,13 @@ def test_a_setting_that_cannot_be_is_named(flags: dict[str, Any], said: str) -> 
         load(flags, {})
 
 
-FORMER = {"drain": "5", "max_tokens": "100", "most_tokens": "200"}
-PRESENT = {"shutdown_grace": 5.0, "default_max_output_tokens": 100, "max_output_tokens": 200}
+FORMER = {"drain": "5", "max_tokens": "100", "most_tokens": "200", "rate_limit": "9"}
+PRESENT = {
+    "shutdown_grace": 5.0,
+    "default_max_output_tokens": 100,
+    "max_output_tokens": 200,
+    "requests_per_minute": 9,
+}
 
 
 @pytest.mark.parametrize(
@@ -605,7 +605,7 @@ BASE64 = "MDEyMzQ1Njc4OWFiY2RlZg=="
     ],
 )
 def test_a_key_may_end_in_an_equals_sign(given: str, expected: tuple[str, str]) -> None:
-    assert load({**GIVEN, "keys": [given]}, {}).keys == (expected,)
+    assert load({**GIVEN, "keys": [given]}, {}).keys == (Key(expected[0], digest(expected[1])),)
 
 
 SECRET = "s3cret-9f2e"
@@ -624,7 +624,7 @@ SECRET = "s3cret-9f2e"
         ),
         (
             {"engines": [{"url": "http://a", "key": SECRET, "knd": "vllm"}]},
-            "--engine: 'knd' is not one of url, kind, key",
+            "--engine: 'knd' is not one of url, kind, key, model",
         ),
         (
             {"engines": [{"url": "http://a", "key": [SECRET]}]},
@@ -649,7 +649,7 @@ def test_no_message_says_a_key(flags: dict[str, Any], said: str) -> None:
         ("KEY", SECRET, rf"^{PREFIX}KEY is not a setting; did you mean {PREFIX}KEYS\?$"),
         ("ENGINE", "http://a", f"did you mean {PREFIX}ENGINES"),
         ("BUILTIN_TOOL", "python", f"did you mean {PREFIX}BUILTIN_TOOLS"),
-        ("RATELIMIT", "5", f"did you mean {PREFIX}RATE_LIMIT"),
+        ("TOKENSPERDAY", "5", f"did you mean {PREFIX}TOKENS_PER_DAY"),
         ("CONFG", "gateway.toml", f"did you mean {PREFIX}CONFIG"),
         ("COLOUR", "red", f"^{PREFIX}COLOUR is not a setting$"),
         ("KEYS", "", "--key: the list is empty"),
@@ -809,11 +809,11 @@ def test_kill_9_frees_the_engine_and_another_takes_the_port() -> None:
 def test_a_line_for_each_request(form: Any, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     thinks = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     engine = FakeEngine("sglang", {"Hello": thinks + SCRIPTS["Hello"]})
-    keys = (("alice", "key-of-alice"),)
+    keys = (Key("alice", digest("key-of-alice")),)
     with ExitStack() as stack:
         url = stack.enter_context(served(engine.app))
         settings = GatewaySettings(
-            engines=(Spec(url),), model=MODEL, keys=keys, access_log=form, rate_limit=1
+            engines=(Spec(url),), model=MODEL, keys=keys, access_log=form, requests_per_minute=1
         )
         base = stack.enter_context(served(gateway(settings)))
         caplog.set_level("INFO", access_log.logger.name)

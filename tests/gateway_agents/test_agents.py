@@ -24,7 +24,8 @@ from fake_engines import FakeEngine, ids, served
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import Spec
-from vllm_mlx_harmony.gateway.settings import GatewaySettings
+from vllm_mlx_harmony.gateway.limits import digest
+from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
 
 KEY = "a-key-of-the-gateway"
 MODEL = "gpt-oss-120b"
@@ -117,10 +118,12 @@ def test_an_agent_runs_a_command(agent: str, home: Path) -> None:
     )
     if agent == "codex":
         call = call.replace(', "description": "Echo"', "")
-    engine = Scripted("vllm", {ASKED: call}, length=131_072)
+    engine = Scripted("vllm", {ASKED: call}, name=MODEL, length=131_072)
     with ExitStack() as stack:
         url = stack.enter_context(served(engine.app))
-        settings = GatewaySettings(engines=(Spec(url),), model=MODEL, keys=(("agent", KEY),))
+        settings = GatewaySettings(
+            engines=(Spec(url),), model=MODEL, keys=(Key("agent", digest(KEY)),)
+        )
         base = stack.enter_context(served(gateway(settings)))
         connect = [sys.executable, "-m", "vllm_mlx_harmony", "connect", agent, "--write"]
         subprocess.run([*connect, "--url", base, "--key", KEY], check=True, timeout=120)

@@ -21,10 +21,11 @@ from fake_engines import served, until
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import Spec
-from vllm_mlx_harmony.gateway.settings import GatewaySettings
+from vllm_mlx_harmony.gateway.limits import digest
+from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
 
 MODEL = "gpt-oss-20b"
-KEYS = (("one", "key-one"), ("other", "key-other"))
+KEYS = tuple(Key(name, digest(f"key-{name}")) for name in ("one", "other"))
 ORDER = {
     "type": "object",
     "properties": {"size": {"enum": ["small", "large"]}, "count": {"type": "integer"}},

@@ -59,7 +59,8 @@ def base(start: Start, standin_dir: Path) -> Iterator[str]:
     standin.rescript(standin_dir, SCRIPTS)
     env = {"VLLM_MLX_HARMONY_GRAMMAR": "auto", "VLLM_MLX_HARMONY_ID_ENDPOINT": "1"}
     behind = start(*FLAG, "--api-key", KEY, command=HARMONY, env=env)
-    spec = Spec(behind.base_url, key=KEY)
+    models = httpx.get(f"{behind.base_url}/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+    spec = Spec(behind.base_url, key=KEY, model=models.json()["data"][0]["id"])
     with served(gateway(GatewaySettings(engines=(spec,), model="gpt-oss-20b"))) as url:
         ready = httpx.get(f"{url}/ready").json()
         assert ready["status"] == "ready", ready

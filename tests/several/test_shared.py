@@ -17,9 +17,9 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.replay import Output, Replay
 from vllm_mlx_harmony.core.turn import Answer, Call, User
 from vllm_mlx_harmony.gateway.app import Gateway
-from vllm_mlx_harmony.gateway.engines.detection import Spec
-from vllm_mlx_harmony.gateway.settings import GatewaySettings
-from vllm_mlx_harmony.gateway.shared_limit import count_at
+from vllm_mlx_harmony.gateway.limits import DAY, Limits
+from vllm_mlx_harmony.gateway.settings import load
+from vllm_mlx_harmony.gateway.shared_limit import add, enter, remove, renew
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import encryption
 from vllm_mlx_harmony.server.peers import connection as shared
@@ -204,17 +204,38 @@ def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None
 # --- Rate limits
 
 
-def test_gateways_count_requests_together(server: RedisServer) -> None:
+def test_gateways_count_together(server: RedisServer) -> None:
     one, other = Connection(server.url), Connection(server.url)
-    begin = 60_000_000.0  # a whole minute
-    counted = [count_at(each, "carol", 4, begin + 10) for each in (one, other) * 3]
-    assert counted == [0, 0, 0, 0, 50, 50]
-    assert count_at(one, "dave", 4, begin + 10) == 0
-    # Half of the four requests of the previous minute count: there is room for two.
-    counted = [count_at(each, "carol", 4, begin + 90) for each in (one, other, one)]
-    assert counted == [0, 0, 15]
-    assert count_at(one, "carol", 4, begin + 105) == 0  # a quarter of the four, and the two
-    assert count_at(other, "carol", 4, begin + 300) == 0
+    midnight = 500.0 * DAY
+    counters = Limits(requests_per_minute=4, tokens_per_day=100).counters(requests=1, tokens=30)
+    seen = [add(each, "carol", counters, midnight + 10) for each in (one, other) * 2]
+    assert [[each.left for each in budgets] for budgets in seen] == [
+        [3, 70],
+        [2, 40],
+        [1, 10],
+        [0, 0],
+    ]
+    assert [bool(each.wait) for each in seen[-1]] == [False, True]
+    assert add(other, "dave", counters, midnight + 10)[0].left == 3
+    # Half of the four requests of the previous minute count, and none of the day's tokens passes.
+    later = add(one, "carol", counters, midnight + 90)
+    assert (later[0].left, later[0].wait, later[1].wait) == (1, 0, DAY - 90)
+    assert [each.left for each in add(one, "carol", counters, midnight + DAY)] == [3, 70]
+
+
+def test_running_requests_of_all_gateways(server: RedisServer) -> None:
+    """Those of a gateway that died are gone a minute later; those that are renewed are not."""
+    one, other = Connection(server.url), Connection(server.url)
+    assert [enter(each, "erin", str(each is one), 100.0) for each in (one, other)] == [1, 2]
+    renew(one, (("True", "erin"),), 150.0)
+    assert enter(other, "erin", "new", 165.0) == 2
+    remove(other, "erin", "new")
+    renew(other, (("new", "erin"),), 166.0)  # it ended while renewals were on their way
+    assert enter(one, "erin", "last", 170.0) == 2
+    assert enter(one, "frank", "another", 170.0) == 1
+
+
+LIMITED = {"keys": {"eve": {"key": "key-of-eve", "requests_per_minute": 2}}}
 
 
 def test_a_gateway_counts_by_itself_while_redis_is_away(
@@ -222,9 +243,10 @@ def test_a_gateway_counts_by_itself_while_redis_is_away(
 ) -> None:
     monkeypatch.setenv(shared.STORE_VARIABLE, own.url)
     _forget()
-    settings = GatewaySettings(engines=(Spec("http://nowhere:1"),), model="m", rate_limit=2)
-    one, other = Gateway(settings), Gateway(settings)
-    connection = HTTPConnection({"type": "http", "headers": [(b"authorization", b"Bearer eve")]})
+    settings = load({"engines": ["http://nowhere:1"], "model": "m", **LIMITED}, {})
+    header = (b"authorization", b"Bearer key-of-eve")
+    scope = {"type": "http", "method": "POST", "path": "/v1/responses", "headers": [header]}
+    connection = HTTPConnection(scope)
 
     async def refused(gateway: Gateway) -> bool:
         try:
@@ -233,16 +255,13 @@ def test_a_gateway_counts_by_itself_while_redis_is_away(
             return error.status_code == 429 and int((error.headers or {})["Retry-After"]) > 0
         return False
 
-    async def together() -> list[bool]:
-        return [await refused(gateway) for gateway in (one, other, one, other)]
+    async def together(*gateways: Gateway) -> list[bool]:
+        return [await refused(gateway) for gateway in gateways]
 
-    async def apart() -> list[bool]:
-        gateway = Gateway(settings)
-        return [await refused(gateway) for _ in range(3)]
-
-    assert asyncio.run(together()) == [False, False, True, True]
+    one, other, alone = Gateway(settings), Gateway(settings), Gateway(settings)
+    assert asyncio.run(together(one, other, one, other)) == [False, False, True, True]
     own.stop()
-    assert asyncio.run(apart()) == [False, False, True]
+    assert asyncio.run(together(alone, alone, alone)) == [False, False, True]
     _forget()
 
 

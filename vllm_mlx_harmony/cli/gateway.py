@@ -22,10 +22,11 @@ examples:
   vllm-mlx-harmony gateway --engine http://gpu-1:8000 --engine http://gpu-2:8000 \\
       --model openai/gpt-oss-120b --host 0.0.0.0 --key alice=$ALICE_KEY --key ci=$CI_KEY
   vllm-mlx-harmony gateway --config gateway.toml
+  vllm-mlx-harmony gateway keys add alice --config gateway.toml
 
-Every setting is also an environment variable (--rate-limit: VLLM_MLX_HARMONY_GATEWAY_RATE_LIMIT)
-and a line of the TOML file (rate_limit = 600). Flags override variables, and variables override
-the file. SIGHUP reloads the file.
+Every setting is also an environment variable (--tokens-per-day:
+VLLM_MLX_HARMONY_GATEWAY_TOKENS_PER_DAY) and a line of the TOML file (tokens_per_day = 1000000).
+Flags override variables, and variables override the file. SIGHUP reloads the file.
 """
 
 
@@ -47,6 +48,10 @@ def parser() -> argparse.ArgumentParser:
         flags = made.add_argument_group(group)
         for each, about in settings:
             default = each.default not in (MISSING, None, "", ())
+            if each.type == "bool":
+                yes_or_no = argparse.BooleanOptionalAction
+                flags.add_argument(flag(each.name), action=yes_or_no, help=about.text)
+                continue
             flags.add_argument(
                 flag(each.name),
                 dest=each.name,
@@ -60,7 +65,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until SIGTERM or SIGINT. Raises ``UsageError`` for invalid settings."""
+    """Serves until SIGTERM or SIGINT, or edits keys. Raises ``UsageError`` for invalid settings."""
+    if arguments[:1] == ["keys"]:
+        from vllm_mlx_harmony.cli import gateway_keys
+
+        return gateway_keys.main(arguments[1:])
     parsed = parser().parse_args(arguments)
     from vllm_mlx_harmony.gateway import app
     from vllm_mlx_harmony.gateway.settings import load

@@ -1,7 +1,8 @@
 """The access log: one line per request with its key's name, tokens, times and result.
 
 A line is written once both the HTTP exchange and the generation have ended; a background response
-outlives its exchange. Requests over a WebSocket have no line. Keys themselves are never logged.
+outlives its exchange. A request over a WebSocket has a line with the method ``WEBSOCKET`` if it was
+answered or exceeded a limit; its status is 101 unless it was rejected. Keys are never logged.
 
 Fields, in this order, with ``-`` or ``null`` for unknown values: ``time`` (UTC), ``key`` (its name
 in the settings), ``method``, ``path``, ``status``, ``result`` (of the generation: success, error,
@@ -23,6 +24,8 @@ from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_mlx_harmony.gateway.limits import Budget
+
 logger = logging.getLogger("vllm_mlx_harmony.access")
 
 Format = Literal["off", "text", "json"]
@@ -34,7 +37,7 @@ current: ContextVar[Access | None] = ContextVar("access", default=None)
 
 @dataclass(slots=True, eq=False)
 class Access:
-    """A request. ``generating`` and ``exchanged`` say which half of it has ended."""
+    """A request and its limits. ``generating`` and ``exchanged`` say which half of it has ended."""
 
     form: Format
     method: str
@@ -51,10 +54,14 @@ class Access:
     first: float | None = None
     generating: bool = False
     exchanged: bool = False
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    """Added to those of the response."""
+    exhausted: Budget | None = None
+    """The limit of tokens that had been reached before the request."""
 
     def ended(self) -> None:
         """Writes the line if both halves have ended."""
-        if self.exchanged and not self.generating:
+        if self.form != "off" and self.exchanged and not self.generating:
             now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
             logger.info("%s", self.line(now, time.monotonic() - self.begun))
 
@@ -88,11 +95,13 @@ def to_standard_output() -> None:
 
 
 async def logged(access: Access, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Runs ``app`` for one request and logs it."""
+    """Runs ``app`` for one request, with its headers, and logs it."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             access.status = message["status"]
+            if access.headers:
+                message = {**message, "headers": [*message["headers"], *access.headers]}
         await send(message)
 
     token = current.set(access)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
@@ -29,16 +30,17 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
-from vllm_mlx_harmony.gateway import access_log, shared_limit
+from vllm_mlx_harmony.gateway import access_log, limits
 from vllm_mlx_harmony.gateway.access_log import Access, logged
 from vllm_mlx_harmony.gateway.engines import http as engine_http
 from vllm_mlx_harmony.gateway.engines.detection import detect, first_id, get
 from vllm_mlx_harmony.gateway.engines.http import EngineSilent, EngineUnavailable, HttpEngine
-from vllm_mlx_harmony.gateway.limits import RateLimit, digest
+from vllm_mlx_harmony.gateway.limits import Limits, digest, exceeded
 from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
 from vllm_mlx_harmony.gateway.router import NOT_FOUND, Backend, Fleet, FleetEngine
 from vllm_mlx_harmony.gateway.routing import Health, Rule
-from vllm_mlx_harmony.gateway.settings import GatewaySettings
+from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
+from vllm_mlx_harmony.gateway.shared_limit import Limiter
 from vllm_mlx_harmony.server import defaults, enforcement
 from vllm_mlx_harmony.server.answer import rejection
 from vllm_mlx_harmony.server.app import application
@@ -58,7 +60,9 @@ T = TypeVar("T")
 TICK = 0.1
 """Seconds between two checks for engines whose probe is due."""
 
-AT_THE_START = ("model", "host", "port", "mcp_config", "shutdown_grace", "log_level")
+AT_THE_START = (
+    *("model", "host", "port", "mcp_config", "shutdown_grace", "metrics_by_key", "log_level"),
+)
 """Settings that change only with a restart."""
 
 _TRANSPORT = "vllm_mlx_harmony.transport"
@@ -74,9 +78,9 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, rule: Rule | None = None) -> None:
         self.settings = settings
         self.fleet = Fleet(settings.model, settings.engines, rule, limit=settings.timeout)
-        self.metrics = Metrics(self.fleet)
-        self._keys = _digests(settings)
-        self._limit = RateLimit(settings.rate_limit)
+        self.metrics = Metrics(self.fleet, by_key=settings.metrics_by_key)
+        self.limiter = Limiter()
+        self._use_keys(settings)
         self._created = int(time.time())
         self.toolbox = _toolbox(settings)
 
@@ -95,12 +99,16 @@ class Gateway:
                 "%s: changed, but this takes effect only after a restart", ", ".join(changed)
             )
         self.settings = replace(settings, **kept)
-        self._keys = _digests(settings)
-        self._limit.limit = settings.rate_limit
+        self._use_keys(settings)
         self.fleet.limit = self.settings.timeout
         self.fleet.update(settings.engines)
         urls = ", ".join(each.url for each in settings.engines)
         logger.warning("settings reloaded: %d keys, engines: %s", len(settings.keys), urls)
+
+    def _use_keys(self, settings: GatewaySettings) -> None:
+        self._keys = {key.digest: key for key in settings.keys}
+        self._limits_of = {"": settings.limits()}
+        self._limits_of |= {key.name: settings.limits(key) for key in settings.keys}
 
     @property
     def model_name(self) -> str | None:
@@ -123,7 +131,15 @@ class Gateway:
         """Leases the whole fleet: an engine is chosen once the prompt is known."""
         if model not in (None, self.settings.model):
             raise HTTPException(404, f"The model `{model}` does not exist.")
-        return Lease(FleetEngine(self.fleet, deadline), tenant_of(request), deadline, _nothing)
+        access = access_log.current.get() or self.access(request.scope)
+        if access.exhausted is not None:
+            raise self._too_many(access, str(access.exhausted), access.exhausted.wait)
+        end: Callable[[], Awaitable[None]] | None = _nothing
+        if limit := self._limits(access.key).concurrent_requests:
+            end = await self.limiter.begin(access.key or "", limit)
+        if end is None:
+            raise self._too_many(access, f"{limit} concurrent requests")
+        return Lease(FleetEngine(self.fleet, deadline), tenant_of(request), deadline, end)
 
     async def forward(self, request: Request) -> Response:
         """There is no server behind this one."""
@@ -156,31 +172,60 @@ class Gateway:
         return bool(self._keys)
 
     async def authenticate(self, connection: HTTPConnection) -> None:
-        if not self._keys:
-            return
-        scheme, _, key = connection.headers.get("authorization", "").partition(" ")
-        name = self._keys.get(digest(key.strip(" \t"))) if scheme.lower() == "bearer" else None
-        if access := access_log.current.get():
-            access.key = name
-        if name is None:
+        if self._keys and self._key(connection) is None:
             self.metrics.refused.labels("key").inc()
             raise HTTPException(401, "Invalid API key")
 
+    def _key(self, connection: HTTPConnection) -> Key | None:
+        scheme, _, key = connection.headers.get("authorization", "").partition(" ")
+        found = self._keys.get(digest(key.strip(" \t"))) if scheme.lower() == "bearer" else None
+        if access := access_log.current.get():
+            access.key = None if found is None else found.name
+        return found
+
     async def check_rate_limit(self, connection: HTTPConnection) -> None:
-        # Without keys, all clients share one limit: they could evade it with another header.
-        tenant = tenant_of(connection) if self._keys else ""
-        seconds = self._limit.count(tenant, time.monotonic())
-        if not seconds:
-            seconds = await shared_limit.count(tenant, self.settings.rate_limit)
-            if seconds:
-                self._limit.take_back(tenant)
-        if seconds:
-            self.metrics.refused.labels("rate limit").inc()
-            problem = f"Rate limit exceeded ({self.settings.rate_limit} requests per minute)"
-            raise HTTPException(429, problem, {"Retry-After": str(seconds)})
+        access = access_log.current.get()
+        if access is None or connection.scope["type"] == "websocket":
+            access = self.access(connection.scope)
+            access_log.current.set(access)
+            await self.authenticate(connection)  # the key may have been revoked since it connected
+        budgets = await self.limiter.request(access.key or "", self._limits(access.key))
+        access.headers = tuple(limits.headers(budgets))
+        access.exhausted = exceeded(budgets, "tokens")
+        if full := exceeded(budgets, "requests"):
+            raise self._too_many(access, str(full), full.wait)
+
+    def access(self, scope: Scope) -> Access:
+        """The entry of a request, which over a WebSocket has no HTTP exchange of its own."""
+        form, path = self.settings.access_log, scope["path"]
+        begun, model = time.monotonic(), self.settings.model
+        if scope["type"] == "websocket":
+            return Access(form, "WEBSOCKET", path, model, begun, status=101, exchanged=True)
+        return Access(form, scope["method"], path, model, begun)
+
+    def _limits(self, name: str | None) -> Limits:
+        """The limits of a key; those of every key if it was revoked while its request ran."""
+        return self._limits_of.get(name or "", self._limits_of[""])
+
+    def _too_many(self, access: Access, limit: str, wait: float | None = None) -> HTTPException:
+        """The error of a request that exceeds ``limit`` for ``wait`` seconds."""
+        self.metrics.refused.labels("rate limit").inc()
+        if wait is not None and wait > limits.MINUTE:
+            access.headers += ((b"x-should-retry", b"false"),)
+        if access.exchanged:
+            access.status = 429
+            access.ended()
+        retry = None if wait is None else {"Retry-After": str(math.ceil(wait))}
+        return HTTPException(429, f"Rate limit exceeded ({limit})", retry)
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
-        return RequestTracker(self.metrics, api, stream=stream, access=access_log.current.get())
+        access = access_log.current.get()
+        name = None if access is None else access.key
+
+        def spend(tokens: int) -> None:
+            self.limiter.tokens(name or "", self._limits(name), tokens)
+
+        return RequestTracker(self.metrics, api, stream=stream, access=access, spend=spend)
 
     async def unless_gone(
         self, coming: Awaitable[T], request: Request, seconds: float, total: float
@@ -207,11 +252,6 @@ class Gateway:
     def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
         transport: asyncio.WriteTransport | None = connection.scope.get(_TRANSPORT)
         return transport
-
-
-def _digests(settings: GatewaySettings) -> dict[bytes, str]:
-    """The names of the API keys by their digests."""
-    return {digest(key): name for name, key in settings.keys}
 
 
 def _toolbox(settings: GatewaySettings) -> Toolbox | None:
@@ -269,11 +309,8 @@ class _Outer:
                 return
         if scope["type"] in ("http", "websocket"):
             scope[_TRANSPORT] = getattr(getattr(receive, "__self__", None), "transport", None)
-        settings = self.host.settings
-        if scope["type"] == "http" and settings.access_log != "off":
-            method, path = scope["method"], scope["path"]
-            access = Access(settings.access_log, method, path, settings.model, time.monotonic())
-            await logged(access, self._app, scope, receive, send)
+        if scope["type"] == "http":
+            await logged(self.host.access(scope), self._app, scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -291,8 +328,9 @@ class _Outer:
                 for line in toolbox.lines:
                     logger.info("tools %s", line)
                 self.host.metrics.registry.register(toolbox)
-            watching = asyncio.ensure_future(watch(http, self.host.fleet))
-            stack.push_async_callback(stopped, watching)
+            stack.push_async_callback(self.host.limiter.close)
+            for task in (watch(http, self.host.fleet), self.host.limiter.renew()):
+                stack.push_async_callback(stopped, asyncio.ensure_future(task))
             # Engines are detected before it listens, so that first requests need no retry.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._all_probed(), timeout=10.0)

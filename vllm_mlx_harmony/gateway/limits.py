@@ -1,42 +1,149 @@
-"""API keys, and the rate limit of each. No I/O; times are passed in.
+"""The limits of an API key, as values: what was used of each, and how long to wait. No I/O.
 
-Keys are compared by their digests, so that the time of a comparison reveals nothing about them.
+A minute is a sliding window made of two counters: the use of this clock minute, and of the previous
+one the share that is less than a minute ago, as if it had been spread evenly. A day is a calendar
+day in UTC. Tokens are known only when an answer ends, so a request is rejected once the limit has
+been reached, and running answers may exceed it.
+
+The headers are those of OpenAI (https://platform.openai.com/docs/guides/rate-limits). Its SDKs, and
+Anthropic's, obey ``Retry-After`` up to a minute; ``x-should-retry`` stops them from retrying sooner
+than a longer wait.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
+from typing import Literal, TypeAlias
 
-MINUTE = 60.0
+MINUTE, DAY = 60, 86_400
+
+Unit: TypeAlias = Literal["requests", "tokens"]
 
 
 def digest(key: str) -> bytes:
-    """A digest of an API key."""
+    """A digest of an API key. A comparison of digests takes a time that reveals nothing."""
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-class RateLimit:
-    """At most ``limit`` requests per tenant in any 60 seconds; 0 is unlimited."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a key; 0 is unlimited. Tokens are those of prompts and of outputs."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._times: dict[str, deque[float]] = {}
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    requests_per_day: int = 0
+    tokens_per_day: int = 0
+    concurrent_requests: int = 0
 
-    def count(self, tenant: str, now: float) -> int:
-        """Counts a request at ``now``; returns the seconds to wait if it is one too many."""
-        if not self.limit:
-            return 0
-        times = self._times.setdefault(tenant, deque())
-        while times and times[0] <= now - MINUTE:
-            times.popleft()
-        if len(times) >= self.limit:
-            return max(1, math.ceil(times[0] + MINUTE - now))
-        times.append(now)
-        return 0
+    def counters(self, requests: int = 0, tokens: int = 0) -> list[Counter]:
+        """The counters of all limits that are set, and what is added to each."""
+        every = (
+            Counter("requests", MINUTE, self.requests_per_minute, requests),
+            Counter("requests", DAY, self.requests_per_day, requests),
+            Counter("tokens", MINUTE, self.tokens_per_minute, tokens),
+            Counter("tokens", DAY, self.tokens_per_day, tokens),
+        )
+        return [each for each in every if each.limit]
 
-    def take_back(self, tenant: str) -> None:
-        """Uncounts the last request, which another limit has rejected."""
-        if self.limit and self._times[tenant]:
-            self._times[tenant].pop()
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """``limit`` units in ``seconds``, and the ``amount`` to be added to what was used."""
+
+    unit: Unit
+    seconds: int
+    limit: int
+    amount: int
+
+    def window(self, now: float) -> int:
+        """The number of the window that contains ``now`` (Unix time)."""
+        return int(now // self.seconds)
+
+    def budget(self, now: float, count: int, last: int) -> Budget:
+        """What is left if ``count`` were used in this window and ``last`` in the previous one,
+        including the request that asks."""
+        slides = self.seconds == MINUTE
+        last = last if slides else 0
+        elapsed = now % self.seconds
+        left = 1 - elapsed / self.seconds
+        used = count + last * left
+        needed = count + (0 if self.unit == "requests" else 1)
+        wait = 0.0
+        if needed + last * left > self.limit:
+            if needed <= self.limit:  # enough of the previous window has to pass
+                wait = (left - (self.limit - needed) / last) * self.seconds
+            else:
+                wait = self.seconds - elapsed
+                if slides and needed > 1:
+                    wait += (1 - (self.limit - 1) / (needed - 1)) * self.seconds
+                    wait = min(wait, MINUTE)  # SDKs wait no longer
+        reset = max(wait, self.seconds - elapsed)
+        return Budget(self, max(0, math.floor(self.limit - used)), wait, reset)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What is ``left`` of a limit. ``wait``: seconds until the request fits, 0 if it does;
+    ``reset``: seconds until the window ends, or ``wait`` if that is longer."""
+
+    counter: Counter
+    left: int
+    wait: float
+    reset: float
+
+    def __str__(self) -> str:
+        period = "minute" if self.counter.seconds == MINUTE else "day"
+        return f"{self.counter.limit} {self.counter.unit} per {period}"
+
+
+class Counts:
+    """The counters of this process: of each key and limit, the last two windows."""
+
+    def __init__(self) -> None:
+        self._used: dict[tuple[str, Unit, int], list[int]] = {}
+
+    def add(self, name: str, counters: Iterable[Counter], now: float) -> list[Budget]:
+        """Adds to the ``counters`` of the key ``name``; returns what is left of each."""
+        return [self._add(name, counter, now) for counter in counters]
+
+    def _add(self, name: str, counter: Counter, now: float) -> Budget:
+        place = (name, counter.unit, counter.seconds)
+        window, count, last = self._used.get(place, (0, 0, 0))
+        if window != counter.window(now):
+            last = count if window == counter.window(now) - 1 else 0
+            window, count = counter.window(now), 0
+        self._used[place] = [window, count + counter.amount, last]
+        return counter.budget(now, count + counter.amount, last)
+
+
+def exceeded(budgets: Iterable[Budget], unit: Unit) -> Budget | None:
+    """The limit of ``unit`` that takes longest to have room again; ``None`` if all have room."""
+    full = [each for each in budgets if each.counter.unit == unit and each.wait]
+    return max(full, key=lambda each: each.wait, default=None)
+
+
+def headers(budgets: Sequence[Budget]) -> Iterator[tuple[bytes, bytes]]:
+    """The ``x-ratelimit-*`` headers: of each unit, the limit of which the least is left."""
+    for unit in ("requests", "tokens"):
+        mine = [each for each in budgets if each.counter.unit == unit]
+        if mine:
+            least = min(mine, key=lambda each: (-each.wait, each.left))
+            values = (
+                ("limit", str(least.counter.limit)),
+                ("remaining", str(least.left)),
+                ("reset", _duration(least.reset)),
+            )
+            for name, value in values:
+                yield f"x-ratelimit-{name}-{unit}".encode(), value.encode()
+
+
+def _duration(seconds: float) -> str:
+    """As Go writes durations, and OpenAI's headers: ``6m0s``."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes}m{rest}s"
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

@@ -1,7 +1,7 @@
 """The metrics at ``/metrics``: requests, times, tokens and the state of the engines.
 
-Names follow https://prometheus.io/docs/practices/naming/. No metric has a label for keys or
-clients.
+Names follow https://prometheus.io/docs/practices/naming/. ``by_key`` adds the name of the key to
+requests and tokens; no metric contains a key.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class Metrics:
     """The metrics of one gateway."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, *, by_key: bool = False) -> None:
+        self.by_key = by_key
+        labels = ["key"] if by_key else []
         self.registry = CollectorRegistry()
         options: dict[str, Any] = {"namespace": _NAME, "registry": self.registry}
         self.requests = Counter(
             "requests",
             "Finished requests, by API and result.",
-            ["api", "stream", "result"],
+            ["api", "stream", "result", *labels],
             **options,
         )
         self.running = Gauge("requests_running", "Requests in progress.", **options)
@@ -49,7 +51,9 @@ class Metrics:
             buckets=_SECONDS,
             **options,
         )
-        self.tokens = Counter("tokens", "Prompt tokens and generated tokens.", ["kind"], **options)
+        self.tokens = Counter(
+            "tokens", "Prompt tokens and generated tokens.", ["kind", *labels], **options
+        )
         self.reasoning_ended = Counter(
             "reasoning_ended",
             "Requests whose reasoning was cut short, by reason.",
@@ -103,9 +107,17 @@ class RequestTracker:
     """Records one request; a ``server.host.Tracker``, where its methods are described."""
 
     def __init__(
-        self, metrics: Metrics, api: str, *, stream: bool, access: Access | None = None
+        self,
+        metrics: Metrics,
+        api: str,
+        *,
+        stream: bool,
+        access: Access | None = None,
+        spend: Callable[[int], None],
     ) -> None:
         self._access = access
+        self._spend = spend
+        self._key = (access.key or "" if access else "",) if metrics.by_key else ()
         if access is not None:
             access.generating = True
         self._metrics = metrics
@@ -140,10 +152,11 @@ class RequestTracker:
         self._finished = True
         metrics = self._metrics
         metrics.running.dec()
-        metrics.requests.labels(self._api, self._stream, result).inc()
+        metrics.requests.labels(self._api, self._stream, result, *self._key).inc()
         metrics.seconds.labels(self._api).observe(time.monotonic() - self._begun)
-        metrics.tokens.labels("prompt").inc(prompt_tokens)
-        metrics.tokens.labels("answer").inc(completion_tokens)
+        metrics.tokens.labels("prompt", *self._key).inc(prompt_tokens)
+        metrics.tokens.labels("answer", *self._key).inc(completion_tokens)
+        self._spend(prompt_tokens + completion_tokens)
         if (access := self._access) is not None:
             access.result, access.generating = result, False
             access.input, access.cached = prompt_tokens, cached_tokens

@@ -26,7 +26,7 @@ therefore has all but the end of the next prompt, and any other has at best the 
 "Overloaded" is what SGLang's router calls imbalanced: more requests than the least loaded engine
 by an absolute number *and* by a ratio (its ``--balance-abs-threshold`` 64 and
 ``--balance-rel-threshold`` 1.5, https://docs.sglang.io/advanced_features/router.html). The numbers
-here are from ``ci/simulate_routing.py``; docs/scale.md has its results.
+here are from ``ci/simulate_routing.py``; docs/simulation.md has its results.
 
 What a conversation is
 ----------------------
@@ -63,7 +63,7 @@ An engine that computes a long prompt is as silent as one that hangs. Two rules 
 
 A silent engine is taken down at once, and its requests without an id are retried on another engine.
 If there is no other, a request waits until its deadline, which then counts as one failure.
-``ci/simulate_routing.py --silent`` counts false alarms: there are none (docs/scale.md).
+``ci/simulate_routing.py --silent`` counts false alarms: there are none (docs/simulation.md).
 """
 
 from __future__ import annotations

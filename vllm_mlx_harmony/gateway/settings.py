@@ -1,19 +1,25 @@
 """The settings of a gateway, from flags, environment variables and one TOML file.
 
-Flags override variables, and variables override the file. A setting has one name: ``rate_limit`` is
-``--rate-limit``, ``rate_limit = …`` in the file, and ``VLLM_MLX_HARMONY_GATEWAY_RATE_LIMIT``. Lists
-are comma-separated in variables. What the front end shares with vllm-mlx (grammars, reasoning
-budgets, replay, storage) is configured by the variables in docs/api.md.
+Flags override variables, and variables override the file. A setting has one name:
+``tokens_per_day`` is ``--tokens-per-day``, ``tokens_per_day = …`` in the file, and
+``VLLM_MLX_HARMONY_GATEWAY_TOKENS_PER_DAY``. Lists are comma-separated in variables. What the front
+end shares with vllm-mlx (grammars, reasoning budgets, replay, storage) is configured by the
+variables in docs/api.md.
 
 ```toml
 model = "openai/gpt-oss-120b"
-keys = { alice = "…", ci = "…" }      # each key is a tenant; clients never see the names
-rate_limit = 600                      # requests per minute for each key
+requests_per_minute = 600             # limits of each key
+tokens_per_day = 20_000_000
+
+[keys]                                # each key is a tenant; clients never see the names
+alice = "sha256:…"                    # `vllm-mlx-harmony gateway keys add alice`
+ci = { key = "sha256:…", requests_per_minute = 6000, concurrent_requests = 8 }
 
 [[engines]]
 url = "http://gpu-1:8000"
 kind = "vllm"                         # detected if omitted
 key = "…"                             # the API key that this engine requires
+model = "gpt-oss"                     # its name for the model, if it differs
 ```
 
 Pydantic validates the values. The sources are read here and not by pydantic-settings, which ignores
@@ -27,7 +33,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
@@ -47,6 +54,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import BUILTIN_TOOLS, EFFORTS
 from vllm_mlx_harmony.gateway.access_log import FORMATS, Format
 from vllm_mlx_harmony.gateway.engines.detection import KINDS, Spec
+from vllm_mlx_harmony.gateway.limits import Limits, digest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -62,6 +70,11 @@ _KUBERNETES = re.compile(r"SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_.
 """The variables that Kubernetes sets in every container for a service that is called
 ``vllm-mlx-harmony-gateway``. ``PORT`` among them is also our setting, unless its value is a URL.
 https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables"""
+
+DIGEST = "sha256:"
+"""Marks a digest in place of a key."""
+
+DIGEST_BYTES = 32
 
 SHORTEST_KEY = 8
 """Characters: a shorter API key is easily guessed."""
@@ -104,11 +117,11 @@ def _engine(value: object) -> Spec:
     """An engine from ``URL``, ``KIND=URL``, or a table of the file."""
     if isinstance(value, Mapping):
         for name, content in value.items():
-            if name not in ("url", "kind", "key"):
-                raise ValueError(f"{name!r} is not one of url, kind, key")
+            if name not in (known := [each.name for each in fields(Spec)]):
+                raise ValueError(f"{name!r} is not one of {', '.join(known)}")
             if not isinstance(content, str):
                 raise ValueError(f"the {name} of an engine must be a string")
-        spec = Spec(value.get("url", ""), value.get("kind", ""), value.get("key", ""))
+        spec = Spec(**{"url": "", **value})
     else:
         kind, equals, url = str(value).partition("=")
         spec = Spec(url, kind) if equals and "/" not in kind else Spec(str(value))
@@ -134,8 +147,17 @@ _NAMED_KEY = re.compile(r"([A-Za-z0-9_.-]+)=(?!=*$)(.*)", re.DOTALL)
 _NO_KEY = re.compile(r"[A-Za-z0-9_.-]+=")
 
 
-def _keys(value: object) -> tuple[tuple[str, str], ...]:
-    """Names and keys, from a table of the file or a list of ``KEY`` and ``NAME=KEY``.
+@dataclass(frozen=True, slots=True)
+class Key:
+    """An API key. ``limits`` has the limits that are its own, in place of those of every key."""
+
+    name: str
+    digest: bytes
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+
+def _keys(value: object) -> tuple[Key, ...]:
+    """The keys of a table of the file, or of a list of ``KEY`` and ``NAME=KEY``.
 
     A key in base64 may end in ``=``; its length is then a multiple of four.
     """
@@ -153,20 +175,43 @@ def _keys(value: object) -> tuple[tuple[str, str], ...]:
             rows.append((label, called, key))
     if not rows:
         raise ValueError("the list is empty; leave the setting out to run without keys")
-    names: dict[str, str] = {}
+    keys: dict[bytes, Key] = {}
     for label, called, given in rows:
-        key = given.strip() if isinstance(given, str) else ""  # as in an HTTP header
-        if not key or not key.isascii() or not key.isprintable():
-            raise ValueError(f"{called} is not printable ASCII")
-        if len(key.rstrip("=")) < SHORTEST_KEY:
-            raise ValueError(f"{called} is shorter than {SHORTEST_KEY} characters")
-        if key in names:
+        table = given if isinstance(given, Mapping) else {"key": given}
+        limits = {name: _limit(name, each, called) for name, each in table.items() if name != "key"}
+        key = Key(label, _digest(table.get("key"), called), limits)
+        if key.digest in keys:
             raise ValueError("two names have the same key")
-        names[key] = label
-    return tuple((label, key) for key, label in names.items())
+        keys[key.digest] = key
+    return tuple(keys.values())
 
 
-Count: TypeAlias = Annotated[int, BeforeValidator(_not_boolean), Field(ge=0, le=10**9)]
+def _digest(given: object, called: str) -> bytes:
+    """The digest of a key, which is given itself or as ``sha256:`` and 64 hexadecimal digits."""
+    key = given.strip() if isinstance(given, str) else ""  # as in an HTTP header
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(f"{called} is not printable ASCII")
+    if key.startswith(DIGEST):
+        with suppress(ValueError):
+            if len(found := bytes.fromhex(key.removeprefix(DIGEST))) == DIGEST_BYTES:
+                return found
+        raise ValueError(f"{called} is not {DIGEST} and {2 * DIGEST_BYTES} hexadecimal digits")
+    if len(key.rstrip("=")) < SHORTEST_KEY:
+        raise ValueError(f"{called} is shorter than {SHORTEST_KEY} characters")
+    return digest(key)
+
+
+def _limit(name: str, value: object, called: str) -> int:
+    known = [each.name for each in fields(Limits)]
+    if name not in known:
+        raise ValueError(f"{name!r}, at {called}, is not one of key, {', '.join(known)}")
+    if type(value) is not int or not 0 <= value <= MOST:
+        raise ValueError(f"{name}, at {called}, is not a number from 0 to {MOST}")
+    return value
+
+
+MOST = 10**12
+Count: TypeAlias = Annotated[int, BeforeValidator(_not_boolean), Field(ge=0, le=MOST)]
 Number: TypeAlias = Annotated[float, BeforeValidator(_not_boolean), Field(ge=0, le=10**9)]
 Level: TypeAlias = Literal["debug", "info", "warning", "error"]
 
@@ -201,9 +246,10 @@ class GatewaySettings:
             f"URL of an engine, detected unless KIND is given: {', '.join(KINDS)}; repeatable",
         ),
     ]
-    model: Annotated[
-        str, Help(ENGINES, "NAME", "the model's name, as clients send it and engines know it")
-    ]
+    model: Annotated[str, Help(ENGINES, "NAME", "the model's name, for clients and for engines")]
+    engine_model: Annotated[
+        str, Help(ENGINES, "NAME", "the engines' name for the model, if clients use another")
+    ] = ""
     engine_key: Annotated[str, Help(ENGINES, "KEY", "API key that the engines require")] = ""
     host: Annotated[str, Help(SERVER, "HOST", "address to listen on")] = "127.0.0.1"
     port: Annotated[Count, Field(le=65_535), Help(SERVER, "PORT", "port to listen on")] = 8000
@@ -219,14 +265,26 @@ class GatewaySettings:
         Number, Help(SERVER, "SECONDS", "grace period for running requests after SIGTERM")
     ] = 30.0
     keys: Annotated[
-        tuple[tuple[str, str], ...],
+        tuple[Key, ...],
         PlainValidator(_keys),
         Help(
-            ACCESS, "[NAME=]KEY", "API key of a client; each key is a separate tenant; repeatable"
+            ACCESS,
+            "[NAME=]KEY",
+            "API key of a client, or its sha256:DIGEST; each key is a separate tenant; repeatable",
         ),
     ] = ()
-    rate_limit: Annotated[
-        Count, Help(ACCESS, "REQUESTS", "requests per minute for each key; 0: unlimited")
+    requests_per_minute: Annotated[
+        Count, Help(ACCESS, "REQUESTS", "limit of each key; for this and the next four, 0: none")
+    ] = 0
+    tokens_per_minute: Annotated[
+        Count, Help(ACCESS, "TOKENS", "limit of each key, for prompts and outputs together")
+    ] = 0
+    requests_per_day: Annotated[
+        Count, Help(ACCESS, "REQUESTS", "limit of each key from midnight to midnight UTC")
+    ] = 0
+    tokens_per_day: Annotated[Count, Help(ACCESS, "TOKENS", "the same for tokens")] = 0
+    concurrent_requests: Annotated[
+        Count, Help(ACCESS, "REQUESTS", "limit of each key for requests that run at once")
     ] = 0
     default_max_output_tokens: Annotated[
         Count, Help(GENERATION, "TOKENS", "limit of the output if the request sets none")
@@ -266,9 +324,17 @@ class GatewaySettings:
         Format,
         Help(LOGS, "FORMAT", f"one line per request on standard output: {', '.join(FORMATS)}"),
     ] = "off"
+    metrics_by_key: Annotated[
+        bool, Help(LOGS, "", "add the name of the key to the metrics of requests and tokens")
+    ] = False
     log_level: Annotated[Level, Help(LOGS, "LEVEL", f"one of {', '.join(get_args(Level))}")] = (
         "info"
     )
+
+    def limits(self, key: Key | None = None) -> Limits:
+        """The limits of a key; without one, those of all clients together."""
+        every = {each.name: getattr(self, each.name) for each in fields(Limits)}
+        return Limits(**{**every, **(key.limits if key else {})})
 
     @property
     def open(self) -> bool:
@@ -296,6 +362,7 @@ RENAMED = {
     "max_tokens": "default_max_output_tokens",
     "most_tokens": "max_output_tokens",
     "drain": "shutdown_grace",
+    "rate_limit": "requests_per_minute",
 }
 """Former names, which flags, variables and files may still use."""
 
@@ -336,7 +403,8 @@ def load(
         value = "the value" if name in _SECRET else repr(error["input"])
         problem = error["msg"].removeprefix("Value error, ").replace("Input", value, 1)
         raise HostError(f"{flag(name)}: {problem}") from None  # `invalid` quotes keys
-    engines = (replace(each, key=each.key or settings.engine_key) for each in settings.engines)
+    key, model = settings.engine_key, settings.engine_model
+    engines = (replace(e, key=e.key or key, model=e.model or model) for e in settings.engines)
     return replace(settings, engines=tuple(engines))
 
 

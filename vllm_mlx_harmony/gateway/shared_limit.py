@@ -1,21 +1,24 @@
-"""The rate limit of all gateways that share a Redis: requests per tenant and minute.
+"""The limits of keys, counted for all gateways that share a Redis.
 
-``count`` is all that the rest of the gateway uses, and does nothing without a Redis.
+``Limiter`` is all that the rest of the gateway uses. Without a Redis, and while Redis does not
+answer, each gateway counts for itself. Its own counts are kept up to date for that.
 
-A sliding window made of two counters: the requests of this clock minute, and of the previous one
-the share that is less than a minute ago. It assumes that a tenant's requests are spread evenly over
-the previous minute, and is off by as much as they are not.
+Concurrent requests are a sorted set for each key: the running requests by the time at which their
+entry expires. A gateway renews its entries, so that those of one that died are gone after a minute.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
+from collections import Counter as Numbers
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+from uuid import uuid4
 
-from vllm_mlx_harmony.gateway.limits import MINUTE
+from vllm_mlx_harmony.gateway.limits import Budget, Counter, Counts, Limits, exceeded
 from vllm_mlx_harmony.server.peers.connection import (
     Connection,
     PeersError,
@@ -23,39 +26,144 @@ from vllm_mlx_harmony.server.peers.connection import (
     server_connection,
 )
 
+T = TypeVar("T")
 
-async def count(tenant: str, limit: int) -> int:
-    """Counts a request at all gateways; returns the seconds to wait if it exceeds ``limit``.
+LEASE = 60
+"""Seconds until the entry of a running request expires unless it is renewed."""
 
-    0 without a limit or a Redis, and while Redis does not answer: each gateway then has only its
-    own limit.
-    """
-    shared = server_connection() if limit else None
+RENEWED = 20
+"""Seconds between two renewals."""
+
+
+class Limiter:
+    """Counts what keys use. Their names identify them."""
+
+    def __init__(self) -> None:
+        self._counts = Counts()
+        self._running: dict[str, str] = {}
+        """The key of each running request, by the request's id."""
+        self._numbers: Numbers[str] = Numbers()
+        self._writing: set[asyncio.Task[object]] = set()
+
+    async def request(self, name: str, limits: Limits) -> list[Budget]:
+        """Counts a request; returns what is left. A request that exceeds a limit is not counted."""
+        if not (counters := limits.counters(requests=1)):
+            return []
+        now = time.time()
+        own = self._counts.add(name, counters, now)
+        budgets = await _shared(lambda shared: add(shared, name, counters, now)) or own
+        if exceeded(budgets, "requests"):
+            back = limits.counters(requests=-1)
+            self._counts.add(name, back, now)
+            await _shared(lambda shared: add(shared, name, back, now))
+        return budgets
+
+    def tokens(self, name: str, limits: Limits, tokens: int) -> None:
+        """Counts the tokens of an answer."""
+        counters = limits.counters(tokens=tokens)
+        counters = [each for each in counters if each.unit == "tokens"]
+        if counters:
+            now = time.time()
+            self._counts.add(name, counters, now)
+            if server_connection() is not None:
+                coming = _shared(lambda shared: add(shared, name, counters, now))
+                task: asyncio.Task[object] = asyncio.ensure_future(coming)
+                self._writing.add(task)
+                task.add_done_callback(self._writing.discard)
+
+    async def begin(self, name: str, limit: int) -> Callable[[], Awaitable[None]] | None:
+        """Counts a running request; returns what ends it, or ``None`` if it is one too many."""
+        request, had = uuid4().hex, False
+        self._numbers[name] += 1
+        self._running[request] = name
+
+        async def end() -> None:
+            self._numbers[self._running.pop(request)] -= 1
+            await _shared(lambda shared: remove(shared, name, request))
+
+        try:
+            running = await _shared(lambda shared: enter(shared, name, request, time.time()))
+            had = (running or self._numbers[name]) <= limit
+        finally:
+            if not had:
+                await end()
+        return end if had else None
+
+    async def renew(self) -> None:
+        """Renews the entries of running requests, for as long as the process runs."""
+        while True:
+            await asyncio.sleep(RENEWED)
+            if running := tuple(self._running.items()):
+                await _shared(partial(renew, running=running, now=time.time()))
+
+    async def close(self) -> None:
+        """Returns when all counts have been written."""
+        await asyncio.gather(*self._writing)
+
+
+async def _shared(command: Callable[[Connection], T]) -> T | None:
+    """Calls ``command`` in a thread; ``None`` without a Redis, or if Redis does not answer."""
+    shared = server_connection()
     if shared is not None:
         with suppress(PeersError):
-            return await asyncio.to_thread(count_at, shared, tenant, limit, time.time())
-    return 0
+            return await asyncio.to_thread(command, shared)
+    return None
 
 
-def count_at(shared: Connection, tenant: str, limit: int, now: float) -> int:
-    """``count`` at ``now`` (Unix time). Blocks. Raises ``PeersError``."""
-    minute, elapsed = divmod(now, MINUTE)
-    name, before = (key_of("rate", tenant, str(int(minute) - ago)) for ago in (0, 1))
+# --- Commands, which block and raise ``PeersError``; ``now`` is Unix time
 
-    def counted(redis: Any) -> tuple[int, int]:
+
+def add(shared: Connection, name: str, counters: list[Counter], now: float) -> list[Budget]:
+    """``Counts.add`` for all gateways."""
+
+    def counted(redis: Any) -> list[Any]:
         pipe = redis.pipeline()
-        pipe.incr(name)
-        pipe.expire(name, int(3 * MINUTE))
-        pipe.get(before)
-        count, _, last = pipe.execute()
-        return int(count), int(last or 0)
+        for each in counters:
+            this, last = (_place(name, each, each.window(now) - ago) for ago in (0, 1))
+            pipe.incrby(this, each.amount)
+            pipe.expire(this, 3 * each.seconds)
+            pipe.get(last)
+        return list(pipe.execute())
 
-    count, last = shared.call(counted)
-    left = 1 - elapsed / MINUTE
-    if count + last * left <= limit:
-        return 0
-    shared.call(lambda redis: redis.decr(name))  # rejected requests do not count
-    if count > limit:
-        return max(1, math.ceil(MINUTE - elapsed))
-    free = (limit - count) / last  # the share of the previous minute for which there is room
-    return max(1, math.ceil((left - free) * MINUTE))
+    found = shared.call(counted)
+    return [
+        counter.budget(now, int(count), int(last or 0))
+        for counter, count, last in zip(counters, found[::3], found[2::3], strict=True)
+    ]
+
+
+def _place(name: str, counter: Counter, window: int) -> str:
+    return key_of("rate", name, counter.unit, str(counter.seconds), str(window))
+
+
+def enter(shared: Connection, name: str, request: str, now: float) -> int:
+    """Adds a running request; returns the number of all."""
+    place = key_of("running", name)
+
+    def entered(redis: Any) -> list[Any]:
+        pipe = redis.pipeline()
+        pipe.zremrangebyscore(place, "-inf", now)
+        pipe.zadd(place, {request: now + LEASE})
+        pipe.expire(place, 2 * LEASE)
+        pipe.zcard(place)
+        return list(pipe.execute())
+
+    return int(shared.call(entered)[-1])
+
+
+def remove(shared: Connection, name: str, request: str) -> None:
+    """Removes a running request."""
+    shared.call(lambda redis: redis.zrem(key_of("running", name), request))
+
+
+def renew(shared: Connection, running: tuple[tuple[str, str], ...], now: float) -> None:
+    """Renews the entries of ``running`` requests, which are ids and names of keys."""
+
+    def renewed(redis: Any) -> None:
+        pipe = redis.pipeline()
+        for request, name in running:
+            pipe.zadd(key_of("running", name), {request: now + LEASE}, xx=True)
+            pipe.expire(key_of("running", name), 2 * LEASE)
+        pipe.execute()
+
+    shared.call(renewed)

@@ -71,11 +71,13 @@ TRY_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """An engine as it is configured. An empty ``kind`` is detected."""
+    """An engine as it is configured. An empty ``kind`` is detected; ``model`` is the engine's name
+    for the model if it is not the gateway's."""
 
     url: str
     kind: str = ""
     key: str = ""
+    model: str = ""
 
 
 async def detect(http: ClientSession, spec: Spec, model: str) -> HttpEngine:
@@ -90,13 +92,10 @@ async def detect(http: ClientSession, spec: Spec, model: str) -> HttpEngine:
         grammar = server.get("grammar_backend") == "llguidance"
         dialect = replace(dialect, capabilities=replace(dialect.capabilities, grammar=grammar))
     _, models = await get(http, spec, "/v1/models")
-    served_name, length = _served(models, about, model)
+    served_name, length = _served(models, about, spec.model or model)
     engine = HttpEngine(http, spec.url.rstrip("/"), dialect, model, served_name, length, spec.key)
     engine.dialect = await _tried(engine, spec)
     logger.info("engine %s", start_line(engine))
-    if not same_model(served_name, model):
-        problem = "engine %s serves %r, and gets the requests for %r"
-        logger.warning(problem, engine.url, served_name, model)
     return engine
 
 
@@ -275,12 +274,20 @@ def _entries(listed: Json) -> list[Json]:
 
 
 def _served(listed: Json, about: Json, model: str) -> tuple[str, int | None]:
-    """The engine's name for the model, and its context length if it reports one."""
+    """The engine's name for the model, and its context length if it reports one.
+
+    Raises ``HostError`` if it serves other models only: their answers would pass for this one's.
+    """
     entries = _entries(listed)
-    names = [str(each.get("id")) for each in entries]
-    if entries and model not in names and len(entries) > 1:
-        raise HostError(f"the engine serves {', '.join(names)}, and none of them is {model}")
-    entry = next((each for each in entries if each.get("id") == model), (entries or [{}])[0])
+    exact = [each for each in entries if each.get("id") == model]
+    similar = [each for each in entries if same_model(str(each.get("id")), model)]
+    if entries and not (exact or len(similar) == 1):
+        names = ", ".join(str(each.get("id")) for each in entries)
+        raise HostError(
+            f"the engine serves {names}, not {model}: set --model to its name, or --engine-model "
+            "(`model` of the engine in the file) if clients are to use another name"
+        )
+    entry = next(iter(exact or similar), {})
     settings = about.get("default_generation_settings")
     lengths = (
         entry.get("max_model_len"),

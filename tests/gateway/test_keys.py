@@ -1,0 +1,95 @@
+"""``gateway keys``: keys are added to the gateway's file and revoked, as digests."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from vllm_mlx_harmony.__main__ import main
+from vllm_mlx_harmony.gateway.limits import digest
+from vllm_mlx_harmony.gateway.settings import load
+
+HEAD = '# Of the team.\nmodel = "m"  # ours\nengines = ["http://a"]\n'
+FILES = {
+    "no keys": HEAD,
+    "a table": HEAD + '\n[keys]  # whose\nold = "key-of-old"  # until May\n',
+    "inline": HEAD + 'keys = { old = "key-of-old" } # all\n',
+    "before engines": 'model = "m"\n[keys]\nold = "key-of-old"\n\n[[engines]] # one\nurl = "http://a"\n',
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    made = tmp_path / "gateway.toml"
+    made.write_text(FILES["a table"])
+    return made
+
+
+def keys(file: Path, *arguments: str) -> int:
+    return main(["gateway", "keys", *arguments, "--config", str(file)])
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
+def test_added_keys_work_and_revoked_ones_do_not(
+    content: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(content)
+    file.chmod(0o640)
+    assert keys(file, "add", "alice", "bob") == 0
+    shown = dict(line.split(" ") for line in capsys.readouterr().out.splitlines())
+    assert len(set(shown.values())) == 2 and all(len(key) > 40 for key in shown.values())
+    read = {key.name: key.digest for key in load({}, {}, str(file)).keys}
+    assert {name: digest(key) for name, key in shown.items()}.items() <= read.items()
+    assert not any(key in file.read_text() for key in shown.values())
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert keys(file, "revoke", "bob") == 0
+    assert [key.name for key in load({}, {}, str(file)).keys] == [
+        *(["old"] if "old" in content else []),
+        "alice",
+    ]
+    for comment in ("# Of the team.", "# ours", "# whose", "# until May", "# all", "# one"):
+        assert (comment in content) is (comment in file.read_text())
+
+
+def test_a_list_shows_limits_and_no_key(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = f'ci = {{ key = "sha256:{digest("key-of-ci").hex()}", tokens_per_day = 5_000 }}\n'
+    file.write_text(FILES["a table"] + table)
+    assert keys(file, "list") == 0
+    shown = digest("key-of-ci").hex()[:12]
+    assert capsys.readouterr().out.splitlines() == [
+        "old  in plain text",
+        f"ci  sha256:{shown}…  tokens_per_day = 5000",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("add", "old"), "there is a key of old"),
+        (("add", "new", "new"), "there is a key of new"),
+        (("revoke", "new"), "there is no key of new"),
+        (("revoke", "old"), "the last key stays"),
+        (("add", "a b"), "is not a name"),
+    ],
+)
+def test_what_cannot_be_done_changes_nothing(
+    arguments: tuple[str, ...], said: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert keys(file, *arguments) == 2
+    assert said in capsys.readouterr().err
+    assert file.read_text() == FILES["a table"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("keys = 5", "not a table"), ("keys", "is not TOML"), (None, "read")]
+)
+def test_a_file_that_cannot_be_used(
+    content: str | None, said: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.unlink() if content is None else file.write_text(content)
+    assert keys(file, "add", "new") == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""gateway keys: adds, lists and revokes API keys in the gateway's TOML file.
+
+The file gets digests only, so a key is shown once, when it is made. Comments and everything else in
+the file are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
+
+from vllm_mlx_harmony.cli.errors import UsageError, read_text
+from vllm_mlx_harmony.core.files import write_atomically
+from vllm_mlx_harmony.gateway.limits import digest
+from vllm_mlx_harmony.gateway.settings import DIGEST, PREFIX
+
+EXAMPLES = """\
+examples:
+  vllm-mlx-harmony gateway keys add alice bob --config gateway.toml
+  vllm-mlx-harmony gateway keys revoke bob --config gateway.toml && kill -HUP GATEWAY_PID
+
+A gateway uses the keys of its file once it gets SIGHUP. Limits are set in the file:
+  alice = { key = "sha256:…", tokens_per_day = 2_000_000 }
+"""
+
+NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``gateway keys``."""
+    made = argparse.ArgumentParser(
+        prog="vllm-mlx-harmony gateway keys",
+        description="Adds, lists and revokes API keys in the gateway's TOML file, as digests.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = made.add_subparsers(dest="action", metavar="ACTION", required=True)
+    config = os.environ.get(f"{PREFIX}CONFIG")
+    for action, command, about in (
+        ("add", _add, "make a key for each name, and print it"),
+        ("list", _list, "print names, beginnings of digests, and limits"),
+        ("revoke", _revoke, "remove the keys of these names"),
+    ):
+        each = actions.add_parser(action, help=about, description=about)
+        each.set_defaults(command=command, names=[])
+        if action != "list":
+            each.add_argument("names", nargs="+", metavar="NAME")
+        file = f"TOML file of settings; or {PREFIX}CONFIG"
+        each.add_argument(
+            "--config", metavar="FILE", default=config, required=config is None, help=file
+        )
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Raises ``UsageError``, without changing the file."""
+    parsed = parser().parse_args(arguments)
+    path = Path(parsed.config).resolve()
+    try:
+        document = tomlkit.parse(read_text(str(path)))
+    except TOMLKitError as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error
+    if not isinstance(document.get("keys", {}), MutableMapping):
+        raise UsageError(f"{path}: keys is not a table of names")
+    lines = parsed.command(document, parsed.names)
+    if parsed.names:
+        _write(path, tomlkit.dumps(document))
+    for line in lines:
+        print(line)
+    return 0
+
+
+def _add(document: tomlkit.TOMLDocument, names: Sequence[str]) -> list[str]:
+    keys = document.setdefault("keys", tomlkit.table())
+    lines = []
+    for name in names:
+        if name in keys:
+            raise UsageError(f"there is a key of {name}")
+        if not NAME.fullmatch(name):
+            raise UsageError(f"{name!r} is not a name: letters, digits, `.`, `_` and `-`")
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        keys[name] = DIGEST + digest(key).hex()
+        lines.append(f"{name} {key}")
+    return lines
+
+
+def _revoke(document: tomlkit.TOMLDocument, names: Sequence[str]) -> list[str]:
+    keys = document.get("keys", {})
+    for name in names:
+        if name not in keys:
+            raise UsageError(f"there is no key of {name}")
+        del keys[name]
+    if not keys:
+        raise UsageError("the last key stays: without keys, a gateway is open to everyone")
+    return []
+
+
+def _list(document: tomlkit.TOMLDocument, _: Sequence[str]) -> list[str]:
+    return [_described(name, value) for name, value in document.get("keys", {}).items()]
+
+
+def _described(name: str, value: Any) -> str:
+    table = value if isinstance(value, Mapping) else {"key": value}
+    key = str(table.get("key", ""))
+    shown = f"{key[: len(DIGEST) + 12]}…" if key.startswith(DIGEST) else "in plain text"
+    limits = (f"{limit} = {number}" for limit, number in table.items() if limit != "key")
+    return "  ".join((name, shown, *limits))
+
+
+def _write(path: Path, text: str) -> None:
+    """Replaces the file; its owner and mode stay, so that the gateway can still read it."""
+    try:
+        before = path.stat()
+        write_atomically(path, text.encode())
+        os.chmod(path, before.st_mode)
+        with suppress(PermissionError):
+            os.chown(path, before.st_uid, before.st_gid)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
