@@ -1,0 +1,181 @@
+"""Engines and gateways are upgraded one by one, as in docs/gateway.md, and no request fails."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+from gateway.fake_engines import FakeEngine, served, until
+from several.real_redis import RedisServer
+
+MODEL = "gpt-oss-20b"
+TEXT = "word " * 20
+SCRIPTS = {"Count": f"<|channel|>final<|message|>{TEXT}<|return|>"}
+KEYS = {f"person-{number}": f"key-of-person-{number}" for number in range(6)}
+APIS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Company:
+    """Two gateways with files of their own, as on two machines, and three engines."""
+
+    def __init__(self, stack: ExitStack, directory: Path) -> None:
+        self._stack = stack
+        self._redis = stack.enter_context(RedisServer(directory)).url
+        self._ports = [free_port() for _ in range(3)]
+        self.engines: list[FakeEngine] = []
+        self._running: list[ExitStack] = []
+        for _ in self._ports:
+            self._running.append(stack.enter_context(ExitStack()))
+            self.engines.append(FakeEngine("vllm", SCRIPTS, pause=0.01))
+        for number in range(3):
+            self._serve(number)
+        self.gateways = [free_port(), free_port()]
+        self._files = [directory / f"{port}.toml" for port in self.gateways]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._listed(0, 1, 2)
+        for number in range(2):
+            self._processes.append(self._start(number))
+
+    def _serve(self, number: int) -> None:
+        app = self.engines[number].app
+        self._running[number].enter_context(served(app, port=self._ports[number]))
+
+    def _listed(self, *engines: int) -> None:
+        """Writes the engines into the files."""
+        keys = "".join(f'{name} = "{key}"\n' for name, key in KEYS.items())
+        listed = "".join(
+            f'[[engines]]\nurl = "http://127.0.0.1:{self._ports[number]}"\nkind = "vllm"\n'
+            for number in engines
+        )
+        for port, file in zip(self.gateways, self._files, strict=True):
+            file.write_text(f'model = "{MODEL}"\nport = {port}\n[keys]\n{keys}{listed}')
+
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway"]
+        command += ["--config", str(self._files[number]), "--log-level", "error"]
+        environment = {**os.environ, "VLLM_MLX_HARMONY_STORE": self._redis}
+        process = subprocess.Popen(command, env=environment)
+        self._stack.callback(process.wait, 30)
+        self._stack.callback(process.kill)
+        until(lambda: self._ready(number) == {"up"}, "the gateway", 180)
+        return process
+
+    def _ready(self, number: int, engine: int | None = None) -> set[str]:
+        """The health of the engines of a gateway, or of one; empty if it does not answer."""
+        try:
+            answer = httpx.get(f"http://127.0.0.1:{self.gateways[number]}/ready", timeout=30)
+        except httpx.HTTPError:
+            return set()
+        url = None if engine is None else f"http://127.0.0.1:{self._ports[engine]}"
+        listed = answer.json()["engines"]
+        return {each["health"] for each in listed if url in (None, each["url"])}
+
+    def _reload(self) -> None:
+        for process in self._processes:
+            process.send_signal(signal.SIGHUP)
+
+    def upgrade_engine(self, number: int) -> None:
+        """Takes it out of the files, waits until it has no requests, replaces it, puts it back."""
+        self._listed(*({0, 1, 2} - {number}))
+        self._reload()
+        for gateway in range(2):
+            until(lambda g=gateway: not self._ready(g, number), "the engine to be drained", 60)
+        assert self.engines[number].running == 0
+        self._running[number].close()
+        self.engines[number] = FakeEngine("vllm", SCRIPTS, pause=0.01)
+        self._serve(number)
+        self._listed(0, 1, 2)
+        self._reload()
+        for gateway in range(2):
+            until(lambda g=gateway: self._ready(g, number) == {"up"}, "the new engine", 60)
+
+    def upgrade_gateway(self, number: int) -> None:
+        """Stops it and starts another one on its port."""
+        self._processes[number].send_signal(signal.SIGTERM)
+        self._processes[number].wait(60)
+        self._processes[number] = self._start(number)
+
+
+def ask(clients: list[httpx.Client], turn: int, key: str) -> str:
+    """The text of an answer by way of a load balancer that has the rules of examples/compose: after
+    a connection error or 503 it asks the other gateway, once."""
+    path, question = APIS[turn % 3], f"Count, {turn} times"  # each is a new conversation
+    body: dict[str, Any] = {"model": MODEL, "stream": True, "max_tokens": 200, "input": question}
+    body["messages"] = [{"role": "user", "content": question}]
+    for absent in ("messages", "max_tokens") if path == "/v1/responses" else ("input",):
+        del body[absent]
+    header = {"Authorization": f"Bearer {key}"}
+    for client in (clients[turn % 2], clients[1 - turn % 2]):
+        began = False
+        try:
+            with client.stream("POST", path, json=body, headers=header, timeout=60) as answer:
+                if answer.status_code == 503:
+                    continue
+                began = True
+                assert answer.status_code == 200, answer.read()
+                lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+        except httpx.TransportError as error:
+            if began:
+                raise AssertionError("an answer broke off") from error
+            continue
+        return "".join(_text(json.loads(line)) for line in lines)
+    raise AssertionError("no gateway took the request")
+
+
+def _text(event: dict[str, Any]) -> str:
+    """What an event adds to the text, in any of the three APIs."""
+    if event.get("type") in ("response.output_text.delta", "content_block_delta"):
+        delta = event["delta"]
+        return str(delta if isinstance(delta, str) else delta.get("text", ""))
+    return "".join(each["delta"].get("content") or "" for each in event.get("choices", ()))
+
+
+def test_no_request_fails(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        company = Company(stack, tmp_path)
+        answers: Counter[str] = Counter()
+        over = threading.Event()
+
+        def work(key: str) -> None:
+            urls = [f"http://127.0.0.1:{port}" for port in company.gateways]
+            clients = [httpx.Client(base_url=url) for url in urls]
+            for turn in itertools.count():
+                if over.is_set():
+                    break
+                answers[ask(clients, turn, key)] += 1
+
+        with ThreadPoolExecutor(len(KEYS)) as threads:
+            stack.callback(over.set)
+            people = [threads.submit(work, key) for key in KEYS.values()]
+            try:
+                for number in range(3):
+                    company.upgrade_engine(number)
+                for number in range(2):
+                    company.upgrade_gateway(number)
+                began = sum(answers.values())
+                until(lambda: sum(answers.values()) > began + 20, "more answers", 60)
+            finally:
+                over.set()
+            for person in people:
+                person.result()
+    assert set(answers) == {TEXT}
+    assert sum(answers.values()) > 100
+    assert all(engine.prompts for engine in company.engines)
