@@ -245,7 +245,7 @@ LEGS: tuple[Leg, ...] = (
         without=WITHOUT_HOST,
         present=("starlette", "openai", "anthropic", "uvicorn", "pytest-xdist", "mcp"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "-n", "3", "tests/gateway"),),  # half of their time is waiting
+        commands=((*PYTEST, "-n", "3", "tests/gateway", "tests/verify"),),  # half of it is waiting
         runners=("ubuntu-latest", "macos-14"),
     ),
     Leg(

@@ -1,4 +1,5 @@
-"""The command line: vllm-mlx-harmony serve | gateway | connect | demo | doctor | render | parse.
+"""The command line: vllm-mlx-harmony serve | gateway | connect | demo | doctor | verify | render
+| parse.
 
 Any failure is one line on standard error and exit code 2. `cli` has one file per command, which is
 imported when it runs, so that `parse` does not load a server.
@@ -97,6 +98,12 @@ def parser() -> argparse.ArgumentParser:
             raise argparse.ArgumentTypeError(problem)
         return number
 
+    def positive(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdigit() else 0
+        if number < 1:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+        return number
+
     top = argparse.ArgumentParser(
         prog=DISTRIBUTION, description="Serves gpt-oss (the Harmony format) correctly on vllm-mlx."
     )
@@ -154,6 +161,45 @@ def parser() -> argparse.ArgumentParser:
 
     commands.add_parser(
         "doctor", help="check what is installed, active and supported, and name fixes"
+    )
+
+    verify = commands.add_parser(
+        "verify",
+        help="check whether a server does what its APIs promise",
+        description="Checks any server of OpenAI's or Anthropic's APIs. The exit code is 0 only if "
+        "everything that it supports passed.",
+    )
+    verify.set_defaults(command="verify")
+    verify.add_argument("url", nargs="?", metavar="URL", help="of the server, with or without /v1")
+    verify.add_argument("--model", help="default: the only model that the server lists")
+    verify.add_argument("--key", help="the server's API key")
+    verify.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="checks by name, its beginning or a pattern: wire, format.chat, *.messages.stop; "
+        "may be repeated",
+    )
+    verify.add_argument(
+        "--repeat",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="run each check that depends on what the model writes N times",
+    )
+    verify.add_argument(
+        "--timeout",
+        type=positive,
+        default=300,
+        metavar="SECONDS",
+        help="longest silence of the server (default: 300)",
+    )
+    verify.add_argument("--json", metavar="FILE", help="write the results to FILE")
+    verify.add_argument(
+        "--stand-in",
+        action="store_true",
+        help="check this package's own server, with a scripted stand-in for the model",
     )
 
     render = commands.add_parser(

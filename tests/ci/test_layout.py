@@ -51,7 +51,17 @@ def test_names_say_something() -> None:
     assert {path.stem for path in MODULES} & EMPTY_NAMES == set()
 
 
-EXTRAS = {"anyio", "httpx2", "mcp", "mcp_types", "redis"}
+EXTRAS = {
+    "anthropic",
+    "anyio",
+    "httpx",
+    "httpx2",
+    "httpx_sse",
+    "mcp",
+    "mcp_types",
+    "openai",
+    "redis",
+}
 """What an extra brings: imported where it is asked for."""
 
 LOADED_BY_OTHERS = {"websockets"}

@@ -32,7 +32,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_command() -> None:
     shown = run("--help")
     assert shown.returncode == 0
-    for command in ("serve", "connect", "demo", "doctor", "render", "parse"):
+    for command in ("serve", "connect", "demo", "doctor", "verify", "render", "parse"):
         assert re.search(rf"^    {command} ", shown.stdout, re.MULTILINE)
 
 
@@ -61,6 +61,11 @@ ODD: dict[str, tuple[str, int, str]] = {
     "no address": ("connect codex --model m --context 9999 --url foo", 2, "'foo' is not a server"),
     "no port": ("connect codex --model m --context 9999 --url http://a:99999", 2, "not a server"),
     "an empty model": ("connect codex --model '' --context 9999", 2, "--model is empty"),
+    "no server": ("verify", 2, "give the URL of a server, or --stand-in"),
+    "a silent server": ("verify http://127.0.0.1:9", 2, "no server answers at http://127.0.0.1:9"),
+    "no URL": ("verify nonsense", 2, "'nonsense' is not a server's address"),
+    "no check": ("verify http://a --only nothing", 2, "no check is called nothing"),
+    "no repetition": ("verify http://a --repeat 0", 2, "'0' is not a positive number"),
     "doctor": ("doctor --port 99999", 2, "'99999' is not a port"),
 }
 """What is typed, the exit code, and what standard error says."""

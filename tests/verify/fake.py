@@ -1,0 +1,224 @@
+"""A server that passes every check, and one switch for each fault: the real front end over an
+engine that follows the stand-in's scripts, and between them and the client whatever is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
+
+from fake_engines import served
+from fakes import KEY, MODEL, Alone, ScriptedEngine
+from starlette.exceptions import HTTPException
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.constraint import Constraint
+from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.engine import Step, Steps
+from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.standin import cursor
+from vllm_mlx_harmony.standin.scripts import dump_book
+from vllm_mlx_harmony.verify import checks, trial
+from vllm_mlx_harmony.verify.samples import SCRIPTS
+
+Request = dict[str, Any]
+App = Callable[[Any, Any, Any], Any]
+
+CONTEXT = 8192
+
+
+class BookEngine(ScriptedEngine):
+    """Follows the stand-in's scripts. What an earlier prompt begins with, too, is cached."""
+
+    def __init__(self) -> None:
+        super().__init__({}, context_length=CONTEXT)
+        encode = vocab.encoding().encode
+        book = dump_book(SCRIPTS, lambda text: encode(text, allowed_special="all"))
+        self.book = cursor.parse_book(book)
+
+    async def generate(
+        self,
+        prompt: tuple[int, ...],
+        settings: Settings,
+        tenant: str,
+        constraint: Constraint | None,
+    ) -> Steps:
+        decode = vocab.encoding().decode
+        entry = cursor._find(list(prompt), self.book, lambda ids: decode(list(ids)))
+        cached = max((_common(prompt, each) for each in self.prompts), default=0)
+        said = entry.completion[: settings.max_tokens]
+        self.prompts.append((*prompt, *entry.completion))
+        for at, token in enumerate(said, 1):
+            cut = "length" if said[-1] not in vocab.TURN_ENDS else "stop"
+            yield Step((token,), cut if at == len(said) else None, cached)  # type: ignore[arg-type]
+            await asyncio.sleep(entry.delay_ms / 1000)
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+class Host(Alone):
+    """One that lists the context, and takes any number of tokens."""
+
+    async def models(self) -> dict[str, Any]:
+        listed = await super().models()
+        return {**listed, "data": [{**each, "max_model_len": CONTEXT} for each in listed["data"]]}
+
+    def max_tokens(self, asked: int | None) -> int:
+        return asked or CONTEXT
+
+    async def check_rate_limit(self, connection: Any) -> None:
+        if connection.headers.get("x-limited"):
+            raise HTTPException(429)
+
+
+@dataclass
+class Reply:
+    """A response, whole."""
+
+    status: int
+    text: str
+
+    @property
+    def document(self) -> Request:
+        return json.loads(self.text)
+
+    def events(self) -> list[tuple[str, Any]]:
+        """Names and documents of a stream, without what is not JSON."""
+        blocks = [block.splitlines() for block in self.text.split("\n\n") if "data: " in block]
+        found = []
+        for lines in blocks:
+            fields = dict(line.split(": ", 1) for line in lines if not line.startswith(":"))
+            data = fields["data"]
+            found.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
+        return found
+
+
+def stream(events: list[tuple[str, Any]]) -> str:
+    """The text of a stream."""
+    frames = []
+    for name, data in events:
+        text = data if isinstance(data, str) else json.dumps(data)
+        frames.append((f"event: {name}\n" if name else "") + f"data: {text}\n\n")
+    return "".join(frames)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with the requests for which ``when`` holds, given method, path and body.
+
+    ``request`` changes the body before it is served, ``reply`` the response.
+    """
+
+    when: Callable[[str, str, Request], bool]
+    request: Callable[[Request], None] | None = None
+    reply: Callable[[Reply], Reply] | None = None
+
+
+class Broken:
+    """An application with a fault."""
+
+    def __init__(self, app: App, fault: Fault) -> None:
+        self.app = app
+        self.fault = fault
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        content = b""
+        while (message := await receive())["type"] == "http.request":
+            content += message["body"]
+            if not message.get("more_body"):
+                break
+        try:
+            body = json.loads(content or b"{}")
+        except ValueError:
+            body = {"broken": content.decode()}
+        meant = self.fault.when(scope["method"], scope["path"], body)
+        if meant and self.fault.request:
+            self.fault.request(body)
+            content = json.dumps(body).encode()
+            rest = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
+            scope = {**scope, "headers": [*rest, (b"content-length", b"%d" % len(content))]}
+        given = [{"type": "http.request", "body": content}]
+
+        async def receiving() -> Any:
+            return given.pop() if given else await receive()
+
+        if not (meant and self.fault.reply):
+            await self.app(scope, receiving, send)
+            return
+        sent: list[Any] = []
+
+        async def collect(message: Any) -> None:
+            sent.append(message)
+
+        await self.app(scope, receiving, collect)
+        start, text = sent[0], b"".join(each.get("body", b"") for each in sent[1:]).decode()
+        reply = self.fault.reply(Reply(start["status"], text))
+        kept = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+        await send({**start, "status": reply.status, "headers": kept})
+        await send({"type": "http.response.body", "body": reply.text.encode()})
+
+
+class Deaf:
+    """An application that goes on with an answer whose client has gone: until then, others wait."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.busy_until = 0.0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(max(0.0, self.busy_until - time.monotonic()))
+        times: list[float] = []
+
+        async def receiving() -> Any:
+            message = await receive()
+            if message["type"] == "http.disconnect" and len(times) > 1:
+                rest = (times[-1] - times[0]) / len(times) * 1000
+                self.busy_until = time.monotonic() + rest
+            return message
+
+        async def sending(message: Any) -> None:
+            times.append(time.monotonic())
+            await send(message)
+
+        await self.app(scope, receiving, sending)
+
+
+@contextmanager
+def serving(fault: Fault | type[Deaf] | None = None) -> Iterator[str]:
+    """The URL of a server, with a fault or without."""
+    app: App = application(Host(BookEngine()))
+    if isinstance(fault, Fault):
+        app = Broken(app, fault)
+    elif fault is not None:
+        app = fault(app)
+    with served(app) as url:
+        yield url
+
+
+def outcomes(url: str, *only: str, repeat: int = 1) -> dict[str, checks.Outcome]:
+    """What the checks find, by name."""
+    from vllm_mlx_harmony.verify.suite import CHECKS
+
+    async def run() -> list[checks.Outcome]:
+        async with trial.client(url, KEY, 30) as client:
+            listed = await trial.models(client)
+            server = trial.Server(client, MODEL, KEY, listed[MODEL])
+            rows = checks.chosen(CHECKS, only)
+            return await checks.run(server, rows, repeat, lambda outcome: None)
+
+    return {outcome.name: outcome for outcome in asyncio.run(run())}

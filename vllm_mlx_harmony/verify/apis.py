@@ -1,0 +1,503 @@
+"""The three APIs: how each writes a request, and reads an answer, whole or streamed.
+
+Documents are validated against the types of the official SDKs, which is what clients see. The SDKs
+themselves are lenient (they construct without validating), and so a wrong document shows up later,
+in the client. What types cannot say, the order of events and that deltas add up, is checked here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, TypeAlias
+
+from pydantic import TypeAdapter, ValidationError
+
+from vllm_mlx_harmony.verify.values import (
+    Answer,
+    Ask,
+    Call,
+    Document,
+    Failed,
+    Result,
+    Usage,
+    require,
+)
+
+DONE = "[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A server-sent event. ``name`` is empty if it has none."""
+
+    name: str
+    data: str
+
+
+class Api(Protocol):
+    """One of the APIs. ``link`` is its reference."""
+
+    name: str
+    path: str
+    link: str
+
+    def body(self, model: str, ask: Ask) -> Document:
+        """The body of a request, not streamed."""
+
+    def read(self, document: Document) -> Answer:
+        """The answer in a response. Raises ``Failed`` if it is not of the SDK's type."""
+
+    def assemble(self, events: Sequence[Event]) -> Document:
+        """The response that a stream adds up to. Raises ``Failed`` if an event is wrong."""
+
+    def check_error(self, document: Document) -> None:
+        """Raises ``Failed`` if an error does not have the API's shape."""
+
+
+def validate(name: str, document: object) -> None:
+    """Validates against a type of an SDK, by its name in ``_types``. Raises ``Failed``."""
+    try:
+        _types()[name].validate_python(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Failed(f"not the SDK's {name}: {first['msg']} at {where or 'the top'}") from error
+
+
+Types: TypeAlias = Mapping[str, TypeAdapter[Any]]
+
+
+@cache
+def _types() -> Types:
+    """Imported late: the SDKs take seconds."""
+    from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+    from openai.types import Model
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+    from openai.types.responses import Response, ResponseStreamEvent
+
+    types = {
+        "Model": Model,
+        "ChatCompletion": ChatCompletion,
+        "ChatCompletionChunk": ChatCompletionChunk,
+        "Response": Response,
+        "ResponseStreamEvent": ResponseStreamEvent,
+        "Message": Message,
+        "MessageTokensCount": MessageTokensCount,
+        "RawMessageStreamEvent": RawMessageStreamEvent,
+    }
+    return {name: TypeAdapter(each) for name, each in types.items()}
+
+
+def parsed(text: str) -> Document:
+    """A JSON object. Raises ``Failed``."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise Failed(f"not JSON ({error}): {text[:80]!r}") from error
+    require(isinstance(document, dict), f"not a JSON object: {text[:80]!r}")
+    return dict(document)
+
+
+def _without_empty(fields: Document) -> Document:
+    return {name: value for name, value in fields.items() if value not in (None, "", [], {})}
+
+
+class OpenAi:
+    """What the two APIs of OpenAI have in common."""
+
+    def check_error(self, document: Document) -> None:
+        """See ``Api``."""
+        error = document.get("error")
+        require(isinstance(error, dict), "an error without the object `error`")
+        for name in ("message", "type"):
+            text = dict(error or {}).get(name)
+            require(isinstance(text, str) and text, f"an error whose `{name}` is no text")
+
+
+class Chat(OpenAi):
+    """Chat Completions."""
+
+    name = "chat"
+    path = "/v1/chat/completions"
+    link = "https://platform.openai.com/docs/api-reference/chat"
+
+    def body(self, model: str, ask: Ask) -> Document:
+        """See ``Api``."""
+        messages: list[Document] = [{"role": "system", "content": ask.system}] if ask.system else []
+        for each in ask.messages:
+            match each:
+                case str():
+                    messages.append({"role": "user", "content": each})
+                case Answer():
+                    messages.extend(each.history)
+                case Result():
+                    result = {"tool_call_id": each.call.id, "content": each.text}
+                    messages.append({"role": "tool", **result})
+        named = {"type": "function", "function": {"name": ask.choice}}
+        functions = [
+            {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters,
+                **({"strict": True} if tool.strict else {}),
+            }
+            for tool in ask.tools
+        ]
+        answer = {"name": "answer", "schema": ask.schema, "strict": True}
+        options = {
+            "tools": [{"type": "function", "function": each} for each in functions],
+            "tool_choice": ask.choice if ask.choice in ("required", "none", "") else named,
+            "response_format": ask.schema and {"type": "json_schema", "json_schema": answer},
+            "reasoning_effort": ask.effort,
+            "stop": ask.stop,
+        }
+        fixed = {"model": model, "messages": messages, "max_tokens": ask.limit}
+        return {**fixed, **_without_empty(options), **_sampling(ask)}
+
+    def read(self, document: Document) -> Answer:
+        """See ``Api``."""
+        validate("ChatCompletion", document)
+        require(len(document["choices"]) == 1, f"{len(document['choices'])} choices, not one")
+        choice, usage = document["choices"][0], document.get("usage") or {}
+        message = choice["message"]
+        calls = tuple(
+            Call(each["function"]["name"], each["function"]["arguments"], each["id"])
+            for each in message.get("tool_calls") or ()
+        )
+        names = {"stop": "stop", "length": "length", "tool_calls": "calls"}
+        require(choice["finish_reason"] in names, f"finish_reason {choice['finish_reason']!r}")
+        return Answer(
+            id=document["id"],
+            text=message.get("content") or "",
+            reasoning=message.get("reasoning_content") or message.get("reasoning") or "",
+            calls=calls,
+            finish=names[choice["finish_reason"]],  # type: ignore[arg-type]
+            usage=Usage(
+                usage.get("prompt_tokens", 0),
+                usage.get("completion_tokens", 0),
+                (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+                (usage.get("completion_tokens_details") or {}).get("reasoning_tokens"),
+            ),
+            history=({"content": None, **_without_empty(message)},),
+        )
+
+    def assemble(self, events: Sequence[Event]) -> Document:
+        """See ``Api``."""
+        require(events and events[-1].data == DONE, "the stream does not end with [DONE]")
+        chunks = [parsed(event.data) for event in events[:-1]]
+        message: Document = {"role": "", "content": None}
+        texts: dict[str, str] = {}
+        calls: list[Document] = []
+        finish, usage = None, None
+        for chunk in chunks:
+            require("error" not in chunk, f"an error in the stream: {chunk.get('error')}")
+            validate("ChatCompletionChunk", chunk)
+            same = all(chunk[name] == chunks[0][name] for name in ("id", "model", "created"))
+            require(same, "a chunk whose id, model or created is not the first one's")
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                require(finish is None, "a delta after finish_reason")
+                delta, finish = choice["delta"], choice["finish_reason"]
+                message["role"] = delta.get("role") or message["role"]
+                for name in ("content", "reasoning", "reasoning_content", "refusal"):
+                    texts[name] = texts.get(name, "") + (delta.get(name) or "")
+                for call in delta.get("tool_calls") or ():
+                    self._add(calls, call)
+        require(finish, "no chunk has a finish_reason")
+        require(message["role"] == "assistant", "no delta has the role")
+        message |= {name: text for name, text in texts.items() if text}
+        choice = {
+            "index": 0,
+            "finish_reason": finish,
+            "logprobs": None,
+            "message": {**message, **({"tool_calls": calls} if calls else {})},
+        }
+        first = {name: chunks[0][name] for name in ("id", "model", "created")}
+        whole = {**first, "object": "chat.completion", "choices": [choice]}
+        return {**whole, **({"usage": usage} if usage else {})}
+
+    def _add(self, calls: list[Document], call: Document) -> None:
+        function = call.get("function") or {}
+        if call["index"] == len(calls):
+            require(
+                call.get("id") and function.get("name"), "a call that begins without id or name"
+            )
+            named = {"name": function["name"], "arguments": ""}
+            calls.append({"id": call["id"], "type": "function", "function": named})
+        require(call["index"] == len(calls) - 1, f"calls are out of order at index {call['index']}")
+        calls[-1]["function"]["arguments"] += function.get("arguments") or ""
+
+
+class Responses(OpenAi):
+    """Responses."""
+
+    name = "responses"
+    path = "/v1/responses"
+    link = "https://platform.openai.com/docs/api-reference/responses"
+
+    def body(self, model: str, ask: Ask) -> Document:
+        """See ``Api``."""
+        items: list[Document] = []
+        for each in ask.messages:
+            match each:
+                case str():
+                    items.append({"type": "message", "role": "user", "content": each})
+                case Answer():
+                    items.extend(each.history)
+                case Result():
+                    result = {"call_id": each.call.id, "output": each.text}
+                    items.append({"type": "function_call_output", **result})
+        named = {"type": "function", "name": ask.choice}
+        answer = {"type": "json_schema", "name": "answer", "schema": ask.schema, "strict": True}
+        options = {
+            "instructions": ask.system,
+            "tools": [
+                {
+                    "type": "function",
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters,
+                    "strict": tool.strict,
+                }
+                for tool in ask.tools
+            ],
+            "tool_choice": ask.choice if ask.choice in ("required", "none", "") else named,
+            "text": ask.schema and {"format": answer},
+            "reasoning": ask.effort and {"effort": ask.effort},
+        }
+        fixed = {"model": model, "input": items, "max_output_tokens": ask.limit}
+        return {**fixed, **_without_empty(options), **_sampling(ask)}
+
+    def read(self, document: Document) -> Answer:
+        """See ``Api``."""
+        validate("Response", document)
+        output, usage = document["output"], document.get("usage") or {}
+        calls = tuple(
+            Call(item["name"], item["arguments"], item["call_id"])
+            for item in output
+            if item["type"] == "function_call"
+        )
+        status, details = document["status"], document.get("incomplete_details") or {}
+        cut = status == "incomplete" and details.get("reason") == "max_output_tokens"
+        require(
+            status == "completed" or cut, f"the status is {status!r} ({details or 'no'} details)"
+        )
+        return Answer(
+            id=document["id"],
+            text="\n".join(_texts(output, "message", "content")),
+            reasoning="\n".join(_texts(output, "reasoning", "content", "summary")),
+            calls=calls,
+            finish="length" if cut else "calls" if calls else "stop",
+            usage=Usage(
+                usage.get("input_tokens", 0),
+                usage.get("output_tokens", 0),
+                (usage.get("input_tokens_details") or {}).get("cached_tokens"),
+                (usage.get("output_tokens_details") or {}).get("reasoning_tokens"),
+            ),
+            history=tuple(output),
+        )
+
+    def assemble(self, events: Sequence[Event]) -> Document:
+        """See ``Api``. Each ``….done`` must have the text that its ``….delta`` events add up to."""
+        documents = [parsed(event.data) for event in events if event.data != DONE]
+        require(documents, "a stream without events")
+        texts: dict[tuple[object, ...], str] = {}
+        added: list[str] = []
+        done: list[Document] = []
+        for number, document in enumerate(documents, documents[0].get("sequence_number") or 0):
+            kind = document.get("type", "")
+            if kind == "error":
+                raise Failed(f"an error in the stream: {document.get('message')}")
+            validate("ResponseStreamEvent", document)
+            counted = document["sequence_number"] == number
+            require(counted, f"sequence_number {document['sequence_number']}, not {number}")
+            stem, _, what = kind.rpartition(".")
+            place = tuple(
+                document.get(name) for name in ("item_id", "content_index", "summary_index")
+            )
+            if kind == "response.output_item.added":
+                require(document["output_index"] == len(added), "an output_index out of order")
+                require(len(done) == len(added), "an item begins before the last one is done")
+                added.append(document["item"]["type"])
+            elif kind == "response.output_item.done":
+                require(document["output_index"] == len(done), "an output_index out of order")
+                require(added[len(done) :] == [document["item"]["type"]], "an item was not added")
+                done.append(document["item"])
+            elif what == "delta":
+                require(len(added) == len(done) + 1, f"{kind} outside of an item")
+                texts[stem, place] = texts.get((stem, place), "") + document["delta"]
+            elif what == "done" and (stem, place) in texts:
+                whole = document.get("text", document.get("arguments", document.get("input")))
+                require(whole == texts[stem, place], f"{kind} is not the sum of its deltas")
+        kinds = [document["type"] for document in documents]
+        require(kinds[0] == "response.created", f"the first event is {kinds[0]}")
+        endings = ("response.completed", "response.incomplete", "response.failed")
+        require(kinds[-1] in endings, f"the last event is {kinds[-1]}")
+        final: Document = documents[-1]["response"]
+        require(final["output"] == done, "the final output is not the items that were done")
+        return final
+
+
+def _texts(output: list[Document], kind: str, *fields: str) -> list[str]:
+    return [
+        part["text"]
+        for item in output
+        if item["type"] == kind
+        for field in fields
+        for part in item.get(field) or ()
+        if "text" in part
+    ]
+
+
+class _Blocks:
+    """The content blocks of a stream of Messages."""
+
+    def __init__(self) -> None:
+        self.done: list[Document] = []
+        self.open: Document = {}
+        self._text = ""
+
+    def add(self, kind: str, document: Document) -> None:
+        """Reads the next event of a block. Raises ``Failed``."""
+        require(bool(self.open) != (kind == "content_block_start"), f"{kind} out of order")
+        index, expected = document["index"], len(self.done)
+        require(index == expected, f"the index of {kind} is {index}, not {expected}")
+        if kind == "content_block_start":
+            self.open, self._text = {**document["content_block"]}, ""
+        elif kind == "content_block_delta":
+            delta = document["delta"]
+            if delta["type"] == "signature_delta":
+                self.open["signature"] = delta["signature"]
+            else:
+                fields = ("text", "thinking", "partial_json")
+                self._text += "".join(delta.get(field, "") for field in fields)
+        else:
+            field = "input" if self.open["type"] == "tool_use" else self.open["type"]
+            self.open[field] = parsed(self._text or "{}") if field == "input" else self._text
+            self.done.append(self.open)
+            self.open = {}
+
+
+class Messages:
+    """Messages."""
+
+    name = "messages"
+    path = "/v1/messages"
+    link = "https://platform.claude.com/docs/en/api/messages"
+
+    def body(self, model: str, ask: Ask) -> Document:
+        """See ``Api``. Results of the same turn are in one message."""
+        messages: list[Document] = []
+        for before, each in zip((None, *ask.messages), ask.messages, strict=False):
+            match each:
+                case str():
+                    messages.append({"role": "user", "content": each})
+                case Answer():
+                    messages.append({"role": "assistant", "content": list(each.history)})
+                case Result():
+                    block = {"tool_use_id": each.call.id, "content": each.text}
+                    if not isinstance(before, Result):
+                        messages.append({"role": "user", "content": []})
+                    messages[-1]["content"].append({"type": "tool_result", **block})
+        choices = {"": None, "required": {"type": "any"}, "none": {"type": "none"}}
+        answer = ask.schema and {"type": "json_schema", "schema": ask.schema}
+        options = {
+            "system": ask.system,
+            "tools": [
+                {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "input_schema": tool.parameters,
+                    **({"strict": True} if tool.strict else {}),
+                }
+                for tool in ask.tools
+            ],
+            "tool_choice": choices.get(ask.choice, {"type": "tool", "name": ask.choice}),
+            "output_config": _without_empty({"format": answer, "effort": ask.effort}),
+            "stop_sequences": [ask.stop] if ask.stop else [],
+        }
+        fixed = {"model": model, "messages": messages, "max_tokens": ask.limit}
+        return {**fixed, **_without_empty(options), **_sampling(ask)}
+
+    def read(self, document: Document) -> Answer:
+        """See ``Api``."""
+        validate("Message", document)
+        content, usage, reason = document["content"], document["usage"], document["stop_reason"]
+        calls = tuple(
+            Call(block["name"], json.dumps(block["input"]), block["id"])
+            for block in content
+            if block["type"] == "tool_use"
+        )
+        names = {"max_tokens": "length", "tool_use": "calls"}
+        names |= dict.fromkeys(("end_turn", "stop_sequence"), "stop")
+        require(reason in names, f"stop_reason {reason!r}")
+        stopped = document.get("stop_sequence") is not None
+        require(stopped == (reason == "stop_sequence"), "stop_sequence does not fit stop_reason")
+        cached = usage.get("cache_read_input_tokens")
+        created = usage.get("cache_creation_input_tokens") or 0
+        return Answer(
+            id=document["id"],
+            text="\n".join(block["text"] for block in content if block["type"] == "text"),
+            reasoning="\n".join(
+                block["thinking"] for block in content if block["type"] == "thinking"
+            ),
+            calls=calls,
+            finish=names[reason],  # type: ignore[arg-type]
+            usage=Usage(
+                usage["input_tokens"] + (cached or 0) + created,
+                usage["output_tokens"],
+                cached,
+                (usage.get("output_tokens_details") or {}).get("thinking_tokens"),
+            ),
+            history=tuple(content),
+        )
+
+    def assemble(self, events: Sequence[Event]) -> Document:
+        """See ``Api``."""
+        message: Document = {}
+        blocks = _Blocks()
+        kind = ""
+        for event in events:
+            require(kind != "message_stop", f"{event.name} after message_stop")
+            document, before = parsed(event.data), kind
+            require(
+                event.name == document.get("type"), f"{document.get('type')} is named {event.name}"
+            )
+            if event.name == "ping":
+                continue
+            kind = event.name
+            require(kind != "error", f"an error in the stream: {document.get('error')}")
+            validate("RawMessageStreamEvent", document)
+            require(bool(message) != (kind == "message_start"), f"{kind} out of order")
+            if kind == "message_start":
+                message = {**document["message"]}
+            elif kind == "message_delta":
+                require(not blocks.open, "message_delta within a block")
+                usage = {**message["usage"], **_without_empty(document["usage"])}
+                message |= {**document["delta"], "usage": usage}
+            elif kind == "message_stop":
+                require(before == "message_delta", f"message_stop after {before}")
+            else:
+                blocks.add(kind, document)
+        require(kind == "message_stop", f"the last event is {kind or 'missing'}")
+        return {**message, "content": blocks.done}
+
+    def check_error(self, document: Document) -> None:
+        """See ``Api``."""
+        error = document.get("error")
+        require(document.get("type") == "error", "an error whose `type` is not `error`")
+        require(isinstance(error, dict), "an error without the object `error`")
+        for name in ("message", "type"):
+            text = dict(error or {}).get(name)
+            require(isinstance(text, str) and text, f"an error whose `{name}` is no text")
+
+
+def _sampling(ask: Ask) -> Document:
+    extra = dict(ask.extra or {})
+    return extra if ask.temperature is None else {"temperature": ask.temperature, **extra}
+
+
+APIS: tuple[Api, ...] = (Chat(), Responses(), Messages())

@@ -1,0 +1,332 @@
+"""Wire checks: what holds with any model that answers at all."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from contextlib import aclosing
+from dataclasses import replace
+from http import HTTPStatus
+
+from vllm_mlx_harmony.verify.apis import APIS, Messages, validate
+from vllm_mlx_harmony.verify.checks import Check, Run
+from vllm_mlx_harmony.verify.trial import Reply, Trial
+from vllm_mlx_harmony.verify.values import Answer, Ask, Document, Tool, Unsupported, require
+
+PLAIN = Ask(("In one short sentence: why is the sea salty?",))
+OTHER = Ask(("In one short sentence: why is the sky blue?",))
+COUNT = Ask(("Count from 1 to 30 in digits, separated by spaces.",))
+LONG = Ask(
+    ("Write the numbers from one to two thousand in words, all of them, one in each line.",),
+    limit=1000,
+)
+EMOJI = Ask(("Reply with these five characters and nothing else: 🌞 é 中 🇫🇷 ß",))
+CLOCK = Tool(
+    "get_time",
+    "The time in a city.",
+    {"type": "object", "properties": {"city": {"type": "string"}}},
+)
+TIME = Ask(("What time is it in Lima?",), tools=(CLOCK,))
+FIRST, SECOND = "Remember this number: 4711. Reply with OK.", "Which number was it?"
+
+FEW = 16
+"""The least that OpenAI accepts as a maximum of output tokens."""
+
+MISSING = "no-such-model-9f2c"
+PATIENCE = 5.0
+"""Seconds after which a cancelled request must not be running."""
+
+EVENTS = 20
+"""Events of a long answer that are read before it is cancelled."""
+
+CONTROL = re.compile(
+    r"<\|(?:start|end|message|channel|call|return|constrain|endoftext|im_start|im_end|eot_id)\|>"
+    r"|assistant(?:final|commentary|analysis)"
+)
+"""Control tokens, and headers of Harmony messages whose control tokens were dropped."""
+
+RUNNING = re.compile(
+    r"(?m)^\w*:?\w*(?:requests_running|running_reqs|requests_processing)\S* ([\d.]+)"
+)
+"""What vLLM, SGLang and llama.cpp call requests that run, in Prometheus's format."""
+
+
+async def whole(trial: Trial) -> None:
+    answer = await trial.answer(PLAIN)
+    require(answer.text, "the answer has no text")
+    require(answer.finish == "stop", f"the answer ended with {answer.finish!r}")
+
+
+async def stream(trial: Trial) -> None:
+    answer = await trial.streamed(PLAIN)
+    require(answer.text, "the deltas have no text")
+    require(answer.finish == "stop", f"the answer ended with {answer.finish!r}")
+
+
+async def same(trial: Trial) -> None:
+    """On GPUs, rounding depends on what runs beside a request, so a second pair is tried."""
+    asked, problem = replace(COUNT, temperature=0.0), ""
+    for _ in range(2):
+        one, other = await trial.answer(asked), await trial.streamed(asked)
+        problem = next(
+            (
+                f"{name}: {getattr(one, name)!r:.200} whole, {getattr(other, name)!r:.200} streamed"
+                for name in ("text", "reasoning", "finish")
+                if getattr(one, name) != getattr(other, name)
+            ),
+            "",
+        )
+        if not problem:
+            return
+    require(not problem, problem)
+
+
+async def usage(trial: Trial) -> None:
+    document = await trial.document(PLAIN)
+    one, other = trial.api.read(document), await trial.streamed(PLAIN)
+    total = document.get("usage", {}).get("total_tokens")
+    if trial.api.name != "messages":
+        summed = one.usage.prompt + one.usage.output
+        require(total == summed, f"total_tokens is {total}, the sum {summed}")
+    for each, way in ((one.usage, "whole"), (other.usage, "streamed")):
+        require(each.prompt > 0 and each.output > 0, f"no tokens counted ({way})")
+        require((each.cached or 0) <= each.prompt, f"more cached than prompt tokens ({way})")
+        require((each.reasoning or 0) <= each.output, f"more reasoning than output tokens ({way})")
+    same = one.usage.prompt == other.usage.prompt
+    require(same, f"{one.usage.prompt} prompt tokens whole, {other.usage.prompt} streamed")
+
+
+def refused(trial: Trial, reply: Reply, *statuses: int) -> None:
+    """Raises ``Failed`` unless a reply is an error in the API's shape."""
+    expected = " or ".join(map(str, statuses))
+    require(reply.status in statuses, f"status {reply.status}, not {expected}")
+    trial.api.check_error(reply.document)
+
+
+async def post(trial: Trial, body: Document | str) -> Reply:
+    return await trial.send("POST", trial.api.path, body)
+
+
+async def missing_model(trial: Trial) -> None:
+    refused(trial, await post(trial, trial.api.body(MISSING, PLAIN)), HTTPStatus.NOT_FOUND)
+
+
+async def bad_json(trial: Trial) -> None:
+    refused(trial, await post(trial, '{"model": '), HTTPStatus.BAD_REQUEST)
+
+
+async def wrong_type(trial: Trial) -> None:
+    field = "input" if trial.api.name == "responses" else "messages"
+    body = {**trial.api.body(trial.server.model, PLAIN), field: 7}
+    refused(trial, await post(trial, body), HTTPStatus.BAD_REQUEST)
+
+
+async def unknown_parameter(trial: Trial) -> None:
+    asked = replace(PLAIN, extra={"no_such_parameter": {"a": 1}})
+    reply = await post(trial, trial.api.body(trial.server.model, asked))
+    if reply.status == HTTPStatus.OK:
+        trial.api.read(reply.document)
+    else:
+        refused(trial, reply, HTTPStatus.BAD_REQUEST)
+
+
+async def too_long(trial: Trial) -> None:
+    if not trial.server.context:
+        raise Unsupported("/v1/models does not list the model's context length")
+    asked = Ask((" a" * (trial.server.context + 1000),), limit=FEW)
+    body = trial.api.body(trial.server.model, asked)
+    refused(trial, await post(trial, body), HTTPStatus.BAD_REQUEST)
+
+
+async def limit(trial: Trial) -> None:
+    for answer in await both(trial, replace(COUNT, limit=FEW)):
+        require(answer.finish == "length", f"the answer ended with {answer.finish!r}")
+        require(answer.usage.output <= FEW, f"{answer.usage.output} tokens, not {FEW}")
+
+
+async def stop(trial: Trial) -> None:
+    for answer in await both(trial, replace(COUNT, stop="7")):
+        require("7" not in answer.text, f"the stop string is in the text: {answer.text!r:.80}")
+        require(answer.finish == "stop", f"the answer ended with {answer.finish!r}")
+
+
+async def both(trial: Trial, asked: Ask) -> tuple[Answer, Answer]:
+    """The answers, whole and streamed."""
+    return await trial.answer(asked), await trial.streamed(asked)
+
+
+async def cancel(trial: Trial) -> None:
+    """The rest of the long answer would take as long as its first events suggest. A server that
+    computes it nevertheless is still busy, or counts it among those that run."""
+    began = time.monotonic()
+    await trial.streamed(PLAIN)
+    alone, times = time.monotonic() - began, list[float]()
+    async with aclosing(trial.events(LONG)) as events:
+        async for _ in events:
+            times.append(time.monotonic())
+            if len(times) == EVENTS:
+                break
+    if len(times) < EVENTS:
+        raise Unsupported("the model's long answer was too short")
+    rest = (times[-1] - times[0]) / (EVENTS - 1) * LONG.limit
+    began = time.monotonic()
+    await trial.streamed(PLAIN)
+    took = time.monotonic() - began
+    free = took < max(rest / 2, 3 * alone)
+    require(free, f"the next answer took {took:.1f} s, {alone:.1f} s before the cancelled one")
+    await _until_idle(trial)
+
+
+async def _until_idle(trial: Trial) -> None:
+    until = time.monotonic() + PATIENCE
+    while True:
+        reply = await trial.send("GET", "/metrics")
+        numbers = RUNNING.findall(reply.text) if reply.status == HTTPStatus.OK else []
+        if not any(map(float, numbers)):
+            return
+        require(time.monotonic() < until, f"/metrics still counts running requests: {numbers}")
+        await asyncio.sleep(0.2)
+
+
+async def at_once(trial: Trial) -> None:
+    one, other = await asyncio.gather(trial.streamed(PLAIN), trial.streamed(OTHER))
+    require(one.text and other.text, "an answer without text")
+    require(one.id != other.id, f"two answers with the id {one.id}")
+
+
+async def control_tokens(trial: Trial) -> None:
+    for asked in (PLAIN, TIME):
+        for answer in await both(trial, asked):
+            texts = (answer.text, answer.reasoning, *(call.arguments for call in answer.calls))
+            found = CONTROL.search("\n".join(texts))
+            require(found is None, f"{found and found[0]!r} in a text")
+
+
+async def characters(trial: Trial) -> None:
+    for answer in await both(trial, EMOJI):
+        broken = "\ufffd" in answer.text + answer.reasoning
+        require(not broken, f"a broken character in {answer.text!r:.80}")
+
+
+async def method(trial: Trial) -> None:
+    reply = await trial.send("PUT", trial.api.path, "{}")
+    refused(trial, reply, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_FOUND)
+
+
+async def key(trial: Trial) -> None:
+    if not trial.server.key:
+        raise Unsupported("no --key is given")
+    wrong = {"Authorization": "Bearer wrong", "x-api-key": "wrong"}
+    body = trial.api.body(trial.server.model, PLAIN)
+    reply = await trial.send("POST", trial.api.path, body, headers=wrong)
+    refused(trial, reply, HTTPStatus.UNAUTHORIZED)
+
+
+async def models(trial: Trial) -> None:
+    reply = await trial.send("GET", "/v1/models")
+    require(reply.status == HTTPStatus.OK, f"status {reply.status}")
+    for each in reply.document["data"]:
+        validate("Model", each)
+
+
+async def model(trial: Trial) -> None:
+    reply = await trial.send("GET", f"/v1/models/{MISSING}")
+    refused(trial, reply, HTTPStatus.NOT_FOUND)
+
+
+async def previous(trial: Trial) -> None:
+    first = await trial.document(Ask((FIRST,), extra={"store": True}))
+    if first.get("store") is False:
+        raise Unsupported("the server stores no responses")
+    earlier = {"previous_response_id": first["id"]}
+    second = await trial.document(Ask((SECOND,), extra=earlier))
+    named = second.get("previous_response_id")
+    require(named == first["id"], f"previous_response_id is {named!r}")
+    before, after = (trial.api.read(each).usage.prompt for each in (first, second))
+    require(after > before, f"{after} prompt tokens after {before}: the first turn is missing")
+    stored = await trial.send("GET", f"{trial.api.path}/{first['id']}")
+    require(stored.status == HTTPStatus.OK, f"GET of a stored response: {stored.status}")
+    require(stored.document["output"] == first["output"], "the stored output is another one")
+
+
+async def missing_response(trial: Trial) -> None:
+    body = trial.api.body(trial.server.model, PLAIN)
+    reply = await post(trial, {**body, "previous_response_id": "resp_0123456789abcdef"})
+    refused(trial, reply, HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND)
+
+
+async def count_tokens(trial: Trial) -> None:
+    body = trial.api.body(trial.server.model, TIME)
+    del body["max_tokens"]
+    reply = await trial.send("POST", f"{Messages.path}/count_tokens", body)
+    if reply.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+        raise Unsupported("no /v1/messages/count_tokens")
+    require(reply.status == HTTPStatus.OK, f"status {reply.status}")
+    validate("MessageTokensCount", reply.document)
+    counted, prompt = reply.document["input_tokens"], (await trial.answer(TIME)).usage.prompt
+    require(counted == prompt, f"{counted} tokens counted, {prompt} in usage")
+
+
+ERRORS = {
+    "chat": "https://platform.openai.com/docs/guides/error-codes",
+    "responses": "https://platform.openai.com/docs/guides/error-codes",
+    "messages": "https://platform.claude.com/docs/en/api/errors",
+}
+STREAMS = {
+    "chat": "https://platform.openai.com/docs/api-reference/chat-streaming",
+    "responses": "https://platform.openai.com/docs/api-reference/responses-streaming",
+    "messages": "https://platform.claude.com/docs/en/build-with-claude/streaming",
+}
+OPENAI = "https://platform.openai.com/docs"
+ANTHROPIC = "https://platform.claude.com/docs/en"
+HARMONY = "https://cookbook.openai.com/articles/openai-harmony"
+ALL = tuple(api.name for api in APIS)
+
+ROWS: tuple[tuple[str, tuple[str, ...], str, dict[str, str] | str, Run], ...] = (
+    ("whole", ALL, "an answer is of the SDK's type, has text and ends", "", whole),
+    ("stream", ALL, "events are of the SDK's types, in order, and add up", STREAMS, stream),
+    ("same", ALL, "streamed and whole, the same request has the same answer", STREAMS, same),
+    ("usage", ALL, "tokens are counted, add up, and are the same streamed", "", usage),
+    ("limit", ALL, "an answer ends at the maximum of output tokens and says so", "", limit),
+    ("stop", ("chat", "messages"), "an answer ends before a stop string", "", stop),
+    ("cancel", ALL, "a closed connection ends the answer and frees the server", STREAMS, cancel),
+    ("at-once", ALL, "two requests at once have two right answers", "", at_once),
+    ("control-tokens", ALL, "no text has control tokens or headers", HARMONY, control_tokens),
+    ("characters", ALL, "characters of several tokens arrive whole", STREAMS, characters),
+    ("missing-model", ALL, "another model is 404, in the API's shape", ERRORS, missing_model),
+    ("bad-json", ALL, "a body that is not JSON is 400, in the API's shape", ERRORS, bad_json),
+    ("wrong-type", ALL, "a field of a wrong type is 400, in the API's shape", ERRORS, wrong_type),
+    ("unknown-parameter", ALL, "an unknown field is ignored or 400", ERRORS, unknown_parameter),
+    ("too-long", ALL, "a prompt beyond the context is 400, in the API's shape", ERRORS, too_long),
+    ("method", ALL, "another method is 405 or 404, in the API's shape", ERRORS, method),
+    ("key", ALL, "a wrong key is 401, in the API's shape", ERRORS, key),
+    ("models", ("chat",), "models are of the SDK's type", f"{OPENAI}/api-reference/models", models),
+    ("model", ("chat",), "a missing model is 404", f"{OPENAI}/api-reference/models", model),
+    (
+        *("previous", ("responses",), "a response continues a stored one"),
+        *(f"{OPENAI}/guides/conversation-state", previous),
+    ),
+    (
+        *("missing-response", ("responses",), "a missing previous response is 400 or 404"),
+        *(f"{OPENAI}/guides/conversation-state", missing_response),
+    ),
+    (
+        *("count-tokens", ("messages",), "count_tokens counts what usage counts"),
+        *(f"{ANTHROPIC}/build-with-claude/token-counting", count_tokens),
+    ),
+)
+"""Name, APIs, what must hold, where that is written (by API; else the API's reference), check."""
+
+CHECKS = tuple(
+    Check(
+        name=f"wire.{api.name}.{name}",
+        api=api,
+        holds=holds,
+        link=(link if isinstance(link, str) else link[api.name]) or api.link,
+        run=run,
+    )
+    for api in APIS
+    for name, apis, holds, link, run in ROWS
+    if api.name in apis
+)
