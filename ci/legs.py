@@ -163,7 +163,7 @@ HOSTED = ("-e", ".[cpu,test]", *FRAMEWORKS, NODE, "uv>=0.5")
 tool server is started by `uvx`, which is part of uv."""
 
 
-FRONT_ENDS = ("-e", ".[redis,tools]", *TEST_TOOLS, *GATEWAY, "openai-agents>=0.3", REDIS)
+FRONT_ENDS = ("-e", ".[redis,tools,verify]", *TEST_TOOLS, *GATEWAY, "openai-agents>=0.3", REDIS)
 """No host, and all optional packages of the front end."""
 
 
