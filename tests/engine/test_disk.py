@@ -30,7 +30,6 @@ from vllm_mlx_harmony.engine.disk import cache as disks
 from vllm_mlx_harmony.engine.disk import identity, index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Loaded, Offered
 from vllm_mlx_harmony.engine.disk.safetensors import Damaged, decoded
-from vllm_mlx_harmony.engine.disk.turns import Turns
 from vllm_mlx_harmony.engine.pieces import (
     WHOLE,
     Piece,
@@ -65,7 +64,7 @@ def write(disk: DiskCache, pieces: list[Piece], root: bytes = ROOT, ids: list[in
 def load(
     disk: DiskCache, known: int = 0, root: bytes = ROOT, ids: Sequence[int] = (*IDS, 1)
 ) -> tuple[Loaded, ...]:
-    rows = disk.find([root], pack(ids))
+    rows = disk.chain([root], pack(ids))
     return asyncio.run(disk.load(rows, lambda: known))
 
 
@@ -76,7 +75,7 @@ def fetch(
 
 
 def reach(disk: DiskCache, root: bytes, ids: Sequence[int]) -> int:
-    return max((row.end for row in disk.find([root], pack(ids))), default=0)
+    return max((row.end for row in disk.chain([root], pack(ids))), default=0)
 
 
 ALL = [(0, 150), (150, 400), (400, 600)]
@@ -129,7 +128,7 @@ def test_files_are_safetensors_of_every_type(
 
 def test_nobody_else_may_read_it(disk: DiskCache, pieces: list[Piece]) -> None:
     write(disk, pieces)
-    disk.put_turn(b"k", b"turn")
+    disk.put(b"k", TURN)
     assert disk.flush(10)
     paths = list((disk.directory / DIRECTORY).rglob("*"))
     modes = {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_file()}
@@ -197,14 +196,14 @@ def test_pieces_of_an_earlier_digest_are_not_found_and_go_first(
     old, new = (identity.root(each, layout, "") for each in (earlier, now))
     disk = open_disk()
     write(disk, pieces, old)
-    disk.put_turn(b"k", b"turn")
+    disk.put(b"k", TURN)
     assert disk.flush(10)
     both = disk.counters().nbytes
     disk.close(1.0)
     again = open_disk(budget=both + 1000)
-    assert fetch(again, root=new) == [] and again.turn(b"k") == b"turn"
+    assert fetch(again, root=new) == [] and again.find([b"k"]) == [TURN]
     write(again, pieces, new)
-    assert fetch(again, root=new) == ALL and again.turn(b"k") == b"turn"
+    assert fetch(again, root=new) == ALL and again.find([b"k"]) == [TURN]
     assert reach(again, old, [*IDS, 1]) < 600
     assert again.counters().damaged == 0
 
@@ -255,14 +254,15 @@ def test_no_more_waits_than_may(open_disk: Open, pieces: list[Piece]) -> None:
 
 
 def test_turns_live_within_the_budget(open_disk: Open) -> None:
-    disk = open_disk(budget=1000)
+    nbytes = len(written(TURN))
+    disk = open_disk(budget=10 * nbytes)
     for n in range(20):
-        disk.put_turn(b"%d" % n, b"x" * 100)
+        disk.put(b"%d" % n, TURN)
         assert disk.flush(10)
-        disk.use_turn(b"0")
+        disk.use(b"0")
         assert disk.flush(10)
-    assert disk.turn(b"0") and disk.turn(b"19") and not disk.turn(b"1")
-    assert disk.counters().turns == 10 and disk.counters().nbytes == 1000
+    assert disk.find([b"0", b"19", b"1"]) == [TURN, TURN, None]
+    assert disk.counters().turns == 10 and disk.counters().nbytes == 10 * nbytes
 
 
 def test_while_an_engine_computes_it_is_written_slowly(
@@ -301,16 +301,17 @@ class Clock:
 
 def test_emptied(disk: DiskCache, pieces: list[Piece]) -> None:
     write(disk, pieces)
-    disk.put_turn(b"k", b"a thought of somebody's")
+    disk.put(b"k", TURN)
     assert disk.flush(10)
     with disk.computing():
         disk.offer(b"other", pack(IDS), offered(pieces))
         disk.clear()
     assert disk.flush(10)
-    assert files(disk) == [] and fetch(disk) == [] and disk.turn(b"k") is None
+    assert files(disk) == [] and fetch(disk) == [] and disk.find([b"k"]) == [None]
     assert disk.counters().nbytes == disk.counters().pieces == disk.counters().turns == 0
+    assert b"of a client" in written(TURN)
     said = b"".join(p.read_bytes() for p in (disk.directory / DIRECTORY).iterdir() if p.is_file())
-    assert b"a thought" not in said
+    assert b"of a client" not in said
     write(disk, pieces)
     assert fetch(disk) == ALL
 
@@ -542,11 +543,11 @@ def test_the_directory_of_pieces_is_made_anew(
 ) -> None:
     """What was in it is computed again; turns are elsewhere."""
     write(disk, pieces)
-    disk.put_turn(b"k", b"turn")
+    disk.put(b"k", TURN)
     assert disk.flush(10)
     shutil.rmtree(disk.directory / DIRECTORY / PIECES)
     with caplog.at_level(logging.WARNING):
-        assert fetch(disk) == [] and disk.turn(b"k") == b"turn"
+        assert fetch(disk) == [] and disk.find([b"k"]) == [TURN]
         write(disk, pieces)
         assert fetch(disk) == ALL
     assert caplog.records == [] and disk.counters().pieces == 3
@@ -610,7 +611,7 @@ def test_a_start_writes_nothing_to_an_index_that_is_there(
 def test_an_earlier_version_is_replaced(open_disk: Open, pieces: list[Piece]) -> None:
     disk = open_disk()
     write(disk, pieces)
-    disk.put_turn(b"k", b"turn")
+    disk.put(b"k", TURN)
     assert disk.flush(10)
     path = disk.directory / DIRECTORY / index.NAME
     disk.close(1.0)
@@ -618,7 +619,7 @@ def test_an_earlier_version_is_replaced(open_disk: Open, pieces: list[Piece]) ->
         file.execute("PRAGMA user_version=0")
     file.close()
     again = open_disk()
-    assert fetch(again) == [] and again.turn(b"k") == b"turn"
+    assert fetch(again) == [] and again.find([b"k"]) == [TURN]
     write(again, pieces)
     assert fetch(again) == ALL
 
@@ -677,34 +678,44 @@ def test_turns_are_read_as_they_were_written(turn: GeneratedTurn) -> None:
 
 def test_turns_outlive_the_process(open_disk: Open) -> None:
     disk = open_disk()
-    Turns(disk).put(b"key", TURN)
+    disk.put(b"key", TURN)
     assert disk.flush(10)
-    again = Turns(open_disk())
+    again = open_disk()
     assert again.find([b"key", b"other"]) == [TURN, None]
 
 
-def test_turns_are_read_beside_what_is_being_written(disk: DiskCache) -> None:
+def put_damaged(disk: DiskCache, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytearray(written(TURN))
+    content[at] ^= 1
+    with monkeypatch.context() as patched:
+        patched.setattr(disks, "written", lambda _: bytes(content))
+        disk.put(b"damaged", TURN)
+
+
+def test_turns_are_read_beside_what_is_being_written(
+    disk: DiskCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the event loop; another process writes, for seconds, and our writer waits for it."""
-    disk.put_turn(b"k", b"turn")
-    disk.put_turn(b"damaged", b"turn")
+    disk.put(b"k", TURN)
+    put_damaged(disk, 0, monkeypatch)
     assert disk.flush(10)
     other = sqlite3.connect(disk.directory / DIRECTORY / index.NAME, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with closing(other), ThreadPoolExecutor(1) as loop, disk._changing:
-        assert loop.submit(disk.turn, b"k").result(5) == b"turn"
-        loop.submit(disk.drop_turn, b"damaged").result(5)
-        assert disk.turn(b"damaged") is None
+        for _ in range(2):
+            assert loop.submit(disk.find, [b"k", b"damaged"]).result(5) == [TURN, None]
+        assert disk.counters().damaged == 1
         other.execute("ROLLBACK")
-    disk.put_turn(b"last", b"turn")
+    disk.put(b"last", TURN)
     assert disk.flush(10) and disk.counters().turns == 2
 
 
 @pytest.mark.parametrize("at", [0, 5, 20, -1])
-def test_a_damaged_turn_is_dropped(disk: DiskCache, at: int) -> None:
-    content = bytearray(written(TURN))
-    content[at] ^= 1
-    disk.put_turn(b"key", bytes(content))
+def test_a_damaged_turn_is_dropped(
+    disk: DiskCache, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_damaged(disk, at, monkeypatch)
     assert disk.flush(10)
-    turns = Turns(disk)
-    assert turns.find([b"key"]) == [None] and disk.counters().damaged == 1
-    assert turns.find([b"key"]) == [None] and disk.counters().damaged == 1
+    for _ in range(2):
+        assert disk.find([b"damaged"]) == [None] and disk.counters().damaged == 1
+    assert disk.flush(10) and disk.counters().turns == 0

@@ -111,7 +111,7 @@ class PrefixCache:
                 match = replace(match, in_memory=self._tree.reach(*self._place(match)))
                 if self._disk is not None:
                     roots = [self._root(whose) for whose in (tenant, EVERYBODY)]
-                    match = replace(match, on_disk=self._disk.find(roots, match.sequence))
+                    match = replace(match, on_disk=self._disk.chain(roots, match.sequence))
         return match
 
     async def find(self, ids: Sequence[int], tenant: str) -> Match:

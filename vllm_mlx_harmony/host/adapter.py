@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
@@ -15,8 +15,6 @@ from starlette.responses import Response
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
-from vllm_mlx_harmony.engine.disk.cache import DiskCache
-from vllm_mlx_harmony.engine.disk.turns import Turns
 from vllm_mlx_harmony.host import entry_points, metrics, resources, tools
 from vllm_mlx_harmony.host.engine import engine_of
 from vllm_mlx_harmony.host.mount import forward_to_host
@@ -28,11 +26,6 @@ from vllm_mlx_harmony.server.model_files import GENERATION, configuration, lengt
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 T = TypeVar("T")
-
-
-@lru_cache(maxsize=1)
-def _archive(disk: DiskCache) -> Archive:
-    return Turns(disk)
 
 
 class VllmMlx:
@@ -113,8 +106,7 @@ class VllmMlx:
     @property
     def archive(self) -> Archive | None:
         """Turns on disk, in ``--ssd-cache-dir``."""
-        disk = resources.disk()
-        return None if disk is None else _archive(disk)
+        return resources.disk()
 
     @property
     def requires_key(self) -> bool:

@@ -40,6 +40,8 @@ from queue import SimpleQueue
 from weakref import WeakValueDictionary
 from zlib import crc32
 
+from vllm_mlx_harmony.core.replay import GeneratedTurn
+from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.engine.disk.index import NAME, Index, Row, key_of
 from vllm_mlx_harmony.engine.disk.safetensors import SLICE, Damaged, Tensors, decoded, encoded
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH
@@ -128,7 +130,7 @@ class Counters:
 class _Job:
     """Work of the writer. ``nbytes`` of what is stored under ``key`` are in memory until then."""
 
-    run: Callable[[], None]
+    run: Callable[[], object]
     key: bytes = b""
     nbytes: int = 0
 
@@ -343,8 +345,7 @@ class DiskCache:
             logger.warning("prefix cache: %s can be used again", self.directory)
         self._counters.pieces_written += 1
         self._counters.bytes_written += size
-        self._counters.evictions += len(gone)
-        self._remove(gone)
+        self._evicted(gone)
 
     def _write_file(self, path: Path, tensors: Tensors, row: Row) -> tuple[int, int]:
         """Size and checksum of a new file, written as fast as the engine permits."""
@@ -367,6 +368,10 @@ class DiskCache:
                     time.sleep(min(spent / SHARE, 1.0))
         return size, crc
 
+    def _evicted(self, names: Sequence[str]) -> None:
+        self._counters.evictions += len(names)
+        self._remove(names)
+
     def _remove(self, names: Sequence[str]) -> None:
         """Removes files whose rows are gone."""
         for name in names:
@@ -385,7 +390,7 @@ class DiskCache:
 
     # --- Reading
 
-    def find(self, roots: Sequence[bytes], sequence: bytes) -> tuple[Row, ...]:
+    def chain(self, roots: Sequence[bytes], sequence: bytes) -> tuple[Row, ...]:
         """The pieces of the longest beginning of ``sequence`` that is shorter than it is.
 
         Of several roots, the one that leads furthest counts. Reads the index; blocks briefly.
@@ -447,60 +452,61 @@ class DiskCache:
                 if at < row.size or crc != row.crc:
                     raise Damaged("its size or its checksum differs")
             piece = Loaded(row.start, row.end, decoded(view))
-        except (OSError, Damaged) as error:
-            self._set_aside(row, error)
+        except (OSError, Damaged) as error:  # it goes, with all pieces that continue it
+            if not isinstance(error, FileNotFoundError):  # another process evicted it
+                self._counters.damaged += 1
+                self._counters.last_error = f"{row.file}: {error}"
+                logger.warning("prefix cache: %s is set aside: %s", row.file, error)
+            self._written.discard(row.key)
+            with self._trying("setting a piece aside"):
+                self._follow()
+                self._remove(self._index.remove(row.key, row.file))
+                self._found = self._index.found()
             return None
         self._recent[row.key] = piece  # prompts that come together share it
         self._counters.read_seconds += time.perf_counter() - began
         self._counters.bytes_read += row.size
         return piece
 
-    def _set_aside(self, row: Row, error: Exception) -> None:
-        """Removes a piece that cannot be read, and all pieces that continue it."""
-        if not isinstance(error, FileNotFoundError):  # another process evicted it
-            self._counters.damaged += 1
-            self._counters.last_error = f"{row.file}: {error}"
-            logger.warning("prefix cache: %s is set aside: %s", row.file, error)
-        self._written.discard(row.key)
-        with self._trying("setting a piece aside"):
-            self._follow()
-            self._remove(self._index.remove(row.key, row.file))
-            self._found = self._index.found()
+    # --- Generated turns: a `core.replay.Archive`, on the event loop, where nothing may wait
 
-    # --- Turns
+    blocks = False
 
-    # Only ``turn`` reads the index, and nothing here waits: these run on the event loop.
+    def put(self, key: bytes, turn: GeneratedTurn) -> None:
+        """Queues ``turn`` to be written."""
+        content, cleared = written(turn), self._cleared
 
-    def put_turn(self, key: bytes, content: bytes) -> None:
-        write = partial(self._write_turn, key, content, self._cleared)
+        def write() -> None:
+            with self._changing:
+                if cleared == self._cleared:
+                    self._evicted(self._index.put(key, content, self.budget))
+
         if not self._refuses and self._put(_Job(write, key, len(content))):
             self._turns.add(key)
 
-    def _write_turn(self, key: bytes, content: bytes, cleared: int) -> None:
-        with self._changing:
-            if cleared == self._cleared:
-                gone = self._index.put(key, content, self.budget)
-                self._counters.evictions += len(gone)
-                self._remove(gone)
+    def find(self, keys: Sequence[bytes]) -> list[GeneratedTurn | None]:
+        """The turns with these keys; ``None`` for one that is missing or damaged.
 
-    def turn(self, key: bytes) -> bytes | None:
-        """Faults of the index are reported by the threads that write and read pieces."""
-        if key in self._turns:
+        Faults of the index are reported by the threads that write and read pieces.
+        """
+        found: list[GeneratedTurn | None] = []
+        for key in keys:
+            content = None
             with suppress(*Failed):
-                if self._index.is_there():
+                if key in self._turns and self._index.is_there():
                     self._use(key)
-                    return self._index.turn(key)
-        return None
+                    content = self._index.turn(key)
+            found.append(None if content is None else read(content))
+            if content is not None and found[-1] is None:
+                self._turns.discard(key)
+                self._counters.damaged += 1
+                self._put(_Job(partial(self._index.remove, key, None)))
+        return found
 
-    def use_turn(self, key: bytes) -> None:
+    def use(self, key: bytes) -> None:
+        """Counts as a use of the turn."""
         if key in self._turns:
             self._use(key)
-
-    def drop_turn(self, key: bytes) -> None:
-        """Removes a damaged turn."""
-        self._turns.discard(key)
-        self._counters.damaged += 1
-        self._put(_Job(lambda: self._remove(self._index.remove(key, None))))
 
     # --- All of it
 
