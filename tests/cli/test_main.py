@@ -196,7 +196,7 @@ def test_the_help_of_serve_has_the_flags_that_the_host_does_not_know(
     assert ended.value.code == code
     shown = capsys.readouterr().out
     assert ("--tool-call-parser" in shown) is (code == 0)
-    for flag in ("--id-endpoint ", "--tool-urls PATTERNS"):
+    for flag in ("--id-endpoint ", "--tool-urls PATTERNS", "--inspect "):
         assert (f"\n  {flag}" in shown) is (code == 0)
 
 

@@ -16,6 +16,12 @@ from vllm_mlx_harmony.cli.errors import UsageError
 ID_FLAG = "--id-endpoint"
 """Enables the id endpoint, for a gateway in front of this server."""
 
+SWITCHES = {
+    ID_FLAG: "VLLM_MLX_HARMONY_ID_ENDPOINT",
+    "--inspect": "VLLM_MLX_HARMONY_INSPECT",
+}
+"""Flags without a value, and the environment variables that they set to 1."""
+
 URLS_FLAG = "--tool-urls"
 """Comma-separated patterns of the tool servers that requests may name by URL."""
 
@@ -23,6 +29,8 @@ OWN_FLAGS = f"""
 vllm-mlx-harmony:
   {ID_FLAG}         serve POST /harmony/v1/generate (token ids), for a gateway in
                         front of this server; or VLLM_MLX_HARMONY_ID_ENDPOINT=1
+  --inspect             show prompts and answers, token by token, at /harmony;
+                        or VLLM_MLX_HARMONY_INSPECT=1
   {URLS_FLAG} PATTERNS  MCP servers that requests may name by URL, comma-separated;
                         or VLLM_MLX_HARMONY_TOOL_URLS"""
 """Added to the host's ``--help``."""
@@ -35,9 +43,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises ``UsageError`` if the plugin is disabled or the host cannot be imported.
     """
     arguments = _without_urls(list(arguments))
-    if ID_FLAG in arguments:
-        arguments = [each for each in arguments if each != ID_FLAG]
-        os.environ["VLLM_MLX_HARMONY_ID_ENDPOINT"] = "1"
+    for switch, variable in SWITCHES.items():
+        if switch in arguments:
+            arguments = [each for each in arguments if each != switch]
+            os.environ[variable] = "1"
     if _startup.switched_off():
         raise UsageError(
             f"{_startup.SWITCH} disables the plugin: unset it, or run `vllm-mlx serve`"

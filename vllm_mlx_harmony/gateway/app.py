@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import uvicorn
@@ -25,6 +26,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
@@ -41,6 +43,7 @@ from vllm_mlx_harmony.gateway.router import NOT_FOUND, Backend, Fleet, FleetEngi
 from vllm_mlx_harmony.gateway.routing import Health, Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
 from vllm_mlx_harmony.gateway.shared_limit import Limiter
+from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.server import defaults, enforcement
 from vllm_mlx_harmony.server.answer import rejection
 from vllm_mlx_harmony.server.app import application
@@ -61,7 +64,8 @@ TICK = 0.1
 """Seconds between two checks for engines whose probe is due."""
 
 AT_THE_START = (
-    *("model", "host", "port", "mcp_config", "shutdown_grace", "metrics_by_key", "log_level"),
+    *("model", "host", "port", "mcp_config", "shutdown_grace", "inspect", "metrics_by_key"),
+    "log_level",
 )
 """Settings that change only with a restart."""
 
@@ -289,7 +293,10 @@ def gateway(
 ) -> ASGIApp:
     """The gateway as an ASGI application; its lifespan detects and probes the engines."""
     host = Gateway(settings, rule)
-    return _Outer(host, application(host), reload)
+    app = application(host)
+    if settings.inspect:
+        inspector.install(app, partial(status, host))
+    return _Outer(host, app, reload)
 
 
 class _Outer:
@@ -428,6 +435,21 @@ def ready(host: Gateway) -> Response:
 
 def metrics(host: Gateway) -> Response:
     return Response(host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def status(host: Gateway) -> list[Section]:
+    """The engines, for the inspector."""
+    return [
+        (
+            each.spec.url,
+            [
+                ("health", str(each.health), ""),
+                ("requests", each.in_flight, ""),
+                ("problem", each.problem or None, ""),
+            ],
+        )
+        for each in host.fleet.backends
+    ]
 
 
 ENDPOINTS: dict[str, Callable[[Gateway], Response]] = {

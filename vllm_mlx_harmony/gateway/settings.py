@@ -320,6 +320,9 @@ class GatewaySettings:
             TOOLS, "FILE", "MCP servers, JSON or YAML; requires VLLM_MLX_HARMONY_TOOLS=on (or all)"
         ),
     ] = None
+    inspect: Annotated[
+        bool, Help(LOGS, "", "show prompts and answers, token by token, at /harmony")
+    ] = False
     access_log: Annotated[
         Format,
         Help(LOGS, "FORMAT", f"one line per request on standard output: {', '.join(FORMATS)}"),

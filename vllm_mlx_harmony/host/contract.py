@@ -34,6 +34,7 @@ from importlib import metadata
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
+from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import entry_points, patching, server_globals
 from vllm_mlx_harmony.host.entry_points import FLAGS, Extensions, find
@@ -182,7 +183,7 @@ def table(found: Extensions) -> tuple[Requirement, ...]:
 
     Imports modules that need `NAMES`: check those first.
     """
-    from vllm_mlx_harmony.host import engine_routes, models
+    from vllm_mlx_harmony.host import engine_routes, inspection, models
     from vllm_mlx_harmony.host.adapter import VllmMlx
     from vllm_mlx_harmony.host.mount import FrontEnd, Route
     from vllm_mlx_harmony.server.app import ENDPOINTS
@@ -197,6 +198,7 @@ def table(found: Extensions) -> tuple[Requirement, ...]:
         FrontEnd(VllmMlx()),
         *map(Route, ENDPOINTS),
         *engine_routes.ROUTES,
+        *([inspection.Inspection()] if inspector.switched_on() else ()),
     )
 
 

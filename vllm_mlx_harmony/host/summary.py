@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.engine.engine import MlxEngine
 from vllm_mlx_harmony.host import resources
 from vllm_mlx_harmony.host.entry_points import versions
@@ -68,4 +69,6 @@ def _common() -> Iterator[tuple[str, str]]:
         held = f"{size(found.nbytes)}, {conversations}, from {disk.directory}"
         yield "", f"up to {size(disk.budget)} on disk: {held}"
     yield "access", _access
+    if inspector.switched_on():
+        yield "inspector", f"{inspector.PAGE} shows prompts and answers to whoever has access"
     yield from (("no effect", sentence) for sentence in _idle)

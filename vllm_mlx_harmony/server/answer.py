@@ -92,6 +92,7 @@ class Answer:
         deltas: Deltas | None = None,
     ) -> None:
         self._lease, self._tracker, self._emitter = job.lease, job.track(), job.emitter
+        self._observer = job.observer
         self._lease.taken_over = True
         self._deltas = run(job, self._tracker) if deltas is None else deltas
         self._write_last, self._keep = end, keep
@@ -173,7 +174,10 @@ class Answer:
         while not self._complete:
             await self._changed()
         self._raise_failure()
-        return self._emitter.result()
+        document = self._emitter.result()
+        if self._observer is not None:
+            self._observer.whole(document)
+        return document
 
     def close(self) -> None:
         """Ends the answer after its reader has disconnected. The engine stops after its step."""
@@ -341,7 +345,7 @@ class Answer:
                 self._account("success")
             else:
                 results = {TIMED_OUT: "timeout", CANCELLED: "client_closed"}
-                self._account(results.get(getattr(failure, "status", 0), "error"))
+                self._account(results.get(getattr(failure, "status", 0), "error"), failure=failure)
                 if not self._announced:
                     self._failure = failure
                 elif not self._ended:
@@ -357,6 +361,8 @@ class Answer:
     def _put(self, events: list[Event]) -> None:
         if self._complete:
             return
+        if self._observer is not None:
+            self._observer.events(events)
         if self._keep is not None:
             self._keep(events)
         else:
@@ -383,7 +389,9 @@ class Answer:
         if _running.get(self._name) is self:
             del _running[self._name]
 
-    def _account(self, result: str, last: Finished | None = None) -> None:
+    def _account(
+        self, result: str, last: Finished | None = None, failure: Exception | None = None
+    ) -> None:
         """Ends the metrics of the request, once. ``last`` has the usage."""
         if self._accounted:
             return
@@ -396,6 +404,8 @@ class Answer:
             cached_tokens=usage.cached_tokens,
             reasoning_tokens=usage.reasoning_tokens,
         )
+        if self._observer is not None:
+            self._observer.ended(result, usage, failure)
 
     def _wake(self) -> None:
         if self._more is not None and not self._more.done():

@@ -63,10 +63,11 @@ _SLICE = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed body. A ``large`` one is processed in a thread."""
+    """A parsed body, and its bytes. A ``large`` one is processed in a thread."""
 
     value: object
     large: bool = False
+    raw: bytes = b""
 
 
 @lru_cache(maxsize=1)
@@ -113,8 +114,8 @@ async def parse_body(body: bytes) -> Document:
     if len(body) > limit():
         raise too_large()
     if len(body) < LARGE:
-        return Document(_parse(body))
-    return Document(await in_thread(_parse_large, body), large=True)
+        return Document(_parse(body), raw=body)
+    return Document(await in_thread(_parse_large, body), large=True, raw=body)
 
 
 def _parse(body: bytes) -> object:

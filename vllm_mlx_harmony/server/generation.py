@@ -21,6 +21,7 @@ from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
+from vllm_mlx_harmony.server.observer import Observer, observed
 from vllm_mlx_harmony.server.replay import remember
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools
@@ -62,6 +63,7 @@ class Job:
     ping: Event | None = None
     comments_progress: bool = False
     reports_cached: bool = False
+    observer: Observer | None = None
 
 
 async def _cached(job: Job) -> int | None:
@@ -201,9 +203,8 @@ async def _output(
     progress.generated, progress.finish = 0, None
     progress.outputs += 1
     try:
-        async with aclosing(
-            engine.generate(prompt, settings, job.lease.tenant, constraint)
-        ) as steps:
+        generated = engine.generate(prompt, settings, job.lease.tenant, constraint)
+        async with aclosing(observed(generated, job.observer, prompt, constraint)) as steps:
             if engine.remote:
                 await anext(steps, None)
             if not progress.started:

@@ -197,7 +197,17 @@ async def _generate(received: Received) -> Response:
     settings = capped(parsed.settings.settings, len(prompt), lease.harmony.context_length)
     context: Any = IdContext(prompt)  # its emitter takes ids for deltas
     track = partial(received.track, stream=True)
-    job = Job(lease, context, settings, IdEmitter(), track, constraint=constraint)
+    observer = received.observer(parsed.model or "", stream=True)
+    job = Job(
+        lease,
+        context,
+        settings,
+        IdEmitter(),
+        track,
+        id_seed=received.id_seed,
+        constraint=constraint,
+        observer=observer,
+    )
     return await respond(received, job)
 
 

@@ -44,6 +44,7 @@ from vllm_mlx_harmony.server.host import (
     response_name,
     tenant_of,
 )
+from vllm_mlx_harmony.server.observer import Observed, Observer, observe_of
 from vllm_mlx_harmony.server.peers.answers import BEATING
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.streams import EventStream
@@ -144,6 +145,17 @@ class Received:
         """Starts the metrics of the answer, which other servers can cancel from now on."""
         BEATING.begin()
         return self.host.tracker(self.api.name, stream=stream)
+
+    def observer(self, model: str, *, stream: bool) -> Observer | None:
+        """The observer of the answer, if there is one."""
+        observe, request = observe_of(self.request), self.request
+        if observe is None:
+            return None
+        path, seed, tenant = request.url.path, self.id_seed, self.lease.tenant
+        owner = tenant_of(request)
+        return observe(
+            Observed(self.api.name, path, self.document, model, stream, seed, tenant, owner)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +372,7 @@ async def constrain(rendered: Rendered) -> Job:
         ping=api.ping,
         comments_progress=api.comments_progress and request.stream,
         reports_cached=api.reports_cached,
+        observer=received.observer(resolved.info.model, stream=request.stream),
     )
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from json import dumps
 from typing import Any
 
@@ -158,7 +159,7 @@ class Conversation:
             if failure := rejection():
                 raise failure
             fields = {key: value for key, value in document.items() if key not in _TRANSPORT}
-            body = Document({**fields, "stream": True}, message.large)
+            body = replace(message, value={**fields, "stream": True})
             await self._respond(body, generates=document.get("generate") is not False)
         except WebSocketDisconnect:
             raise

@@ -1,0 +1,67 @@
+"""The inspector of a gateway: each key sees what it sent, and the engines."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
+
+import httpx
+from fake_engines import FakeEngine, served
+
+from vllm_mlx_harmony.gateway.app import gateway
+from vllm_mlx_harmony.gateway.settings import load
+
+SCRIPT = "<|channel|>final<|message|>Good day.<|return|>"
+KEYS = {"alice": "key-of-alice", "bob": "key-of-bob"}
+MODEL = "gpt-oss-20b"
+
+
+def _get(base: str, name: str, path: str) -> Any:
+    headers = {"Authorization": f"Bearer {KEYS[name]}"}
+    return httpx.get(f"{base}/harmony/inspector/{path}", headers=headers, timeout=30).json()
+
+
+@pytest.mark.parametrize("inspect", [True, False])
+def test_through_a_gateway(inspect: bool) -> None:
+    with ExitStack() as stack:
+        url = stack.enter_context(served(FakeEngine("sglang", {"Hello": SCRIPT}).app))
+        settings = load({"engines": [url], "model": MODEL, "keys": KEYS, "inspect": inspect}, {})
+        base = stack.enter_context(served(gateway(settings)))
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+        headers = {"Authorization": f"Bearer {KEYS['alice']}"}
+        sent = httpx.post(f"{base}/v1/chat/completions", json=body, headers=headers, timeout=30)
+        assert sent.status_code == 200
+        page = httpx.get(f"{base}/harmony")
+        assert page.status_code == (200 if inspect else 404)
+        if not inspect:
+            return
+        (row,) = _get(base, "alice", "requests")["requests"]
+        assert (row["state"], row["generated"]) == (
+            "success",
+            sent.json()["usage"]["completion_tokens"],
+        )
+        assert "".join(_get(base, "alice", f"requests/{row['id']}/output")["texts"]) == SCRIPT
+        assert _get(base, "bob", "requests")["requests"] == []
+        title, rows = _get(base, "bob", "server")["sections"][1]
+        assert title == url and ["health", "up", ""] in rows
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "expected"),
+    [
+        ({}, {}, False),
+        ({"inspect": True}, {}, True),
+        ({}, {"VLLM_MLX_HARMONY_GATEWAY_INSPECT": "1"}, True),
+        ({}, {"VLLM_MLX_HARMONY_GATEWAY_INSPECT": "0"}, False),
+    ],
+)
+def test_the_setting(flags: dict[str, Any], environment: dict[str, str], expected: bool) -> None:
+    given = {"engines": ["http://127.0.0.1:9"], "model": MODEL, **flags}
+    assert load(given, environment).inspect is expected

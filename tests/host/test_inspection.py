@@ -1,0 +1,55 @@
+"""The inspector in vllm-mlx's application: only where it is asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm_mlx")
+
+from starlette.testclient import TestClient
+from vllm_mlx import server
+
+from vllm_mlx_harmony import inspector
+from vllm_mlx_harmony.host import contract, entry_points, inspection
+from vllm_mlx_harmony.host.adapter import VllmMlx
+from vllm_mlx_harmony.host.mount import FrontEnd
+
+KEY = "sesame"
+DATA = "/harmony/inspector/server"
+
+
+@pytest.mark.parametrize(("value", "there"), [(None, False), ("0", False), ("1", True)])
+def test_only_with_the_variable(
+    value: str | None, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(inspector.VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(inspector.VARIABLE, value)
+    rows = contract.table(entry_points.find("harmony"))
+    assert any(isinstance(row, inspection.Inspection) for row in rows) is there
+
+
+def test_behind_the_hosts_key_and_gone_when_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_api_key", KEY)
+    before = list(server.app.router.routes), list(server.app.user_middleware)
+    stack = server.app.middleware_stack
+    row = inspection.Inspection()
+    around = FrontEnd(VllmMlx()).apply()
+    assert row.problem() is None
+    undo = row.apply()
+    try:
+        client = TestClient(server.app, base_url="http://localhost")
+        assert client.get("/harmony").status_code == 200
+        assert client.get(DATA).status_code == 401
+        assert (
+            client.get(DATA, headers={"authorization": "Bearer schlüssel".encode()}).status_code
+            == 401
+        )
+        assert client.post("/harmony/inspector/login", json={"key": KEY}).status_code == 200
+        titles = [title for title, _ in client.get(DATA).json()["sections"]]
+        assert titles == ["Requests", "Prefix cache"]
+    finally:
+        undo()
+        around()
+    assert before == (list(server.app.router.routes), list(server.app.user_middleware))
+    assert server.app.middleware_stack is stack

@@ -1,0 +1,74 @@
+"""The inspector in vllm-mlx's application: on with ``VLLM_MLX_HARMONY_INSPECT=1``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_mlx_harmony import inspector
+from vllm_mlx_harmony.engine import device
+from vllm_mlx_harmony.host import resources
+from vllm_mlx_harmony.host.engine import serving
+from vllm_mlx_harmony.host.mount import APP
+from vllm_mlx_harmony.host.patching import Undo, find_problem, locate
+from vllm_mlx_harmony.inspector.routes import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The row of the table for it."""
+
+    label: str = f"GET {inspector.PAGE}"
+    why: str = "the inspector, which was asked for"
+    required: bool = True
+
+    def problem(self) -> str | None:
+        """Why vllm-mlx's application cannot be extended, or None."""
+        return find_problem(f"{APP}.user_middleware", None)
+
+    def apply(self) -> Undo:
+        """Installs it."""
+        return inspector.install(locate(APP), status)
+
+
+def status() -> list[Section]:
+    """Memory and the queue of each model, and what the prefix cache holds."""
+    sections: list[Section] = []
+    for name, engine in serving():
+        if engine.budget is None:  # it is being unloaded
+            continue
+        requests = engine.status()
+        waiting = sum(each.place > 0 for each in requests)
+        sections.append(
+            (
+                name,
+                [
+                    ("weights", engine.weights, "bytes"),
+                    ("in use", device.used(), "bytes"),
+                    ("limit", engine.budget.limit, "bytes"),
+                    ("longest request", engine.context_length, "tokens"),
+                    ("waiting", waiting, ""),
+                    ("answering", len(requests) - waiting, ""),
+                    ("steps", engine.totals.steps, ""),
+                ],
+            )
+        )
+    counters, disk = resources.tree().counters(), resources.disk()
+    cache: Section = (
+        "Prefix cache",
+        [
+            ("in memory", counters.nbytes, "bytes"),
+            ("limit in memory", counters.budget, "bytes"),
+            ("evictions", counters.evictions, ""),
+        ],
+    )
+    if disk is not None:
+        held = disk.counters()
+        cache[1].extend(
+            [
+                ("on disk", held.nbytes, "bytes"),
+                ("limit on disk", held.budget, "bytes"),
+                ("read from disk", held.bytes_read, "bytes"),
+                ("hits on disk", held.hits, ""),
+            ]
+        )
+    return [*sections, cache]

@@ -1,0 +1,54 @@
+"""The inspector: pages at ``/harmony`` that show what the model reads and writes.
+
+Off unless the operator asks for it: it shows prompts and answers. Nothing below imports this
+package. A server that has it calls ``install``, and from then on each answer of the application has
+an observer (`server.observer`), whose records are in memory only (`record`). Pages are static files
+(`static`), which get their data as JSON (`routes`) from clients that have the server's key
+(`access`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+
+from vllm_mlx_harmony.inspector.failures import Failures
+from vllm_mlx_harmony.inspector.record import Log
+from vllm_mlx_harmony.inspector.routes import PAGE, Pages, Status
+from vllm_mlx_harmony.server import observer
+
+__all__ = ["PAGE", "VARIABLE", "install", "switched_on"]
+
+VARIABLE = "VLLM_MLX_HARMONY_INSPECT"
+"""Environment variable: ``1`` switches the inspector of vllm-mlx's server on."""
+
+
+def switched_on() -> bool:
+    """Whether the variable is set."""
+    return os.environ.get(VARIABLE, "").strip() == "1"
+
+
+def install(app: Starlette, status: Status) -> Callable[[], None]:
+    """Adds the inspector to ``app``, which has a host. Returns a function that undoes that.
+
+    ``status`` is what the server knows of its memory, queue and engines.
+    """
+    log = Log()
+    routes = Pages(log, status).routes
+    failures = Middleware(Failures, log=log)
+    observer.install(app, log.observe)
+    app.router.routes.extend(routes)
+    app.user_middleware.insert(0, failures)
+    app.middleware_stack = None  # the next request builds it again
+
+    def undo() -> None:
+        app.middleware_stack = None
+        app.user_middleware.remove(failures)
+        for route in routes:
+            app.router.routes.remove(route)
+        observer.uninstall(app)
+
+    return undo

@@ -1,0 +1,96 @@
+"""``Observer``: what sees an answer from its prompt to its end, without taking part in it.
+
+An application has at most one function that makes observers, set with ``install``, such as that of
+`vllm_mlx_harmony.inspector`. Without one, nothing is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from starlette.applications import Starlette
+from starlette.requests import HTTPConnection
+
+from vllm_mlx_harmony.core.constraint import Constraint
+from vllm_mlx_harmony.core.deltas import Usage
+from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.server.body import Document
+from vllm_mlx_harmony.server.engine import Step, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A request whose prompt is rendered.
+
+    ``owner`` is the tenant of its API key, and ``tenant`` that of its lease. The two differ if a
+    gateway sent the request for one of its own tenants.
+    """
+
+    api: str
+    path: str
+    document: Document
+    model: str
+    stream: bool
+    id_seed: str
+    tenant: str
+    owner: str
+
+
+class Observer(Protocol):
+    """Called on the event loop, several times for each token, so its methods must be fast."""
+
+    def prompt(self, ids: tuple[int, ...], constraint: Constraint | None) -> None:
+        """An output begins. That of a later one continues ``ids`` with the results of tools."""
+
+    def step(self, step: Step) -> None:
+        """The engine has reported its progress, or generated ids."""
+
+    def events(self, events: Sequence[Event]) -> None:
+        """Events were written for the client."""
+
+    def whole(self, document: dict[str, Any]) -> None:
+        """An answer that is not streamed is complete."""
+
+    def ended(self, result: str, usage: Usage, failure: Exception | None) -> None:
+        """The answer has ended, as in ``Tracker.finish``."""
+
+
+def observed(
+    steps: Steps, observer: Observer | None, prompt: tuple[int, ...], constraint: Constraint | None
+) -> Steps:
+    """``steps`` of an engine, which ``observer`` sees first."""
+    if observer is None:
+        return steps
+    observer.prompt(prompt, constraint)
+    return _seen(steps, observer)
+
+
+async def _seen(steps: Steps, observer: Observer) -> Steps:
+    async with aclosing(steps):
+        async for step in steps:
+            observer.step(step)
+            yield step
+
+
+Observe: TypeAlias = Callable[[Observed], Observer]
+
+_STATE = "vllm_mlx_harmony_observe"
+
+
+def install(app: Starlette, observe: Observe) -> None:
+    """Has ``observe`` make an observer of every answer of ``app``."""
+    setattr(app.state, _STATE, observe)
+
+
+def uninstall(app: Starlette) -> None:
+    """Undoes ``install``."""
+    delattr(app.state, _STATE)
+
+
+def observe_of(connection: HTTPConnection) -> Observe | None:
+    """The function that makes the observers of the application of ``connection``, if any."""
+    found: Observe | None = getattr(connection.app.state, _STATE, None)
+    return found
