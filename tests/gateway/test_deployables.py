@@ -93,6 +93,18 @@ def test_the_gateway_of_compose_starts_with_its_file() -> None:
     assert settings.limits().tokens_per_minute and settings.metrics_by_key
 
 
+def test_nginx_follows_gateways_that_are_made_anew() -> None:
+    """And asks another one where nothing has run yet."""
+    text = (EXAMPLES / "compose/nginx.conf").read_text()
+    assert re.search(r"^\s*resolver 127\.0\.0\.11 valid=\d+s", text, re.MULTILINE)
+    upstream = re.search(r"upstream gateways \{(.*?)\}", text, re.DOTALL)
+    assert upstream is not None and "zone gateways" in upstream[1]
+    assert re.search(r"server gateway:8000 resolve\b", upstream[1])
+    assert "proxy_next_upstream error http_503 non_idempotent;" in text
+    assert "proxy_buffering off;" in text
+    assert COMPOSE["services"]["proxy"]["ports"] == ["8080:8080"] and "listen 8080;" in text
+
+
 # --- Kubernetes
 
 

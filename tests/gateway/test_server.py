@@ -22,7 +22,7 @@ pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 import httpx
-from fake_engines import KINDS, FakeEngine, Fault, ids, served, until
+from fake_engines import KINDS, LISTED, FakeEngine, Fault, ids, served, until
 from in_process import MODEL, Watched
 from starlette.applications import Starlette
 
@@ -76,6 +76,35 @@ def test_a_server_says_which_kind_it_is(kind: str) -> None:
         f"{url}: {engine.dialect.name} serves '{MODEL}', 4096 tokens of context; "
     )
     assert line.endswith(f"missing: {MISSING[kind]}")
+
+
+SPACE = ("grammar white space",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "about", "missing"),
+    [
+        ("sglang", "/get_server_info", {"grammar_backend": "llguidance", "device": "cuda"}, SPACE),
+        (  # SGLang's MLX backend
+            "sglang",
+            "/get_server_info",
+            {"grammar_backend": "llguidance", "device": "mps"},
+            (*SPACE, "penalties"),
+        ),
+        ("vllm", "/version", {"version": "0.27.1"}, ()),  # as of vllm-metal
+    ],
+)
+def test_what_engines_lack_by_what_they_report(
+    kind: str,
+    path: str,
+    about: dict[str, str],
+    missing: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(LISTED[kind], path, about)
+    with served(FakeEngine(kind, SCRIPTS).app) as url:
+        engine = detected(url)
+        assert (engine.dialect.name, engine.capabilities.missing) == (kind, missing)
 
 
 def test_a_vllm_that_keeps_to_no_grammar_is_found_out() -> None:
@@ -771,7 +800,8 @@ def test_sigterm_lets_streams_end_and_takes_no_more() -> None:
 def test_the_drain_has_a_limit() -> None:
     engine = FakeEngine("vllm", LONG, pause=1.0)
     port = free_port()
-    with served(engine.app) as url, process(url, port, "--drain", "2") as running:
+    flags = ("--drain", "2", "--host", "0.0.0.0")
+    with served(engine.app) as url, process(url, port, *flags) as running:
         base = f"http://127.0.0.1:{port}"
         with httpx.stream("POST", base + CHAT, json={**USER, "stream": True}, timeout=60) as answer:
             lines = answer.iter_lines()
@@ -780,6 +810,10 @@ def test_the_drain_has_a_limit() -> None:
             last = [line for line in lines if line.startswith("data: {")][-1]
         assert json.loads(last[6:])["error"]["code"] == "shutting_down"
         running.wait(30)
+        assert running.stderr is not None
+        warnings = running.stderr.read()
+        assert "no keys are set: everyone who can reach 0.0.0.0" in warnings
+        assert "--drain is now called --shutdown-grace; the old name still works" in warnings
         until(lambda: engine.running == 0, "the engine to be freed")
 
 

@@ -89,8 +89,12 @@ async def detect(http: ClientSession, spec: Spec, model: str) -> HttpEngine:
     dialect, about = await _kind(http, spec)
     if dialect is SGLANG:
         _, server = await get(http, spec, "/get_server_info")
-        grammar = server.get("grammar_backend") == "llguidance"
-        dialect = replace(dialect, capabilities=replace(dialect.capabilities, grammar=grammar))
+        capabilities = replace(
+            dialect.capabilities,
+            grammar=server.get("grammar_backend") == "llguidance",
+            penalties=server.get("device") != "mps",  # hardware_backend/mlx/sampling.py
+        )
+        dialect = replace(dialect, capabilities=capabilities)
     _, models = await get(http, spec, "/v1/models")
     served_name, length = _served(models, about, spec.model or model)
     engine = HttpEngine(http, spec.url.rstrip("/"), dialect, model, served_name, length, spec.key)

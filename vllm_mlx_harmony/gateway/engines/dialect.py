@@ -34,7 +34,7 @@ class Capabilities:
 
     ``grammar``: llguidance's Lark, with control tokens as ids. ``grammar_white_space``: JSON with
     white space, bounded as llguidance 1.9 does. ``tenant_salt``: tenants never share cached
-    prefixes.
+    prefixes. ``penalties``: of presence and frequency.
     """
 
     grammar: bool = False
@@ -42,6 +42,7 @@ class Capabilities:
     cached_tokens: bool = False
     min_tokens: bool = True
     tenant_salt: bool = False
+    penalties: bool = True
 
     @property
     def missing(self) -> tuple[str, ...]:
