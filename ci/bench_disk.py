@@ -171,9 +171,9 @@ def _say(found: dict[str, Any]) -> None:
 
 @contextmanager
 def _on(disk: DiskCache) -> Iterator[DiskCache]:
-    resources.keep_on(disk)
+    resources.disk = disk
     yield disk
-    resources.keep_on(None)
+    resources.disk = None
     disk.close(5)
 
 

@@ -303,7 +303,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
     ],
 )
 def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str, works: bool) -> None:
-    monkeypatch.setattr(contract.metadata, "version", lambda name: version)
+    monkeypatch.setattr(metadata, "version", lambda name: version)
     assert (contract.unsupported() is None) is works
 
 
@@ -313,7 +313,7 @@ def test_a_host_outside_the_range_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(contract, "host_version", lambda: "0.7.1")
+    monkeypatch.setattr(entry_points, "versions", lambda: {"vllm-mlx": "0.7.1"})
     assert "vllm-mlx 0.7.1 is not supported" in refused(capsys)
     assert served.calls == []
 

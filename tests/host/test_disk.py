@@ -78,7 +78,7 @@ def test_the_disk_knows_a_model_by_its_files(
 ) -> None:
     path = standin.write_tiny(tmp_path / "model", width=16)
     disk = DiskCache(tmp_path / "ssd", 1 << 30)
-    monkeypatch.setattr(resources, "_disk", disk)
+    monkeypatch.setattr(resources, "disk", disk)
     load = mlx_lm.utils.load
 
     def changing(*arguments: Any, **keywords: Any) -> Any:

@@ -360,9 +360,9 @@ def test_an_unsupported_host_is_compared_all_the_same(
     startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vllm_mlx")
-    from vllm_mlx_harmony.host import contract
+    from vllm_mlx_harmony.host import entry_points
 
-    monkeypatch.setattr(contract, "host_version", lambda: "0.9.0")
+    monkeypatch.setattr(entry_points, "versions", lambda: {"vllm-mlx": "0.9.0"})
     report = doctor.doctor()
     assert "0.9.0 is not supported" in found(report, "supported").detail
     # What does not fit is what has to be changed for it.

@@ -32,13 +32,14 @@ class Harmony:
     def __init__(self, moved: str = "", shift: int = 0) -> None:
         self._moved, self._shift = moved, shift
 
-    def convert_tokens_to_ids(self, token: str) -> int:
-        (found,) = vocab.encoding().encode(token, allowed_special="all")
-        return found + (token == self._moved)
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
-        return [token + self._shift for token in vocab.encode(text)]
+        moved = vocab.encoding().encode(self._moved, allowed_special="all")
+        ids = vocab.encoding().encode(text, allowed_special="all")
+        return [token + self._shift + (token in moved) for token in ids]
+
+
+CONTROL = ["start", "end", "message", "channel", "constrain", "return", "call"]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ class Harmony:
         (Wrapped(Harmony()), True),
         (Wrapped(Wrapped(Harmony())), True),
         (Harmony(shift=1), False),
-        *[(Harmony(moved=token), False) for token in models.SPECIAL],
+        *[(Harmony(moved=f"<|{name}|>"), False) for name in CONTROL],
     ],
 )
 def test_is_harmony(tokenizer: Any, expected: bool) -> None:

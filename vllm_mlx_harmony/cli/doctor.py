@@ -275,9 +275,9 @@ def _host() -> Iterator[Group]:
         yield _one("supported", False, _message(error), reinstall)
         return
     fix = f"pip install 'vllm-mlx{contract.SUPPORTED}'"
-    message = reason or f"vllm-mlx {contract.host_version()} is supported"
+    message = reason or f"vllm-mlx {versions().get(contract.HOST)} is supported"
     yield _one("supported", reason is None, message, fix)
-    if contract.host_version() is None:
+    if versions().get(contract.HOST) is None:
         return
     fix = f"{fix}; if that does not help, report it: this host differs from the released one"
     names = [_requirement(row, fix) for row in contract.NAMES]
@@ -343,7 +343,7 @@ def _cache(directory: Path) -> Group:
     """The prefix cache on disk: its content, or why it cannot be used."""
     from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES
     from vllm_mlx_harmony.engine.disk.index import NAME, looked_at
-    from vllm_mlx_harmony.host.resources import size
+    from vllm_mlx_harmony.server.settings import size
 
     home = directory / DIRECTORY
     try:
@@ -390,8 +390,8 @@ def _memory(model: str) -> Iterator[Finding]:
     from vllm_mlx_harmony.engine import device
     from vllm_mlx_harmony.engine.engine import Options
     from vllm_mlx_harmony.engine.memory import Budget, layout_of
-    from vllm_mlx_harmony.host.resources import size
     from vllm_mlx_harmony.server.model_files import CONFIG, configuration, length_of, path_of
+    from vllm_mlx_harmony.server.settings import size
 
     layout = layout_of(configuration(model, CONFIG))
     if layout is None:

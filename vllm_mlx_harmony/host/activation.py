@@ -136,27 +136,22 @@ def _activate(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises HostError for options that no request can be served with, and an unusable store.
+    """Raises HostError for options that no request can be served with, and for an unusable store
+    and unusable settings of tool servers.
 
     With several models, the template options may be those of another model.
     """
     from vllm_mlx_harmony.server import defaults, enforcement
     from vllm_mlx_harmony.server.responses import store
+    from vllm_mlx_harmony.server.tools import config
+    from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 
     store.server_store()
     enforcement.read()
-    _check_tools(args)
     if not getattr(args, "models_config", None):
         defaults.read(getattr(args, "default_chat_template_kwargs", None) or {})
         if getattr(args, "mllm", False):
             raise HostError("--mllm: gpt-oss takes text only; leave the flag out")
-
-
-def _check_tools(args: argparse.Namespace) -> None:
-    """Raises HostError for unusable settings of tool servers."""
-    from vllm_mlx_harmony.server.tools import config
-    from vllm_mlx_harmony.server.tools.client_servers import ClientServers
-
     use = config.use()
     ClientServers.of_environment(use, 0.0)
     if use is config.Use.OFF:
@@ -180,7 +175,7 @@ def _apply(args: argparse.Namespace) -> None:
     directory = getattr(args, "ssd_cache_dir", None)
     enabled = resources.budget() > 0
     if directory and enabled:
-        resources.keep_on(resources.opened(directory, args.ssd_cache_max_gb))
+        resources.disk = resources.opened(directory, args.ssd_cache_max_gb)
     summary.set_flags(
         flags.without_effect(given, enabled=enabled),
         key=bool(getattr(args, "api_key", None)),

@@ -106,7 +106,7 @@ class VllmMlx:
     @property
     def archive(self) -> Archive | None:
         """Turns on disk, in ``--ssd-cache-dir``."""
-        return resources.disk()
+        return resources.disk
 
     @property
     def requires_key(self) -> bool:

@@ -26,10 +26,8 @@ How to support a new version of vllm-mlx: docs/architecture.md.
 
 from __future__ import annotations
 
-import importlib
 from contextlib import suppress
 from functools import partial
-from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
@@ -152,24 +150,9 @@ _changes: list[tuple[str, Undo]] = []
 """The names of what is changed now, each with the function that reverts it."""
 
 
-def host_version() -> str | None:
-    """Version of the installed host, from its package metadata; None when there is no host.
-
-    Not `FastAPI(version=…)`, which is 0.4.1 in 0.6.0.
-    """
-    try:
-        return metadata.version(HOST)
-    except metadata.PackageNotFoundError:
-        pass
-    try:
-        return str(importlib.import_module("vllm_mlx").__version__)
-    except (ImportError, AttributeError):
-        return None
-
-
 def unsupported() -> str | None:
     """Why the installed host is not supported, or None."""
-    version = host_version()
+    version = entry_points.versions().get(HOST)
     if version is None:
         return f"{HOST} is not installed"
     with suppress(InvalidVersion):

@@ -98,7 +98,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         self.path = str(model_path or model_name)
         self.engine: MlxEngine | None = None
         self._trust_remote_code = trust_remote_code
-        self._options = options or resources.options()
+        self._options = options or resources.options
         self._weights: bytes | None = None
         self._since = time.time()
 
@@ -125,7 +125,13 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         """Loads the model; blocks. Raises ``NotHarmony`` when it is another one."""
         if self._loaded:
             return
-        engine = MlxEngine(self.path, replace(self._options, cache=self._cache))
+        options = replace(
+            self._options,
+            cache=lambda module: PrefixCache(
+                module, resources.tree(), resources.disk, self._weights
+            ),
+        )
+        engine = MlxEngine(self.path, options)
         try:
             engine.load(self._load)
         except BaseException:
@@ -145,9 +151,6 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         if not is_harmony(tokenizer):
             raise NotHarmony(self.model_name)
         return module, tokenizer
-
-    def _cache(self, module: Any) -> PrefixCache:
-        return PrefixCache(module, resources.tree(), resources.disk(), self._weights)
 
     async def start(self) -> None:
         """Loads the model, not on the event loop. One that is cancelled waits for that."""

@@ -96,7 +96,13 @@ def resolve(group: str, name: str) -> tuple[Any, str]:
 
     Of several distributions, the first in alphabetical order is taken, and this one last.
     """
-    entry = min(metadata.entry_points(group=group, name=name), key=_rank, default=None)
+    named = [
+        (str(each.dist.metadata["Name"]).lower().replace("_", "-") if each.dist else "", each)
+        for each in metadata.entry_points(group=group, name=name)
+    ]
+    distribution, entry = min(
+        named, key=lambda one: (one[0] == DISTRIBUTION, one[0]), default=("", None)
+    )
     target = entry.value if entry else OWN.get(group)
     if target is None:
         raise HostError(f"no entry point {name!r} in {group}")
@@ -104,17 +110,5 @@ def resolve(group: str, name: str) -> tuple[Any, str]:
         part = entry.load() if entry else locate(target)
     except Exception as error:
         raise HostError(f"{group} {name} = {target} cannot be loaded: {error}") from error
-    if entry is None:
-        return part, target
-    version = entry.dist.version if entry.dist else ""
-    return part, f"{_distribution(entry)} {version} ({target})"
-
-
-def _rank(entry: metadata.EntryPoint) -> tuple[bool, str]:
-    distribution = _distribution(entry)
-    return distribution == DISTRIBUTION, distribution
-
-
-def _distribution(entry: metadata.EntryPoint) -> str:
-    name = str(entry.dist.metadata["Name"]) if entry.dist else ""
-    return name.lower().replace("_", "-")
+    version = entry.dist.version if entry and entry.dist else ""
+    return part, f"{distribution} {version} ({target})" if entry else target

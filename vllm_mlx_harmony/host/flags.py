@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
-from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
@@ -32,58 +31,45 @@ BYTES_PER_MB = 1 << 20
 """The unit of vllm-mlx's flags."""
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """Flags without effect, by their names in the parsed arguments, and the reason.
+IDLE: Mapping[str, tuple[str, ...]] = {
+    "the prefix cache is bounded in bytes, not in entries (--cache-memory-mb)": (
+        "prefix_cache_size",
+        "no_memory_aware_cache",
+    ),
+    "attention with sinks, as gpt-oss has it, takes no quantized keys and values": (
+        "kv_cache_quantization",
+        "kv_cache_quantization_bits",
+        "kv_cache_quantization_group_size",
+        "kv_cache_min_quantize_tokens",
+    ),
+    "the prefix cache shares what prompts have in common without blocks": (
+        "use_paged_cache",
+        "paged_cache_block_size",
+        "max_cache_blocks",
+    ),
+    "the prefix cache is always on (--cache-memory-mb bounds it)": (
+        "prefix_trie_cache",
+        "prefix_trie_cache_size",
+    ),
+    "it leaves tokens of the prompt out; the model gets the exact prompt": (
+        "specprefill",
+        "specprefill_threshold",
+        "specprefill_keep_pct",
+        "specprefill_backbone_pct",
+        "specprefill_draft_model",
+    ),
+    "gpt-oss has no heads for multi-token prediction": (
+        "enable_mtp",
+        "mtp_num_draft_tokens",
+        "mtp_optimistic",
+    ),
+    "gpt-oss takes text only": ("mllm_prefill_step_size",),
+    "gpt-oss sees its whole context; memory is admitted before it is used": ("max_kv_size",),
+}
+"""Flags without effect, by their names in the parsed arguments, and the reasons."""
 
-    ``off``: only if the prefix cache is disabled.
-    """
-
-    names: tuple[str, ...]
-    why: str
-    off: bool = False
-
-
-IDLE: tuple[Idle, ...] = (
-    Idle(("ssd_cache_dir", "ssd_cache_max_gb"), "the prefix cache is off", off=True),
-    Idle(
-        ("prefix_cache_size", "no_memory_aware_cache"),
-        "the prefix cache is bounded in bytes, not in entries (--cache-memory-mb)",
-    ),
-    Idle(
-        (
-            "kv_cache_quantization",
-            "kv_cache_quantization_bits",
-            "kv_cache_quantization_group_size",
-            "kv_cache_min_quantize_tokens",
-        ),
-        "attention with sinks, as gpt-oss has it, takes no quantized keys and values",
-    ),
-    Idle(
-        ("use_paged_cache", "paged_cache_block_size", "max_cache_blocks"),
-        "the prefix cache shares what prompts have in common without blocks",
-    ),
-    Idle(
-        ("prefix_trie_cache", "prefix_trie_cache_size"),
-        "the prefix cache is always on (--cache-memory-mb bounds it)",
-    ),
-    Idle(
-        (
-            "specprefill",
-            "specprefill_threshold",
-            "specprefill_keep_pct",
-            "specprefill_backbone_pct",
-            "specprefill_draft_model",
-        ),
-        "it leaves tokens of the prompt out; the model gets the exact prompt",
-    ),
-    Idle(
-        ("enable_mtp", "mtp_num_draft_tokens", "mtp_optimistic"),
-        "gpt-oss has no heads for multi-token prediction",
-    ),
-    Idle(("mllm_prefill_step_size",), "gpt-oss takes text only"),
-    Idle(("max_kv_size",), "gpt-oss sees its whole context; memory is admitted before it is used"),
-)
+OF_DISK = ("ssd_cache_dir", "ssd_cache_max_gb")
+"""Flags without effect if there is no prefix cache."""
 
 
 def given(args: argparse.Namespace) -> Given:
@@ -169,10 +155,10 @@ def without_effect(flags: Given, *, enabled: bool) -> list[str]:
     ``enabled``: whether there is a prefix cache.
     """
     sentences = []
-    for row in IDLE:
-        names = [f"--{name.replace('_', '-')}" for name in row.names if name in flags]
-        if names and not (row.off and enabled):
-            sentences.append(f"{', '.join(names)}: {row.why}")
+    idle = IDLE if enabled else {"the prefix cache is off": OF_DISK, **IDLE}
+    for why, names in idle.items():
+        if found := [f"--{name.replace('_', '-')}" for name in names if name in flags]:
+            sentences.append(f"{', '.join(found)}: {why}")
     given = flags.get("default_chat_template_kwargs") or ()
     if options := [name for name in given if name not in OPTIONS]:
         known = f"the supported ones are {', '.join(OPTIONS)}"

@@ -73,7 +73,7 @@ def instantiate_model(
         if not is_harmony_model(resolved_source):
             return await original(manager, entry, resolved_source)
         config = manager._resolve_model_config(entry, resolved_source)
-        options = flags.of_engine(config, resources.options())
+        options = flags.of_engine(config, resources.options)
         engine = HarmonyEngine(resolved_source, options=options)
         await engine.start()
         return LoadedModel(config=config, engine=engine)

@@ -45,9 +45,8 @@ class _Ours(Collector):
         yield from REASONING_ENDED.collect()
         if tools.running is not None:
             yield from tools.running.collect()
-        disk = resources.disk()
-        if disk is not None:
-            now = disk.counters()
+        if resources.disk is not None:
+            now = resources.disk.counters()
             for name, field, about in OF_DISK:
                 yield GaugeMetricFamily(f"{DISK}_{name}", about, float(getattr(now, field)))
 

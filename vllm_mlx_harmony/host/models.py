@@ -15,18 +15,11 @@ from vllm_mlx_harmony.server.model_files import path_of
 if TYPE_CHECKING:
     from vllm_mlx.tool_parsers.abstract_tool_parser import ToolParser
 
-SPECIAL = {
-    "<|start|>": vocab.START,
-    "<|end|>": vocab.END,
-    "<|message|>": vocab.MESSAGE,
-    "<|channel|>": vocab.CHANNEL,
-    "<|constrain|>": vocab.CONSTRAIN,
-    "<|return|>": vocab.RETURN,
-    "<|call|>": vocab.CALL,
-}
-
-PROBE = "Reasoning: high\n\n// déjà-vu 東京 Привет 12345\tnamespace functions {🙂}"
-"""Scripts, digits, white space and an emoji: no other vocabulary splits it into the same ids."""
+PROBE = (
+    "<|start|><|end|><|message|><|channel|><|constrain|><|return|><|call|>"
+    "Reasoning: high\n\n// déjà-vu 東京 Привет 12345\tnamespace functions {🙂}"
+)
+"""Control tokens, scripts, digits, white space, an emoji: no other vocabulary has the same ids."""
 
 
 class NotHarmony(HostError):
@@ -46,14 +39,12 @@ def is_harmony(tokenizer: object) -> bool:
 
     Takes mlx-lm's TokenizerWrapper, and tokenizers of `transformers` and `tokenizers`.
     """
-    id_of = getattr(tokenizer, "convert_tokens_to_ids", getattr(tokenizer, "token_to_id", None))
     encode = getattr(tokenizer, "encode", None)
-    if id_of is None or encode is None:
-        return False
-    if any(id_of(token) != expected for token, expected in SPECIAL.items()):
+    if encode is None:
         return False
     encoded = encode(PROBE, add_special_tokens=False)
-    return list(getattr(encoded, "ids", encoded)) == vocab.encode(PROBE)
+    ids = list(getattr(encoded, "ids", encoded))
+    return ids == vocab.encoding().encode(PROBE, allowed_special="all")
 
 
 def is_harmony_model(model: str) -> bool | None:

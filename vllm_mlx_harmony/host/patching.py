@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from vllm_mlx_harmony.core.errors import HostError
 
@@ -44,13 +44,9 @@ class Requirement(Protocol):
     def problem(self) -> str | None:
         """Why this host does not meet the requirement, or None. Changes nothing."""
 
-
-@runtime_checkable
-class Change(Requirement, Protocol):
-    """A requirement that changes the host."""
-
-    def apply(self) -> Undo:
-        """Makes the change and returns a function that reverts it, restoring the same objects."""
+    def apply(self) -> Undo | None:
+        """Changes the host, if that is what the row is for, and returns a function that reverts
+        the change, restoring the same objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +71,10 @@ class Name:
         """Why it cannot be used in this host, or None."""
         return find_problem(self.target, self.parameters)
 
+    def apply(self) -> Undo | None:
+        """Changes nothing."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Attribute(Name):
@@ -86,17 +86,15 @@ class Attribute(Name):
         if missing := find_problem(path, None):
             return missing
         found = locate(path)
-        there = hasattr(found, name) or any(
-            name in inspect.get_annotations(each) or name in _used_by_init(each)
+        used = [
+            name
             for each in found.__mro__
-        )
+            if (code := getattr(vars(each).get("__init__"), "__code__", None))
+            for name in code.co_names  # those that it sets among them
+        ]
+        annotated = (inspect.get_annotations(each) for each in found.__mro__)
+        there = hasattr(found, name) or name in used or any(name in each for each in annotated)
         return None if there else f"{path} has no {name}"
-
-
-def _used_by_init(owner: type) -> Sequence[str]:
-    """Attributes that the `__init__` of a class uses, those that it sets among them."""
-    code = getattr(vars(owner).get("__init__"), "__code__", None)
-    return code.co_names if code else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +131,8 @@ def apply_all(requirements: Sequence[Requirement]) -> list[tuple[str, Undo]]:
         for row in requirements:
             if not row.required and (problem := row.problem()):
                 logger.warning("%s; continuing without it: %s", problem, row.why)
-            elif isinstance(row, Change):
-                applied.append((row.label, row.apply()))
+            elif undo := row.apply():
+                applied.append((row.label, undo))
     except BaseException:
         undo_all(applied)
         raise

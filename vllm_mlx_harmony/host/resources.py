@@ -11,16 +11,13 @@ import logging
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine.disk.cache import DiskCache, Failed
+from vllm_mlx_harmony.engine.engine import Options
+from vllm_mlx_harmony.engine.pieces import Piece
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.server.settings import number
-
-if TYPE_CHECKING:
-    from vllm_mlx_harmony.engine.engine import Options
-    from vllm_mlx_harmony.engine.pieces import Piece
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -36,35 +33,21 @@ BYTES_PER_GB = 1 << 30
 LAST = 5.0
 """Seconds to write what is pending when the process exits."""
 
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+options = Options()
+"""Those of all engines."""
 
+disk: DiskCache | None = None
+"""The prefix cache on disk, if any."""
 
-def size(nbytes: int) -> str:
-    """Bytes in the largest unit that fits."""
-    for unit, name in _UNITS:
-        if nbytes >= unit:
-            return f"{nbytes / unit:.1f} {name}".replace(".0 ", " ")
-    return f"{nbytes} bytes"
-
-
-_options: Options | None = None
 _budget: int | None = None
-_disk: DiskCache | None = None
 
 
-def use(options: Options | None, budget: int | None) -> None:
-    """Sets the options and the size of the prefix cache in bytes, and empties it; ``None`` is the
-    default of each."""
-    global _options, _budget
-    _options, _budget = options, budget
+def use(given: Options, budget: int | None) -> None:
+    """Sets the options and the size of the prefix cache in bytes, ``None`` for the default size,
+    and empties it."""
+    global options, _budget
+    options, _budget = given, budget
     tree.cache_clear()
-
-
-def options() -> Options:
-    """The options of all engines."""
-    from vllm_mlx_harmony.engine.engine import Options
-
-    return _options or Options()
 
 
 def budget() -> int:
@@ -79,17 +62,6 @@ def budget() -> int:
 def tree() -> PrefixTree[Piece]:
     """The prefix cache in memory, of all models."""
     return PrefixTree(budget())
-
-
-def disk() -> DiskCache | None:
-    """The prefix cache on disk, if any."""
-    return _disk
-
-
-def keep_on(opened: DiskCache | None) -> None:
-    """Sets the prefix cache on disk; ``None`` for none."""
-    global _disk
-    _disk = opened
 
 
 def opened(directory: str, gigabytes: float) -> DiskCache | None:
@@ -112,5 +84,5 @@ def opened(directory: str, gigabytes: float) -> DiskCache | None:
 async def clear() -> None:
     """Empties the prefix cache of all models: memory first, as it would be written to the disk."""
     tree().forget(lambda _: True)
-    if _disk is not None:
-        await asyncio.to_thread(_disk.clear)
+    if disk is not None:
+        await asyncio.to_thread(disk.clear)

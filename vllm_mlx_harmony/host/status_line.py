@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TextIO
 
@@ -75,54 +75,47 @@ class StatusLine:
 
     def show(self, text: str) -> None:
         """Shows ``text``, as much of it as the terminal is wide; an empty one ends the line."""
-        with self._lock:
+        with self._erased():
+            self._text = text
             if text:
                 self._redirect()
-            self._erase()
-            self._text = text
-            self._draw()
-            if not text:
-                self._restore()
+            while self._replaced and not text:
+                restore, stream = self._replaced.pop()
+                restore(stream)
 
     def write_above(self, stream: TextIO, text: str) -> int:
         """Writes ``text`` to ``stream``, which is this terminal, above the line."""
-        with self._lock:
-            self._erase()
+        with self._erased():
             written = stream.write(text)
             stream.flush()
             if text:
                 self._at_start = text.endswith("\n")
-            self._draw()
             return written
 
-    def _erase(self) -> None:
-        if self._text and self._at_start:
-            self._terminal.write(ERASE)
-            self._terminal.flush()
-
-    def _draw(self) -> None:
-        if self._text and self._at_start:
-            with suppress(OSError):
-                width = os.get_terminal_size(self._terminal.fileno()).columns
-                self._terminal.write(self._text[: max(width - 1, 0)])
+    @contextmanager
+    def _erased(self) -> Iterator[None]:
+        """The line is not there meanwhile, and drawn again at the end."""
+        with self._lock:
+            if self._text and self._at_start:
+                self._terminal.write(ERASE)
                 self._terminal.flush()
+            yield
+            if self._text and self._at_start:
+                with suppress(OSError):
+                    width = os.get_terminal_size(self._terminal.fileno()).columns
+                    self._terminal.write(self._text[: max(width - 1, 0)])
+                    self._terminal.flush()
 
     def _redirect(self) -> None:
         """Handlers that are there by now write above the line, and so does ``print``."""
-        for handler in _handlers():
-            if _is_terminal(vars(handler).get("stream")):  # not one that looks up sys.stderr
-                self._replaced.append((handler.setStream, handler.stream))
-                handler.setStream(_Above(handler.stream, self))
+        # Not the stream of a handler that looks up ``sys.stderr``.
+        streams = [(each.setStream, vars(each).get("stream")) for each in _handlers()]
         for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if _is_terminal(stream):
-                self._replaced.append((partial(setattr, sys, name), stream))
-                setattr(sys, name, _Above(stream, self))
-
-    def _restore(self) -> None:
-        while self._replaced:
-            restore, stream = self._replaced.pop()
-            restore(stream)
+            streams.append((partial(setattr, sys, name), getattr(sys, name)))
+        for replace, stream in streams:
+            if stream is not None and _is_terminal(stream):
+                self._replaced.append((replace, stream))
+                replace(_Above(stream, self))
 
 
 class _Above:
@@ -152,13 +145,6 @@ def _is_terminal(stream: Any) -> bool:
         return False
 
 
-def _in_foreground(terminal: TextIO) -> bool:
-    try:
-        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    except OSError:
-        return False
-
-
 def _logs_json() -> bool:
     return any("json" in type(each.formatter).__name__.lower() for each in _handlers())
 
@@ -182,8 +168,9 @@ def start(status: Status) -> None:
 def _watch(line: StatusLine, terminal: TextIO, status: Status) -> None:
     pause, shown = threading.Event(), ""
     while not pause.wait(SECONDS):
-        with suppress(RuntimeError):  # a model was loaded just now
-            now = text(status()) if _in_foreground(terminal) and not _logs_json() else ""
+        with suppress(OSError, RuntimeError):  # no terminal any more; a model was loaded just now
+            in_foreground = os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+            now = text(status()) if in_foreground and not _logs_json() else ""
             if now or shown:
                 line.show(now)
             shown = now

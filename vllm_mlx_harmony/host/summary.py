@@ -11,9 +11,9 @@ from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.engine.engine import MlxEngine
 from vllm_mlx_harmony.host import resources
 from vllm_mlx_harmony.host.entry_points import versions
-from vllm_mlx_harmony.host.resources import size
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.server.model_files import length_of
+from vllm_mlx_harmony.server.settings import size
 
 WIDTH = 14
 
@@ -61,7 +61,7 @@ def show(*facts: tuple[str, str]) -> None:
 
 
 def _common() -> Iterator[tuple[str, str]]:
-    budget, disk = resources.budget(), resources.disk()
+    budget, disk = resources.budget(), resources.disk
     yield "prefix cache", f"up to {size(budget)} in memory" if budget else "off"
     if disk is not None:
         found = disk.counters()

@@ -1,4 +1,4 @@
-"""Numbers and sizes from environment variables, which are defined where they are used."""
+"""Numbers and sizes: read from environment variables, which are defined where they are used."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ def number(variable: str, default: int) -> int:
     given = os.environ.get(variable, "").strip()
     found = _read(variable, given) if given else None
     return default if found is None else found
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the largest of these units that fits, such as ``1.5 GiB``."""
+    for unit in "GMK":
+        if nbytes >= _UNITS[unit]:
+            return f"{nbytes / _UNITS[unit]:.1f} {unit}iB".replace(".0 ", " ")
+    return f"{nbytes} bytes"
 
 
 @lru_cache(maxsize=64)  # one warning, although some variables are read at each request
