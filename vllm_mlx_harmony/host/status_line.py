@@ -110,8 +110,8 @@ class StatusLine:
         """Handlers that are there by now write above the line, and so does ``print``."""
         # Not the stream of a handler that looks up ``sys.stderr``.
         streams = [(each.setStream, vars(each).get("stream")) for each in _handlers()]
-        for name in ("stdout", "stderr"):
-            streams.append((partial(setattr, sys, name), getattr(sys, name)))
+        of_print = ("stdout", "stderr")
+        streams.extend((partial(setattr, sys, each), getattr(sys, each)) for each in of_print)
         for replace, stream in streams:
             if stream is not None and _is_terminal(stream):
                 self._replaced.append((replace, stream))

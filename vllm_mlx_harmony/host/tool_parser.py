@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
 from vllm_mlx.tool_parsers.abstract_tool_parser import ExtractedToolCallInformation, ToolParser
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.deltas import Delta, Finished
+from vllm_mlx_harmony.core.deltas import Finished
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
@@ -74,7 +74,7 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
     def finalize_streaming(self, current_text: str) -> dict[str, Any] | None:
         """The last delta, at the end of the answer."""
         stream, self._stream = self._stream, None
-        return None if stream is None else stream.end()
+        return None if stream is None else stream.feed(_encode(stream.pending), ends=True)
 
     def reset(self) -> None:
         """Starts another answer."""
@@ -88,24 +88,18 @@ class _Stream:
     def __init__(self, request: object) -> None:
         self._parser = Parser(_names(request))
         self._emitter = _emitter(stream=True)
-        self._pending = ""
+        self.pending = ""
 
     def encode(self, text: str) -> list[int]:
         """Ids of the next piece; a part of a control token waits for the rest of it."""
-        text = self._pending + text
+        text = self.pending + text
         begun = _BEGUN.search(text)
-        self._pending = begun.group() if begun else ""
-        return _encode(text[: len(text) - len(self._pending)])
+        self.pending = begun.group() if begun else ""
+        return _encode(text[: len(text) - len(self.pending)])
 
-    def feed(self, ids: Sequence[int]) -> dict[str, Any] | None:
-        return self._joined(self._parser.feed(ids))
-
-    def end(self) -> dict[str, Any] | None:
-        return self._joined(
-            [*self._parser.feed(_encode(self._pending)), *self._parser.close("stop")]
-        )
-
-    def _joined(self, deltas: Iterable[Delta]) -> dict[str, Any] | None:
+    def feed(self, ids: Sequence[int], *, ends: bool = False) -> dict[str, Any] | None:
+        """The delta of these ids, and of the end of the answer."""
+        deltas = [*self._parser.feed(ids), *(self._parser.close("stop") if ends else ())]
         joined: dict[str, Any] = {}
         shown = (delta for delta in deltas if not isinstance(delta, Finished))
         for event in (event for delta in shown for event in self._emitter.feed(delta)):
