@@ -52,7 +52,7 @@ def status() -> list[Section]:
                 ],
             )
         )
-    counters, disk = resources.tree().counters(), resources.disk()
+    counters, disk = resources.tree().counters(), resources.disk
     cache: Section = (
         "Prefix cache",
         [
