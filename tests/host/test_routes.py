@@ -443,7 +443,7 @@ class Engine:
 def job(engine: Engine, total: float = 5.0, emitter: Any = None) -> Job:
     settings = Settings(max_tokens=10, temperature=0.0, top_p=1.0)
     lease: Any = Lent(engine, total)
-    return Job(lease, Context(), settings, emitter or Noted(), Tracked())  # type: ignore[arg-type]
+    return Job(lease, Context(), settings, emitter or Noted(), Tracked(), True, "seed")  # type: ignore[arg-type]
 
 
 async def two(*_: Any) -> AsyncIterator[Step]:

@@ -131,7 +131,7 @@ def answered(
     )
     tracker: Any = SimpleNamespace(finish=lambda **_: None)
     given: Any = (lease, None, None)
-    job = Job(*given, emitter, lambda: tracker, ping=ping)
+    job = Job(*given, emitter, lambda: tracker, stream=True, id_seed="s", ping=ping)
     settings = {CAPACITY_VARIABLE: capacity, PING_VARIABLE: pings_after}
 
     def number(variable: str, default: int) -> float:

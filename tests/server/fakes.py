@@ -170,6 +170,10 @@ class Alone:
             raise HTTPException(400, "max_tokens exceeds server limit (1000)")
         return 1000 if asked is None else asked
 
+    def is_key(self, text: str) -> bool:
+        """Whether it is the one."""
+        return text == KEY
+
     async def authenticate(self, connection: HTTPConnection) -> None:
         """One key."""
         if connection.headers.get("authorization") != f"Bearer {KEY}":

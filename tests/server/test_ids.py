@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette")
+pytest.importorskip("httpx")
 
+import httpx
 from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 
+from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.ids import PATH, VARIABLE
 
 SCRIPT = "<|channel|>final<|message|>Good day.<|return|>"
 SETTINGS = {"max_tokens": 100, "temperature": 0.0, "top_p": 1.0}
 PROMPT = list(ids("<|start|>user<|message|>Hello!<|end|><|start|>assistant"))
+
+
+class Waits(ScriptedEngine):
+    """Says one id, when ``until`` is true."""
+
+    def __init__(self, scripts: dict[str, str], until: Callable[[], bool]) -> None:
+        super().__init__(scripts)
+        self._until = until
+
+    async def generate(self, *request: Any) -> Steps:  # type: ignore[override]
+        while not self._until():
+            await asyncio.sleep(0.01)
+        yield Step(ids("<|return|>"), "stop")
 
 
 @pytest.fixture
@@ -95,3 +114,58 @@ def test_it_asks_for_a_key_and_says_who_it_is(host: Alone) -> None:
     without = TestClient(application(host), base_url="http://localhost")
     assert without.get(PATH).status_code == 401
     assert without.post(PATH, json={}).status_code == 401
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize("limit", ["", "60000"], ids=["by default", "as the operator wants"])
+def test_a_prompt_may_be_as_long_as_the_context(
+    host: Alone, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body may have 50,000 JSON values, in which the ids of a prompt are not counted."""
+    monkeypatch.setenv("VLLM_MLX_HARMONY_MAX_VALUES", limit)
+    host.engine.context_length = 131_072  # type: ignore[misc]
+    prompt = [PROMPT[0]] * (MANY - len(PROMPT)) + PROMPT
+    answer = client(host).post(PATH, json={"prompt": prompt, "settings": SETTINGS})
+    assert answer.status_code == 200
+    assert host.engine.prompts == [tuple(prompt)]  # type: ignore[attr-defined]
+    too_long = client(host).post(PATH, json={"prompt": prompt * 2, "settings": SETTINGS})
+    assert too_long.status_code in (400, 413)
+
+
+@pytest.mark.parametrize(("path", "status"), [(PATH, 200), ("/v1/chat/completions", 413)])
+def test_ids_of_other_apis_are_counted(host: Alone, path: str, status: int) -> None:
+    host.engine.context_length = 131_072  # type: ignore[misc]
+    body = {"prompt": PROMPT[:1] * MANY + PROMPT, "settings": SETTINGS}
+    assert client(host).post(path, json=body).status_code == status
+
+
+def test_each_answer_can_be_ended(host: Alone) -> None:
+    """The answers of one tenant, which has many: a shutdown ends all of them."""
+    running: list[int] = []
+    host.engine = Waits({}, until=lambda: len(running) > 2)
+
+    async def ask(asking: httpx.AsyncClient) -> None:
+        body = {"prompt": PROMPT, "settings": SETTINGS}
+        sent = asyncio.ensure_future(asking.post(PATH, json=body))
+        await asyncio.sleep(0.1)
+        running.append(len(answers.running()))
+        await sent
+
+    async def test() -> None:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(application(host)),
+            base_url="http://localhost",
+            headers=headers,
+        ) as asking:
+            await asyncio.gather(*(ask(asking) for _ in range(3)))
+
+    asyncio.run(test())
+    assert running == [3, 3, 3]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_the_version(host: Alone, method: str) -> None:
+    assert client(host).request(method, PATH).status_code == 200

@@ -27,14 +27,16 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "ser
 import anthropic
 import httpx2
 import openai
-from fakes import MODEL, Alone, ScriptedEngine
+from fakes import KEY, MODEL, Alone, ScriptedEngine
 from local import weather
 from official_clients import clients
+from starlette.testclient import TestClient
 from test_responses_loop import CALLED, LAST, _nothing_kept, client, create, finally_, told
 from test_toolbox import free_port
 from test_toolbox import serving as mcp_serving
 
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.tools import client_servers
 from vllm_mlx_harmony.server.tools.client_servers import VARIABLE, ClientServers, guarded_http
 from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern, is_public
@@ -118,6 +120,22 @@ def test_responses(there: tuple[int, str], stream: bool, caplog: pytest.LogCaptu
     assert SECRET not in caplog.text
     assert host.toolbox is not None
     assert host.toolbox.counts[GIVEN].calls == 1
+
+
+def test_a_websocket(there: tuple[int, str]) -> None:
+    port, path = there
+    host = serving(f"http://127.0.0.1:{port}/*")
+    bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
+    request = {"model": MODEL, "input": "Who am I?", "tools": [given(port, path=path)]}
+    with TestClient(application(host)).websocket_connect("/v1/responses", headers=bearer) as socket:
+        socket.send_json({"type": "response.create", **request})
+        event = socket.receive_json()
+        while event["type"] not in ("response.completed", "error"):
+            event = socket.receive_json()
+    assert event["type"] == "response.completed", event
+    kinds = [item["type"] for item in event["response"]["output"]]
+    assert kinds == ["mcp_list_tools", "mcp_call", "reasoning", "message"]
+    assert host.lent == 0
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -175,6 +175,9 @@ class Gateway:
     def requires_key(self) -> bool:
         return bool(self._keys)
 
+    def is_key(self, text: str) -> bool:
+        return digest(text) in self._keys
+
     async def authenticate(self, connection: HTTPConnection) -> None:
         if self._keys and self._key(connection) is None:
             self.metrics.refused.labels("key").inc()

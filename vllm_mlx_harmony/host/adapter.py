@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -113,8 +114,12 @@ class VllmMlx:
         """Whether ``--api-key`` was given."""
         return bool(server()._api_key)
 
+    def is_key(self, text: str) -> bool:
+        """Whether it is that of ``--api-key``."""
+        return secrets.compare_digest(text.encode(), str(server()._api_key).encode())
+
     async def authenticate(self, connection: HTTPConnection) -> None:
-        """vllm-mlx's check, which raises ``TypeError`` for a key that is not ASCII."""
+        """vllm-mlx's check."""
         vllm = server()
         await vllm.verify_api_key(await vllm.security(connection))
 

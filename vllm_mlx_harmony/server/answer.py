@@ -179,22 +179,25 @@ class Answer:
             self._observer.whole(document)
         return document
 
-    def close(self) -> None:
-        """Ends the answer after its reader has disconnected. The engine stops after its step."""
+    def close(self, result: str = "client_closed") -> None:
+        """Ends the answer after its reader has disconnected, or has waited for too long.
+
+        ``result`` is for the metrics. The engine stops at the end of its current step.
+        """
         _being_read.discard(self)
-        self._account("client_closed")
+        self._account(result)
         self._unread.clear()
         self._failure = None
         self._stop()
         self._complete = True
         self._wake()
 
-    async def aclose(self) -> None:
+    async def aclose(self, result: str = "client_closed") -> None:
         """Calls ``close``, and returns when the engine is free and the lease is released.
 
         Returns at once if the answer was read to its end.
         """
-        self.close()
+        self.close(result)
         if not self._read:
             await end_of(self._task)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 
+from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.server import cancel, chat, ids, messages
 from vllm_mlx_harmony.server.endpoint import Endpoint, guarded
 from vllm_mlx_harmony.server.host import Host, install
-from vllm_mlx_harmony.server.middleware import OriginCheck, RejectDuringShutdown
+from vllm_mlx_harmony.server.middleware import OriginCheck, RejectDuringShutdown, error_at
 from vllm_mlx_harmony.server.responses import routes as responses
 from vllm_mlx_harmony.server.responses.websocket import converse
 
@@ -30,6 +33,17 @@ MIDDLEWARE = (Middleware(OriginCheck), Middleware(RejectDuringShutdown))
 
 def application(host: Host) -> Starlette:
     """An application of its own, which uses ``host`` for models, keys and limits."""
-    app = Starlette(routes=[*map(guarded, ENDPOINTS), *SOCKETS], middleware=MIDDLEWARE)
+    app = Starlette(
+        routes=[*map(guarded, ENDPOINTS), *SOCKETS],
+        middleware=MIDDLEWARE,
+        exception_handlers={404: _unknown_path},
+    )
+    app.router.redirect_slashes = False
     install(app, host)
     return app
+
+
+async def _unknown_path(request: Request, _: Exception) -> Response:
+    path = request.url.path
+    failure = RequestError(f"there is no {path}", status=404, code="not_found")
+    return error_at(path)(failure)

@@ -109,13 +109,17 @@ def too_large() -> RequestError:
     return RequestError(problem, status=413, code="request_too_large")
 
 
-async def parse_body(body: bytes) -> Document:
-    """The document in ``body``. Raises ``RequestError`` for invalid JSON and above the limits."""
+async def parse_body(body: bytes, more_values: int = 0) -> Document:
+    """The document in ``body``. Raises ``RequestError`` for invalid JSON and above the limits.
+
+    ``more_values`` is added to the number of JSON values that a body may have.
+    """
     if len(body) > limit():
         raise too_large()
     if len(body) < LARGE:
         return Document(_parse(body), raw=body)
-    return Document(await in_thread(_parse_large, body), large=True, raw=body)
+    document = await in_thread(_parse_large, body, most_values() + more_values)
+    return Document(document, large=True, raw=body)
 
 
 def _parse(body: bytes) -> object:
@@ -126,8 +130,7 @@ def _parse(body: bytes) -> object:
     return mended(document) if _SURROGATE.search(body) else document
 
 
-def _parse_large(body: bytes) -> object:
-    most = most_values()
+def _parse_large(body: bytes, most: int) -> object:
     values = bare = escapes = wide = 0
     for at in range(0, len(body), _SLICE):
         part = body[at : at + _SLICE]

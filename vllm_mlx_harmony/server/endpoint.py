@@ -9,14 +9,13 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.server.errors import WRONG_KEY, admitted
+from vllm_mlx_harmony.server.errors import reject_odd_key
 from vllm_mlx_harmony.server.host import host_of
 
 Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
@@ -57,9 +56,8 @@ class Endpoint:
             try:
                 if before is not None:
                     await before(request)
+                reject_odd_key(request)
                 return await guarded(request)
-            except TypeError as raised:  # maybe the host's, for a key that is not ASCII (`admit`)
-                return error(raised if await admitted(request) else HTTPException(*WRONG_KEY))
             except Exception as raised:  # noqa: BLE001 - every error gets the API's shape
                 return error(raised)
 

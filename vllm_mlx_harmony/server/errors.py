@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import (
@@ -40,9 +41,6 @@ _CODES: dict[int, tuple[str | None, str | None]] = {
     504: ("timeout", None),
 }
 """Code and parameter of errors that the host raises with nothing but a status."""
-
-WRONG_KEY = 401, "Invalid API key"
-"""Status and message of the host's own error for a wrong API key."""
 
 
 def retry_headers(failure: HarmonyFailure) -> dict[str, str]:
@@ -91,22 +89,17 @@ def failure_of(error: Exception, what: str = "a request failed") -> HarmonyFailu
     )
 
 
-async def admit(connection: HTTPConnection) -> None:
-    """Checks the API key of a request or a WebSocket. Raises ``HTTPException``.
+def reject_odd_key(connection: HTTPConnection) -> None:
+    """Raises ``HTTPException`` 401 for a key that is not ASCII.
 
-    The host's comparison raises ``TypeError`` for a key that is not ASCII.
+    No key is, and vllm-mlx's comparison raises ``TypeError`` for one.
     """
-    try:
-        await host_of(connection).authenticate(connection)
-    except TypeError as error:
-        raise HTTPException(*WRONG_KEY) from error
+    key = Headers(scope=connection.scope).get("authorization", "")
+    if host_of(connection).requires_key and not key.strip().isascii():
+        raise HTTPException(401, "Invalid API key")  # as the host's own error
 
 
-async def admitted(request: Request) -> bool:
-    """Whether the API key of ``request`` is valid."""
-    try:
-        # A new object, because the headers of ``request`` may have been replaced since it was made.
-        await admit(Request(request.scope))
-    except HTTPException:
-        return False
-    return True
+async def admit(connection: HTTPConnection) -> None:
+    """Checks the API key of a request or a WebSocket. Raises ``HTTPException``."""
+    reject_odd_key(connection)
+    await host_of(connection).authenticate(connection)

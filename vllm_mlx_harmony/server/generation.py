@@ -54,8 +54,8 @@ class Job:
     settings: Settings
     emitter: Emitter
     track: Callable[[], Tracker]
-    stream: bool = True
-    id_seed: str = ""
+    stream: bool
+    id_seed: str
     constraint: Constraint | None = None
     replay: ReplayScope | None = None
     echoed: Callable[[Message], Message] = lambda message: message

@@ -205,8 +205,11 @@ class Host(Protocol):
     def requires_key(self) -> bool:
         """Whether the server has an API key."""
 
+    def is_key(self, text: str) -> bool:
+        """Whether ``text`` is a valid API key."""
+
     async def authenticate(self, connection: HTTPConnection) -> None:
-        """Raises ``HTTPException`` 401 for a wrong API key, and maybe others for invalid text."""
+        """Raises ``HTTPException`` 401 for a wrong API key. Called once for each request."""
 
     async def check_rate_limit(self, connection: HTTPConnection) -> None:
         """Counts one request. Raises ``HTTPException`` 429 above the limit."""

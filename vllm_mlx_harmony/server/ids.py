@@ -28,7 +28,7 @@ from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Started, Usage
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import Policy
-from vllm_mlx_harmony.core.turn import VOCAB_SIZE
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
 from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 from vllm_mlx_harmony.protocols.validation import Seed, Wire, checked
@@ -37,12 +37,15 @@ from vllm_mlx_harmony.server.chat import ENDPOINT
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.sampling import Settings, capped
-from vllm_mlx_harmony.server.serving import Api, Received, respond, serve
+from vllm_mlx_harmony.server.serving import Api, Received, read, respond, serve
 
 VARIABLE = "VLLM_MLX_HARMONY_ID_ENDPOINT"
 """Environment variable: ``1`` enables the endpoint."""
 
 PATH = "/harmony/v1/generate"
+MAX_PROMPT = 131_072
+"""Ids that a prompt may have besides the other values of a body: the longest context of gpt-oss."""
+
 VERSION = 1
 """Incremented by incompatible changes."""
 
@@ -65,13 +68,9 @@ class IdSettings(Wire):
     frequency_penalty: float = 0.0
     seed: Seed | None = None
 
-    @property
-    def settings(self) -> Settings:
-        """The ``Settings``. Raises ``RequestError`` for a bias on an id that does not exist."""
+    def resolved(self) -> Settings:
+        """The ``Settings``."""
         bias = tuple((int(token), value) for token, value in self.logit_bias)
-        wrong = next((token for token, _ in bias if not 0 <= token < VOCAB_SIZE), None)
-        if wrong is not None:
-            raise RequestError(f"no token has the id {wrong}", param="settings.logit_bias")
         return Settings(**{**self.model_dump(), "logit_bias": bias})
 
 
@@ -161,7 +160,17 @@ def _event(
     return Event(encode(document))
 
 
-API = Api("ids", lambda body, defaults, tenant: checked(IdRequest, body))
+def _read(body: object, defaults: Defaults, tenant: str) -> IdRequest:
+    parsed = checked(IdRequest, body)
+    biased = [token for token, _ in parsed.settings.logit_bias]
+    for field, tokens in (("prompt", parsed.prompt), ("settings.logit_bias", biased)):
+        wrong = next((token for token in tokens if not 0 <= token < VOCAB_SIZE), None)
+        if wrong is not None:
+            raise RequestError(f"no token has the id {wrong}", param=field)
+    return parsed
+
+
+API = Api("ids", _read, more_values=MAX_PROMPT)
 
 
 def switched_on() -> bool:
@@ -170,21 +179,19 @@ def switched_on() -> bool:
 
 
 async def answer_ids(request: Request) -> Response:
-    """``POST /harmony/v1/generate``, and ``GET``."""
+    """``POST /harmony/v1/generate``, and ``GET`` (or ``HEAD``)."""
     if not switched_on():
         problem = f"{PATH} is disabled ({VARIABLE}=1 enables it)"
         raise RequestError(problem, status=404, code="not_found")
-    if request.method == "GET":
+    if request.method != "POST":
         return JSONResponse({"harmony": VERSION})
     return await serve(API, request, _generate)
 
 
 async def _generate(received: Received) -> Response:
     """Generates from the prompt, which needs no rendering."""
-    lease, parsed = received.lease, checked(IdRequest, received.document.value)
-    wrong = next((token for token in parsed.prompt if not 0 <= token < VOCAB_SIZE), None)
-    if wrong is not None:
-        raise RequestError(f"no token has the id {wrong}", param="prompt")
+    lease = received.lease
+    parsed: IdRequest = await read(API, received.document, Defaults(), lease.tenant)
     lease.tenant = sha256(f"{lease.tenant}\0{parsed.tenant}".encode()).hexdigest()
     prompt = tuple(parsed.prompt)
     grammar = None
@@ -194,7 +201,7 @@ async def _generate(received: Received) -> Response:
         grammar = await enforcement.checked(parsed.grammar, lease.tenant, received.unless_gone)
     spec = ConstraintSpec(grammar=grammar, min_tokens=parsed.min_tokens, binding=True)
     constraint = Constraint(spec) if spec else None
-    settings = capped(parsed.settings.settings, len(prompt), lease.harmony.context_length)
+    settings = capped(parsed.settings.resolved(), len(prompt), lease.harmony.context_length)
     context: Any = IdContext(prompt)  # its emitter takes ids for deltas
     track = partial(received.track, stream=True)
     observer = received.observer(parsed.model or "", stream=True)
@@ -204,6 +211,7 @@ async def _generate(received: Received) -> Response:
         settings,
         IdEmitter(),
         track,
+        stream=True,
         id_seed=received.id_seed,
         constraint=constraint,
         observer=observer,

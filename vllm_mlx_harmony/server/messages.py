@@ -14,7 +14,8 @@ from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols import messages
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.errors import admitted, error_response
+from vllm_mlx_harmony.server.errors import error_response
+from vllm_mlx_harmony.server.host import host_of
 from vllm_mlx_harmony.server.serving import Api, count, serve
 
 REQUEST_ID = "request-id"
@@ -81,9 +82,13 @@ async def bearer(request: Request) -> None:
 
     Claude Code sends both if it has both. One valid key is enough.
     """
-    headers = dict(request.scope["headers"])
-    if API_KEY not in headers or (BEARER in headers and await admitted(request)):
+    headers, host = dict(request.scope["headers"]), host_of(request)
+    if API_KEY not in headers:
         return
+    if BEARER in headers:
+        scheme, _, key = headers[BEARER].decode("latin-1").partition(" ")
+        if not host.requires_key or (scheme.lower() == "bearer" and host.is_key(key.strip())):
+            return
     others = [header for header in request.scope["headers"] if header[0] != BEARER]
     request.scope["headers"] = [*others, (BEARER, b"Bearer " + headers[API_KEY])]
 

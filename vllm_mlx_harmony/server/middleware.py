@@ -53,11 +53,14 @@ ERRORS: tuple[tuple[str, ErrorResponse], ...] = (
 clients understand."""
 
 
+def error_at(path: str) -> ErrorResponse:
+    """Makes the responses for errors at ``path``."""
+    return next((error for prefix, error in ERRORS if path.startswith(prefix)), chat.error)
+
+
 async def reject(failure: HarmonyFailure, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers a request or a WebSocket with ``failure``, in the shape of the API of its path."""
-    path: str = scope["path"]
-    error = next((error for prefix, error in ERRORS if path.startswith(prefix)), chat.error)
-    response = error(failure)
+    response = error_at(scope["path"])(failure)
     if rejection() is failure:
         response.headers["Connection"] = "close"
     if scope["type"] == "websocket":

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 from uuid import uuid4
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
@@ -92,7 +93,7 @@ class Api:
     emitter of the answer. ``ping`` is sent in silent streams. ``reports_cached``: streams begin
     with the usage of the prompt.
     ``comments_progress``: until the first token, comments in a stream report the progress of the
-    prompt.
+    prompt. ``more_values``: JSON values that a body may have beyond the limit (`body`).
     """
 
     name: str
@@ -105,6 +106,7 @@ class Api:
     ping: Event | None = None
     reports_cached: bool = False
     comments_progress: bool = False
+    more_values: int = 0
 
 
 # --- The values
@@ -206,7 +208,7 @@ async def serve(
     the host (`endpoint.Endpoint.error`).
     """
     request = bounded(request)
-    document = await parse_body(await request.body())
+    document = await parse_body(await request.body(), api.more_values)
     async with leased(api, request, document) as lease:
         if lease.engine is None:
             await lease.release()
@@ -247,7 +249,7 @@ async def leased(api: Api, request: Request, document: Document) -> AsyncIterato
     host = host_of(request)
     model, timeout = _routing(document.value)
     if model is None and host.model_name is None:  # there are several models
-        await _read(api, document, host.defaults(None), tenant_of(request))
+        await read(api, document, host.defaults(None), tenant_of(request))
         raise RequestError("model must be a string", param="model")
     own = None if model is None else own_name(model, host.model_name)
     lease = await host.acquire(request, own, host.deadline(timeout))
@@ -296,11 +298,11 @@ async def parse(received: Received) -> Parsed:
             servers = await clients.connected(requested, lease.tenant)
             lease.on_release(partial(clients.stop, servers))
         defaults = with_tools(defaults, host.toolbox, servers)
-    request = await _read(api, received.document, defaults, lease.tenant)
+    request = await read(api, received.document, defaults, lease.tenant)
     return Parsed(received, request, replace(request.turn, tenant=lease.tenant), defaults, servers)
 
 
-async def _read(api: Api, document: Document, defaults: Defaults, tenant: str) -> Any:
+async def read(api: Api, document: Document, defaults: Defaults, tenant: str) -> Any:
     """Calls ``api.read``, in a thread if that may take long."""
     if document.large:
         return await in_thread(api.read, document.value, defaults, tenant)
@@ -384,6 +386,7 @@ async def respond(received: Received, job: Job, end: End | None = None) -> Respo
     host, request, deadline = received.host, received.request, job.lease.deadline
     answer = Answer(job, end=end, keep=None if job.stream else dropped)
     response: Response | None = None
+    result = "client_closed"
     try:
         # If no time is left, the answer itself raises the error and counts it as a timeout.
         seconds = deadline.left or 1.0
@@ -393,6 +396,9 @@ async def respond(received: Received, job: Job, end: End | None = None) -> Respo
         if await host.unless_gone(answer.begun(), request, seconds, deadline.total):
             response = EventStream(request, answer)
         return response or Response(status_code=CLIENT_CLOSED)
+    except HTTPException:  # the host's, at the deadline
+        result = "timeout"
+        raise
     finally:
         if response is None:
-            await answer.aclose()
+            await answer.aclose(result)

@@ -312,7 +312,7 @@ def job(emitter: StoringEmitter, seconds: float = 0) -> Job:
     """``seconds`` is how long it takes to give the engine back."""
     tracker: Any = SimpleNamespace(finish=lambda **_: None)
     given: Any = (Lent(seconds), None, None)
-    return Job(*given, emitter, lambda: tracker, id_seed=KEY)
+    return Job(*given, emitter, lambda: tracker, stream=True, id_seed=KEY)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -16,9 +16,10 @@ from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.peers.answers import runs_elsewhere
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
-from vllm_mlx_harmony.server.responses.persistence import SEED_BYTES
+from vllm_mlx_harmony.server.responses.persistence import SEED_BYTES, StoringEmitter
 from vllm_mlx_harmony.server.responses.store import server_store
 from vllm_mlx_harmony.server.responses.stored import StoredResponse
+from vllm_mlx_harmony.server.serving import Api
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -68,6 +69,19 @@ class References:
             return None
         items = chain(stored.document["output"], stored.input_items)
         return next((item for item in items if item.get("id") == key), None)
+
+
+RESPONSES = Api(
+    "responses",
+    lambda body, defaults, tenant: read(body, defaults, References(tenant)),
+    blocks=True,
+    servers=responses.client_servers,
+    # The events of a background response may be requested later.
+    emitter=lambda parsed, info, context, tenant: StoringEmitter(
+        replace(parsed, stream=parsed.stream or parsed.background), info, context, tenant
+    ),
+    comments_progress=True,
+)
 
 
 def read(body: object, defaults: Defaults, references: References) -> ResponsesRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from vllm_mlx_harmony.server.peers import responses as peers
 from vllm_mlx_harmony.server.peers.answers import BEATING
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, written_input
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget, new_id_seed
-from vllm_mlx_harmony.server.responses.references import References, read
+from vllm_mlx_harmony.server.responses.references import RESPONSES, References, read
 from vllm_mlx_harmony.server.serving import (
     Api,
     Received,
@@ -34,18 +33,6 @@ from vllm_mlx_harmony.server.serving import (
     serve,
 )
 from vllm_mlx_harmony.server.streams import EventStream
-
-RESPONSES = Api(
-    "responses",
-    lambda body, defaults, tenant: read(body, defaults, References(tenant)),
-    blocks=True,
-    servers=responses.client_servers,
-    # The events of a background response may be requested later.
-    emitter=lambda parsed, info, context, tenant: StoringEmitter(
-        replace(parsed, stream=parsed.stream or parsed.background), info, context, tenant
-    ),
-    comments_progress=True,
-)
 
 
 class _CompactionEmitter:

@@ -18,7 +18,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message
+from starlette.types import Message, Receive
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
@@ -36,8 +36,8 @@ from vllm_mlx_harmony.server.errors import (
 from vllm_mlx_harmony.server.generation import Deltas, Job, stopped
 from vllm_mlx_harmony.server.host import host_of
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, new_id_seed
-from vllm_mlx_harmony.server.responses.references import References, read
-from vllm_mlx_harmony.server.serving import Api, Received, leased, prepare
+from vllm_mlx_harmony.server.responses.references import RESPONSES, References, read
+from vllm_mlx_harmony.server.serving import Received, leased, prepare
 from vllm_mlx_harmony.server.streams import client_seconds, hang_up, within
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -81,7 +81,7 @@ class Conversation:
         self._waiting_bytes = 0
         self._previous: StoringEmitter | None = None
         self._send: Callable[[str], Awaitable[None]] = self._write
-        self._api = Api("responses", self._read, blocks=True, emitter=StoringEmitter)
+        self._api = replace(RESPONSES, read=self._read, comments_progress=False)
 
     async def serve(self) -> None:
         """Serves responses until the connection ends, which also ends a running response."""
@@ -172,7 +172,7 @@ class Conversation:
 
     async def _respond(self, body: Document, *, generates: bool) -> None:
         scope = {**self._socket.scope, "type": "http", "method": "POST"}
-        request = Request(scope, _no_more_body)
+        request = Request(scope, _empty_body())
         async with leased(self._api, request, body) as lease:
             if lease.engine is None:
                 raise RequestError("this model is not available over a WebSocket", param="model")
@@ -216,9 +216,15 @@ _OVER = RequestError(
 )
 
 
-async def _no_more_body() -> Message:
-    """The ASGI ``receive`` of a request whose body has been read."""
-    return {"type": "http.request", "body": b"", "more_body": False}
+def _empty_body() -> Receive:
+    """The ASGI ``receive`` of a request without a body, whose client never disconnects."""
+    messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> Message:
+        never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        return messages.pop() if messages else await never
+
+    return receive
 
 
 async def _no_output(job: Job) -> Deltas:

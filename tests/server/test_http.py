@@ -1,0 +1,170 @@
+"""Requests that no API is asked for, keys, time limits: HTTP around the three APIs, in process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from starlette.requests import HTTPConnection, Request
+from starlette.testclient import TestClient
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
+
+from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
+
+from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.engine import Step, Steps
+from vllm_mlx_harmony.server.host import Deadline, Lease
+
+SCRIPTS = {"Hello!": "<|channel|>final<|message|>Good day.<|return|>"}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
+MESSAGES: dict[str, Any] = {**CHAT, "max_tokens": 100}
+
+
+@pytest.fixture(autouse=True)
+def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+
+
+def client(host: Alone, **headers: str) -> TestClient:
+    headers = headers or {"Authorization": f"Bearer {KEY}"}
+    return TestClient(application(host), base_url="http://localhost", headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/foo"),
+        ("POST", "/v1/chat/completions/"),
+        ("POST", "/v1/chat"),
+        ("GET", "/v1/responses/resp_x/nothing"),
+        ("POST", "/v1/messages/batches"),
+        ("GET", "/"),
+    ],
+)
+@pytest.mark.parametrize("key", [KEY, "wrong"])
+def test_an_unknown_path_is_an_error_of_the_api(method: str, path: str, key: str) -> None:
+    """Nothing is redirected: a client would lose its body, or send it twice."""
+    asking = client(Alone(ScriptedEngine(SCRIPTS)), authorization=f"Bearer {key}")
+    answer = asking.request(method, path, json=CHAT, follow_redirects=False)
+    if path == "/":  # there is a HEAD, for Claude Code
+        assert (answer.status_code, answer.headers["allow"]) == (405, "HEAD")
+        return
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert path in error["message"]
+    if path.startswith("/v1/messages"):
+        assert error["type"] == "not_found_error"
+        assert answer.headers["request-id"] == answer.json()["request_id"]
+    else:
+        assert (error["type"], error["code"], error["param"]) == (
+            "invalid_request_error",
+            "not_found",
+            None,
+        )
+
+
+class Counts(Alone):
+    """A host that counts how often it is asked for a key."""
+
+    authenticated = 0
+
+    async def authenticate(self, connection: HTTPConnection) -> None:
+        self.authenticated += 1
+        await super().authenticate(connection)
+
+
+RIGHT, WRONG, ODD = f"Bearer {KEY}", "Bearer wrong", "Bearer sécret".encode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": RIGHT}, 200),
+        ({"x-api-key": KEY}, 200),
+        ({"Authorization": RIGHT, "x-api-key": KEY}, 200),
+        ({"Authorization": RIGHT, "x-api-key": "wrong"}, 200),
+        ({"Authorization": WRONG, "x-api-key": KEY}, 200),
+        ({"Authorization": ODD, "x-api-key": KEY}, 200),
+        ({"Authorization": WRONG, "x-api-key": "wrong"}, 401),
+        ({"Authorization": WRONG}, 401),
+    ],
+)
+def test_a_key_is_checked_once(headers: dict[str, Any], status: int) -> None:
+    """A host counts and logs what it rejects."""
+    host = Counts(ScriptedEngine(SCRIPTS))
+    asking = TestClient(application(host), base_url="http://localhost", headers=headers)
+    assert asking.post("/v1/messages", json=MESSAGES).status_code == status
+    assert host.authenticated == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_a_key_that_is_not_ascii_does_not_reach_the_host(path: str) -> None:
+    """vllm-mlx compares strings with a function that raises ``TypeError`` for it."""
+    host = Counts(ScriptedEngine(SCRIPTS))
+    asking = TestClient(application(host), base_url="http://localhost")
+    answer = asking.post(path, json=MESSAGES, headers={"Authorization": ODD})
+    assert (answer.status_code, host.authenticated) == (401, 0)
+
+
+class Slow(ScriptedEngine):
+    """Takes ten seconds, and never longer than 0.1 seconds for an id."""
+
+    async def generate(self, *request: Any) -> Steps:  # type: ignore[override]
+        for _ in range(100):
+            yield Step(ids("Hm"))
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/messages", MESSAGES)]
+)
+def test_a_timeout_is_counted_as_one(path: str, body: dict[str, Any]) -> None:
+    """The limit of an answer that is not streamed ends it while it is generated."""
+    host = Alone(Slow(SCRIPTS), seconds=0.5)
+    answer = client(host).post(path, json=body)
+    assert answer.status_code == 504
+    assert "timed out" in answer.text
+    assert [each.results[0] for each in host.trackers] == ["timeout"]
+    assert host.lent == 0
+
+
+class Watches(Alone):
+    """A host that waits for the client's disconnection while it loads a model."""
+
+    async def acquire(
+        self, request: Request, model: str | None, deadline: Deadline
+    ) -> Lease | None:
+        messages: list[str] = []
+
+        async def gone() -> None:
+            while len(messages) < 9 and "http.disconnect" not in messages:
+                messages.append((await request.receive())["type"])
+
+        await _for(0.1, gone())
+        assert len(messages) < 2, messages
+        return await super().acquire(request, model, deadline)
+
+
+async def _for(seconds: float, waiting: Awaitable[None]) -> None:
+    try:
+        await asyncio.wait_for(waiting, seconds)
+    except asyncio.TimeoutError:
+        return
+
+
+def test_a_host_may_wait_for_a_websockets_disconnection() -> None:
+    with client(Watches(ScriptedEngine(SCRIPTS))).websocket_connect("/v1/responses") as socket:
+        socket.send_json({"type": "response.create", "model": MODEL, "input": "Hello!"})
+        names = [socket.receive_json()["type"]]
+        while names[-1] not in ("response.completed", "error"):
+            names.append(socket.receive_json()["type"])
+    assert names[-1] == "response.completed"
