@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grammar_texts
 import pytest
@@ -21,6 +22,7 @@ from vllm_mlx_harmony.server.grammar_checks import (
     GrammarCheck,
     GrammarChecks,
     Unchecked,
+    Verdict,
 )
 
 ENDLESS = grammar(multiple_of(99_999_989))
@@ -47,6 +49,10 @@ def soon(true: Callable[[], bool], seconds: float = 10.0) -> bool:
     while not true() and time.monotonic() < until:
         time.sleep(0.02)
     return true()
+
+
+def is_stopped(pid: int) -> bool:
+    return "T" in subprocess.check_output(["ps", "-o", "stat=", "-p", str(pid)], text=True)
 
 
 def processes_below(pid: int) -> list[int]:
@@ -127,6 +133,8 @@ def test_a_helper_that_is_gone_or_hangs_is_replaced(sent: int, monkeypatch) -> N
         workers = processes_below(first)
         for pid in [*workers, first]:
             os.kill(pid, sent)
+            if sent == signal.SIGSTOP:  # on a busy machine a thread runs on for a moment
+                assert soon(lambda pid=pid: is_stopped(pid))  # type: ignore[misc]
         assert GrammarCheck(checks, "t")('start: "b"') == ""
         assert helper(checks) != first
         for pid in workers:
@@ -217,6 +225,74 @@ def test_who_takes_long_keeps_nobody_waiting(checks: GrammarChecks) -> None:
             request.cancel()
         for thread in threads:
             thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "at_once"), [(0.0, 4), (0.05, 1), (0.5, 1)], ids=["instant", "quick", "slow"]
+)
+def test_only_what_is_instant_is_compiled_at_once(
+    checks: GrammarChecks, seconds: float, at_once: int
+) -> None:
+    barrier = threading.Barrier(at_once)
+    running: list[int] = []
+    most: list[int] = []
+
+    def compile_it(number: int) -> None:
+        with GrammarCheck(checks, "compiling").compiling(Verdict("", seconds=seconds)):
+            running.append(number)
+            barrier.wait(10)  # broken if fewer get here together
+            most.append(len(running))
+            time.sleep(0.02)
+            running.remove(number)
+
+    threads = [threading.Thread(target=compile_it, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert max(most) == at_once
+
+
+def test_who_has_used_least_writes_next(checks: GrammarChecks) -> None:
+    order: list[float] = []
+
+    def write(spent: float) -> None:
+        request = GrammarCheck(checks, "writing")
+        request.spent = spent
+        with request.writing():
+            order.append(spent)
+        assert request.spent > spent
+
+    first = GrammarCheck(checks, "writing")
+    threads = [threading.Thread(target=write, args=(spent,)) for spent in (0.3, 0.1, 0.2)]
+    with first.writing():
+        for thread in threads:
+            thread.start()
+        assert soon(lambda: len(checks.writing._waiting) == 3)
+    for thread in threads:
+        thread.join(10)
+    assert order == [0.1, 0.2, 0.3]
+
+
+def test_a_client_that_goes_is_not_written_for(checks: GrammarChecks) -> None:
+    request = GrammarCheck(checks, "writing")
+    with GrammarCheck(checks, "writing").writing():
+        request.cancel()
+        with pytest.raises(Unchecked), request.writing():
+            raise AssertionError
+    with GrammarCheck(checks, "writing").writing():
+        pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a niceness of its own on Linux")
+def test_trials_have_a_lower_priority_than_the_server(checks: GrammarChecks) -> None:
+    for number in range(3):  # the same worker, which becomes no nicer
+        assert GrammarCheck(checks, "nice")(f'start: "a" "{number}"') == ""
+    (worker,) = processes_below(helper(checks))
+    threads = Path(f"/proc/{worker}/task").iterdir()
+    nice = [int((thread / "stat").read_text().rpartition(")")[2].split()[16]) for thread in threads]
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    assert max(nice) == min(19, mine + 10)
 
 
 def test_a_request_is_patient_for_so_long_alone(

@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -261,38 +261,33 @@ LONGEST = 2**20
 def _written(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> Grammar | None:
     """The grammar of ``turn``, without parts that cannot be compiled. Raises ``Unchecked``.
 
-    Usually every part can be compiled. So the grammar is first written on that assumption, under a
-    tenant of its own in the caches, and all parts are tried in one question to the helper process.
+    Usually every part can be compiled. So the grammar is first written on that assumption, and all
+    parts are tried in one question to the helper process.
     """
     asked: list[str] = []
+    place = ExitStack()
 
     def assumed(text: str) -> str:
         asked.append(text)
         return ""
 
     def asked_apart(text: str) -> str:
-        _writing.release()
+        place.close()  # writing goes on in another place, once the helper process has answered
         try:
             return check(text)
         finally:
-            _writing.acquire()
+            place.enter_context(check.writing())
 
-    supposed = replace(turn, tenant=f"{turn.tenant} supposed")
-    with _writing:
-        grammar = grammar_of(supposed, names, policy, check=assumed)
+    with check.writing():
+        grammar = grammar_of(turn, names, policy, check=assumed, checked=False)
     if grammar is None or remembered(grammar, turn.tenant) is not None:
         return grammar
     parts = [(text, "") for text in asked]
     if check.try_all([*parts, (grammar.text, turn.prefill or "")]):
         return grammar
-    with _writing:
+    with place:
+        place.enter_context(check.writing())
         return grammar_of(turn, names, policy, check=asked_apart)
-
-
-_writing = threading.Lock()
-"""Held while a grammar is written, but not while the helper process is asked about a part of it.
-Writing is Python, of which only one thread runs at a time: several at once would make each step of
-the engine wait for all of them."""
 
 
 def _checked(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | str:

@@ -7,8 +7,13 @@ again.
 **Scheduling.** A slow grammar must not delay those of other clients, who may all use the same API
 key and so be one tenant. There are two lanes. In the first, a grammar has `QUICK` seconds of
 processor time, many times what ordinary tools need; of the waiting requests, the one that has used
-the least time goes first. A grammar that needs more moves to the second lane, which has a lower
-priority, `SLOW` seconds per grammar, and one place per tenant.
+the least time goes first. A grammar that needs more moves to the second lane, with `SLOW` seconds
+per grammar and one place per tenant. Both have a lower priority than the server, the second one the
+lowest.
+
+In the server, requests take turns in the same order. Writing a grammar is Python, of which only one
+thread runs at a time: if several were written at once, each step of the engine would wait for all
+of them. Compiling several at once would take the processors from the engine.
 
 **Patience.** A request waits `PATIENCE` seconds for all of its grammars together. A verdict that is
 still missing raises `Unchecked` and is not cached, as another request may find the lanes free. A
@@ -40,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 QUICK, SLOW = 0.1, 1.0
 """Processor seconds for one grammar. The server then takes as long again to compile it."""
+
+INSTANT = 0.01
+"""Processor seconds: grammars that take less are compiled by the server at once, others in turn."""
 
 CLOCK = 2.0
 """Elapsed seconds for one grammar, since a process may hang without using a processor."""
@@ -74,12 +82,12 @@ class Unchecked(Exception):
 class Verdict:
     """``problem``: why the grammar cannot be compiled, in one line; empty if it can.
 
-    ``size``: its compiled size in bytes. ``slow``: compiling it took more than ``QUICK`` seconds.
+    ``size``: its compiled size in bytes. ``seconds``: of the processor, that compiling it takes.
     """
 
     problem: str
     size: int = 0
-    slow: bool = False
+    seconds: float = 0.0
 
 
 class GrammarCheck:
@@ -94,7 +102,7 @@ class GrammarCheck:
         self.tenant = tenant
         self.cancelled = False
         self.spent = 0.0
-        """Seconds that the trials of its grammars have taken."""
+        """Seconds that its grammars have taken so far."""
 
     def __call__(self, text: str) -> str:
         return self.verdict(text).problem
@@ -125,12 +133,23 @@ class GrammarCheck:
 
     @contextmanager
     def compiling(self, verdict: Verdict) -> Iterator[None]:
-        """A context in which the server compiles a grammar; slow ones take turns."""
-        if not verdict.slow:
+        """A context in which the server compiles a grammar. All but the fastest take turns."""
+        if verdict.seconds <= INSTANT:
             yield
             return
-        with self._checks.slow.place(self.tenant, self.spent, lambda: not self.cancelled):
+        lane = self._checks.slow if verdict.seconds > QUICK else self._checks.compiling
+        with lane.place(self.tenant, self.spent, lambda: not self.cancelled):
             yield
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A context in which the server writes a grammar. Raises ``Unchecked``."""
+        with self._checks.writing.place(self.tenant, self.spent, lambda: not self.cancelled):
+            began = time.monotonic()
+            try:
+                yield
+            finally:
+                self.spent += time.monotonic() - began
 
     def cancel(self) -> None:
         """The request has ended."""
@@ -158,8 +177,9 @@ class GrammarChecks:
         self._lock = threading.Lock()
         self._trials: dict[tuple[str, bytes], _Trial] = {}
         self._verdicts: lru.ByteLRU[tuple[str, bytes], Verdict] = lru.ByteLRU(REMEMBERED)
-        self._quick = _Lane(self._helper, QUICK, width=2, idle=2)
+        self._quick = _Lane(self._helper, QUICK, width=2, idle=2, nice=10)
         self.slow = _Lane(self._helper, SLOW, width=2, each_tenant=1, nice=15)
+        self.writing, self.compiling = _Turns(1), _Turns(1)
 
     def start(self) -> None:
         """Starts the helper process unless it runs. Raises ``OSError``."""
@@ -204,7 +224,7 @@ class GrammarChecks:
                     try:
                         found = self._tried(self._quick, [text], request, trial)
                         found = found or self._tried(self.slow, [text], request, trial)
-                        trial.verdict = found[0] if found else Verdict(TOO_MUCH, slow=True)
+                        trial.verdict = found[0] if found else Verdict(TOO_MUCH)
                         if trial.verdict.problem == TOO_MUCH:
                             size = len(text[0])
                             logger.warning(
@@ -242,30 +262,15 @@ def _key(text: Text, request: GrammarCheck) -> tuple[str, bytes]:
     return request.tenant, sha256("\0".join(text).encode()).digest()
 
 
-class _Lane:
-    """``width`` places in which grammars are tried, with ``processor`` seconds for each.
+class _Turns:
+    """``width`` places, of which one tenant has at most ``each_tenant``."""
 
-    One tenant has at most ``each_tenant`` places. Up to ``idle`` workers wait for the next grammar.
-    """
-
-    def __init__(
-        self,
-        helper: _Helper,
-        processor: float,
-        *,
-        width: int,
-        each_tenant: int | None = None,
-        nice: int = 0,
-        idle: int = 0,
-    ) -> None:
-        self._helper = helper
-        self._processor, self._nice, self._most_idle = processor, nice, idle
+    def __init__(self, width: int, each_tenant: int | None = None) -> None:
         self._width, self._each_tenant = width, each_tenant or width
         self._changed = threading.Condition()
         self._order = count()
         self._waiting: list[tuple[float, int, str]] = []
         self._running: list[str] = []
-        self._idle: list[socket.socket] = []
 
     @contextmanager
     def place(self, tenant: str, spent: float, wanted: Callable[[], bool]) -> Iterator[None]:
@@ -300,6 +305,28 @@ class _Lane:
                 self._running.remove(tenant)
                 self._changed.notify_all()
 
+
+class _Lane(_Turns):
+    """Places in which grammars are tried, with ``processor`` seconds for each.
+
+    Up to ``idle`` workers wait for the next grammar.
+    """
+
+    def __init__(
+        self,
+        helper: _Helper,
+        processor: float,
+        *,
+        width: int,
+        each_tenant: int | None = None,
+        nice: int = 0,
+        idle: int = 0,
+    ) -> None:
+        super().__init__(width, each_tenant)
+        self._helper = helper
+        self._processor, self._nice, self._most_idle = processor, nice, idle
+        self._idle: list[socket.socket] = []
+
     def tried(
         self, texts: Sequence[Text], request: GrammarCheck, trial: _Trial
     ) -> list[Verdict] | None:
@@ -318,10 +345,9 @@ class _Lane:
                 try:
                     answers, worn = self._asked(worker, question, trial)
                     keep = not worn
-                    slow = self._processor > QUICK
                     return [
-                        Verdict(TOO_MUCH if "panic" in problem else problem[:500], size, slow)
-                        for problem, size in answers
+                        Verdict(TOO_MUCH if "panic" in problem else problem[:500], size, seconds)
+                        for problem, size, seconds in answers
                     ]
                 except TimeoutError:
                     return None

@@ -61,9 +61,9 @@ HEADER = struct.Struct("!IddB")
 of processor time and elapsed time in seconds, and the increment of the worker's niceness."""
 
 LENGTH = struct.Struct("!I")
-"""Precedes an answer in JSON: the problem of each grammar and the growth of the worker in bytes,
-and whether the worker should be replaced. Or it is one of the two numbers below, and no answer
-follows."""
+"""Precedes an answer in JSON: for each grammar its problem, the growth of the worker in bytes and
+the seconds of the processor, and whether the worker should be replaced. Or it is one of the two
+numbers below, and no answer follows."""
 
 CLOCK_OVER, PROCESSOR_OVER = 0, 1
 """A time limit was exceeded. That of elapsed time is exceeded first if the worker got less than a
@@ -138,6 +138,7 @@ class _Worker:
         self._began = self._fresh = resident()
         self._until = self._processor = self._computed_until = 0.0
         self._busy = threading.Event()
+        self._nice = os.getpriority(os.PRIO_PROCESS, 0)
 
     def run(self) -> None:
         """Never returns."""
@@ -175,7 +176,7 @@ class _Worker:
             while True:
                 length, processor, clock, nice = HEADER.unpack(self._read(HEADER.size))
                 question = json.loads(self._read(length))
-                os.nice(nice)
+                os.setpriority(os.PRIO_PROCESS, 0, self._nice + nice)
                 self._began = resident()
                 self._until = time.monotonic() + clock
                 self._processor = processor
@@ -185,9 +186,10 @@ class _Worker:
                 self._busy.set()
                 answers = []
                 for text, begun in question:
-                    before = resident()
+                    before, began = resident(), time.process_time()
                     problem = _problem(self._tokenizer, text, begun.encode())
-                    answers.append((problem, max(0, resident() - before)))
+                    seconds = time.process_time() - began
+                    answers.append((problem, max(0, resident() - before), seconds))
                 self._busy.clear()
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.setitimer(signal.ITIMER_REAL, 0)

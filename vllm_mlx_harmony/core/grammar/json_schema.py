@@ -124,8 +124,8 @@ def _json_text(schema: Schema, check: Check) -> str:
 
 def _rejected_keywords(copy: Schema, check: Check) -> tuple[str, ...]:
     """The keywords for which llguidance rejects ``copy``; a single one if that is enough."""
-    rejectable = [one for one in _KEYWORDS if one not in _NEVER_REJECTED]
-    present = [one for one in rejectable if property_names.without(copy, [one]) != copy]
+    used = {keyword for schema in property_names.schemas(copy) for keyword in schema}
+    present = [one for one in _KEYWORDS if one in used and one not in _NEVER_REJECTED]
     attempts = [[one] for one in present] + [present[:end] for end in range(2, len(present) + 1)]
     for keywords in attempts:
         remaining = property_names.without(copy, keywords)

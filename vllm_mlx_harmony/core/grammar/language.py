@@ -92,12 +92,13 @@ def grammar_of(
     policy: Policy = Policy.AUTO,
     *,
     check: Check = compile_error,
+    checked: bool = True,
 ) -> Grammar | None:
     """The grammar of what may follow the prompt of ``turn``; ``None`` if anything may.
 
     ``names`` are those that the turn was rendered with. A schema that is not cached takes up to
     some milliseconds, so this is not for an event loop. The default ``check`` compiles in this
-    process.
+    process. Unless ``checked``, what it returns is an assumption, and its results are cached apart.
 
     Raises ``RequestError`` naming the tool and the keyword if a strict schema or a syntax cannot
     be enforced, and ``RequestError`` naming ``tool_choice`` if a call is required and there is
@@ -105,14 +106,17 @@ def grammar_of(
     """
     if policy is Policy.OFF:
         return None
-    return _Writer(turn, names, policy, check).grammar()
+    return _Writer(turn, names, policy, check, checked=checked).grammar()
 
 
 class _Writer:
     """Writes one grammar, rule by rule."""
 
-    def __init__(self, turn: Turn, names: Names, policy: Policy, check: Check) -> None:
+    def __init__(
+        self, turn: Turn, names: Names, policy: Policy, check: Check, *, checked: bool
+    ) -> None:
         self._turn = turn
+        self._owner = turn.tenant if checked else f"{turn.tenant} unchecked"
         self._check = check
         self._names = names
         self._all_strict = policy is Policy.STRICT
@@ -155,7 +159,7 @@ class _Writer:
         First the schemas that are rejected by themselves become any JSON object, then the largest
         ones, half of the rest at a time; at last every value becomes any text.
         """
-        key = self._turn.tenant, text
+        key = self._owner, text
         cached = _fitting.get(key)
         if cached is not None:
             self._notes += cached[1]
@@ -324,16 +328,17 @@ class _Writer:
         ``can_be_relaxed`` tells whether the request has a ``strict`` that its caller could leave
         out.
         """
-        tenant = self._turn.tenant
         if schema is None:
             return self.in_any_order(ANY_OBJECT, what)
         if strict or self._all_strict:
-            found = strict_schema(schema, of_object=of_object, tenant=tenant, check=self._check)
+            found = strict_schema(
+                schema, of_object=of_object, tenant=self._owner, check=self._check
+            )
             if found.unsupported:
                 problem = f"{what}: {', '.join(found.unsupported)} cannot be enforced"
                 self.report(problem, strict, where, can_be_relaxed=can_be_relaxed)
             return f"%json {found.text}"
-        rules = rules_of(schema, of_object=of_object, tenant=tenant)
+        rules = rules_of(schema, of_object=of_object, tenant=self._turn.tenant)
         if rules.dropped:
             problem = f"{what}: {', '.join(rules.dropped)} cannot be enforced"
             self.report(problem, False, where, can_be_relaxed=False)
@@ -354,7 +359,7 @@ class _Writer:
     def syntax(self, syntax: Syntax, what: str, strict: bool, where: str, *, as_input: bool) -> str:
         """The rule of a text that matches ``syntax``, by itself or ``as_input`` within the JSON of
         a freeform tool: ``{"input": "…"}``. Empty if it cannot be enforced."""
-        key = self._turn.tenant, syntax, as_input
+        key = self._owner, syntax, as_input
         rule = _syntaxes.get(key)
         if rule is None:
             try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WORDS = VOCAB_SIZE // 32
 """32-bit words of a mask: the lowest bit of the first one is id 0."""
 
-REMEMBERED = 64 * 2**20
+REMEMBERED = 48 * 2**20
 """The approximate size of the cache of compiled grammars, in bytes."""
 
 

@@ -110,7 +110,7 @@ def rewritten(root: Schema, is_rejected: Callable[[Schema], bool]) -> tuple[Sche
 
 def can_be_escaped(root: Schema) -> bool:
     """Whether some declared name, escaped, would be accepted as an additional property."""
-    return any(map(_is_open, _schemas(root)))
+    return any(map(_is_open, schemas(root)))
 
 
 def with_unescaped_names(root: Schema) -> Schema | None:
@@ -118,7 +118,7 @@ def with_unescaped_names(root: Schema) -> Schema | None:
 
     ``None`` when that is impossible: too many or too long names, patterns, merged objects.
     """
-    for schema in _schemas(root):
+    for schema in schemas(root):
         members = len(schema.get("allOf", ())) + sum(map(schema.__contains__, _IN_PLACE))
         if members > 1 or (members == 1 and not _OF_OBJECTS.isdisjoint(schema)):
             return None
@@ -152,7 +152,7 @@ def _is_open(schema: Schema) -> bool:
     return declares and schema.get("additionalProperties") is not False
 
 
-def _schemas(schema: Schema) -> Iterator[Schema]:
+def schemas(schema: Schema) -> Iterator[Schema]:
     """``schema`` and all its subschemas that are not booleans."""
     found = [schema]
     for each in found:  # which grows meanwhile
