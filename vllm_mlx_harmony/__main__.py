@@ -1,5 +1,4 @@
-"""The command line: vllm-mlx-harmony serve | gateway | connect | demo | doctor | verify | render
-| parse.
+"""The command line: vllm-mlx-harmony launch | serve | gateway | connect | demo | doctor | verify | ….
 
 Any failure is one line on standard error and exit code 2. `cli` has one file per command, which is
 imported when it runs, so that `parse` does not load a server.
@@ -20,7 +19,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure
 DISTRIBUTION = "vllm-mlx-harmony"
 INTERRUPTED = 130
 MOST_CONTEXT = 2**31 - 1
-PASSED_ON = ("serve", "gateway", "doctor")
+PASSED_ON = ("serve", "gateway", "doctor", "launch")
 """Commands that parse their own arguments, `--help` included."""
 
 
@@ -116,6 +115,11 @@ def parser() -> argparse.ArgumentParser:
         "gateway", help="serve the APIs in front of vLLM, SGLang, llama.cpp or vllm-mlx"
     )
 
+    commands.add_parser("launch", help="start a coding agent, and a server for it if none runs")
+    commands.add_parser("stop", help="end the server that launch has started").set_defaults(
+        command="stop"
+    )
+
     connect = commands.add_parser(
         "connect",
         help=f"configure a coding agent for a server: {', '.join(AGENTS)}",
@@ -126,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
     connect.add_argument("--url", default=URL, help=f"URL of the server (default: {URL})")
     connect.add_argument("--model", help="default: the only model that the server lists")
     connect.add_argument(
-        "--key", help="the server's API key, used to query it; never written to a file"
+        "--key", help="the server's API key (default: $VLLM_API_KEY); never written to a file"
     )
     connect.add_argument(
         "--context",
@@ -136,6 +140,15 @@ def parser() -> argparse.ArgumentParser:
     )
     connect.add_argument(
         "--write", action="store_true", help="write the files; existing ones are backed up first"
+    )
+    connect.add_argument(
+        "--no-check",
+        dest="check",
+        action="store_false",
+        help="write without asking the server a question first",
+    )
+    connect.add_argument(
+        "--undo", action="store_true", help="restore the files as they were before"
     )
 
     demo = commands.add_parser(

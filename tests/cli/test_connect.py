@@ -25,6 +25,12 @@ class Models(ThreadingHTTPServer):
 
     models: Any = ONE
     key: str | None = None
+    answers: int = 200
+    """The status of its answers to questions."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.asked: list[tuple[str, dict[str, Any]]] = []
 
     @property
     def url(self) -> str:
@@ -35,10 +41,21 @@ class Listing(BaseHTTPRequestHandler):
     server: Models
 
     def do_GET(self) -> None:
+        self.reply(
+            200 if self.path == "/v1/models" else 404,
+            {"object": "list", "data": self.server.models},
+        )
+
+    def do_POST(self) -> None:
+        length = int(self.headers["Content-Length"])
+        self.server.asked.append((self.path, json.loads(self.rfile.read(length))))
+        answer = {"usage": {}} if self.server.answers == 200 else {"error": {"message": "because"}}
+        self.reply(self.server.answers, answer)
+
+    def reply(self, status: int, document: object) -> None:
         admitted = self.server.key is None or self.headers["Authorization"] == f"Bearer {KEY}"
-        found = self.path == "/v1/models"
-        body = json.dumps({"object": "list", "data": self.server.models}).encode()
-        self.send_response(200 if admitted and found else 401 if found else 404)
+        body = json.dumps(document).encode()
+        self.send_response(status if admitted else 401)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -61,7 +78,8 @@ def server() -> Iterator[Models]:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("CODEX_HOME", "CLAUDE_CONFIG_DIR", "XDG_CONFIG_HOME"):
+    monkeypatch.setattr(connect, "URL", "http://127.0.0.1:1")
+    for name in ("CODEX_HOME", "CLAUDE_CONFIG_DIR", "XDG_CONFIG_HOME", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -86,33 +104,105 @@ def test_printed_or_written(
     assert "with gpt-oss-20b (4,096 tokens)" in shown
     assert [path for path in home.rglob("*") if path.is_file()] == []
     assert main(["connect", agent, "--url", f"{server.url}/v1/", "--write"]) == 0
-    written = sorted(str(path.relative_to(home)) for path in home.rglob("*") if path.is_file())
+    files = (path for path in home.rglob("*") if path.is_file() and path.stat().st_size)
+    written = sorted(str(path.relative_to(home)) for path in files)
     assert written == FILES[agent]
     for name in written:
         assert (home / name).read_text("utf-8") in shown
         assert "4096" in shown
 
 
-@pytest.mark.parametrize("agent", FILES)
-def test_nothing_is_written_over_without_a_copy(
-    agent: str, server: Models, home: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("agent", "existing"),
+    [*((agent, []) for agent in FILES), ("codex", [".codex/config.toml"])],
+)
+def test_undone_it_is_as_it_was(
+    agent: str, existing: list[str], server: Models, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = [home / name for name in FILES[agent]]
+    """However often it is written, there is one backup, of what was there first."""
+    paths = [home / name for name in existing]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('mine = "✓"\n', "utf-8")
-    for path in paths[:1]:
-        Path(f"{path}.1.bak").write_text("older", "utf-8")
-    assert main(["connect", agent, "--url", server.url, "--write"]) == 0
+    connected = ["connect", agent, "--url", server.url, "--write"]
+    assert main(connected) == 0
     for path in paths:
-        number = 2 if path == paths[0] else 1
-        assert Path(f"{path}.{number}.bak").read_text("utf-8") == 'mine = "✓"\n'
+        backup = Path(f"{path}.before-vllm-mlx")
+        assert backup.read_text("utf-8") == 'mine = "✓"\n'
         assert server.url in path.read_text("utf-8")
-    assert Path(f"{paths[0]}.1.bak").read_text("utf-8") == "older"
     before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
-    assert main(["connect", agent, "--url", server.url, "--write"]) == 0
+    assert main(connected) == 0
     assert "is up to date" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
+    server.models = [{"id": "gpt-oss-120b", "max_model_len": 9999}]
+    assert main(connected) == 0
+    assert main(["connect", agent, "--undo"]) == 0
+    left = {path for path in home.rglob("*") if path.is_file() and path.suffix != ".undone"}
+    assert left == set(paths)
+    assert {path.read_text("utf-8") for path in paths} <= {'mine = "✓"\n'}
+    capsys.readouterr()
+    assert main(["connect", agent, "--undo"]) == 0
+    assert "nothing to undo" in capsys.readouterr().out
+
+
+def test_undone_what_was_added_since_is_beside_it(server: Models, home: Path) -> None:
+    path = home / ".codex" / "config.toml"
+    path.parent.mkdir()
+    path.write_text("a = 1\n")
+    assert main(["connect", "codex", "--url", server.url, "--write"]) == 0
+    path.write_text(path.read_text() + "[mcp_servers.mine]\n")
+    assert main(["connect", "codex", "--undo"]) == 0
+    assert path.read_text() == "a = 1\n"
+    assert "[mcp_servers.mine]" in (path.parent / "config.toml.undone").read_text()
+
+
+def test_a_file_that_was_restored_by_hand_is_backed_up_again(server: Models, home: Path) -> None:
+    path = home / ".codex" / "config.toml"
+    path.parent.mkdir()
+    for content in ("a = 1\n", "a = 2\n"):
+        path.write_text(content)
+        assert main(["connect", "codex", "--url", server.url, "--write"]) == 0
+        assert Path(f"{path}.before-vllm-mlx").read_text() == content
+
+
+QUESTIONS = {
+    "codex": "/v1/responses",
+    "claude": "/v1/messages",
+    "opencode": "/v1/chat/completions",
+}
+
+
+@pytest.mark.parametrize("agent", FILES)
+def test_a_question_comes_first(
+    agent: str, server: Models, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    connected = ["connect", agent, "--url", server.url]
+    assert main(connected) == 0
+    assert server.asked == [], "nothing is written, nothing is tried"
+    assert main([*connected, "--write", "--no-check"]) == 0
+    assert server.asked == []
+    assert main([*connected, "--write"]) == 0
+    ((path, body),) = server.asked
+    assert (path, body["model"]) == (QUESTIONS[agent], "gpt-oss-20b")
+    assert "✓ gpt-oss-20b has answered a question" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("status", "meaning"),
+    [
+        (429, "answered 429: its rate limit is reached: try again in a minute (because)"),
+        (503, "answered 503: it is starting, overloaded or shutting down"),
+        (500, "answered 500: look at its log (because)"),
+        (404, "answered 404: is it vllm-mlx?"),
+    ],
+)
+def test_without_an_answer_nothing_is_written(
+    status: int, meaning: str, server: Models, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answers = status
+    assert main(["connect", "codex", "--url", server.url, "--write"]) == 2
+    assert meaning in capsys.readouterr().err
+    assert [path for path in home.rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize("agent", FILES)
@@ -126,6 +216,20 @@ def test_the_key_is_not_written(
     assert "VLLM_API_KEY" in said
     for name in FILES[agent]:
         assert KEY not in (home / name).read_text("utf-8")
+
+
+def test_the_key_is_read_from_the_environment(
+    server: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    assert main(["connect", "codex", "--url", server.url]) == 0
+    assert "env_key" not in capsys.readouterr().out, "this server has no key"
+    server.key = KEY
+    assert main(["connect", "codex", "--url", server.url, "--write"]) == 0
+    assert "export VLLM_API_KEY" in capsys.readouterr().out
+    monkeypatch.setenv("VLLM_API_KEY", "another")
+    assert main(["connect", "codex", "--url", server.url]) == 2
+    assert "does not accept the key in VLLM_API_KEY" in capsys.readouterr().err
 
 
 TWO = [{"id": "a", "max_model_len": 1}, {"id": "b"}]
@@ -168,7 +272,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_key_is_said(server: Models, capsys: pytest.CaptureFixture[str]) -> None:
     server.key = KEY
     assert main(["connect", "claude", "--url", server.url]) == 2
-    assert "answered 401: set --key" in capsys.readouterr().err
+    assert "answered 401: it requires a key: set VLLM_API_KEY or --key" in capsys.readouterr().err
 
 
 def test_codex_has_a_whole_catalog(home: Path) -> None:
@@ -327,5 +431,5 @@ def test_a_link_stays_one_and_a_file_keeps_its_mode(home: Path) -> None:
 @pytest.mark.parametrize("given", [{}, {"model": "gpt-oss-20b"}])
 def test_what_refuses_is_no_server_to_be_set_up_for(server: Models, given: dict[str, str]) -> None:
     server.key = KEY
-    with pytest.raises(connect.UsageError, match="answered 401: set --key"):
+    with pytest.raises(connect.UsageError, match="answered 401: it requires a key"):
         connect.look(server.url, **{"model": None, "key": None, "context": None, **given})

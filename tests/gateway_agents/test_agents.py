@@ -1,16 +1,16 @@
-"""Codex, Claude Code and opencode, as npm has them, through a gateway: each runs a command.
+"""Coding agents in their newest versions, through a gateway: each runs a command.
 
-`vllm-mlx-harmony connect` sets them up, with a key; the engine is a fake one that writes scripts.
-``AGENTS_DIR`` is a directory that they are installed in already.
+`vllm-mlx-harmony launch` starts them, with a key; the engine is a fake one that writes scripts.
+``AGENTS_DIR`` is a directory for what is installed, which a later run finds there.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))  # importlib mode
 
 from fake_engines import FakeEngine, ids, served
 
+from vllm_mlx_harmony.cli import agents as launch_agents
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import Spec
@@ -33,23 +34,26 @@ ASKED = "Please echo the marker"
 COMMAND = "echo marker-$((40+2))"
 ANSWER = "The command printed marker-42."
 
-AGENTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    # its tool for commands, the field of that, how it is started
+AGENTS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
+    # its tool for commands, the tool's arguments, the agent's
     "codex": (
         "exec_command",
-        "cmd",
-        ("codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check"),
+        {"cmd": COMMAND},
+        ("exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check"),
     ),
-    "claude": (
-        "Bash",
-        "command",
-        ("claude", "--settings", ".claude/vllm-mlx.json", "--allowedTools", "Bash", "-p"),
+    "claude": ("Bash", {"command": COMMAND}, ("--allowedTools", "Bash", "-p")),
+    "opencode": ("bash_tool", {"command": COMMAND, "description": "Echo"}, ("run",)),
+    "qwen": ("run_shell_command", {"command": COMMAND, "is_background": False}, ("--yolo",)),
+    "pi": ("bash_tool", {"command": COMMAND}, ("-p",)),
+    "cn": ("Bash", {"command": COMMAND}, ("--auto", "-p")),
+    "cline": ("run_commands", {"commands": [COMMAND]}, ()),
+    "copilot": (
+        "bash_tool",
+        {"command": COMMAND, "description": "Echo"},
+        ("--allow-all-tools", "-p"),
     ),
-    "opencode": ("bash_tool", "command", ("opencode", "run")),
+    "hermes": ("terminal", {"command": COMMAND}, ("chat", "--yolo", "-Q", "-q")),
 }
-
-
-INSTALL_SCRIPTS = {"@anthropic-ai/claude-code": "install.cjs", "opencode-ai": "postinstall.mjs"}
 
 
 class Scripted(FakeEngine):
@@ -69,55 +73,79 @@ _FINAL = f"<|channel|>final<|message|>{ANSWER}<|return|>"
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the agents' commands are."""
-    if given := os.environ.get("AGENTS_DIR"):
-        return Path(given) / "node_modules" / ".bin"
-    directory = tmp_path_factory.mktemp("agents")
-    shutil.copy(Path(__file__).parent / "package.json", directory)
-    installing = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"]
-    subprocess.run(installing, cwd=directory, check=True, timeout=900)
-    for package, script in INSTALL_SCRIPTS.items():  # which npm 11 runs for nobody
-        package_directory = directory / "node_modules" / package
-        subprocess.run(["node", script], cwd=package_directory, check=True, timeout=300)
-    return directory / "node_modules" / ".bin"
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each agent has a directory of its own."""
+    given = os.environ.get("AGENTS_DIR")
+    return Path(given) if given else tmp_path_factory.mktemp("agents")
+
+
+def install(agent: str, directory: Path) -> Path:
+    """The directory of an agent's command, in its newest version. Says which version that is."""
+    row = launch_agents.AGENTS[agent]
+    if row.python:
+        programs, environment = directory / "venv" / "bin", str(directory / "venv")
+        commands = [
+            ["uv", "venv", "--quiet", "--python", row.python, environment],
+            ["uv", "pip", "install", "--quiet", "--python", environment, row.package],
+        ]
+    else:
+        programs = directory / "node_modules" / ".bin"
+        npm = ["npm", "install", "--prefix", str(directory), "--no-audit", "--no-fund"]
+        commands = [[*npm, "--loglevel=error", f"{row.package}@latest"]]
+    if not (programs / row.command).exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        for command in commands:
+            subprocess.run(command, check=True, timeout=900)
+    version = subprocess.run(
+        [programs / row.command, "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    print(f"{row.title} ({row.package}): {(version.stdout + version.stderr).strip()}")
+    return programs
 
 
 @pytest.fixture
-def home(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home without anything, and nobody else's keys."""
     home = tmp_path / "home"
     home.mkdir()
-    for name in [name for name in os.environ if name.startswith(("ANTHROPIC_", "OPENAI_"))]:
+    foreign = ("ANTHROPIC_", "OPENAI_", "CLAUDE", "XDG_", "CODEX_")
+    for name in [name for name in os.environ if name.startswith(foreign)]:
         monkeypatch.delenv(name)
     variables = {
         "HOME": str(home),
-        "PATH": f"{programs}:{os.environ['PATH']}",
         "VLLM_API_KEY": KEY,
-        "ANTHROPIC_AUTH_TOKEN": KEY,
-        "OPENCODE_CONFIG": str(home / ".config" / "opencode" / "vllm-mlx.json"),
+        "IS_SANDBOX": "1",
         "DISABLE_AUTOUPDATER": "1",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "OPENCODE_DISABLE_AUTOUPDATE": "1",
         "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "COPILOT_OFFLINE": "true",
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "CODEX_HOME"):
-        monkeypatch.delenv(name, raising=False)
     return home
 
 
+def test_every_agent_is_run() -> None:
+    assert set(AGENTS) == set(launch_agents.AGENTS)
+
+
 @pytest.mark.parametrize("agent", AGENTS)
-def test_an_agent_runs_a_command(agent: str, home: Path) -> None:
-    tool, field, command = AGENTS[agent]
+def test_an_agent_runs_a_command(
+    agent: str, installed: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool, arguments, command = AGENTS[agent]
+    programs = install(agent, installed / agent)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     call = (
         "<|channel|>analysis<|message|>I should run the shell.<|end|><|start|>assistant"
         f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>"
-        f'{{"{field}": "{COMMAND}", "description": "Echo"}}<|call|>'
+        f"{json.dumps(arguments)}<|call|>"
     )
-    if agent == "codex":
-        call = call.replace(', "description": "Echo"', "")
     engine = Scripted("vllm", {ASKED: call}, name=MODEL, length=131_072)
     with ExitStack() as stack:
         url = stack.enter_context(served(engine.app))
@@ -125,10 +153,9 @@ def test_an_agent_runs_a_command(agent: str, home: Path) -> None:
             engines=(Spec(url),), model=MODEL, keys=(Key("agent", digest(KEY)),)
         )
         base = stack.enter_context(served(gateway(settings)))
-        connect = [sys.executable, "-m", "vllm_mlx_harmony", "connect", agent, "--write"]
-        subprocess.run([*connect, "--url", base, "--key", KEY], check=True, timeout=120)
+        launch = [sys.executable, "-m", "vllm_mlx_harmony", "launch", agent, "--url", base, "--"]
         ended = subprocess.run(
-            [*command, ASKED],
+            [*launch, *command, ASKED],
             cwd=home,
             stdin=subprocess.DEVNULL,
             capture_output=True,

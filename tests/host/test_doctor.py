@@ -26,7 +26,7 @@ def found(report: doctor.Report, what: str) -> doctor.Finding:
 def nothing_heavy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's part left out: these rows are about the rest."""
     monkeypatch.setattr(doctor, "_host", lambda: iter(()))
-    monkeypatch.setattr(doctor, "_free", lambda port: True)
+    monkeypatch.setattr(doctor, "is_free", lambda port: True)
 
 
 @pytest.fixture
@@ -327,7 +327,7 @@ def test_a_cache_directory_that_a_server_cannot_use(taken: str, tmp_path: Path) 
 
 def test_ten_lines_when_all_is_well(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm_mlx")
-    monkeypatch.setattr(doctor, "_free", lambda port: True)
+    monkeypatch.setattr(doctor, "is_free", lambda port: True)
     report = doctor.doctor()
     assert report.ok, report.text()
     lines = report.text().splitlines()

@@ -11,8 +11,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -23,85 +26,79 @@ from urllib.request import Request, urlopen
 import tomlkit
 from tomlkit.items import Item
 
+from vllm_mlx_harmony.cli import agents
+from vllm_mlx_harmony.cli.agents import CONTEXT, KEY_VARIABLE, NAME, Served
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core.files import write_atomically
 
-NAME = "vllm-mlx"
-"""The name of the provider, and of files that only this command writes."""
-
 URL = "http://127.0.0.1:8000"
-KEY_VARIABLE = "VLLM_API_KEY"
-"""The environment variable from which Codex and opencode read the server's key."""
-
-CONTEXT = 131_072
-"""Context length of both gpt-oss models, in tokens, if the server does not report one."""
 
 LEAST_CONTEXT = 4_096
 """In tokens; an agent's own instructions and tools take more."""
 
-OUTPUT = 32_768
-"""Maximum output tokens: the host's default for ``--max-request-tokens``."""
-
 PATIENCE = 5.0
 """Seconds within which a server must list its models."""
 
-EFFORTS = {
-    "low": "Answers quickly",
-    "medium": "Thinks before it answers",
-    "high": "Thinks long, for hard problems",
+ANSWERING = 120.0
+"""Seconds within which it must answer a question."""
+
+BACKUP = ".before-vllm-mlx"
+"""Added to the name of a file: its copy, as it was before this command first changed it."""
+
+QUESTION = "Reply with the word: ready"
+
+_MEANINGS = {
+    401: f"it requires a key: set {KEY_VARIABLE} or --key",
+    403: f"it does not accept this key or this client: set {KEY_VARIABLE} or --key",
+    429: "its rate limit is reached: try again in a minute",
+    503: "it is starting, overloaded or shutting down: try again, or look at its log",
 }
 
-INSTRUCTIONS = """\
-You are Codex, a coding agent. You share a terminal and a workspace with the user.
 
-Work
-- Look before you change anything: read what matters, search with `rg`, run what shows the state.
-- Do the whole task before you end your turn. Ask only what you cannot find out yourself.
-- Change only what the task needs, in the style of the code around it. Fix causes, not symptoms.
-- Edit files with `apply_patch`. Move and inspect them with the shell.
-- Check your work: run the tests or the program when there is a way to. Say so when there is none.
-- Leave alone what others have changed. Never delete work or rewrite history unless asked to.
-
-Words
-- Before a group of commands, say in one short sentence what you are about to do.
-- End with a short answer: what you did, where (`path/file.py:12`), and what is left to do.
-"""
-"""The start of every Codex prompt; an entry of its catalog requires one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A server and its model: ``url`` without a path, ``context`` in tokens.
-
-    ``keyed``: the server requires a key.
-    """
-
-    url: str
-    model: str
-    context: int = CONTEXT
-    keyed: bool = False
+class Refused(UsageError):
+    """There is a server, but it does not serve what was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The files of a configuration, by path, and the command that starts the agent with it."""
+    """The files of a configuration, by path, and the command that starts the agent with it.
+
+    ``question`` is a request of the API that the agent uses: its path, and its body but the model.
+    """
 
     agent: str
     files: Mapping[Path, str]
     command: str
+    question: tuple[str, Mapping[str, object]]
 
 
 def run(
-    agent: str, *, url: str, model: str | None, key: str | None, context: int | None, write: bool
+    agent: str,
+    *,
+    url: str,
+    model: str | None,
+    key: str | None,
+    context: int | None,
+    write: bool,
+    check: bool,
+    undo: bool,
 ) -> int:
-    """Prints the configuration of an agent for a server, or writes it.
+    """Prints the configuration of an agent for a server, writes it, or removes it with ``undo``.
 
-    The server is queried for ``model`` and ``context`` unless they are given. Raises ``UsageError``
-    if it does not report them, and for files that cannot be written.
+    The server is queried for ``model`` and ``context`` unless they are given, and with ``write``
+    and ``check`` for one answer before a file is changed. Raises ``UsageError`` if it does not
+    answer, and for files that cannot be written.
     """
+    if undo:
+        for path in AGENTS[agent](Served(url, model or "")).files:
+            _restore(path)
+        return 0
+    key = key or os.environ.get(KEY_VARIABLE) or None
     served = look(url, model, key, context)
     setup = AGENTS[agent](served)
     print(f"{setup.agent} with {served.model} ({served.context:,} tokens) at {served.url}\n")
+    if write and check:
+        print(f"{ask(served, key, *setup.question)}\n")
     for path, content in setup.files.items():
         if write:
             _write(path, content)
@@ -113,6 +110,8 @@ def run(
         print(f"The agent reads the key from the environment: export {KEY_VARIABLE}=…")
     print(f"{'Start' if write else 'Add --write to write these files, then start'} it with\n")
     print(f"  {setup.command}")
+    if write:
+        print(f"\nUndo it with\n\n  vllm-mlx-harmony connect {agent} --undo")
     return 0
 
 
@@ -122,7 +121,8 @@ def run(
 def look(url: str, model: str | None, key: str | None, context: int | None) -> Served:
     """The server at ``url`` and its model; queried only for what is not given.
 
-    Raises ``UsageError``.
+    The key is used if the server requires one. Raises ``UsageError``: ``Refused`` if there is a
+    server that does not list its models.
     """
     base = url.rstrip("/").removesuffix("/v1")
     if not _is_url(base):
@@ -132,16 +132,10 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
     served = Served(base, model or "", context or CONTEXT, keyed=key is not None)
     if model is not None and context is not None:
         return served
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with urlopen(Request(f"{base}/v1/models", headers=headers), timeout=PATIENCE) as response:
-            document = json.loads(response.read())
-        listed = document.get("data") if isinstance(document, dict) else None
-        if not isinstance(listed, list):
-            raise ValueError("it does not list its models at /v1/models")
+        lengths, keyed = _models(base, key)
     except HTTPError as error:
-        fix = "set --key" if error.code in (401, 403) else "is it vllm-mlx?"
-        raise UsageError(f"the server at {base} answered {error.code}: {fix}") from error
+        raise _refused(base, error, key) from error
     except (OSError, ValueError, HTTPException) as error:
         if model is not None:
             return served
@@ -150,18 +144,74 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
             f"no server answers at {base} ({reason}): start it, set --url, or set --model to "
             "configure the agent without it"
         ) from error
-    lengths = {
-        str(entry["id"]): entry.get("max_model_len")
-        for entry in listed
-        if isinstance(entry, dict) and "id" in entry
-    }
     serves = f"the server at {base} serves {', '.join(lengths) or 'nothing'}"
     if model is None and len(lengths) != 1:
-        raise UsageError(f"{serves}: choose one with --model")
+        raise Refused(f"{serves}: choose one with --model")
     if model is not None and model not in lengths:
-        raise UsageError(f"{serves}, not {model}")
+        raise Refused(f"{serves}, not {model}")
     name = model or next(iter(lengths))
-    return replace(served, model=name, context=int(context or lengths[name] or CONTEXT))
+    tokens = int(context or lengths[name] or CONTEXT)
+    return replace(served, model=name, context=tokens, keyed=keyed)
+
+
+def _models(base: str, key: str | None) -> tuple[dict[str, Any], bool]:
+    """The context lengths of a server's models, and whether it requires the key."""
+    keyed = False
+    try:
+        document = _json(f"{base}/v1/models", None)
+    except HTTPError as error:
+        if key is None or error.code not in (401, 403):
+            raise
+        document, keyed = _json(f"{base}/v1/models", key), True
+    listed = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(listed, list):
+        raise ValueError("it does not list its models at /v1/models")
+    entries = (each for each in listed if isinstance(each, dict) and "id" in each)
+    return {str(entry["id"]): entry.get("max_model_len") for entry in entries}, keyed
+
+
+def ask(served: Served, key: str | None, path: str, body: Mapping[str, object]) -> str:
+    """Sends a request for a short answer, and returns a line about it.
+
+    Raises ``Refused`` if the server does not answer it.
+    """
+    began = time.monotonic()
+    try:
+        document = _json(f"{served.url}{path}", key, {"model": served.model, **body}, ANSWERING)
+        if not isinstance(document, dict) or "usage" not in document:
+            raise Refused(f"{served.url}{path} answered something else than a model's answer")
+    except HTTPError as error:
+        raise _refused(f"{served.url}{path}", error, key) from error
+    except (OSError, ValueError, HTTPException) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        return f"Not tried: no server answers at {served.url} ({reason})"
+    return f"✓ {served.model} has answered a question in {time.monotonic() - began:.1f} s"
+
+
+def _json(url: str, key: str | None, body: object = None, patience: float = PATIENCE) -> object:
+    """The JSON document at ``url``, or with ``body`` the answer to a POST. Raises ``OSError``."""
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    with urlopen(Request(url, data, headers), timeout=patience) as response:
+        return json.loads(response.read())
+
+
+def _refused(place: str, error: HTTPError, key: str | None) -> UsageError:
+    """What an error means, with the server's own words if there are any.
+
+    ``Refused`` if it may be that of a server of ours.
+    """
+    failed = error.code >= HTTPStatus.INTERNAL_SERVER_ERROR
+    meaning = _MEANINGS.get(error.code, "look at its log" if failed else "is it vllm-mlx?")
+    if error.code == HTTPStatus.UNAUTHORIZED and key:
+        meaning = f"it does not accept the key in {KEY_VARIABLE} or --key"
+    words = ""
+    with suppress(OSError, ValueError, HTTPException, TypeError, KeyError):
+        words = f" ({json.loads(error.read())['error']['message']})"
+    kind = Refused if error.code in _MEANINGS else UsageError
+    return kind(f"the server at {place} answered {error.code}: {meaning}{words}")
 
 
 def _is_url(text: str) -> bool:
@@ -176,103 +226,40 @@ def _is_url(text: str) -> bool:
 
 
 def codex(served: Served) -> Setup:
-    """A provider and a catalog of models, without which Codex warns and guesses."""
+    """A provider in its own file, and a catalog of models."""
     home = Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex")
     catalog = home / f"{NAME}-models.json"
-    lines = [
-        f"model = {json.dumps(served.model)}",
-        f"model_provider = {json.dumps(NAME)}",
-        f"model_catalog_json = {json.dumps(str(catalog))}",
-        "",
-        f"[model_providers.{NAME}]",
-        f"name = {json.dumps(NAME)}",
-        f"base_url = {json.dumps(f'{served.url}/v1')}",
-        'wire_api = "responses"',
-        *([f"env_key = {json.dumps(KEY_VARIABLE)}"] if served.keyed else []),
-    ]
-    model = {
-        "slug": served.model,
-        "display_name": served.model,
-        "description": f"gpt-oss at {served.url}",
-        "base_instructions": INSTRUCTIONS,
-        "default_reasoning_level": "medium",
-        "supported_reasoning_levels": [
-            {"effort": effort, "description": about} for effort, about in EFFORTS.items()
-        ],
-        "default_reasoning_summary": "auto",
-        "context_window": served.context,
-        "max_context_window": served.context,
-        "effective_context_window_percent": 95,
-        "truncation_policy": {"mode": "tokens", "limit": 10_000},
-        "apply_patch_tool_type": "freeform",
-        "shell_type": "unified_exec",
-        "input_modalities": ["text"],
-        "experimental_supported_tools": [],
-        "support_verbosity": False,
-        "supported_in_api": True,
-        "visibility": "list",
-        "priority": 1,
-    }
+    settings = agents.codex_settings(served, catalog)
     files = {  # in this order: the second names the first
-        catalog: _json({"models": [model]}),
-        home / "config.toml": "\n".join(lines) + "\n",
+        catalog: agents.codex_catalog(served),
+        home / "config.toml": tomlkit.dumps(settings),
     }
-    return Setup("Codex", files, "codex")
+    question = {"input": QUESTION, "max_output_tokens": 200}
+    return Setup("Codex", files, "codex", ("/v1/responses", question))
 
 
 def claude(served: Served) -> Setup:
-    """Settings that set its environment variables; all its model names are the one model."""
+    """Settings that set its environment variables."""
     home = Path(os.environ.get("CLAUDE_CONFIG_DIR") or Path.home() / ".claude")
     path = home / f"{NAME}.json"
-    models = (
-        "ANTHROPIC_MODEL",
-        "ANTHROPIC_DEFAULT_FABLE_MODEL",
-        "ANTHROPIC_DEFAULT_OPUS_MODEL",
-        "ANTHROPIC_DEFAULT_SONNET_MODEL",
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL",
-        "ANTHROPIC_SMALL_FAST_MODEL",  # what versions before 2.0 call the one above
-        "CLAUDE_CODE_SUBAGENT_MODEL",
-    )
-    environment = {
-        "ANTHROPIC_BASE_URL": served.url,
-        **({} if served.keyed else {"ANTHROPIC_AUTH_TOKEN": "local"}),
-        **dict.fromkeys(models, served.model),
-        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(min(OUTPUT, served.context // 4)),
-    }
+    variables = agents.claude_variables(served)
+    if not served.keyed:
+        variables["ANTHROPIC_AUTH_TOKEN"] = "local"
     token = f'ANTHROPIC_AUTH_TOKEN="${KEY_VARIABLE}" ' if served.keyed else ""
     command = f"{token}claude --settings {_shown(path)}"
-    return Setup("Claude Code", {path: _json({"env": environment})}, command)
+    files = {path: agents.json_text({"env": variables})}
+    question = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200}
+    return Setup("Claude Code", files, command, ("/v1/messages", question))
 
 
 def opencode(served: Served) -> Setup:
-    """A provider, through the package for OpenAI-compatible servers."""
+    """A provider."""
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "opencode"
     path = home / f"{NAME}.json"
-    model = {
-        "name": served.model,
-        "reasoning": True,
-        "tool_call": True,
-        "interleaved": {"field": "reasoning_content"},
-        "limit": {"context": served.context, "output": min(OUTPUT, served.context // 4)},
-    }
-    document = {
-        "$schema": "https://opencode.ai/config.json",
-        "model": f"{NAME}/{served.model}",
-        "small_model": f"{NAME}/{served.model}",
-        "provider": {
-            NAME: {
-                "npm": "@ai-sdk/openai-compatible",
-                "name": "gpt-oss on vllm-mlx",
-                "options": {
-                    "baseURL": f"{served.url}/v1",
-                    "apiKey": f"{{env:{KEY_VARIABLE}}}" if served.keyed else "none",
-                },
-                "models": {served.model: model},
-            }
-        },
-    }
-    return Setup("opencode", {path: _json(document)}, f"OPENCODE_CONFIG={_shown(path)} opencode")
+    content = agents.json_text(agents.opencode_document(served))
+    question = {"messages": [{"role": "user", "content": QUESTION}], "max_completion_tokens": 200}
+    command = f"OPENCODE_CONFIG={_shown(path)} opencode"
+    return Setup("opencode", {path: content}, command, ("/v1/chat/completions", question))
 
 
 AGENTS: Mapping[str, Callable[[Served], Setup]] = {
@@ -280,10 +267,6 @@ AGENTS: Mapping[str, Callable[[Served], Setup]] = {
     "claude": claude,
     "opencode": opencode,
 }
-
-
-def _json(document: object) -> str:
-    return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
 
 
 def _shown(path: Path) -> str:
@@ -306,8 +289,13 @@ def _write(path: Path, content: str) -> None:
             return
         place = path.resolve()  # a link stays one
         mode = place.stat().st_mode if before is not None else None
-        if before is not None:
-            print(f"{_shown(path)} is backed up as {_shown(_copy(path))}")
+        backup = _backup(path)
+        if NAME not in path.name and (NAME not in (before or "") or not backup.exists()):
+            if before is None:
+                backup.touch()
+            else:
+                shutil.copy2(path, backup)
+                print(f"{_shown(path)} is backed up as {_shown(backup)}")
         write_atomically(place, content.encode())
         if mode is not None:
             place.chmod(mode)
@@ -320,12 +308,38 @@ def _write(path: Path, content: str) -> None:
     print(f"{_shown(path)} written")
 
 
-def _copy(path: Path) -> Path:
-    number = 1
-    while (copy := path.with_name(f"{path.name}.{number}.bak")).exists():
-        number += 1
-    shutil.copy2(path, copy)
-    return copy
+def _backup(path: Path) -> Path:
+    """The copy of a user's file as it was without this command's settings; empty if there was none.
+
+    Files with `NAME` in their names are this command's own, and have none.
+    """
+    return path.with_name(path.name + BACKUP)
+
+
+def _restore(path: Path) -> None:
+    """Puts the backup of a file back, or removes what this command alone writes.
+
+    A file that is replaced stays beside it, because a user may have added to it. Raises
+    ``UsageError``.
+    """
+    backup, place, undone = _backup(path), path.resolve(), path.with_name(f"{path.name}.undone")
+    try:
+        if backup.exists():
+            if place.exists():
+                shutil.copy2(place, undone)
+            if backup.stat().st_size:
+                shutil.copy2(backup, place)
+            else:
+                place.unlink(missing_ok=True)
+            backup.unlink()
+            print(f"{_shown(path)} is as it was before; what it was just now is in {undone.name}")
+        elif path.exists() and NAME in path.name:
+            path.unlink()
+            print(f"{_shown(path)} is removed")
+        else:
+            print(f"{_shown(path)} has nothing to undo")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be restored: {error.strerror or error}") from error
 
 
 def merged(before: str, ours: str) -> str:

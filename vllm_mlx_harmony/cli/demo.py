@@ -68,16 +68,7 @@ def run(*, batched: bool = False) -> int:
 
     Raises ``UsageError`` if the server cannot run.
     """
-    for module, fix in (("vllm_mlx", "vllm-mlx"), ("mlx.core", "mlx")):
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            linux = sys.platform == "linux" and fix == "mlx"
-            wanted = "'vllm-mlx-harmony[cpu]'" if linux else fix
-            raise UsageError(
-                f"the demo runs the real server, but {module} cannot be imported ({error}): "
-                f"pip install {wanted}"
-            ) from error
+    require_host("the demo")
     console, began = Console(highlight=False), time.monotonic()
     console.print(
         "[bold]vllm-mlx-harmony demo[/]: the real server, the real HTTP API, and in place of "
@@ -106,6 +97,20 @@ def run(*, batched: bool = False) -> int:
     else:
         console.print("\n[bold red]✗ the client did not receive the scripted output[/]")
     return 0 if right else 1
+
+
+def require_host(what: str) -> None:
+    """Raises ``UsageError`` if the server that ``what`` runs cannot be imported."""
+    for module, fix in (("vllm_mlx", "vllm-mlx"), ("mlx.core", "mlx")):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            linux = sys.platform == "linux" and fix == "mlx"
+            wanted = "'vllm-mlx-harmony[cpu]'" if linux else fix
+            raise UsageError(
+                f"{what} runs the real server, but {module} cannot be imported ({error}): "
+                f"pip install {wanted}"
+            ) from error
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import site
-import socket
 import sqlite3
 import stat
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony import _startup
+from vllm_mlx_harmony.cli.process import is_free
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.entry_points import LIBRARIES, versions
 
@@ -303,23 +303,13 @@ def _requirement(row: Requirement, fix: str) -> Finding:
 
 
 def _port(port: int) -> Group:
-    if _free(port):
+    if is_free(port):
         return _one("port", True, f"{port} is free")
     if server := _server(port):
         return _one("port", None, f"{port}: {server} is running there")
     other = port + 1 if port < LAST_PORT else port - 1
     fix = f"end it, or serve with --port {other}"
     return _one("port", False, f"{port} is in use by another program", fix)
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-        try:
-            probe.bind((ADDRESS, port))
-        except OSError:
-            return False
-    return True
 
 
 def _server(port: int) -> str:

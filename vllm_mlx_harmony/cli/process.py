@@ -113,6 +113,17 @@ def environment(home: Path) -> dict[str, str]:
     return {**own, **{k: v for k, v in os.environ.items() if k not in ("HOME", "PYTHONUSERBASE")}}
 
 
+def is_free(port: int) -> bool:
+    """Whether a server can listen on the port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        try:
+            probe.bind((ADDRESS, port))
+        except OSError:
+            return False
+    return True
+
+
 @contextmanager
 def _signals_raise() -> Iterator[None]:
     """Makes SIGTERM and SIGHUP raise ``KeyboardInterrupt`` within the block."""

@@ -1,0 +1,259 @@
+"""launch: what each agent is given, which server it gets, and how that one is started and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_mlx_harmony.__main__ import main
+from vllm_mlx_harmony.cli import background, launch
+from vllm_mlx_harmony.cli.agents import AGENTS
+from vllm_mlx_harmony.cli.errors import UsageError
+
+KEY = "secret-key"
+
+SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        models = [{"id": sys.argv[2], "max_model_len": 8192}]
+        body = json.dumps({"data": models} if self.path == "/v1/models" else {}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+print("a log line", flush=True)
+if sys.argv[2] == "broken":
+    sys.exit("no such model")
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+"""A program that answers as a server does where `launch` looks."""
+
+
+def fake(model: Path, port: int, flags: Sequence[str]) -> list[str]:
+    return [sys.executable, "-c", SERVER, str(port), flags[flags.index("--served-model-name") + 1]]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home with an agent of every name; its server is a fake one, on a port of its own."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for agent in AGENTS.values():
+        (programs / agent.command).write_text("#!/bin/sh\n")
+        (programs / agent.command).chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(programs))
+    for name in ("XDG_CACHE_HOME", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(background, "command", fake)
+    monkeypatch.setattr(background, "is_free", lambda port: False)
+    monkeypatch.setattr(launch.connect, "URL", "http://127.0.0.1:1")
+    yield tmp_path
+    background.stop()
+
+
+@pytest.fixture
+def became(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The command and environment that the process would have become."""
+    seen: list[Any] = []
+
+    def execute(program: str, command: list[str], environment: dict[str, str]) -> None:
+        seen.append((command, environment))
+        raise SystemExit(7)
+
+    monkeypatch.setattr(os, "execvpe", execute)
+    return seen
+
+
+def launched(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", *arguments])
+    assert ended.value.code == 7
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_is_set_up_for_this_run_alone(
+    name: str, home: Path, became: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = background.start("m", "gpt-oss-20b")
+    background.wait(server)
+    before = {path for path in home.rglob("*") if path.is_file()}
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    launched(name, "--url", f"{server.url}/v1", "--", "--help", "a b", "--", "--url")
+    ((command, environment),) = became
+    assert command[0] == AGENTS[name].command
+    assert command[-4:] == ["--help", "a b", "--", "--url"]
+    written = {path for path in home.rglob("*") if path.is_file()} - before
+    texts = [path.read_text("utf-8") for path in written]
+    given = "\n".join([*command, *environment.values(), *texts])
+    assert (
+        all(fact in given for fact in (server.url, "gpt-oss-20b", "8192", KEY)) or name in NO_WINDOW
+    )
+    assert KEY not in "".join(texts)
+    assert (KEY in "".join(command)) == (name == "cline"), "others read it from the environment"
+    assert [path for path in written if "vllm-mlx-harmony" not in str(path)] == []
+    assert environment["HOME"] == str(home)
+
+
+NO_WINDOW = ("qwen", "cline", "copilot")
+"""Agents that have no setting for the context length, or one for parts of it."""
+
+
+def test_an_agent_that_is_not_installed(home: Path, became: list[Any], capsys: Any) -> None:
+    server = background.start("m", "gpt-oss-20b")
+    background.wait(server)
+    programs = home / "programs"
+    for name in ("codex", "hermes"):
+        (programs / name).unlink()
+        assert main(["launch", name, "--url", server.url]) == 2
+        assert AGENTS[name].install in capsys.readouterr().err
+    for runner in ("npx", "uvx"):
+        (programs / runner).write_text("#!/bin/sh\n")
+        (programs / runner).chmod(0o755)
+    launched("codex", "--url", server.url, "--", "exec")
+    launched("hermes", "--url", server.url)
+    (codex, _), (hermes, _) = became
+    assert codex[:5] == ["npx", "--package", "@openai/codex", "--", "codex"]
+    assert codex[-1] == "exec"
+    assert hermes[:6] == ["uvx", "--python", "3.11", "--from", "hermes-agent", "hermes"]
+
+
+def test_one_server_for_all(home: Path, became: list[Any], capsys: Any) -> None:
+    model = home / "my-gpt-oss"
+    model.mkdir()
+    launch_in_background(model, became)
+    server = background.running()
+    assert server is not None and server.model == "my-gpt-oss"
+    launched("codex")
+    launched("claude", "my-gpt-oss")
+    assert background.running() == server
+    assert "my-gpt-oss (8,192 tokens)" in capsys.readouterr().err
+    assert main(["launch", "codex", "120b"]) == 2
+    assert "serves my-gpt-oss, not gpt-oss-120b" in capsys.readouterr().err
+    assert main(["stop"]) == 0
+    assert f"my-gpt-oss at {server.url} is stopped" in capsys.readouterr().out
+    assert background.running() is None
+    assert main(["stop"]) == 0
+    assert "no server runs" in capsys.readouterr().out
+
+
+def launch_in_background(model: Path, became: list[Any]) -> None:
+    """Without the check for the host, which is not everywhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_mlx_harmony.cli.demo.require_host", lambda what: None)
+        launched("codex", str(model))
+
+
+def test_a_server_outlives_its_starter_and_is_not_taken_for_another(home: Path) -> None:
+    """The lock says whether it lives; the number of a process may be another one's by now."""
+    code = (
+        "from pathlib import Path; import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from test_launch import fake\n"
+        "from vllm_mlx_harmony.cli import background\n"
+        "background.command, background.is_free = fake, lambda port: False\n"
+        "print(background.start('m', 'm').pid)"
+    )
+    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    started = subprocess.run(command, capture_output=True, text=True, check=True)
+    server = background.running()
+    assert server is not None and server.pid == int(started.stdout)
+    background.wait(server)
+    assert background.start("m", "other") == server
+    os.kill(server.pid, 9)
+    until = time.monotonic() + 20
+    while background.running() is not None:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    description = background.directory() / "server.json"
+    description.write_text(json.dumps({**json.loads(description.read_bytes()), "pid": os.getpid()}))
+    assert background.running() is None
+    assert background.stop() is None, "this process is still here"
+
+
+def test_a_server_that_cannot_start_shows_its_log(home: Path) -> None:
+    server = background.start("m", "broken")
+    with pytest.raises(UsageError, match=r"could not start(.|\n)*a log line\nno such model"):
+        background.wait(server)
+
+
+GB = 10**9
+FITS: list[tuple[str | None, int, str]] = [
+    (None, 77 * GB, "gpt-oss-120b"),  # 96 GB of memory
+    (None, 51 * GB, "gpt-oss-20b"),
+    ("20b", 400 * GB, "gpt-oss-20b"),
+    (None, 17 * GB, "gpt-oss-20b"),  # 24 GB
+    (None, 11 * GB, "gpt-oss-20b needs 15 GB of memory, and models may use 11 GB"),
+    ("120b", 51 * GB, "gpt-oss-120b needs 73 GB of memory, and models may use 51 GB"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "memory", "expected"), FITS)
+def test_the_largest_model_that_fits(wanted: str | None, memory: int, expected: str) -> None:
+    if "needs" in expected:
+        with pytest.raises(UsageError, match=expected):
+            launch._weights(wanted, memory)
+    else:
+        assert launch._weights(wanted, memory).name == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "the following arguments are required: AGENT"),
+        (("emacs",), "invalid choice: 'emacs'"),
+        (("codex", "--url", "http://h:1", "--stand-in"), "not allowed with argument"),
+        (("codex", "20b", "exec"), "unrecognized arguments: exec"),
+    ],
+)
+def test_a_wrong_command_line(arguments: tuple[str, ...], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["launch", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_help_has_every_agent(capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["launch", "--help"])
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"\b{name}\b", shown) for name in AGENTS)
+
+
+@pytest.mark.served
+def test_the_stand_in_uses_the_shell_of_any_agent(
+    home: Path, became: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real server, started by `launch`: every tool of `SHELLS` is called and answered."""
+    from vllm_mlx_harmony.cli import client, process
+
+    monkeypatch.setattr(background, "command", process.command)
+    launched("codex", "--stand-in")
+    server = background.running()
+    assert server is not None and server.standin
+    for tool, arguments in launch.SHELLS.items():
+        properties = {name: {} for name in arguments}
+        function = {"name": tool, "parameters": {"type": "object", "properties": properties}}
+        body: dict[str, Any] = {
+            "model": server.model,
+            "messages": [{"role": "user", "content": "Try your shell"}],
+            "tools": [{"type": "function", "function": function}],
+        }
+        called = client.ask(server.port, body)
+        (call,) = called.calls
+        assert (call.name, json.loads(call.text)) == (tool, arguments)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "Hello from gpt-oss"}
+        body["messages"] += [called.message(), result]
+        answer = client.ask(server.port, body)
+        assert "It works" in answer.message()["content"]  # type: ignore[operator]

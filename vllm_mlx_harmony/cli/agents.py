@@ -1,0 +1,354 @@
+"""The coding agents that `launch` starts, a row for each: `AGENTS`.
+
+A row says how an agent is pointed at a server for one run: by arguments, environment variables and
+files in a directory of this project. The agent's own configuration stays in force for everything
+else, and nothing of it is changed. Keys are not written to files: agents read them from the
+environment, as `VLLM_API_KEY` or under a name of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NAME = "vllm-mlx"
+"""The name of the provider in an agent's configuration, and of files that only we write."""
+
+KEY_VARIABLE = "VLLM_API_KEY"
+"""The environment variable that has the server's key."""
+
+CONTEXT = 131_072
+"""Context length of both gpt-oss models, in tokens, if the server does not report one."""
+
+OUTPUT = 32_768
+"""Maximum output tokens: the host's default for ``--max-request-tokens``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server and its model: ``url`` without a path, ``context`` in tokens.
+
+    ``keyed``: the server requires a key.
+    """
+
+    url: str
+    model: str
+    context: int = CONTEXT
+    keyed: bool = False
+
+    @property
+    def output(self) -> int:
+        """Tokens that an agent may ask for at once."""
+        return min(OUTPUT, self.context // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of an agent: ``files`` by their path in a directory that is its own, arguments that
+    precede the user's, and variables that are added to the environment."""
+
+    arguments: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An agent: its command, and the package that has it on npm, or on PyPI with ``python``.
+
+    ``set_up`` takes a server, its key and the directory of the run's files.
+    """
+
+    title: str
+    command: str
+    package: str
+    set_up: Callable[[Served, str, Path], Run]
+    python: str = ""
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        if self.python:
+            return f"uv tool install --python {self.python} {self.package}"
+        return f"npm install -g {self.package}"
+
+    @property
+    def runner(self) -> tuple[str, ...]:
+        """The command that runs it without installing it."""
+        if self.python:
+            return "uvx", "--python", self.python, "--from", self.package, self.command
+        return "npx", "--package", self.package, "--", self.command
+
+
+def json_text(document: object) -> str:
+    """A JSON document as a file has it."""
+    return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
+
+
+# --- Codex
+
+EFFORTS = {
+    "low": "Answers quickly",
+    "medium": "Thinks before it answers",
+    "high": "Thinks long, for hard problems",
+}
+
+INSTRUCTIONS = """\
+You are Codex, a coding agent. You share a terminal and a workspace with the user.
+
+Work
+- Look before you change anything: read what matters, search with `rg`, run what shows the state.
+- Do the whole task before you end your turn. Ask only what you cannot find out yourself.
+- Change only what the task needs, in the style of the code around it. Fix causes, not symptoms.
+- Edit files with `apply_patch`. Move and inspect them with the shell.
+- Check your work: run the tests or the program when there is a way to. Say so when there is none.
+- Leave alone what others have changed. Never delete work or rewrite history unless asked to.
+
+Words
+- Before a group of commands, say in one short sentence what you are about to do.
+- End with a short answer: what you did, where (`path/file.py:12`), and what is left to do.
+"""
+"""The start of every Codex prompt; an entry of its catalog requires one."""
+
+
+def codex_settings(served: Served, catalog: Path) -> dict[str, Any]:
+    """The keys of `config.toml` that make a server the provider; ``catalog`` has its model."""
+    provider = {"name": NAME, "base_url": f"{served.url}/v1", "wire_api": "responses"}
+    if served.keyed:
+        provider["env_key"] = KEY_VARIABLE
+    return {
+        "model": served.model,
+        "model_provider": NAME,
+        "model_catalog_json": str(catalog),
+        "model_providers": {NAME: provider},
+    }
+
+
+def codex_catalog(served: Served) -> str:
+    """A catalog of models, without which Codex warns and guesses."""
+    model = {
+        "slug": served.model,
+        "display_name": served.model,
+        "description": f"gpt-oss at {served.url}",
+        "base_instructions": INSTRUCTIONS,
+        "default_reasoning_level": "medium",
+        "supported_reasoning_levels": [
+            {"effort": effort, "description": about} for effort, about in EFFORTS.items()
+        ],
+        "default_reasoning_summary": "auto",
+        "context_window": served.context,
+        "max_context_window": served.context,
+        "effective_context_window_percent": 95,
+        "truncation_policy": {"mode": "tokens", "limit": 10_000},
+        "apply_patch_tool_type": "freeform",
+        "shell_type": "unified_exec",
+        "input_modalities": ["text"],
+        "experimental_supported_tools": [],
+        "support_verbosity": False,
+        "supported_in_api": True,
+        "visibility": "list",
+        "priority": 1,
+    }
+    return json_text({"models": [model]})
+
+
+def _codex(served: Served, key: str, directory: Path) -> Run:
+    settings = codex_settings(served, directory / "models.json")
+    provider = settings.pop("model_providers")[NAME]
+    settings |= {f"model_providers.{NAME}.{name}": value for name, value in provider.items()}
+    return Run(
+        # JSON strings are TOML strings, too
+        tuple(
+            part
+            for name, value in settings.items()
+            for part in ("-c", f"{name}={json.dumps(value)}")
+        ),
+        {KEY_VARIABLE: key},
+        {"models.json": codex_catalog(served)},
+    )
+
+
+# --- Claude Code
+
+
+def claude_variables(served: Served) -> dict[str, str]:
+    """Its environment without a key; all its model names are the one model."""
+    models = (
+        "ANTHROPIC_MODEL",
+        "ANTHROPIC_DEFAULT_FABLE_MODEL",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL",
+        "ANTHROPIC_DEFAULT_SONNET_MODEL",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+        "ANTHROPIC_SMALL_FAST_MODEL",  # what versions before 2.0 call the one above
+        "CLAUDE_CODE_SUBAGENT_MODEL",
+    )
+    return {
+        "ANTHROPIC_BASE_URL": served.url,
+        **dict.fromkeys(models, served.model),
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.output),
+    }
+
+
+def _claude(served: Served, key: str, _: Path) -> Run:
+    # Settings given as an argument take precedence over a user's, unlike the environment.
+    settings = {"env": claude_variables(served)}
+    token = {"ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
+    return Run(("--settings", json.dumps(settings)), token)
+
+
+# --- opencode
+
+
+def opencode_document(served: Served) -> dict[str, Any]:
+    """A provider, through the package for OpenAI-compatible servers."""
+    model = {
+        "name": served.model,
+        "reasoning": True,
+        "tool_call": True,
+        "interleaved": {"field": "reasoning_content"},
+        "limit": {"context": served.context, "output": served.output},
+    }
+    options = {
+        "baseURL": f"{served.url}/v1",
+        "apiKey": f"{{env:{KEY_VARIABLE}}}" if served.keyed else "none",
+    }
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "gpt-oss on vllm-mlx",
+        "options": options,
+        "models": {served.model: model},
+    }
+    return {
+        "$schema": "https://opencode.ai/config.json",
+        "model": f"{NAME}/{served.model}",
+        "small_model": f"{NAME}/{served.model}",
+        "provider": {NAME: provider},
+    }
+
+
+def _opencode(served: Served, key: str, _: Path) -> Run:
+    document = json.dumps(opencode_document(served))
+    return Run(variables={"OPENCODE_CONFIG_CONTENT": document, KEY_VARIABLE: key})
+
+
+# --- Others
+
+
+def _qwen(served: Served, key: str, _: Path) -> Run:
+    variables = {
+        "OPENAI_API_KEY": key,
+        "OPENAI_BASE_URL": f"{served.url}/v1",
+        "OPENAI_MODEL": served.model,
+    }
+    return Run(("--auth-type", "openai", "--model", served.model), variables)
+
+
+def _pi(served: Served, key: str, directory: Path) -> Run:
+    model = {
+        "id": served.model,
+        "name": served.model,
+        "reasoning": True,
+        "input": ["text"],
+        "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
+        "contextWindow": served.context,
+        "maxTokens": served.output,
+    }
+    provider = {
+        "baseUrl": f"{served.url}/v1",
+        "api": "openai-completions",
+        "models": [model],
+    }
+    config = f"{{...{json.dumps(provider)}, apiKey: process.env.{KEY_VARIABLE}}}"
+    code = f"pi.registerProvider({json.dumps(NAME)}, {config})"
+    return Run(
+        ("--extension", str(directory / "provider.js"), "--model", f"{NAME}/{served.model}"),
+        {KEY_VARIABLE: key},
+        {"provider.js": f"export default function (pi) {{\n  {code};\n}}\n"},
+    )
+
+
+def _continue(served: Served, key: str, directory: Path) -> Run:
+    model = {
+        "name": served.model,
+        "provider": "openai",
+        "model": served.model,
+        "apiBase": f"{served.url}/v1",
+        "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}",
+        "roles": ["chat", "edit", "apply"],
+        "capabilities": ["tool_use"],
+        "defaultCompletionOptions": {
+            "contextLength": served.context,
+            "maxTokens": served.output,
+        },
+    }
+    document = {"name": NAME, "version": "1.0.0", "schema": "v1", "models": [model]}
+    return Run(
+        ("--config", str(directory / "config.yaml")),
+        {KEY_VARIABLE: key},
+        {"config.yaml": json_text(document)},  # JSON is YAML
+    )
+
+
+def _cline(served: Served, key: str, directory: Path) -> Run:
+    provider = "openai-compatible"
+    settings = {"provider": provider, "model": served.model, "baseUrl": f"{served.url}/v1"}
+    document = {
+        "version": 1,
+        "lastUsedProvider": provider,
+        "modes": {},
+        "providers": {
+            provider: {
+                "settings": settings,
+                "updatedAt": "2026-01-01T00:00:00.000Z",
+                "tokenSource": "manual",
+            }
+        },
+    }
+    return Run(
+        ("--data-dir", str(directory), "--key", key),
+        {},
+        {"settings/providers.json": json_text(document)},
+    )
+
+
+def _copilot(served: Served, key: str, _: Path) -> Run:
+    return Run(
+        variables={
+            "COPILOT_PROVIDER_BASE_URL": f"{served.url}/v1",
+            "COPILOT_PROVIDER_TYPE": "openai",
+            "COPILOT_PROVIDER_WIRE_API": "responses",
+            "COPILOT_PROVIDER_API_KEY": key,
+            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(served.context - served.output),
+            "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(served.output),
+            "COPILOT_MODEL": served.model,
+        }
+    )
+
+
+def _hermes(served: Served, key: str, directory: Path) -> Run:
+    provider = {"base_url": f"{served.url}/v1", "key_env": KEY_VARIABLE}
+    model = {
+        "default": served.model,
+        "provider": NAME,
+        "context_length": served.context,
+    }
+    document = {"model": model, "providers": {NAME: provider}}
+    variables = {"HERMES_HOME": str(directory), KEY_VARIABLE: key}
+    return Run((), variables, {"config.yaml": json_text(document)})
+
+
+AGENTS: Mapping[str, Agent] = {
+    "codex": Agent("Codex", "codex", "@openai/codex", _codex),
+    "claude": Agent("Claude Code", "claude", "@anthropic-ai/claude-code", _claude),
+    "opencode": Agent("opencode", "opencode", "opencode-ai", _opencode),
+    "qwen": Agent("Qwen Code", "qwen", "@qwen-code/qwen-code", _qwen),
+    "pi": Agent("pi", "pi", "@mariozechner/pi-coding-agent", _pi),
+    "cn": Agent("Continue", "cn", "@continuedev/cli", _continue),
+    "cline": Agent("Cline", "cline", "cline", _cline),
+    "copilot": Agent("Copilot CLI", "copilot", "@github/copilot", _copilot),
+    "hermes": Agent("Hermes", "hermes", "hermes-agent", _hermes, python="3.11"),
+}

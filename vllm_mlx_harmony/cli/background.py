@@ -1,0 +1,148 @@
+"""The server that `launch` starts in the background and `stop` ends: at most one for each user.
+
+The server's process inherits a lock on `server.lock` and holds it for as long as it lives, so that
+nobody takes another process for it, however it ended. `server.json` says what it is, `server.log`
+has its output.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+
+from vllm_mlx_harmony.cli.errors import UsageError
+from vllm_mlx_harmony.cli.process import ADDRESS, STOPPING, command, free_port, is_free
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.files import write_atomically
+
+PORT = 8000
+"""vllm-mlx's default port, which is used if it is free."""
+
+STARTING = 900.0
+"""Seconds within which a server must be ready: weights may be read from a slow disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """A server in the background. ``model`` is the name under which it serves its model."""
+
+    pid: int
+    port: int
+    model: str
+    standin: bool = False
+
+    @property
+    def url(self) -> str:
+        """Its address, without a path."""
+        return f"http://{ADDRESS}:{self.port}"
+
+
+def directory() -> Path:
+    """Where the files are; it may not exist yet."""
+    return vocab.cache_dir() / "server"
+
+
+def log() -> Path:
+    """The file with the server's output."""
+    return directory() / "server.log"
+
+
+def running() -> Background | None:
+    """The server, which may not be ready yet."""
+    with _lock(fcntl.LOCK_SH) as lock:
+        if lock is not None:
+            return None
+    until = time.monotonic() + 5  # it is described just after its start
+    while time.monotonic() < until:
+        with suppress(OSError, ValueError, TypeError):
+            return Background(**json.loads((directory() / "server.json").read_bytes()))
+        time.sleep(0.05)
+    return None
+
+
+def start(
+    source: str, name: str, flags: Sequence[str] = (), *, standin: bool = False
+) -> Background:
+    """Starts a server of the model ``source`` as ``name``, or returns the one that runs already.
+
+    It may not be ready yet.
+    """
+    with _lock(fcntl.LOCK_EX) as lock:
+        if lock is None:  # another command has started one, or is looking for it
+            return running() or start(source, name, flags, standin=standin)
+        (directory() / "server.json").unlink(missing_ok=True)
+        port = PORT if is_free(PORT) else free_port()
+        arguments = command(Path(source), port, ["--served-model-name", name, *flags])
+        with log().open("wb") as printed:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # it outlives the terminal, and Ctrl-C is for the agent
+                pass_fds=(lock,),
+            )
+        server = Background(process.pid, port, name, standin)
+        write_atomically(directory() / "server.json", json.dumps(asdict(server)).encode())
+        return server
+
+
+def wait(server: Background) -> None:
+    """Returns when the server is ready. Raises ``UsageError`` with the end of its log."""
+    until, problem = time.monotonic() + STARTING, ""
+    while not problem:
+        with (
+            suppress(OSError, HTTPException),
+            closing(HTTPConnection(ADDRESS, server.port, timeout=5)) as connection,
+        ):
+            connection.request("GET", "/health")
+            if connection.getresponse().status == HTTPStatus.OK:
+                return
+        if running() is None:
+            problem = "the server could not start"
+        elif time.monotonic() > until:
+            problem = f"the server was not ready after {STARTING:.0f} seconds"
+        time.sleep(0.2)
+    tail = log().read_text("utf-8", "replace").splitlines()[-15:]
+    raise UsageError("\n".join([f"{problem} (its log: {log()}):", *tail]))
+
+
+def stop() -> Background | None:
+    """Ends the server, and returns it if there was one."""
+    server = running()
+    if server is None:
+        return None
+    for sign, patience in ((signal.SIGTERM, 3 * STOPPING), (signal.SIGKILL, STOPPING)):
+        with suppress(ProcessLookupError):
+            os.kill(server.pid, sign)
+        until = time.monotonic() + patience
+        while running() is not None and time.monotonic() < until:
+            time.sleep(0.1)
+    return server
+
+
+@contextmanager
+def _lock(kind: int) -> Iterator[int | None]:
+    """The locked file, or None if another process holds a lock that excludes this one."""
+    directory().mkdir(parents=True, exist_ok=True)
+    handle = os.open(directory() / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield handle
+    finally:
+        os.close(handle)  # a child that has inherited it still holds the lock
