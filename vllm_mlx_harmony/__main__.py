@@ -1,4 +1,4 @@
-"""The command line: vllm-mlx-harmony launch | serve | gateway | connect | demo | doctor | verify | ….
+"""The command line: vllm-mlx-harmony launch | serve | gateway | connect | demo | doctor | ….
 
 Any failure is one line on standard error and exit code 2. `cli` has one file per command, which is
 imported when it runs, so that `parse` does not load a server.
@@ -83,26 +83,18 @@ def version() -> str:
         return __version__
 
 
+def _positive(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a _positive number")
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands but those in ``PASSED_ON``.
 
     ``command`` is the name of the module, and everything else an argument of its ``run``.
     """
-    from vllm_mlx_harmony.cli.connect import AGENTS, LEAST_CONTEXT, URL
-
-    def context(text: str) -> int:
-        number = int(text) if text.isascii() and text.isdigit() else 0
-        if not LEAST_CONTEXT <= number <= MOST_CONTEXT:
-            problem = f"{text!r} is not a number of tokens, {LEAST_CONTEXT} or more"
-            raise argparse.ArgumentTypeError(problem)
-        return number
-
-    def positive(text: str) -> int:
-        number = int(text) if text.isascii() and text.isdigit() else 0
-        if number < 1:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-        return number
-
     top = argparse.ArgumentParser(
         prog=DISTRIBUTION, description="Serves gpt-oss (the Harmony format) correctly on vllm-mlx."
     )
@@ -120,36 +112,7 @@ def parser() -> argparse.ArgumentParser:
         command="stop"
     )
 
-    connect = commands.add_parser(
-        "connect",
-        help=f"configure a coding agent for a server: {', '.join(AGENTS)}",
-        description="Prints the configuration of a coding agent for a server, or writes it.",
-    )
-    connect.set_defaults(command="connect")
-    connect.add_argument("agent", choices=AGENTS)
-    connect.add_argument("--url", default=URL, help=f"URL of the server (default: {URL})")
-    connect.add_argument("--model", help="default: the only model that the server lists")
-    connect.add_argument(
-        "--key", help="the server's API key (default: $VLLM_API_KEY); never written to a file"
-    )
-    connect.add_argument(
-        "--context",
-        type=context,
-        metavar="TOKENS",
-        help="context length (default: the server's, or 131072)",
-    )
-    connect.add_argument(
-        "--write", action="store_true", help="write the files; existing ones are backed up first"
-    )
-    connect.add_argument(
-        "--no-check",
-        dest="check",
-        action="store_false",
-        help="write without asking the server a question first",
-    )
-    connect.add_argument(
-        "--undo", action="store_true", help="restore the files as they were before"
-    )
+    _add_connect(commands)
 
     demo = commands.add_parser(
         "demo",
@@ -196,14 +159,14 @@ def parser() -> argparse.ArgumentParser:
     )
     verify.add_argument(
         "--repeat",
-        type=positive,
+        type=_positive,
         default=1,
         metavar="N",
         help="run each check that depends on what the model writes N times",
     )
     verify.add_argument(
         "--timeout",
-        type=positive,
+        type=_positive,
         default=300,
         metavar="SECONDS",
         help="longest silence of the server (default: 300)",
@@ -251,6 +214,48 @@ def parser() -> argparse.ArgumentParser:
         help="print messages, finish reason and usage as JSON",
     )
     return top
+
+
+def _add_connect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from vllm_mlx_harmony.cli.connect import AGENTS, LEAST_CONTEXT, URL
+
+    def context(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdigit() else 0
+        if not LEAST_CONTEXT <= number <= MOST_CONTEXT:
+            problem = f"{text!r} is not a number of tokens, {LEAST_CONTEXT} or more"
+            raise argparse.ArgumentTypeError(problem)
+        return number
+
+    connect = commands.add_parser(
+        "connect",
+        help=f"configure a coding agent for a server: {', '.join(AGENTS)}",
+        description="Prints the configuration of a coding agent for a server, or writes it.",
+    )
+    connect.set_defaults(command="connect")
+    connect.add_argument("agent", choices=AGENTS)
+    connect.add_argument("--url", default=URL, help=f"URL of the server (default: {URL})")
+    connect.add_argument("--model", help="default: the only model that the server lists")
+    connect.add_argument(
+        "--key", help="the server's API key (default: $VLLM_API_KEY); never written to a file"
+    )
+    connect.add_argument(
+        "--context",
+        type=context,
+        metavar="TOKENS",
+        help="context length (default: the server's, or 131072)",
+    )
+    connect.add_argument(
+        "--write", action="store_true", help="write the files; existing ones are backed up first"
+    )
+    connect.add_argument(
+        "--no-check",
+        dest="check",
+        action="store_false",
+        help="write without asking the server a question first",
+    )
+    connect.add_argument(
+        "--undo", action="store_true", help="restore the files as they were before"
+    )
 
 
 if __name__ == "__main__":
