@@ -139,44 +139,7 @@ def parser() -> argparse.ArgumentParser:
         "doctor", help="check what is installed, active and supported, and name fixes"
     )
 
-    verify = commands.add_parser(
-        "verify",
-        help="check whether a server does what its APIs promise",
-        description="Checks any server of OpenAI's or Anthropic's APIs. The exit code is 0 only if "
-        "everything that it supports passed.",
-    )
-    verify.set_defaults(command="verify")
-    verify.add_argument("url", nargs="?", metavar="URL", help="of the server, with or without /v1")
-    verify.add_argument("--model", help="default: the only model that the server lists")
-    verify.add_argument("--key", help="the server's API key")
-    verify.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="checks by name, its beginning or a pattern: wire, format.chat, *.messages.stop; "
-        "may be repeated",
-    )
-    verify.add_argument(
-        "--repeat",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="run each check that depends on what the model writes N times",
-    )
-    verify.add_argument(
-        "--timeout",
-        type=_positive,
-        default=300,
-        metavar="SECONDS",
-        help="longest silence of the server (default: 300)",
-    )
-    verify.add_argument("--json", metavar="FILE", help="write the results to FILE")
-    verify.add_argument(
-        "--stand-in",
-        action="store_true",
-        help="check this package's own server, with a scripted stand-in for the model",
-    )
+    _add_checks(commands)
 
     render = commands.add_parser(
         "render",
@@ -214,6 +177,55 @@ def parser() -> argparse.ArgumentParser:
         help="print messages, finish reason and usage as JSON",
     )
     return top
+
+
+def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command for any server: verify."""
+    verify = commands.add_parser(
+        "verify",
+        help="check whether a server does what its APIs promise",
+        description="Checks any server of OpenAI's or Anthropic's APIs. The exit code is 0 only if "
+        "everything that it supports passed.",
+    )
+    verify.set_defaults(command="verify")
+    verify.add_argument("url", nargs="?", metavar="URL", help="of the server, with or without /v1")
+    verify.add_argument("--model", help="default: the only model that the server lists")
+    verify.add_argument("--key", help="the server's API key")
+    verify.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="checks by name, its beginning or a pattern: wire, format.chat, *.messages.stop; "
+        "may be repeated",
+    )
+    verify.add_argument(
+        "--repeat",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="run each check that depends on what the model writes N times",
+    )
+    verify.add_argument(
+        "--timeout",
+        type=_positive,
+        default=300,
+        metavar="SECONDS",
+        help="longest silence of the server (default: 300)",
+    )
+    verify.add_argument("--json", metavar="FILE", help="write the results to FILE")
+    verify.add_argument("--html", metavar="FILE", help="write the results as a page")
+    verify.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("BEFORE", "AFTER"),
+        help="show what differs between two files of --json; 1 if something that passed fails now",
+    )
+    verify.add_argument(
+        "--stand-in",
+        action="store_true",
+        help="check this package's own server, with a scripted stand-in for the model",
+    )
 
 
 def _add_connect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -57,6 +57,7 @@ EXTRAS = {
     "httpx",
     "httpx2",
     "httpx_sse",
+    "jsonschema",
     "mcp",
     "mcp_types",
     "openai",

@@ -6,20 +6,22 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from vllm_mlx_harmony.cli.errors import UsageError
+from vllm_mlx_harmony.cli.errors import UsageError, read_text
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.verify.report import Screen
+    from vllm_mlx_harmony.verify.values import Document
 
 KEY = "stand-in"
 """The stand-in's API key."""
 
-PACKAGES = ("anthropic", "httpx", "httpx_sse", "openai")
+PACKAGES = ("anthropic", "httpx", "httpx_sse", "jsonschema", "openai")
 
 
 def run(
@@ -32,6 +34,8 @@ def run(
     timeout: float,
     stand_in: bool,
     json: str | None,
+    html: str | None,
+    compare: list[str] | None,
 ) -> int:
     """Prints what a server does right and wrong. Returns 0 if all that it supports passed, else 1.
 
@@ -40,24 +44,41 @@ def run(
     if missing := [name for name in PACKAGES if not find_spec(name)]:
         fix = "pip install 'vllm-mlx-harmony[verify]'"
         raise UsageError(f"verify needs {', '.join(missing)}: {fix}")
-    if stand_in == (url is not None):
-        raise UsageError("give the URL of a server, or --stand-in")
     from vllm_mlx_harmony.verify import report, suite
     from vllm_mlx_harmony.verify.checks import chosen
 
+    console = Console(highlight=False)
+    if compare:
+        shown, right = report.compared(*(_results(name) for name in compare))
+        console.print(shown)
+        return int(not right)
+    if stand_in == (url is not None):
+        raise UsageError("give the URL of a server, or --stand-in")
     if not (checks := chosen(suite.CHECKS, only)):
         raise UsageError(f"no check is called {' or '.join(only)}: see docs/verify.md")
-    console = Console(highlight=False)
     with ExitStack() as stack:
         if stand_in:
             url, key = stack.enter_context(_standing_in(console)), KEY
         screen = report.Screen(console, checks)
         found = asyncio.run(_run(url or "", model, key, timeout, repeat, screen))
     console.print(report.verdict(checks, screen.outcomes))
+    results = report.document(found, repeat, screen.outcomes)
     if json:
-        text = report.dumped(report.document(found, repeat, screen.outcomes))
-        Path(json).write_text(text, "utf-8")
+        Path(json).write_text(report.dumped(results), "utf-8")
+    if html:
+        Path(html).write_text(report.html(checks, results, screen.outcomes), "utf-8")
     return int(any(each.state == "failed" for each in screen.outcomes))
+
+
+def _results(name: str) -> Document:
+    """A file that ``--json`` wrote."""
+    try:
+        results = loads(read_text(name))
+        if results["kind"] != "vllm-mlx-harmony verify":
+            raise ValueError("kind")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{name} is not a file that verify --json wrote") from error
+    return dict(results)
 
 
 @contextmanager
@@ -87,21 +108,14 @@ async def _run(  # noqa: PLR0917
 
     try:
         async with trial.client(url, key, timeout) as client:
-            try:
-                listed = await trial.models(client)
-            except Failed as error:
-                if model is None:
-                    raise UsageError(f"{error}: set --model, or --key") from error
-                listed = {model: None}
-            if model is None and len(listed) != 1:
-                names = ", ".join(listed) or "none"
-                raise UsageError(f"the server has {names}: choose a model with --model")
-            name = model or next(iter(listed))
-            server = trial.Server(client, name, key, listed.get(name))
+            name, context = await trial.selected(client, model)
+            server = trial.Server(client, name, key, context)
             with screen:
                 await checks.run(server, screen.checks, repeat, screen.add)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise UsageError(f"{url!r} is not a server's address: {error}") from error
     except httpx.TransportError as error:
         raise UsageError(f"no server answers at {url}: {error}") from error
+    except Failed as error:
+        raise UsageError(f"the server at {url} cannot be checked: {error}") from error
     return name

@@ -14,7 +14,7 @@ import httpx
 from httpx_sse import SSEError
 
 from vllm_mlx_harmony.verify.apis import Api
-from vllm_mlx_harmony.verify.trial import Server, Trial
+from vllm_mlx_harmony.verify.trial import Exchange, Server, Trial
 from vllm_mlx_harmony.verify.values import Ask, Failed, Unsupported
 
 Run: TypeAlias = Callable[[Trial], Awaitable[None]]
@@ -134,5 +134,5 @@ async def _once(server: Server, check: Check) -> Outcome:
         problem = f"the response is not what it must be: {error!r}"
     else:
         return outcome
-    last = trial.exchanges[-1]
+    last = trial.exchanges[-1] if trial.exchanges else Exchange("")
     return replace(outcome, state="failed", problem=problem, sent=last.sent, received=last.received)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from importlib import metadata
 from platform import python_version
 
@@ -22,6 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from vllm_mlx_harmony.verify import page
 from vllm_mlx_harmony.verify.apis import APIS
 from vllm_mlx_harmony.verify.checks import Check, Outcome
 from vllm_mlx_harmony.verify.values import Document
@@ -72,26 +74,50 @@ class Screen:
         return Group(table(self.checks, self.outcomes), self.progress)
 
 
-def table(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> Table:
-    """How many checks of each kind passed in each API, of those that are supported."""
-    shown = Table(box=None, padding=(0, 2, 0, 0))
-    shown.add_column()
-    apis = [api.name for api in APIS if any(check.api.name == api.name for check in checks)]
-    for api in apis:
-        shown.add_column(api, justify="right")
+def counts(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    """For each kind, how many checks passed in each API, of those that are supported."""
+    states = {each.name: each.state for each in outcomes}
+    rows = []
     for kind in dict.fromkeys(check.kind for check in checks):
         cells = []
-        for api in apis:
-            start = f"{kind}.{api}."
-            done = [each.state for each in outcomes if each.name.startswith(start)]
-            count = sum(check.name.startswith(start) for check in checks)
-            passed, failed = done.count("passed"), done.count("failed")
-            absent = done.count("unsupported")
-            style = "red" if failed else "green" if len(done) == count else "default"
-            cell = Text(f"{passed}/{count - absent}", style if count > absent else "dim")
-            cells.append(cell)
-        shown.add_row(kind, *cells)
+        for api in APIS:
+            names = [check.name for check in checks if (check.kind, check.api) == (kind, api)]
+            found = [states.get(name, "") for name in names]
+            cells.append(f"{found.count('passed')}/{len(names) - found.count('unsupported')}")
+        rows.append((kind, *cells))
+    return rows
+
+
+def table(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> Table:
+    """``counts`` for the terminal."""
+    shown = Table("", box=None, padding=(0, 2, 0, 0))
+    for api in APIS:
+        shown.add_column(api.name, justify="right")
+    for row in counts(checks, outcomes):
+        shown.add_row(*row)
     return shown
+
+
+def scores(outcomes: Sequence[Outcome]) -> list[str]:
+    """Rates of the checks that depend on what the model writes."""
+    made = [each for each in outcomes if each.state != "unsupported"]
+    calls, others = (
+        [each for each in made if each.name.split(".")[2].startswith(start)]
+        for start in ("call-", "no-call-")
+    )
+    called, runs = sum(each.passed for each in calls), sum(each.runs for each in calls)
+    needless = sum(each.runs - each.passed for each in others)
+    lines = []
+    if calls and others:
+        precision = called / (called + needless) if called else 0.0
+        lines.append(f"tool calls: recall {called / runs:.1%}, precision {precision:.1%}")
+    repeated = [each for each in made if each.runs > 1]
+    if repeated:
+        rate = sum(each.passed for each in repeated) / sum(each.runs for each in repeated)
+        always = sum(each.passed == each.runs for each in repeated) / len(repeated)
+        k = repeated[0].runs
+        lines.append(f"pass@1 {rate:.1%}, pass^{k} {always:.1%} (of {len(repeated)} checks)")
+    return lines
 
 
 def failure(outcome: Outcome) -> Group:
@@ -118,7 +144,7 @@ def verdict(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> Group:
     count = {state: sum(each.state == state for each in outcomes) for state in STYLES}
     parts = [(f"{number} {state}", STYLES[state]) for state, number in count.items() if number]
     joined = Text(", ").join(Text(words, style) for words, style in parts)
-    return Group(table(checks, outcomes), *lines, joined)
+    return Group(table(checks, outcomes), *lines, *scores(outcomes), joined)
 
 
 def document(model: str, repeat: int, outcomes: Sequence[Outcome]) -> Document:
@@ -135,6 +161,58 @@ def document(model: str, repeat: int, outcomes: Sequence[Outcome]) -> Document:
             for each in outcomes
         ],
     }
+
+
+def html(checks: Sequence[Check], results: Document, outcomes: Sequence[Outcome]) -> str:
+    """One page: the table, the rates, and each check with what was sent and received."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    body = [f"<p>{escape(results['model'])} · {escape(versions)}</p>"]
+    body.append(page.table(("", *(api.name for api in APIS)), counts(checks, outcomes)))
+    body += [f"<p>{escape(line)}</p>" for line in scores(outcomes)]
+    for state, title in (
+        ("failed", "Failed"),
+        ("unsupported", "Not supported"),
+        ("passed", "Passed"),
+    ):
+        group = [each for each in outcomes if each.state == state]
+        if not group:
+            continue
+        body.append(f"<h2>{title}: {len(group)}</h2><table>")
+        for each in group:
+            texts = "".join(
+                f"<pre>{escape(text)}</pre>" for text in (each.sent, each.received) if text
+            )
+            runs = f" ({each.passed} of {each.runs})" if each.runs > 1 else ""
+            body.append(
+                f'<tr><td class="{state}">{escape(each.name)}{runs}</td>'
+                f'<td><a href="{escape(each.link)}">{escape(each.holds)}</a>'
+                f"<br>{escape(each.problem)}{texts}</td></tr>"
+            )
+        body.append("</table>")
+    return page.page("vllm-mlx-harmony verify", *body)
+
+
+def compared(before: Document, after: Document) -> tuple[Table, bool]:
+    """What differs between two results files, and whether nothing that passed fails now."""
+    shown = Table("check", box=None, padding=(0, 2, 0, 0))
+    for each in (before, after):
+        passed = sum(check["state"] == "passed" for check in each["checks"])
+        shown.add_column(f"{each['model']}: {passed} passed", overflow="fold")
+    old, new = ({check["name"]: check for check in each["checks"]} for each in (before, after))
+    worse = False
+    for name in dict.fromkeys((*old, *new)):
+        pair = [_state(each.get(name)) for each in (old, new)]
+        worse |= pair[0].startswith("passed") and pair[1].startswith("failed")
+        if pair[0] != pair[1]:
+            shown.add_row(name, *(Text(text, STYLES.get(text.split()[0], "")) for text in pair))
+    return shown, not worse
+
+
+def _state(check: Document | None) -> str:
+    if check is None:
+        return "not run"
+    runs = check.get("runs", 1)
+    return f"{check['state']} {check['passed']} of {runs}" if runs > 1 else str(check["state"])
 
 
 def dumped(results: Document) -> str:

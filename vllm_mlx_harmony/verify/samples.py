@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
+
 from vllm_mlx_harmony.standin import Script
-from vllm_mlx_harmony.verify import checks, wire
-from vllm_mlx_harmony.verify.values import Ask
+from vllm_mlx_harmony.verify import cases, checks, loop, wire
+from vllm_mlx_harmony.verify import format as formats
+from vllm_mlx_harmony.verify.cases import Case
+from vllm_mlx_harmony.verify.values import Ask, Document
 
 
 def _said(text: str, reasoning: str = "") -> str:
@@ -33,4 +39,67 @@ WIRE = (
     Script(_to(wire.FIRST), _said("OK.")),
     Script(_to(wire.SECOND), _said("4711.")),
 )
-SCRIPTS = WIRE
+
+
+def _called(name: str, arguments: Document, reasoning: str = "There is a tool for that.") -> str:
+    written = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    return (
+        f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant<|channel|>commentary "
+        f"to=functions.{name} <|constrain|>json<|message|>{written}<|call|>"
+    )
+
+
+def _steps(case: Case) -> Iterator[Script]:
+    """The scripts of a case: its calls one after the other, and its answer."""
+    befores = [_to(case.prompt), *(f"<|message|>{result}<|end|>" for result in case.results)]
+    afters = [*(_called(*call) for call in case.calls), _said(case.answer, "That is all.")]
+    return (Script(*pair) for pair in zip(befores, afters, strict=False))
+
+
+def _loop() -> Iterator[Script]:
+    codes = ", ".join(loop.code(page) for page in range(1, loop.TURNS + 1))
+    yield Script(_to(loop.PROMPT), _called("read_page", {"page": 1}))
+    for page in range(1, loop.TURNS):
+        yield Script(f"<|message|>Page {page}. ", _called("read_page", {"page": page + 1}))
+    yield Script(f"<|message|>Page {loop.TURNS}. ", _said(f"The codes: {codes}."))
+
+
+def _efforts() -> Iterator[Script]:
+    for puzzle in formats.PUZZLES:
+        for times, level in enumerate(("low", "medium", "high"), 1):
+            pattern = re.compile(f"Reasoning: {level}.*{re.escape(_to(puzzle))}", re.DOTALL)
+            yield Script(pattern, _said("60", "Let me count. " * times), whole_prompt=True)
+
+
+def _followed(system: str, prompt: str, right: str, wrong: str) -> Iterator[Script]:
+    """The right answer if the prompt has the system's text, and the wrong one otherwise."""
+    pattern = re.compile(re.escape(system) + ".*" + re.escape(_to(prompt)), re.DOTALL)
+    yield Script(pattern, _said(right), whole_prompt=True)
+    yield Script(_to(prompt), _said(wrong))
+
+
+FORMAT = (
+    *(script for case in (*cases.CASES, *cases.SEVERAL) for script in _steps(case)),
+    Script(_to(formats.REQUIRED), _called("get_weather", {"city": "Bern"})),
+    Script(_to(formats.NAMED), _called("get_time", {"city": "Bern"})),
+    Script(_to(formats.NONE), _said("It may be mild.")),
+    *(
+        Script(
+            f"Fill in the JSON document. {text}<|end|>",
+            _said(json.dumps(sample, ensure_ascii=False, separators=(",", ":")), "As asked."),
+        )
+        for _, text, _, sample in cases.SCHEMAS
+    ),
+    Script(_to(formats.THINK), _said("It is less dense.", "Ice is less dense.")),
+    Script(_to(formats.SECRET), _called("ready", {}, "I choose 582931.")),
+    Script(
+        re.compile(f"582931.*{re.escape(formats.TELL)}", re.DOTALL),
+        _said("582931"),
+        whole_prompt=True,
+    ),
+    *_efforts(),
+    *_followed(formats.HIDDEN, formats.REVEAL, "I cannot write that.", "Marzipan."),
+    *_followed(formats.CAPITALS, formats.LOWER, "BLUE.", "blue."),
+    *_followed(formats.OVER, formats.BESIDE, "An apple. OVER", "An apple."),
+)
+SCRIPTS = (*WIRE, *FORMAT, *_loop())

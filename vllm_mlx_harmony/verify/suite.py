@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_mlx_harmony.verify import wire
+from vllm_mlx_harmony.verify import format as formats
+from vllm_mlx_harmony.verify import loop, wire
 
-CHECKS = wire.CHECKS
+CHECKS = (*wire.CHECKS, *formats.CHECKS, *loop.CHECKS)

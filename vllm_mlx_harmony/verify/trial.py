@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import httpx
 from httpx_sse import EventSource
 
-from vllm_mlx_harmony.verify.apis import Api, Event, parsed, validate
-from vllm_mlx_harmony.verify.values import Answer, Ask, Document, Failed, require
+from vllm_mlx_harmony.verify.apis import Api, Event, parsed
+from vllm_mlx_harmony.verify.values import Answer, Ask, Document, Failed, Usage, require
 
 OK = 200
 KEPT = 2000
@@ -34,12 +34,17 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The server under test. ``context`` is the model's length in tokens, if it is listed."""
+    """The server under test.
+
+    ``context`` is the model's length in tokens, if it is listed; ``loops`` is what each turn of the
+    tool loop used, by API.
+    """
 
     client: httpx.AsyncClient
     model: str
     key: str | None = None
     context: int | None = None
+    loops: dict[str, list[Usage]] = field(default_factory=dict)
 
 
 def client(url: str, key: str | None, timeout: float) -> httpx.AsyncClient:
@@ -142,10 +147,33 @@ async def models(http: httpx.AsyncClient) -> dict[str, int | None]:
     return {each["id"]: _context(each) for each in listed or ()}
 
 
+async def selected(http: httpx.AsyncClient, model: str | None) -> tuple[str, int | None]:
+    """The model to use and its context: the one that is given, or the only one that is listed.
+
+    Raises ``Failed`` if that is none.
+    """
+    try:
+        listed = await models(http)
+    except Failed:
+        if model is None:
+            raise
+        listed = {}
+    if model is None and len(listed) != 1:
+        raise Failed(f"the server has {', '.join(listed) or 'no models'}: choose one with --model")
+    name = model or next(iter(listed))
+    return name, listed.get(name)
+
+
+async def versions(http: httpx.AsyncClient) -> dict[str, str]:
+    """What a server says of itself: its ``Server`` header, and vLLM's ``/version``."""
+    response = await http.get("/version")
+    found = {"server": response.headers.get("server", "")}
+    if response.status_code == OK and response.text.startswith("{"):
+        found["version"] = str(parsed(response.text).get("version", ""))
+    return {name: text for name, text in found.items() if text}
+
+
 def _context(model: Document) -> int | None:
     """As vLLM and this project list it, or llama.cpp."""
     length = model.get("max_model_len") or (model.get("meta") or {}).get("n_ctx")
     return length if isinstance(length, int) else None
-
-
-__all__ = ["Exchange", "Reply", "Server", "Trial", "client", "models", "validate"]
