@@ -4,7 +4,9 @@
     python ci/bench_gateway.py [--quick] [--json FILE]
 
 Three processes: an engine that speaks vLLM's completions and spends next to nothing on it, the
-gateway, pinned to one processor, and this one, which asks both in turn. The engine writes the time
+gateway, pinned to one processor, and this one, which asks both in turn. The gateway checks a key,
+counts all its limits and writes an access log. A plain reverse proxy (aiohttp), which only copies
+bytes, is measured beside it, in the same way. The engine writes the time
 into what it says (microseconds of the monotonic clock, as digits), so that every step's way to the
 client is measured by itself. Requests alternate: what else the machine does hits both alike.
 """
@@ -37,6 +39,8 @@ DIGITS = 9
 WRAP = 10**DIGITS
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+KEY = "key-of-the-bench"
+LIMITS = ("requests-per-minute", "tokens-per-minute", "requests-per-day", "tokens-per-day")
 GOALS = {"request_ms": 1.0, "token_us": 5.0}
 
 
@@ -64,6 +68,32 @@ def engine(port: int, pace: float) -> None:
             lambda: Connection(script), "127.0.0.1", port, backlog=4096
         )
         await server.serve_forever()
+
+    _with_uvloop(serve())
+
+
+def proxy(port: int, engine_port: int) -> None:
+    """A reverse proxy that copies bytes, as a measure for what any server in between costs."""
+    from aiohttp import ClientSession, web
+
+    async def serve() -> None:
+        async with ClientSession() as session:
+
+            async def forward(request: web.BaseRequest) -> web.StreamResponse:
+                url = f"http://127.0.0.1:{engine_port}{request.path_qs}"
+                async with session.post(url, data=await request.read()) as answer:
+                    response = web.StreamResponse(headers={"content-type": answer.content_type})
+                    response.enable_chunked_encoding()
+                    await response.prepare(request)
+                    async for piece in answer.content.iter_any():
+                        await response.write(piece)
+                    await response.write_eof()
+                    return response
+
+            runner = web.ServerRunner(web.Server(forward))
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            await asyncio.Event().wait()
 
     _with_uvloop(serve())
 
@@ -195,6 +225,7 @@ class Client:
         body = json.dumps(_body(self._path, steps)).encode()
         writer.write(
             f"POST {self._path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            f"Authorization: Bearer {KEY}\r\n"
             f"Content-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
@@ -255,6 +286,7 @@ class Figures:
     request_direct_p50: float = 0.0
     request_added_p50: float = 0.0
     request_added_p99: float = 0.0
+    request_proxy_added_p50: float = 0.0
     token_paced_direct_p50: float = 0.0
     token_paced_added_p50: float = 0.0
     token_paced_added_p99: float = 0.0
@@ -272,11 +304,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
 
-async def requests(direct: Client, gateway: Client, count: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of whole requests of one step, in turn."""
-    times: tuple[list[float], list[float]] = ([], [])
+async def requests(count: int, *clients: Client) -> list[list[float]]:
+    """Milliseconds of whole requests of one step to each of ``clients``, in turn."""
+    times: list[list[float]] = [[] for _ in clients]
     for number in range(count):
-        for client, mine in zip((direct, gateway), times, strict=True):
+        for client, mine in zip(clients, times, strict=True):
             began = time.perf_counter()
             async for _ in client.stream(1):
                 pass
@@ -345,10 +377,15 @@ def processes(pace: float, port: int) -> Iterator[int]:
     behind.start()
     command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--model", "m"]
     flags = ["--engine", f"vllm-completions=http://127.0.0.1:{port}", "--port", str(port + 1)]
+    flags += ["--key", KEY, "--access-log", "json", "--concurrent-requests", "9999"]
+    flags += [word for limit in LIMITS for word in (f"--{limit}", "999999999")]
     server = subprocess.Popen(
         [*command, *flags, "--log-level", "warning"],
         env={**os.environ, "VLLM_MLX_HARMONY_DATE": "2026-01-01"},
+        stdout=subprocess.DEVNULL,
     )
+    proxied = context.Process(target=proxy, args=(port + 2, port), daemon=True)
+    proxied.start()
     processors = sorted(os.sched_getaffinity(0))
     try:
         _wait(port + 1)
@@ -356,13 +393,15 @@ def processes(pace: float, port: int) -> Iterator[int]:
             os.sched_setaffinity(server.pid, processors[:1])
             os.sched_setaffinity(0, processors[1:])
             os.sched_setaffinity(behind.pid or 0, processors[1:])
+            os.sched_setaffinity(proxied.pid or 0, processors[:1])
         yield server.pid
     finally:
         os.sched_setaffinity(0, processors)
         server.terminate()
         server.wait(40)
-        behind.terminate()
-        behind.join(10)
+        for process in (behind, proxied):
+            process.terminate()
+            process.join(10)
 
 
 def _wait(port: int) -> None:
@@ -379,8 +418,10 @@ def _wait(port: int) -> None:
 
 async def fast(port: int, quick: bool, figures: Figures) -> None:
     direct, gateway = Client(port, COMPLETIONS), Client(port + 1, CHAT)
-    asked, answered = await requests(direct, gateway, 30 if quick else 1000)
+    proxied = Client(port + 2, COMPLETIONS)
+    asked, answered, copied = await requests(30 if quick else 1000, direct, gateway, proxied)
     figures.request_direct_p50 = statistics.median(asked)
+    figures.request_proxy_added_p50 = statistics.median(copied) - figures.request_direct_p50
     figures.request_added_p50 = statistics.median(answered) - figures.request_direct_p50
     figures.request_added_p99 = percentile(answered, 0.99) - percentile(asked, 0.99)
     steps, rounds = (200, 2) if quick else (5000, 7)
@@ -435,7 +476,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="whether it works, not how fast it is")
     parser.add_argument("--json", metavar="FILE", help="the figures as JSON")
-    parser.add_argument("--port", type=int, default=18400, help="and the three behind it")
+    parser.add_argument("--port", type=int, default=18400, help="and the five behind it")
     parsed = parser.parse_args(argv)
     from vllm_mlx_harmony.core import vocab
 
@@ -444,8 +485,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = Figures()
     with processes(0.0, parsed.port):
         _with_uvloop(fast(parsed.port, parsed.quick, figures))
-    with processes(STEP, parsed.port + 2) as pid:
-        _with_uvloop(slow(parsed.port + 2, pid, parsed.quick, figures))
+    with processes(STEP, parsed.port + 3) as pid:
+        _with_uvloop(slow(parsed.port + 3, pid, parsed.quick, figures))
     for name, value in asdict(figures).items():
         print(f"{name:26} {value if isinstance(value, (dict, int)) else f'{value:.3f}'}")
     for name, value, goal in (
