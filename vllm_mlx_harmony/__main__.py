@@ -180,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command for any server: verify."""
+    """Adds the commands for any server: verify and bench."""
     verify = commands.add_parser(
         "verify",
         help="check whether a server does what its APIs promise",
@@ -225,6 +225,45 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--stand-in",
         action="store_true",
         help="check this package's own server, with a scripted stand-in for the model",
+    )
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure how fast a server is",
+        description="Measures any server with Chat Completions: first token and speed, alone and "
+        "with several at once, a tool loop, what an answer feels of a long prompt.",
+    )
+    bench.set_defaults(command="bench")
+    bench.add_argument("url", nargs="?", metavar="URL", help="of the server, with or without /v1")
+    bench.add_argument(
+        "--model",
+        help="its name at URL; without URL, a directory: this package's server is started",
+    )
+    bench.add_argument("--key", help="the server's API key")
+    bench.add_argument(
+        "--repeat", type=_positive, default=3, metavar="N", help="runs of each (default: 3)"
+    )
+    bench.add_argument(
+        "--longest",
+        type=_positive,
+        default=100_000,
+        metavar="TOKENS",
+        help="longest prompt (default: 100000, or what the context allows)",
+    )
+    bench.add_argument(
+        "--timeout",
+        type=_positive,
+        default=600,
+        metavar="SECONDS",
+        help="longest silence of the server (default: 600)",
+    )
+    bench.add_argument("--json", metavar="FILE", help="write the results to FILE")
+    bench.add_argument("--html", metavar="FILE", help="write the results as a page with plots")
+    bench.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("BEFORE", "AFTER"),
+        help="compare two files of --json",
     )
 
 

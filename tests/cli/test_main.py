@@ -32,7 +32,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_command() -> None:
     shown = run("--help")
     assert shown.returncode == 0
-    for command in ("serve", "connect", "demo", "doctor", "verify", "render", "parse"):
+    for command in ("serve", "connect", "demo", "doctor", "verify", "bench", "render", "parse"):
         assert re.search(rf"^    {command} ", shown.stdout, re.MULTILINE)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.sampling import Settings
-from vllm_mlx_harmony.standin import cursor
+from vllm_mlx_harmony.standin import Script, cursor
 from vllm_mlx_harmony.standin.scripts import dump_book
 from vllm_mlx_harmony.verify import checks, trial
 from vllm_mlx_harmony.verify.samples import SCRIPTS
@@ -39,10 +39,10 @@ CONTEXT = 8192
 class BookEngine(ScriptedEngine):
     """Follows the stand-in's scripts. What an earlier prompt begins with, too, is cached."""
 
-    def __init__(self) -> None:
+    def __init__(self, scripts: Sequence[Script] = SCRIPTS) -> None:
         super().__init__({}, context_length=CONTEXT)
         encode = vocab.encoding().encode
-        book = dump_book(SCRIPTS, lambda text: encode(text, allowed_special="all"))
+        book = dump_book(scripts, lambda text: encode(text, allowed_special="all"))
         self.book = cursor.parse_book(book)
 
     async def generate(
@@ -73,7 +73,8 @@ class Host(Alone):
 
     async def models(self) -> dict[str, Any]:
         listed = await super().models()
-        return {**listed, "data": [{**each, "max_model_len": CONTEXT} for each in listed["data"]]}
+        context = self.engine.context_length
+        return {**listed, "data": [{**each, "max_model_len": context} for each in listed["data"]]}
 
     def max_tokens(self, asked: int | None) -> int:
         return asked or CONTEXT
@@ -199,9 +200,11 @@ class Deaf:
 
 
 @contextmanager
-def serving(fault: Fault | type[Deaf] | None = None) -> Iterator[str]:
+def serving(
+    fault: Fault | type[Deaf] | None = None, engine: BookEngine | None = None
+) -> Iterator[str]:
     """The URL of a server, with a fault or without."""
-    app: App = application(Host(BookEngine()))
+    app: App = application(Host(engine or BookEngine()))
     if isinstance(fault, Fault):
         app = Broken(app, fault)
     elif fault is not None:

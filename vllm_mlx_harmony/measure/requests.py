@@ -1,0 +1,146 @@
+"""Streamed requests with times, and prompts of a given length in tokens.
+
+Times are taken when an event arrives. Tokens are those that the server counts in ``usage``; of one
+that counts none, each event with text counts as one.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import httpx
+from httpx_sse import EventSource, SSEError
+
+Message: TypeAlias = dict[str, Any]
+
+OK = 200
+WORDS = (
+    *("river", "stone", "winter", "garden", "morning", "letter", "window", "mountain", "silver"),
+    *("bridge", "paper", "candle", "forest", "harbour", "copper", "summer", "island", "thunder"),
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "read_page",
+        "description": "The text of a page.",
+        "parameters": {"type": "object", "properties": {"page": {"type": "integer"}}},
+    },
+}
+
+
+FEW = 16
+"""Tokens of an answer of which only the first counts: the first ones of a gpt-oss are a header."""
+
+
+class Unusable(Exception):
+    """The server does not answer such a request. The message says how."""
+
+
+@dataclass(slots=True)
+class Timed:
+    """A streamed answer. ``times`` are seconds from the request to each event with output."""
+
+    times: list[float] = field(default_factory=list)
+    prompt: int = 0
+    output: int = 0
+    cached: int | None = None
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token. Raises ``Unusable`` if there is none."""
+        if not self.times:
+            raise Unusable("an answer without a token")
+        return self.times[0]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, from the first token on. Raises ``Unusable`` for fewer than two."""
+        tokens = self.output or len(self.times)
+        if tokens < 2 or self.times[-1] <= self.first:  # noqa: PLR2004
+            raise Unusable("an answer with fewer than two tokens")
+        return (tokens - 1) / (self.times[-1] - self.first)
+
+
+@dataclass(slots=True)
+class Client:
+    """Chat Completions of one model. ``per_word`` and ``fixed`` are how its prompts are counted."""
+
+    http: httpx.AsyncClient
+    model: str
+    source: random.Random = field(default_factory=random.Random)
+    per_word: float = 1.0
+    fixed: int = 0
+
+    async def calibrate(self) -> None:
+        """Learns how many tokens the prompts have. Raises ``Unusable`` if they are not counted."""
+        few, many = [await self.answer(self.text(count), FEW) for count in (50, 250)]
+        if many.prompt <= few.prompt:
+            raise Unusable("usage does not count the tokens of prompts")
+        self.per_word = (many.prompt - few.prompt) / 200
+        self.fixed = max(0, round(few.prompt - 50 * self.per_word))
+
+    def prompt(self, tokens: int) -> list[Message]:
+        """A prompt of about so many tokens, which begins as none before."""
+        return self.text(max(1, round((tokens - self.fixed) / self.per_word)))
+
+    def text(self, words: int) -> list[Message]:
+        """A prompt of random words."""
+        text = " ".join(self.source.choices(WORDS, k=words))
+        return [{"role": "user", "content": f"{self.source.random()} {text}"}]
+
+    async def answer(self, messages: Sequence[Message], limit: int, **options: object) -> Timed:
+        """The answer to a request, read to its end."""
+        timed = Timed()
+        async with aclosing(self.running(timed, messages, limit, **options)) as events:
+            async for _ in events:
+                pass
+        return timed
+
+    async def running(
+        self, timed: Timed, messages: Sequence[Message], limit: int, **options: object
+    ) -> AsyncGenerator[None, None]:
+        """Yields at every event with output, after adding it to ``timed``. Raises ``Unusable``."""
+        body = {"model": self.model, "messages": messages, "max_tokens": limit, "stream": True}
+        usage = {"stream_options": {"include_usage": True}}
+        began = time.perf_counter()
+        async with self.http.stream(
+            "POST", "/v1/chat/completions", json={**body, **usage, **options}
+        ) as response:
+            if response.status_code != OK:
+                text = (await response.aread()).decode("utf-8", "replace")
+                raise Unusable(f"status {response.status_code}: {text[:200]}")
+            try:
+                async for event in EventSource(response).aiter_sse():
+                    if event.data == "[DONE]":
+                        break
+                    if _read(timed, event.json()):
+                        timed.times.append(time.perf_counter() - began)
+                        yield
+            except (SSEError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise Unusable(f"not a stream of Chat Completions: {error!r}") from error
+
+
+def _read(timed: Timed, chunk: Message) -> bool:
+    """Whether a chunk has output; its usage is added."""
+    if "error" in chunk:
+        raise Unusable(f"an error in the stream: {chunk['error']}")
+    if usage := chunk.get("usage"):
+        timed.prompt, timed.output = usage["prompt_tokens"], usage["completion_tokens"]
+        timed.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    names = ("content", "reasoning", "reasoning_content", "tool_calls")
+    return any(choice["delta"].get(name) for choice in chunk.get("choices") or () for name in names)
+
+
+def step(page: int, text: str) -> list[Message]:
+    """A call and its result, as the history of a tool loop has them."""
+    call = {"name": "read_page", "arguments": f'{{"page":{page}}}'}
+    calls = [{"id": f"call_{page}", "type": "function", "function": call}]
+    return [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": f"call_{page}", "content": text},
+    ]
