@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sizes import examples
 
 from vllm_mlx_harmony.core import pretokens, vocab
+from vllm_mlx_harmony.core.errors import PromptTooLong
 from vllm_mlx_harmony.core.pretokens import AT_ONCE, LONGEST, MOST_WORK, pieces
 
 
@@ -209,3 +210,20 @@ def test_no_text_is_much_work_in_one_go(text: str) -> None:
     ids = vocab.encode(text)
     assert vocab.encoding().decode(ids) == vocab.clean(text)
     assert not any(token in vocab.CONTROL for token in ids)
+
+
+def test_more_than_any_model_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the window of the model, not the limit, and a number that is a lower bound."""
+    monkeypatch.setattr(vocab, "MOST_TOKENS", 10_000)
+    assert len(vocab.encode(" word" * 10_000)) == 10_000
+    with pytest.raises(PromptTooLong) as raised:
+        vocab.encode(" word" * 30_000)
+    error = raised.value
+    assert (error.window, error.code, error.param) == (
+        131_072,
+        "context_length_exceeded",
+        "messages",
+    )
+    assert 10_000 < error.prompt_tokens <= 30_000
+    assert "maximum context length is 131072 tokens" in error.message
+    assert f"at least {error.prompt_tokens} tokens" in error.message

@@ -31,6 +31,7 @@ from vllm_mlx_harmony.core.grammar import (
 )
 from vllm_mlx_harmony.core.grammar.json_schema import strict_schema
 from vllm_mlx_harmony.core.grammar.unordered import rules_of
+from vllm_mlx_harmony.core.lru import ByteLRU
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.schema import Object, parameters
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
@@ -832,6 +833,27 @@ def test_schemas_are_given_up_one_by_one() -> None:
         == 5
     )
     assert len(notes(lambda text: "no", "d")) == 6
+
+
+def test_what_one_tenant_matches_is_no_quicker_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what is stored of patterns is counted in bytes."""
+    work: list[object] = []
+    members = spellings._members
+    monkeypatch.setattr(spellings, "_members", lambda *key: (work.append(key), members(*key))[1])
+    done = []
+    for at, tenant in enumerate(("one", "one", "another", "another")):
+        work.clear()
+        rules_of(of(p={"type": "string", "pattern": "^[p-ru]+$", "title": f"{at}"}), tenant=tenant)
+        done.append(len(work))
+    assert done == [1, 0, 1, 0]
+    small: ByteLRU[Any, Any] = ByteLRU(20_000)
+    monkeypatch.setattr(spellings, "_classes", small)
+    for number in range(100):
+        rules_of(of(p={"type": "string", "pattern": f"^[a-c\\u{number + 300:04}]{{3}}$"}))
+        assert small.size <= 20_000
+    assert 10 < len(small) < 100
 
 
 # --- the JSON Schema test suite ---

@@ -187,6 +187,8 @@ def test_what_one_tenant_said_is_no_quicker_for_another(monkeypatch: pytest.Monk
     """Or the time that a prompt takes tells one of them what the other has said."""
     text = "Nobody has ever said this to anybody before."
     tool = Tool("never_declared_before", "Does what nothing has ever done.")
+    call = Call("c", tool.name, "{}")
+    secrets = (text, tool.description, f"to=functions.{tool.name} ", f"{tool.name} to=assistant")
     encoded: list[str] = []
     encode = vocab.encode
 
@@ -198,6 +200,6 @@ def test_what_one_tenant_said_is_no_quicker_for_another(monkeypatch: pytest.Monk
     work = []
     for tenant in ("one", "one", "another", "another"):
         encoded.clear()
-        render(Turn((User(text),), (tool,), tenant=tenant))
-        work.append(sum(text in each or tool.description in each for each in encoded))
-    assert work == [2, 0, 2, 0]
+        render(Turn((User(text), call, Result("c", "ok")), (tool,), tenant=tenant))
+        work.append(sum(any(secret in each for secret in secrets) for each in encoded))
+    assert work == [4, 0, 4, 0]

@@ -29,7 +29,7 @@ from event_checker import check_documents
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from official_clients import clients
 
-from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core import render, vocab
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults
@@ -471,6 +471,36 @@ def test_refusals_have_the_shape_of_their_api(host: Alone, path: str) -> None:
         with pytest.raises(error) as refused:
             asyncio.run(asked)
         assert refused.value.body is not None
+    assert host.lent == 0
+
+
+TOO_LONG = {
+    "/v1/chat/completions": "maximum context length is 4096 tokens",
+    "/v1/responses": "maximum context length is 4096 tokens",
+    "/v1/messages": "> 4096 maximum",
+    "/v1/messages/count_tokens": "> 4096 maximum",
+}
+"""Claude Code shortens the conversation by the difference of the two numbers."""
+
+
+@pytest.mark.parametrize("path", TOO_LONG)
+@pytest.mark.parametrize("long", ["one text", "many messages"])
+def test_a_prompt_that_no_model_reads_is_rejected_with_the_window_of_the_engine(
+    path: str, long: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (vocab, render):
+        monkeypatch.setattr(module, "MOST_TOKENS", 10_000)
+    texts = [" word" * 30_000] if long == "one text" else [" word" * 3_000] * 5
+    said = [{"role": "user", "content": text} for text in texts]
+    host = Alone(ScriptedEngine(SCRIPTS, 1, context_length=4096))
+    client = TestClient(application(host), headers={"Authorization": f"Bearer {KEY}"})
+    limit = {} if path.endswith(("responses", "count_tokens")) else {"max_tokens": 9}
+    asked = {"input" if path.endswith("responses") else "messages": said, **limit}
+    answer = client.post(path, json={"model": MODEL, **asked})
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert TOO_LONG[path] in message
+    assert any(int(number) > 10_000 for number in re.findall("[0-9]+", message))
     assert host.lent == 0
 
 

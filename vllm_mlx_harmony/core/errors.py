@@ -60,18 +60,27 @@ class RequestError(HarmonyFailure):
 
 
 class PromptTooLong(RequestError):
-    """The prompt does not fit the model's ``window``; both are in tokens (semantics A11)."""
+    """The prompt does not fit the ``window``; both are in tokens (semantics A11).
+
+    ``at_least``: the prompt is longer than ``prompt_tokens``, where counting stopped.
+    """
 
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, window: int) -> None:
+    def __init__(self, prompt_tokens: int, window: int, *, at_least: bool = False) -> None:
+        counted = f"at least {prompt_tokens}" if at_least else f"{prompt_tokens}"
         super().__init__(
-            f"this model's maximum context length is {window} tokens; "
-            f"the messages take {prompt_tokens} tokens",
+            f"this model's maximum context length is {window} tokens, "
+            f"but the messages have {counted} tokens",
             param="messages",
         )
         self.prompt_tokens = prompt_tokens
         self.window = window
+        self.at_least = at_least
+
+    def within(self, window: int) -> PromptTooLong:
+        """The same error for an engine with another ``window``."""
+        return PromptTooLong(self.prompt_tokens, window, at_least=self.at_least)
 
 
 class OutputError(HarmonyFailure):

@@ -20,7 +20,7 @@ from vllm_mlx_harmony.core import lru, schema, vocab
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError, quoted
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.replay import ReplayScope, Span, shared, stands_alone
-from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, MOST_TOKENS, characters
+from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, MOST_TOKENS, WINDOW, characters
 from vllm_mlx_harmony.core.turn import (
     BUILTIN_TOOLS,
     AdditionalTools,
@@ -136,16 +136,17 @@ def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, .
         if kind is Call and is_trained:
             # Built-in tools are called in the analysis, with the bare content type ``code``, even
             # for the browser's JSON.
-            header = _header("assistant", f"analysis to={tool} code")
+            header = _header(tenant, "assistant", f"analysis to={tool} code")
         elif kind is Call:
             # As the model writes it (A4): openai-harmony's renderer puts ``to=`` after the role.
-            header = _header("assistant", f"commentary to={tool} ", "json")
+            header = _header(tenant, "assistant", f"commentary to={tool} ", "json")
         elif kind is Result:
             # On the channel on which the tool was called (A5).
-            header = _header(f"{tool} to=assistant", "analysis" if is_trained else "commentary")
+            channel = "analysis" if is_trained else "commentary"
+            header = _header(tenant, f"{tool} to=assistant", channel)
         else:
             form = _FORMS[kind]
-            header, heading = _header(form.role, form.channel), form.heading
+            header, heading = _header(tenant, form.role, form.channel), form.heading
         end = (vocab.CALL if kind is Call else vocab.END,)
         ids = shared(chain(header, vocab.encode(heading + text), end))
         _messages.put(key, ids, getsizeof(ids) + getsizeof(text) + _ENTRY)
@@ -185,22 +186,32 @@ _FORMS: dict[type, _Form] = {
 }
 
 
-@lru_cache(maxsize=512)
-def _header(role: str, channel: str = "", content_type: str = "") -> tuple[int, ...]:
-    """``<|start|>ROLE<|channel|>CHANNEL<|constrain|>TYPE<|message|>``, without empty parts."""
-    ids = [vocab.START, *vocab.encode(role)]
-    if channel:
-        ids += [vocab.CHANNEL, *vocab.encode(channel)]
-    if content_type:
-        ids += [vocab.CONSTRAIN, *vocab.encode(content_type)]
-    return (*ids, vocab.MESSAGE)
+_headers: lru.ByteLRU[tuple[str, ...], tuple[int, ...]] = lru.ByteLRU(REMEMBERED // 32)
+
+
+def _header(tenant: str, role: str, channel: str = "", content_type: str = "") -> tuple[int, ...]:
+    """``<|start|>ROLE<|channel|>CHANNEL<|constrain|>TYPE<|message|>``, without empty parts.
+
+    Cached per ``tenant``, since a header may contain the name of a tool.
+    """
+    key = tenant, role, channel, content_type
+    header = _headers.get(key)
+    if header is None:
+        ids = [vocab.START, *vocab.encode(role)]
+        if channel:
+            ids += [vocab.CHANNEL, *vocab.encode(channel)]
+        if content_type:
+            ids += [vocab.CONSTRAIN, *vocab.encode(content_type)]
+        header = (*ids, vocab.MESSAGE)
+        _headers.put(key, header, getsizeof(header) + sum(map(getsizeof, key)) + _ENTRY)
+    return header
 
 
 def opening(prefill: str | None = None) -> list[int]:
     """``<|start|>assistant``, or with ``prefill`` the beginning of a final message."""
     if prefill is None:
         return [vocab.START, *vocab.encode("assistant")]
-    return [*_header("assistant", "final"), *vocab.encode(prefill)]
+    return [*_header("", "assistant", "final"), *vocab.encode(prefill)]
 
 
 # --- which messages, in which order ---
@@ -292,7 +303,7 @@ def _written(  # noqa: C901 - one kind of message after the other
                 written.append(ids(message))
                 tokens += len(written[-1])
                 if tokens > MOST_TOKENS:
-                    raise PromptTooLong(tokens, MOST_TOKENS)
+                    raise PromptTooLong(tokens, WINDOW, at_least=True)
             if isinstance(message, Call):
                 made[message.id] = message.name
         written += generated or ()

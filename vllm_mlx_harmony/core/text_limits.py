@@ -12,9 +12,12 @@ MOST_CHARACTERS = 4 * 2**20
 MOST_VALUES = 100_000
 """JSON values that may be parsed in one call: 30 ms."""
 
-MOST_TOKENS = 2**20
-"""Tokens of the longest prompt: eight times the window of a gpt-oss model. A garbage collection,
-which stops all threads, takes 10 ms to traverse them."""
+WINDOW = 131_072
+"""Tokens of the context of gpt-oss. An engine with little memory has a shorter one."""
+
+MOST_TOKENS = 8 * WINDOW
+"""Tokens that are counted: the prompt cannot fit any model. The garbage collector, which stops all
+threads, takes 10 ms to traverse so many."""
 
 
 def is_parsed_soon(text: str) -> bool:

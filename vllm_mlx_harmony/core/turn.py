@@ -338,7 +338,7 @@ class Turn:
 
     ``tools``, ``effort`` and ``response_format`` are those at the beginning of the prompt, and
     messages can change them. ``callable_tools``, ``answer_format`` and ``thinking`` apply to the
-    answer. No cache entry of one ``tenant`` is used for another. ``namespaces`` are the tools that
+    answer. No tenant uses what is cached of another ``tenant``: messages, tools, grammars. ``namespaces`` are the tools that
     the server runs, and ``max_tool_calls`` limits the number of their calls (``None``: the server's
     default). At that limit, a turn that ``pauses`` ends until its caller sends it back; in any
     other turn, the model is informed and continues.

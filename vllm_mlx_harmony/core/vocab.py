@@ -1,6 +1,7 @@
 """The o200k_harmony vocabulary: control ids, the encoding (loaded offline), the bytes of an id.
 
-Loading reads the disk, once per process; nothing else in `core` does.
+Loading reads the vocabulary file, or writes it if there is none, once per process. Nothing else in
+`core` performs I/O.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 from vllm_mlx_harmony.core.errors import HostError, PromptTooLong
 from vllm_mlx_harmony.core.files import write_atomically
 from vllm_mlx_harmony.core.pretokens import encodable, pieces
-from vllm_mlx_harmony.core.text_limits import MOST_TOKENS
+from vllm_mlx_harmony.core.text_limits import MOST_TOKENS, WINDOW
 
 if TYPE_CHECKING:
     from openai_harmony import HarmonyEncoding
@@ -88,14 +89,14 @@ def encode(text: str) -> list[int]:
 
     A lone surrogate, which UTF-8 cannot represent, is encoded as U+FFFD. A long text is encoded in
     pieces, because the encoder holds the interpreter's lock (`pretokens` describes when that makes
-    a difference). Raises ``PromptTooLong`` for more ids than any model takes.
+    a difference). Raises ``PromptTooLong`` if it has more ids than any model accepts.
     """
     encode = encoding().encode
     ids: list[int] = []
     for piece in pieces(clean(text)):
         ids += encode(piece, disallowed_special=())
         if len(ids) > MOST_TOKENS:
-            raise PromptTooLong(len(ids), MOST_TOKENS)
+            raise PromptTooLong(len(ids), WINDOW, at_least=True)
     return ids
 
 

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
@@ -337,9 +337,15 @@ async def _context(parsed: Parsed, info: ResponseInfo, remembered: ReplayScope |
     host, turn = parsed.received.host, parsed.turn
     renderer = replay.replaying(host.renderer, remembered)
     waits = remembered is not None and remembered.blocks
-    if not (parsed.received.document.large or turn.tools or turn.characters >= LARGE or waits):
-        return host.context(turn, info, renderer)
-    return await in_thread(host.context, turn, info, renderer)
+    try:
+        if not (parsed.received.document.large or turn.tools or turn.characters >= LARGE or waits):
+            return host.context(turn, info, renderer)
+        return await in_thread(host.context, turn, info, renderer)
+    except PromptTooLong as error:  # the renderer does not know the window of the engine
+        window = parsed.received.lease.harmony.context_length
+        if window is None:
+            raise
+        raise error.within(window) from error
 
 
 async def constrain(rendered: Rendered) -> Job:

@@ -128,7 +128,7 @@ def rules_of(schema: Mapping[str, object], *, of_object: bool = False, tenant: s
     known = _cache.get(key)
     if known is None:
         name = hashlib.blake2b(key.partition(",")[2].encode(), digest_size=6).hexdigest()
-        known = _Translator(SchemaReader(schema), of_object, name).rules()
+        known = _Translator(SchemaReader(schema), of_object, name, tenant).rules()
         _cache.put(key, known, 2 * (len(key) + sum(map(len, known.lines))) + 512)
     return known
 
@@ -311,12 +311,13 @@ def _found(pattern: str, text: str) -> bool:
 class _Translator:
     """Writes the rules of one schema."""
 
-    def __init__(self, reader: SchemaReader, of_object: bool, name: str) -> None:
+    def __init__(self, reader: SchemaReader, of_object: bool, name: str, tenant: str) -> None:
         self._root = reader.root(of_object)
         self.dropped = reader.dropped
         lost = self.dropped.keys() - EVALUATING_NOTHING
         self._evaluated_is_known = not lost
         self._name = name
+        self._tenant = tenant
         self._lines: dict[str, None] = {}
         self._size = 0
         self._terminals: dict[str, str] = {}
@@ -420,7 +421,7 @@ class _Translator:
         parts = []
         for pattern in one.patterns:
             with suppress(NotExpressible):
-                parts.append(f"/{spellings.matching(pattern)}/")
+                parts.append(f"/{spellings.matching(pattern, self._tenant)}/")
                 continue
             self.drop("pattern")
         if len(parts) > MAX_PATTERNS:
@@ -582,7 +583,7 @@ class _Translator:
         written = {}
         for pattern in patterns:
             with suppress(NotExpressible):
-                written[pattern] = self.terminal(f"/{spellings.matching(pattern)}/")
+                written[pattern] = self.terminal(f"/{spellings.matching(pattern, self._tenant)}/")
         # There is one terminal for each subset of the patterns, so there must be few.
         is_known = len(written) == len(patterns) <= MAX_PATTERNS
         if not is_known:

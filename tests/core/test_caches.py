@@ -1,0 +1,27 @@
+"""Caches of the core: those of the whole process hold nothing that a client wrote."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import vllm_mlx_harmony.core
+
+UNBOUND = {
+    "vllm_mlx_harmony.core.grammar.spellings.character",  # of one character
+    "vllm_mlx_harmony.core.reasoning._analysis_ids",  # no arguments
+    "vllm_mlx_harmony.core.render._system_form",  # flags, an effort, names of built-in tools
+}
+
+
+def test_functions_that_cache_for_all_tenants() -> None:
+    """They take no text of a client; whatever does is a ``ByteLRU`` with the tenant in its key."""
+    core = vllm_mlx_harmony.core
+    names = [one.name for one in pkgutil.walk_packages(core.__path__, core.__name__ + ".")]
+    found = {
+        f"{value.__module__}.{value.__name__}"
+        for name in names
+        for value in vars(importlib.import_module(name)).values()
+        if hasattr(value, "cache_parameters")
+    }
+    assert found == UNBOUND
