@@ -18,7 +18,7 @@ from sizes import examples
 
 from vllm_mlx_harmony.core import pretokens, vocab
 from vllm_mlx_harmony.core.errors import PromptTooLong
-from vllm_mlx_harmony.core.pretokens import AT_ONCE, LONGEST, MOST_WORK, pieces
+from vllm_mlx_harmony.core.pretokens import AT_ONCE, LONGEST, MAX_WORK, pieces
 
 
 def library(text: str) -> list[int]:
@@ -121,7 +121,7 @@ def check(text: str) -> None:
         parts = list(pieces(text))
     assert "".join(parts) == text
     assert max(map(len, parts)) <= AT_ONCE + 2 * LONGEST
-    assert max(map(work, parts)) <= 2 * MOST_WORK
+    assert max(map(work, parts)) <= 2 * MAX_WORK
     assert len(parts) <= 4 + 3 * len(text) // LONGEST
     assert boundaries.characters + pretokens_.characters <= 3 * len(text)
 
@@ -214,7 +214,7 @@ def test_no_text_is_much_work_in_one_go(text: str) -> None:
 
 def test_more_than_any_model_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the window of the model, not the limit, and a number that is a lower bound."""
-    monkeypatch.setattr(vocab, "MOST_TOKENS", 10_000)
+    monkeypatch.setattr(vocab, "MAX_PROMPT_TOKENS", 10_000)
     assert len(vocab.encode(" word" * 10_000)) == 10_000
     with pytest.raises(PromptTooLong) as raised:
         vocab.encode(" word" * 30_000)

@@ -16,7 +16,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Text
 from vllm_mlx_harmony.core.header import Header
 from vllm_mlx_harmony.core.names import Names
-from vllm_mlx_harmony.core.parse import FINDINGS, SIGNS, TRANSITIONS, Finding, Parser, Sign, State
+from vllm_mlx_harmony.core.parse import SIGNS, TRANSITIONS, Parser, Sign, State
 from vllm_mlx_harmony.core.turn import Tool, Turn
 
 Chunks = list[list[int]]
@@ -94,10 +94,9 @@ def test_noisy_headers(position: str, prefix: str) -> None:
 
 
 def test_every_state_knows_every_sign() -> None:
-    controls = set(Sign) - {Sign.TEXT}
+    controls = set(Sign)
     assert all(controls <= set(signs) for signs in TRANSITIONS.values())
     assert set(TRANSITIONS) == set(State)
-    assert set(FINDINGS) == set(Finding)
 
 
 EMOJI = "🧑🏽‍🚀".encode()

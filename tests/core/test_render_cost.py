@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_mlx_harmony.core import render as module
-from vllm_mlx_harmony.core import schema, vocab
+from vllm_mlx_harmony.core import typescript, vocab
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import (
     Answer,
@@ -49,7 +49,7 @@ class Counted:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
     """Counts from where everything is forgotten."""
     forget()
-    counted, encode, declare = Counted(), vocab.encode, schema.section
+    counted, encode, declare = Counted(), vocab.encode, typescript.section
 
     def counting(text: str) -> list[int]:
         if text != "assistant":  # the opening, in every prompt
@@ -61,7 +61,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
         return declare(*args)
 
     monkeypatch.setattr(vocab, "encode", counting)
-    monkeypatch.setattr(schema, "section", declaring)
+    monkeypatch.setattr(typescript, "section", declaring)
     yield counted
     forget()
 

@@ -13,8 +13,8 @@ from sizes import examples
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.render import render
-from vllm_mlx_harmony.core.schema import MAX_DEPTH, Type, declaration, parameters, type_of
 from vllm_mlx_harmony.core.turn import AdditionalTools, Tool, Turn, User
+from vllm_mlx_harmony.core.typescript import MAX_DEPTH, Type, declaration, parameters, type_of
 from vllm_mlx_harmony.core.vocab import clean
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_mlx_harmony.core import render, text_limits, vocab
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError, quoted
-from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, MOST_VALUES
+from vllm_mlx_harmony.core.text_limits import MAX_JSON_CHARACTERS, MAX_JSON_VALUES
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
 
 
@@ -28,14 +28,14 @@ def test_an_error_is_not_as_long_as_what_it_is_about() -> None:
 @pytest.mark.parametrize(
     ("text", "soon"),
     [
-        ("[" + "0," * (MOST_VALUES - 2) + "0]", True),
-        ("[" + "[]," * MOST_VALUES + "0]", False),
-        ('"' + "a" * (MOST_CHARACTERS - 2) + '"', True),
-        ('"' + "a" * MOST_CHARACTERS + '"', False),
+        ("[" + "0," * (MAX_JSON_VALUES - 2) + "0]", True),
+        ("[" + "[]," * MAX_JSON_VALUES + "0]", False),
+        ('"' + "a" * (MAX_JSON_CHARACTERS - 2) + '"', True),
+        ('"' + "a" * MAX_JSON_CHARACTERS + '"', False),
     ],
 )
 def test_what_is_parsed_soon(text: str, soon: bool) -> None:
-    assert text_limits.is_parsed_soon(text) is soon
+    assert text_limits.is_quick_to_parse(text) is soon
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_characters_are_about_those_of_the_json(value: Any) -> None:
     assert len(written) / 2 - 10 <= text_limits.characters(value) <= len(written) * 2 + 10
 
 
-LONG = "a" * (MOST_CHARACTERS + 1)
+LONG = "a" * (MAX_JSON_CHARACTERS + 1)
 SAYS = (User("Hi"),)
 
 # A turn of which nobody can wait for the end of one call -> the field that is too large.
@@ -75,7 +75,7 @@ def test_more_tokens_than_any_model_takes(
     monkeypatch: pytest.MonkeyPatch, pieces: int, repeated: int
 ) -> None:
     turn = Turn((User(f"{pieces} a\n" * pieces),) * repeated)
-    monkeypatch.setattr(vocab, "MOST_TOKENS", 1_000)
-    monkeypatch.setattr(render, "MOST_TOKENS", 1_000)
+    monkeypatch.setattr(vocab, "MAX_PROMPT_TOKENS", 1_000)
+    monkeypatch.setattr(render, "MAX_PROMPT_TOKENS", 1_000)
     with pytest.raises(PromptTooLong):
         render.render(turn)

@@ -12,7 +12,7 @@ from openai_harmony import DeveloperContent, Message, Role, ToolDescription
 from sizes import examples
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.schema import declaration, section, type_of
+from vllm_mlx_harmony.core.typescript import declaration, section, type_of
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=8) | st.sampled_from(
     ["null", "a\r\nb\n\n", "\r", "\n", "<|end|>", '"']

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS
+from vllm_mlx_harmony.core.text_limits import MAX_JSON_CHARACTERS
 from vllm_mlx_harmony.protocols.events import Event, encode, encode_slowly, frame, quote
 
-LONG = 'é 🙂 " \\ \n \ud83d' * (MOST_CHARACTERS // 4)
+LONG = 'é 🙂 " \\ \n \ud83d' * (MAX_JSON_CHARACTERS // 4)
 
 DOCUMENTS: dict[str, Any] = {
     "little": {"a": [1, 2.5, None, True], "b": {}},

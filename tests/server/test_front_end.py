@@ -489,7 +489,7 @@ def test_a_prompt_that_no_model_reads_is_rejected_with_the_window_of_the_engine(
     path: str, long: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (vocab, render):
-        monkeypatch.setattr(module, "MOST_TOKENS", 10_000)
+        monkeypatch.setattr(module, "MAX_PROMPT_TOKENS", 10_000)
     texts = [" word" * 30_000] if long == "one text" else [" word" * 3_000] * 5
     said = [{"role": "user", "content": text} for text in texts]
     host = Alone(ScriptedEngine(SCRIPTS, 1, context_length=4096))

@@ -1,7 +1,7 @@
-"""Pictures, audio and files in a request: gpt-oss reads text only (semantics A11).
+"""Images, audio and files in a request: gpt-oss reads text only (semantics A11).
 
-Each is replaced by a line of text. The model can then say what it did not get, and the session of
-an agent, which sends its whole history with every request, can continue.
+Each is replaced by a line of text. So the model can say what it did not see, and an agent, which
+sends its whole history again with every request, is not stuck.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm_mlx_harmony.core.errors import RequestError, quoted
 KINDS = ("image", "audio", "video", "file")
 
 
-def left_out(kind: str) -> str:
+def placeholder(kind: str) -> str:
     """The line that replaces a part; ``kind`` is one of ``KINDS`` or the API's own word."""
     part = kind if kind in KINDS else f"part of type {quoted(kind)}"
     return f"[{part} left out: this model reads text only]"
@@ -33,4 +33,4 @@ class Attachments(str, Enum):
         if self is Attachments.REFUSE:
             problem = f"{where} is of type {quoted(part_type)}: this model reads text only"
             raise RequestError(problem, param=where, code="unsupported_value")
-        return left_out(kind)
+        return placeholder(kind)

@@ -1,4 +1,7 @@
-"""The constraints of one output, its grammar and its limits, and which ids they allow next.
+"""The constraints of one output (its grammar and its limits), and the ids that they allow next.
+
+A `ConstraintSpec` is the request as a value; a `Constraint` belongs to the running output, whose
+engine makes and owns the `ConstraintMatcher`.
 
 In order of precedence:
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.deltas import Reason
+from vllm_mlx_harmony.core.deltas import ReasoningCut
 from vllm_mlx_harmony.core.grammar import Compiled, Mask, Matcher
 from vllm_mlx_harmony.core.reasoning import ReasoningWatch
 
@@ -65,7 +68,7 @@ class Constraint:
         return matcher.error if matcher is not None and self.spec.binding else ""
 
     @property
-    def reasoning_ended_by(self) -> Reason:
+    def reasoning_ended_by(self) -> ReasoningCut:
         """Why reasoning was cut short; empty if it was not."""
         reasoning = self._matcher.reasoning if self._matcher is not None else None
         return "" if reasoning is None else reasoning.ended_by
@@ -102,7 +105,7 @@ class ConstraintMatcher:
             self.error = self.error or self._grammar.error
 
     def mask(self) -> Mask | None:
-        """The ids that may come next, valid until the next call; ``None`` if all may."""
+        """The ids that are allowed next, valid until the next call; ``None`` if all may."""
         if self.error:
             return None
         forced = self.reasoning.forced if self.reasoning is not None else ()

@@ -4,10 +4,12 @@ All of them are one conversation and one sequence of ids, which is a list of *se
 
     prompt │ <|start|>assistant output │ result │ result │ <|start|>assistant output │ …
 
-An output, with everything up to the next result of a client's tool, is one *span* of segments. The
-results of tools that the server runs are inside a span, and it is stored and replayed as a whole
-(`core.replay`). Positions are relative to a segment; the position in a span or in the conversation
-is a sum of lengths.
+What the model generates up to the next result of a client's tool is one *output*. The results of
+tools that the server runs are inside an output, which is stored and replayed as a whole
+(`core.replay.Output`). Positions are relative to a segment; the position in an output or in the
+conversation is a sum of lengths.
+
+The names of `StreamingHarmonyContext` and its methods are those of vLLM's ``ConversationContext``.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ _CALLS: dict[Kind, type[Call] | type[ServerCall]] = {
 
 @dataclass(slots=True)
 class _Segment:
-    """Ids of the prompt, or of a tool's result, which the server (``served``) or the client ran.
+    """The ids of the prompt, or of the result of a tool, which the server (``served``) or the
+    client ran.
 
     ``begins`` are the positions of its messages, ``ended`` is the end of the last complete one.
     """
@@ -195,24 +198,21 @@ class StreamingHarmonyContext:
     def finish(self, reason: EndReason, cached_tokens: int = 0) -> list[Delta]:
         """The deltas that end the turn. ``Finished`` has the usage of the whole turn.
 
-        ``cached_tokens`` of the prompt needed no prefill.
+        ``cached_tokens`` of the prompt were cached, not computed again.
         """
         if not self._has_results:
             self._generated.ended = self._place(self._parser.ended_at)
-        deltas = self._take_in(self._parser.close(reason))
-        if not any(isinstance(each, Finished) and each.stop_sequence for each in deltas):
+        *deltas, finished = self._take_in(self._parser.close(reason))
+        assert isinstance(finished, Finished)
+        if not finished.stop_sequence:
             self._keep_output()
-        counted = {
-            "prompt_tokens": self._prompt_tokens,
-            "cached_tokens": cached_tokens,
-            "tool_tokens": self._tool_tokens,
-        }
-        return [
-            replace(delta, usage=replace(delta.usage, **counted))
-            if isinstance(delta, Finished)
-            else delta
-            for delta in deltas
-        ]
+        usage = replace(
+            finished.usage,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=cached_tokens,
+            tool_tokens=self._tool_tokens,
+        )
+        return [*deltas, replace(finished, usage=usage)]
 
     def _insert(self, results: Sequence[Result | ServerResult]) -> None:
         """Inserts ``results`` after their calls in the history."""
@@ -244,14 +244,16 @@ class StreamingHarmonyContext:
     def _begin_conversation(self, prompt: Sequence[int]) -> None:
         """Starts with ``prompt`` alone, which ends where the model continues."""
         # With a prefill, the output begins within a message.
-        lead = opening() if [*prompt[-len(opening()) :]] == opening() else []
+        lead = opening()
+        if [*prompt[-len(lead) :]] != lead:
+            lead = []
         self._segments = [_Segment([*prompt[: len(prompt) - len(lead)]])]
         self._begin_output(lead)
 
     def _begin_output(self, lead: list[int]) -> None:
-        """Begins an output after ``lead``, in the same span if the server ran a tool before."""
+        """Begins an output after ``lead``, in the same output if the server ran a tool before."""
         if not self._segments[-1].served:
-            self._span_at = len(self._segments)
+            self._output_at = len(self._segments)
             self._messages_before = len(self._messages)
             self._cut = self._kept = False
         self._generated = _Generated([*lead], opening=len(lead), read_before=self._parser.tokens)
@@ -265,7 +267,7 @@ class StreamingHarmonyContext:
         if lead and len(ids) == lead:
             # Nothing was generated: the call is in the history, and its result goes there, too.
             self._segments.pop()
-            self._span_at = len(self._segments)
+            self._output_at = len(self._segments)
         elif ids and ids[-1] in vocab.LAST:
             ids[-1] = vocab.END
         elif not ids or ids[-1] not in (vocab.END, vocab.CALL):
@@ -276,9 +278,9 @@ class StreamingHarmonyContext:
     def _place(self, read: int) -> int:
         """The position in the output after ``read`` ids of the parser, for a message boundary.
 
-        Directly after a result, a message begins with its ``<|start|>assistant``.
+        The first message after a result begins at its ``<|start|>assistant``, that is at 0.
         """
-        follows = any(each.begins for each in self._segments[self._span_at :])
+        follows = any(each.begins for each in self._segments[self._output_at :])
         at_start = follows and read == self._generated.read_before
         return 0 if at_start else self._generated.place(read)
 
@@ -287,20 +289,20 @@ class StreamingHarmonyContext:
         if self._kept:
             return
         self._kept = True
-        span = self._segments[self._span_at :]
-        ids = [*chain.from_iterable(each.ids for each in span)]
+        output = self._segments[self._output_at :]
+        ids = [*chain.from_iterable(each.ids for each in output)]
         before = tuple(self._messages[: self._messages_before])
         messages = tuple(self._messages[self._messages_before :])
         # The continuation of a turn in the history cannot be placed without the rest of that turn.
         continues = bool(before) and type(before[-1]) in ASSISTANT_KINDS
-        placeable = bool(span) and isinstance(span[0], _Generated) and span[0].opening > 0
+        placeable = bool(output) and isinstance(output[0], _Generated) and output[0].opening > 0
         if placeable and messages and not continues:
-            ends = [*accumulate(len(each.ids) for each in span)]
+            ends = [*accumulate(len(each.ids) for each in output)]
             starts = [0, *ends[:-1]]
             begins = (
-                start + at for start, each in zip(starts, span, strict=True) for at in each.begins
+                start + at for start, each in zip(starts, output, strict=True) for at in each.begins
             )
-            ended = starts[-1] + span[-1].ended
+            ended = starts[-1] + output[-1].ended
             self._outputs.append(Output(before, messages, tuple(ids), tuple(begins), ended))
 
     def _take_in(self, deltas: list[Delta]) -> list[Delta]:

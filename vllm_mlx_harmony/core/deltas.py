@@ -16,8 +16,8 @@ from vllm_mlx_harmony.core.turn import ServerCall
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "pause"]
 
-Reason: TypeAlias = Literal["", "budget", "repetition"]
-"""Why reasoning was cut short; empty if it was not."""
+ReasoningCut: TypeAlias = Literal["", "budget", "repetition"]
+"""Why the server ended the reasoning; empty if it did not."""
 
 
 class Kind(Enum):
@@ -32,7 +32,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one turn; ``cached_tokens`` of the prompt needed no prefill.
+    """Token counts of one turn; ``cached_tokens`` of the prompt were cached, not computed again.
 
     ``tool_tokens`` are the results of tools that the server ran within the turn. They count neither
     as prompt nor as completion.
@@ -47,9 +47,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt is rendered, and the engine computes it next.
+    """The prompt has been rendered; the engine computes it next.
 
-    ``cached_tokens`` of it need no prefill; ``None`` if that is not known yet.
+    ``cached_tokens`` of it are cached; ``None`` if that is not known yet.
     """
 
     prompt_tokens: int
@@ -58,7 +58,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the engine is with the prompt, before it generates anything.
+    """How far the engine has got with the prompt, before it generates anything.
 
     ``processed`` of ``total`` tokens are done, the ``cached`` ones included. ``seconds`` have
     passed since the engine began to compute it. ``place`` is its place in the queue, from 1; 0 once
@@ -103,10 +103,10 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class ToolStarted:
-    """The server starts to run the tool that the message before calls.
+    """The server starts to run the tool that the previous message calls.
 
-    If it is missing, the call is not run, because it needs approval or was cut. A ``call`` at the
-    end of an earlier turn that was approved since has no message in this turn.
+    Without this delta the call is not run: it needs approval, or was cut off. ``call`` is set for a
+    call of an earlier turn that has been approved since: this turn has no message for it.
     """
 
     call: ServerCall | None = None
@@ -139,7 +139,7 @@ class Finished:
     reason: FinishReason
     stop_sequence: str | None = None
     usage: Usage = Usage()
-    reasoning_ended_by: Reason = ""
+    reasoning_ended_by: ReasoningCut = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,5 +150,5 @@ class Failed:
 
 
 Delta: TypeAlias = (
-    "Started | Progress | Opened | Text | Closed | ToolStarted | ToolFinished | Finished | Failed"
+    Started | Progress | Opened | Text | Closed | ToolStarted | ToolFinished | Finished | Failed
 )

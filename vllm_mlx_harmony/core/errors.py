@@ -1,16 +1,16 @@
 """The errors of this package, named after the party at fault, each with its HTTP status.
 
-How an API writes an error down is up to each protocol.
+Each protocol formats them in its own way.
 """
 
 from __future__ import annotations
 
 INTERNAL = "internal error: see the server's log"
-"""What clients read about an unexpected error."""
+"""What clients are told about an unexpected error."""
 
 
 def quoted(value: object) -> str:
-    """The ``repr`` of a client's ``value``, for an error or a log; a long string is cut.
+    """The ``repr`` of a client's ``value``, for an error or a log; a long string is truncated.
 
     The ``repr`` of 30 MB would take 50 ms, in which no other thread runs.
     """
@@ -20,7 +20,7 @@ def quoted(value: object) -> str:
 
 
 _LONGEST_QUOTED, _LONGEST = 200, 4_000
-"""Characters of a value in a message, and of the message."""
+"""The most characters of a quoted value, and of a whole message."""
 
 
 class HarmonyFailure(Exception):
@@ -48,8 +48,10 @@ class HarmonyFailure(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
-        self.code = code if code is not None else type(self).code
-        self.status = status if status is not None else type(self).status
+        if code is not None:
+            self.code = code
+        if status is not None:
+            self.status = status
         self.retry_after = retry_after
 
 
@@ -86,7 +88,6 @@ class PromptTooLong(RequestError):
 class OutputError(HarmonyFailure):
     """The engine failed while generating: 500."""
 
-    status = 500
     code = "generation_failed"
 
 

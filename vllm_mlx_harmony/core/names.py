@@ -5,8 +5,8 @@ Wherever possible, the prompt shows a tool under its declared name. In two cases
 
 - A header cannot contain the name: it has spaces, dots at its ends, or characters beyond ASCII.
 - gpt-oss was trained with a tool of that name: ``python``, whose input is code, ``browser.search``
-  and its siblings, ``container.exec``. It writes that tool's raw text to any function of the same
-  name, whatever the JSON schema, and treats ``bash`` alike. So ``browser.search`` becomes
+  and its siblings, ``container.exec``. It sends that tool's raw text to any function of the same
+  name, ignoring its JSON schema, and does so with ``bash``, too. So ``browser.search`` becomes
   ``browser_search`` and ``python`` becomes ``python_tool``.
 
 Recipients are read with the same table (B, "Recipient").
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.header import NAME_LIMIT, NOT_TOOLS
-from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Tool, Turn
+from vllm_mlx_harmony.core.turn import TRAINED, AdditionalTools, Call, Tool, Turn
 
 FUNCTIONS = "functions"
 _PREFIX = f"{FUNCTIONS}."
@@ -29,8 +29,6 @@ _LONGEST = NAME_LIMIT - len("to=") - len(_PREFIX) - 1
 _NUMBER = 8
 """Characters reserved at the end of an alias for a number, which makes it unique."""
 _UNCARRYABLE = re.compile(r"[^A-Za-z0-9_-]+")
-_TRAINED = frozenset({"python", "browser", "container"})
-"""Namespaces of the tools that gpt-oss was trained with."""
 _LIKE_TRAINED = frozenset({"bash"})
 """Other functions to which gpt-oss writes raw text."""
 
@@ -76,10 +74,16 @@ class Names:
         for tool in tools if served else ():
             namespace, dot, _ = tool.name.partition(".")
             if dot and namespace in served and not _is_trained(tool.name):
-                problem = f"a tool cannot be named {quoted(tool.name)}: the server runs tools there"
+                problem = (
+                    f"a tool cannot be named {quoted(tool.name)}: names that begin with "
+                    f"{quoted(namespace + '.')} are those of the server's own tools"
+                )
                 raise RequestError(problem, param=tool.where)
             if tool.name in server and tool.name in (turn.tool_choice.names or ()):
-                problem = f"{quoted(tool.name)} is a function and a tool that the server runs"
+                problem = (
+                    f"{quoted(tool.name)} is ambiguous: it is a function of this request, and a "
+                    "tool that the server runs"
+                )
                 raise RequestError(problem, param="tool_choice")
         return cls(_aliases(_declared(turn.tools), later), builtin, server)
 
@@ -93,9 +97,10 @@ class Names:
         return name if is_builtin else _PREFIX + self.alias(name)
 
     def addressee(self, recipient: str) -> str:
-        """The declared name of the tool that ``recipient`` addresses; empty if it is not a tool.
+        """The tool that ``recipient`` addresses, by its declared name.
 
-        An undeclared name is returned unchanged, but without the prefix ``functions.``.
+        An unknown recipient is returned without ``functions.``. Empty for one that is never a tool
+        (``NOT_TOOLS``).
         """
         if recipient in NOT_TOOLS:
             return ""
@@ -160,7 +165,7 @@ def _declared(tools: Iterable[Tool]) -> list[str]:
 def _aliases(declared: Sequence[str], later: Mapping[str, bool]) -> dict[str, str]:
     """Maps names to aliases. A later name never changes an earlier alias (A12).
 
-    ``later`` tells of each name whether it is declared. A trained tool that is not declared was
+    ``later`` maps each name to whether it is declared. A trained tool that is not declared was
     called by its own name.
     """
     unchanged = {name for name in declared if _is_carryable(name) and not _is_trained(name)}
@@ -179,7 +184,7 @@ def _aliases(declared: Sequence[str], later: Mapping[str, bool]) -> dict[str, st
 
 def _is_trained(name: str) -> bool:
     """Whether gpt-oss would mistake a function of that name for a tool it was trained with."""
-    return _namespace(name) in _TRAINED or name in _LIKE_TRAINED
+    return _namespace(name) in TRAINED or name in _LIKE_TRAINED
 
 
 def _alias(name: str, taken: set[str], numbers: dict[str, int]) -> str:
@@ -200,9 +205,7 @@ def _alias(name: str, taken: set[str], numbers: dict[str, int]) -> str:
 
 def carryable(name: str, taken: set[str]) -> str:
     """``name``, or a similar one that fits a header and is free; it is added to ``taken``."""
-    free = name if name not in taken and _is_carryable(name) else _alias(name, taken, {})
-    taken.add(free)
-    return free
+    return _alias(name, taken, {})
 
 
 def _is_carryable(name: str) -> bool:

@@ -8,14 +8,15 @@ test checks. On other output ``StreamableParser`` raises, which a server cannot 
 
 A message is a header, ``<|message|>``, a body and a terminator. The parser is in one of these
 **states**, and every control token is a **sign** that leads to the next state. As in h11
-(https://github.com/python-hyper/h11/blob/master/h11/_state.py), the states are a table,
-`TRANSITIONS`, and the effects are code, `Parser._act`:
+(https://github.com/python-hyper/h11/blob/master/h11/_state.py), what a sign leads to is a table,
+`TRANSITIONS`, and its effects are code, `Parser._act`:
 
     HEADER ──<|message|>──▶ BODY ──<|end|>──▶ HEADER … ──<|return|>──▶ ENDED
                              └────<|call|>──▶ CALLED ──<|start|>──▶ HEADER   (a transcript)
 
-Some transitions have no sign but follow from a **finding** (`FINDINGS`): a header with so much
-loose text that it must be the message, a stop string, an author other than the assistant.
+Four transitions follow from text instead, and stand where it is read: a header with so much loose
+text that it must be the message (to ``BODY``), an author other than the assistant (``RESULT`` in a
+transcript, else ``ENDED``), a stop string, and the call that ends the turn (``ENDED``).
 
 Reasoning budgets (`core.reasoning`) and coloured output (`cli.paint`) use this parser as well, so
 that there is only one reader of headers.
@@ -24,21 +25,21 @@ Three things complicate the picture.
 
 **A header may lack its ``<|message|>``.** At ``<|return|>``, ``<|call|>`` and the end of the
 output, its loose text is the message: the model forgot the header. At ``<|end|>`` it is more often
-a header that the model gave up (`<|channel|>commentary?commentary?<|end|>`) before it began anew.
-So that text is held back. At the end of the output it becomes the answer, if there was no content
-or call before it and nothing visible after it. Only the last such text is held, and it is no longer
-than a header can be (`LOOSE_LIMIT`).
+a header that the model abandoned (`<|channel|>commentary?commentary?<|end|>`) before it started
+over. So that text is held back. At the end of the output it becomes the answer, if there was no
+content or call before it and nothing visible after it. Only the last such text is held, and it is
+no longer than a header can be (`LOOSE_LIMIT`).
 
-**The model may write as somebody else.** After ``<|start|>`` it can write `user` or a tool's name,
+**The model may write as another author.** After ``<|start|>`` it can write `user` or a tool's name,
 and continue in that role. The turn ends before that ``<|start|>``: `done_at` is then less than the
 number of generated ids, and the ids after it are not part of the conversation. In a transcript,
 where ids follow a ``<|call|>``, tools really have answered; their messages are skipped
 (``RESULT``).
 
 **The same ids give the same deltas and the same usage, however they are split.** The bytes of a
-body are decoded once per feed. With stop strings they are decoded id by id, or else ids after the
-stop string would count if they came in the same feed. Ids after the end of a turn are neither read
-nor counted.
+body are decoded once per feed. With stop strings they are decoded id by id: otherwise the ids after
+a stop string in the same feed would be counted. Ids after the end of a turn are neither read nor
+counted.
 """
 
 from __future__ import annotations
@@ -73,15 +74,14 @@ class State(Enum):
 
     HEADER = auto()
     BODY = auto()
-    CALLED = auto()  # after <|call|>: only a transcript goes on, with <|start|>
+    CALLED = auto()  # after <|call|>; only a transcript continues, with <|start|>
     RESULT = auto()  # in a message of a tool, or of any other author, in a transcript
-    ENDED = auto()  # after <|return|>, <|endoftext|>, a stop string, the only call; another speaks
+    ENDED = auto()  # after <|return|>, a stop string, the call that ends the turn, another role
 
 
 class Sign(Enum):
     """What an id means to the parser."""
 
-    TEXT = auto()
     START = auto()
     CHANNEL = auto()
     CONSTRAIN = auto()
@@ -104,22 +104,6 @@ SIGNS: dict[int, Sign] = {
 }
 """``CALL`` and ``RETURN`` end a turn (`vocab.TURN_ENDS`)."""
 
-
-class Finding(Enum):
-    """What a header or a body turns out to be."""
-
-    LOOSE = auto()  # so much loose text that it cannot be a header
-    RESULT = auto()  # a tool's message in a transcript
-    PLAYED = auto()  # a message that the model wrote as another author
-    STOPPED = auto()  # a stop string is complete
-
-
-FINDINGS: dict[Finding, State] = {
-    Finding.LOOSE: State.BODY,
-    Finding.RESULT: State.RESULT,
-    Finding.PLAYED: State.ENDED,
-    Finding.STOPPED: State.ENDED,
-}
 
 TRANSITIONS: dict[State, dict[Sign, State]] = {
     State.HEADER: {
@@ -191,25 +175,26 @@ class Parser:
         self.tokens = 0
         """The number of ids that were read: all that were fed, up to the end of the turn."""
         self.done_at: int | None = None
-        """How many of them belong to the turn; ``None`` until it ends."""
+        """The number of ids that belong to the turn; ``None`` until it ends."""
         self.ended_at = 0
-        """How many there are up to the end of the last complete message."""
-        self._began = 0  # … up to the header that is being read
+        """The number of ids up to the end of the last complete message."""
+        self.reading: Kind | None = None
+        """The kind of the message whose body is being read; ``None`` in a header."""
+        self._began = 0  # the number of ids before the header that is being read
         self._names = names or Names()
-        self._stop = tuple(stop)
+        self._stop_strings = tuple(stop)
         self._stopped_by: str | None = None
         self._one_call = one_call
         self._transcript = transcript
         self._index = 0
-        self._calls = 0
-        self._server_calls = 0
+        self._called = False
         self._waiting: _Loose | None = None  # the answer, unless something visible follows
         self._answered = False  # content or a call has been visible
         self.reasoning_tokens = 0
         """The number of ids in bodies of reasoning so far."""
         self._out: list[Delta] = []
         self._pending: list[bytes] = []
-        self._begin_header(marked=False)
+        self._begin_header(after_start=False)
         if within is not None:
             self.state = State.BODY
             self._begin_body(within)
@@ -232,7 +217,7 @@ class Parser:
             elif self.state is State.BODY:
                 self.reasoning_tokens += self.reading is Kind.REASONING
                 self._pending.append(vocab.token_bytes(token))
-                if self._stops is None:
+                if self._finder is None:
                     continue
                 self._flush()
             elif self.state is State.HEADER:
@@ -240,7 +225,7 @@ class Parser:
                 if self._header.author != "assistant":
                     self._another_speaks(self._header.author)
                 elif self._header.overfull:
-                    self._found(Finding.LOOSE)  # first: a stop string in the text ends it at once
+                    self.state = State.BODY  # before its text, as a stop string there ends the turn
                     self._show_loose(self._loose())
             if self.state is _ENDED:
                 break
@@ -252,11 +237,11 @@ class Parser:
 
         Returns the deltas that close what the previous output left open.
         """
-        self._end(complete=True)
+        self._end_output(complete=True)
         self.state, self.done_at = State.HEADER, None
         self._waiting, self._answered = None, False
         self.ended_at = self.tokens
-        self._begin_header(marked=False)
+        self._begin_header(after_start=False)
         return self._take()
 
     def close(self, reason: EndReason) -> list[Delta]:
@@ -266,14 +251,14 @@ class Parser:
         turn ended in a call that the server has not run.
         """
         cut = reason == "length" and self.state in (State.HEADER, State.BODY)
-        self._end(complete=not cut)
+        self._end_output(complete=not cut)
         if self._waiting is not None:
-            self._begin_header(marked=False)
+            self._begin_header(after_start=False)
             self._show_loose(self._waiting)
-            self._close(complete=True)
+            self._finish_body(complete=True)
         self.state = State.ENDED
         cut = cut and self._stopped_by is None
-        ended: FinishReason = "tool_calls" if self._calls else "stop"
+        ended: FinishReason = "tool_calls" if self._called else "stop"
         if cut or reason == "pause":
             ended = reason
         usage = Usage(completion_tokens=self.tokens, reasoning_tokens=self.reasoning_tokens)
@@ -287,21 +272,18 @@ class Parser:
     # Control tokens
 
     def _control(self, sign: Sign) -> None:
-        calls, server_calls = self._calls, self._server_calls
         if self.state is State.HEADER:
             self._header.gap()
             if self._header.author != "assistant":
                 self._another_speaks(self._header.author)
         before, self.state = self.state, TRANSITIONS[self.state][sign]
         self._act(before, sign)
-        if (self._one_call and self._calls > calls) or self._server_calls > server_calls:
-            self.state = State.ENDED  # the server runs the call before the model continues
         if self.state in (State.CALLED, State.ENDED):
-            self._done(self.ended_at)
+            self._end_turn(self.ended_at)
         if self._transcript and self.state is State.ENDED:
-            self.state = State.CALLED
+            self.state = State.CALLED  # a transcript continues after every end, with <|start|>
 
-    def _act(  # noqa: C901 - one transition after the other
+    def _act(  # noqa: C901 - one case per transition
         self, before: State, sign: Sign
     ) -> None:
         """The effects of the transition that ``sign`` made from ``before``."""
@@ -330,43 +312,39 @@ class Parser:
                 self._end_message()
         if begins:
             if sign is Sign.START:
-                self._begin_header(marked=True)
+                self._begin_header(after_start=True)
             else:
                 self._header.channel()
-            # The id does not belong to the body that it has ended.
+            # The id that ended a body is the first of the next header.
             self._began = min(self._began, self.tokens - 1)
             self.ended_at = min(self.ended_at, self._began)
 
-    def _found(self, finding: Finding, done_at: int | None = None) -> None:
-        self.state = FINDINGS[finding]
-        if done_at is not None:
-            self._done(done_at)
-
-    def _done(self, at: int) -> None:
+    def _end_turn(self, at: int) -> None:
         """Ends the turn, unless it had ended before: a transcript continues after its end."""
-        self.done_at = at if self.done_at is None else self.done_at
+        if self.done_at is None:
+            self.done_at = at
 
     def _another_speaks(self, author: str) -> None:
         self.author = author
         if self._transcript or (author == "tool" and self.done):
-            self._found(Finding.RESULT)
+            self.state = State.RESULT
         else:
-            self._found(Finding.PLAYED, self.ended_at)
+            self.state = State.ENDED
+            self._end_turn(self.ended_at)
 
     def _end_message(self) -> None:
-        self._close(complete=True)
-        self._begin_header(marked=False)
+        self._finish_body(complete=True)
+        self._begin_header(after_start=False)
         self.ended_at = self.tokens
 
     # Headers
 
-    def _begin_header(self, *, marked: bool) -> None:
-        self._header = HeaderReader(marked=marked, is_tool=self._names.is_tool)
-        self._began = self.tokens - marked
+    def _begin_header(self, *, after_start: bool) -> None:
+        self._header = HeaderReader(after_start=after_start, is_tool=self._names.is_tool)
+        self._began = self.tokens - after_start
         self._decoder = _Decoder("replace")
-        self.reading: Kind | None = None
-        """The kind of the message whose body is being read; ``None`` in a header."""
-        self._stops: StopStrings | None = None
+        self.reading = None
+        self._finder: StopStrings | None = None
         self._opened, self._empty = False, True
 
     def _loose(self, *, cut: bool = False) -> _Loose:
@@ -387,8 +365,8 @@ class Parser:
     def _begin_body(self, header: Header) -> None:
         tool = self._names.addressee(header.recipient)
         self.reading = Kind.CALL if tool else _CHANNEL_KINDS.get(header.channel, Kind.ANSWER)
-        if self._stop and self.reading in (Kind.PREAMBLE, Kind.ANSWER):
-            self._stops = StopStrings(self._stop)
+        if self._stop_strings and self.reading in (Kind.PREAMBLE, Kind.ANSWER):
+            self._finder = StopStrings(self._stop_strings)
         if self.reading is Kind.CALL:
             served = self._names.is_served(header.recipient)
             self.reading = Kind.SERVER_CALL if served else Kind.CALL
@@ -402,14 +380,15 @@ class Parser:
             self._show(text)
 
     def _show(self, text: str) -> None:
-        if self._stops is None:
+        if self._finder is None:
             self._emit(text)
             return
-        shown, self._stopped_by = self._stops.feed(text)
+        shown, self._stopped_by = self._finder.feed(text)
         self._emit(shown)
         if self._stopped_by is not None:
-            self._shut(complete=True)
-            self._found(Finding.STOPPED, self.tokens)
+            self._emit_closed(complete=True)
+            self.state = State.ENDED
+            self._end_turn(self.tokens)
 
     def _emit(self, text: str) -> None:
         if self.reading is None or not text:
@@ -426,24 +405,25 @@ class Parser:
         self._waiting = None
         self._answered = self._answered or kind is not Kind.REASONING
 
-    def _end(self, *, complete: bool) -> None:
+    def _end_output(self, *, complete: bool) -> None:
         """Closes what was being read when the output ended."""
         if self.state is State.HEADER and (loose := self._loose(cut=not complete)).text:
             self._show_loose(loose)
-        self._close(complete=complete)
+        self._finish_body(complete=complete)
 
-    def _close(self, *, complete: bool) -> None:
+    def _finish_body(self, *, complete: bool) -> None:
         if complete:  # half a character is invalid, unless the output was cut there
             self._show(self._decoder.decode(b"", final=True))
-        if self._stops is not None:
-            self._emit(self._stops.flush())
+        if self._finder is not None:
+            self._emit(self._finder.flush())
         if complete and self.reading in (Kind.CALL, Kind.SERVER_CALL):
-            self._calls += self.reading is Kind.CALL
-            self._server_calls += self.reading is Kind.SERVER_CALL
+            self._called = self._called or self.reading is Kind.CALL
             self._emit("{}" if self._empty else "")
-        self._shut(complete=complete)
+            if self._one_call or self.reading is Kind.SERVER_CALL:
+                self.state = State.ENDED  # the server runs its call before the model continues
+        self._emit_closed(complete=complete)
 
-    def _shut(self, *, complete: bool) -> None:
+    def _emit_closed(self, *, complete: bool) -> None:
         if self._opened:
             self._out.append(Closed(complete))
-        self.reading, self._stops, self._opened = None, None, False
+        self.reading, self._finder, self._opened = None, None, False

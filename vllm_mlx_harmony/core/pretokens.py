@@ -2,13 +2,15 @@
 
 Byte pair encoding runs in two steps. A regular expression (o200k's is in
 https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py) cuts the text into
-*pre-tokens*; within each one, pairs are merged, no token reaches across two. Merging takes time
-that grows with the square of a pre-token's bytes, and the encoder holds the interpreter's lock
-meanwhile: 100,000 times ``a`` stop every other thread for 3 s. The expression's alternatives are,
-with ``L`` for letters (``U`` upper case, ``l`` lower case), ``M`` for marks and ``N`` for numbers:
+*pre-tokens*; within each of them, pairs of tokens are merged, and no token spans two. Merging takes
+time that grows with the square of a pre-token's bytes, and the encoder holds the interpreter's lock
+meanwhile: a run of 100,000 ``a`` stops every other thread for 3 s. The expression's alternatives
+are, with ``L`` for letters (``U`` upper case, ``l`` lower case), ``M`` for marks and ``N`` for
+numbers:
 
 1. a word: ``[^\\r\\nLN]? [UM…]* [lM…]+`` or ``[^\\r\\nLN]? [UM…]+ [lM…]*``, then ``'s`` and such:
-   letters and marks without limit, behind one character that is neither letter, number nor line end
+   any number of letters and marks, after at most one character that is neither a letter, a number
+   nor a line end
 2. a number: ``N{1,3}``
 3. signs: one space at most, then ``[^\\sLN]+`` (marks are signs, too), then line ends and ``/``
 4. white space up to its last line end: ``\\s*[\\r\\n]+``
@@ -17,12 +19,11 @@ with ``L`` for letters (``U`` upper case, ``l`` lower case), ``M`` for marks and
 so words, signs and white space can be as long as the text, and scripts without spaces (Thai, Lao,
 Khmer, Japanese, Chinese) make long words of ordinary sentences.
 
-A text may be cut where a pre-token ends, provided that its first part would end there by itself.
-Only (5) looks beyond a pre-token, so this excludes nothing but white space other than a line end
-before something else.
+A text may be cut where a pre-token ends, if it would end there without the rest, too. Only (5)
+looks ahead, so the one exception is white space (except a line end) with something after it.
 
-- Between some two characters there is such a cut in any context, such as after a word before a
-  space. Ordinary text has one every few characters, and is cut there.
+- Some pairs of adjacent characters always have such a cut between them, such as the end of a word
+  and a space. Ordinary text has one every few characters, and is cut there.
 - Where there is none for ``LONGEST`` characters, the expression itself finds the pre-tokens. ``re``
   has no ``\\p{L}``, so it runs over kinds of characters. Each of its repetitions is limited to
   ``LONGEST``, which bounds the time of a step and still finds all pre-tokens that are no longer.
@@ -43,15 +44,15 @@ LONGEST = 1024
 AT_ONCE = 16_384
 """Characters of the largest piece: 3 ms of ordinary text."""
 
-MOST_WORK = (4 * LONGEST) ** 2
+MAX_WORK = (4 * LONGEST) ** 2
 """The greatest sum of the squared sizes in bytes of a piece's pre-tokens. A single longest
 pre-token of four-byte characters reaches it, and takes about 5 ms."""
 
 _STEP = LONGEST // 4
 
 _BOUNDARY = re.compile(
-    r"\S(?=[ \t])"  # none of the alternatives goes on with white space, but (3) and (4) with ends
-    r"|[\r\n](?=[^\s/])"  # nor behind a line end, but (3) with `/` and (4) with white space
+    r"\S(?=[ \t])"  # no alternative continues with a blank after a non-blank
+    r"|[\r\n](?=[^\s/])"  # after a line end, only (3) can, with `/`, and (4), with white space
     r"|[^\W_](?=[\r\n])"  # words and numbers end before line ends,
     r"|[^\W_](?=[!-&(-/:-@\[-`{-~、-〃！-＆（-／：-＠])"  # and before signs, but ' and marks
     r"|[A-Za-z](?=[0-9])"
@@ -65,7 +66,7 @@ def pieces(text: str) -> Iterator[str]:
         return
     start = at = work = 0
     for end, more in _spans(text):
-        if start < at and (end - start > AT_ONCE or work + more > MOST_WORK):
+        if start < at and (end - start > AT_ONCE or work + more > MAX_WORK):
             yield text[start:at]
             start, work = at, 0
         at, work = end, work + more
@@ -110,7 +111,7 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _long_span(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """As ``_spans``, between two seams that are far apart."""
+    """As ``_spans``, between two boundaries that are far apart."""
     kinds = "".join(
         text[at : min(at + AT_ONCE, end)].translate(_KINDS) for at in range(start, end, AT_ONCE)
     )
@@ -118,10 +119,10 @@ def _long_span(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     for found in _PRETOKEN.finditer(kinds):
         at = found.start()
         for cut in range(at + LONGEST, found.end(), LONGEST):
-            yield start + cut, MOST_WORK
+            yield start + cut, MAX_WORK
             at, work = cut, 0
         whole = found.end() - at < LONGEST  # else it may go on: what follows is another piece
-        work += _work(text[start + at : start + found.end()]) if whole else MOST_WORK
+        work += _work(text[start + at : start + found.end()]) if whole else MAX_WORK
         if not _BEFORE_MORE.match(kinds, found.end() - 1):
             yield start + found.end(), work
             work = 0

@@ -1,18 +1,18 @@
 """Limits on reasoning: a budget in tokens, and loops.
 
 A ``ReasoningWatch`` reads every id of a turn. Its parser tells which of them are reasoning
-(semantics B), and the watch tells which ids must or must not come next (C5).
+(semantics B), and the watch says which id is forced, or which ids are banned, next (C5).
 
-This is not part of the grammar: a budget is no property of a text, llguidance's own ``max_tokens``
-disables its rollback, and reasoning has to be limited even if the grammar is off.
+This is not part of the grammar: a budget is not a property of a text, llguidance's own
+``max_tokens`` disables its rollback, and reasoning has to be limited even if the grammar is off.
 
-Reasoning ends at the end of a word (white space or punctuation), or after ``GRACE`` more ids. Then
-``<|end|><|start|>assistant`` is forced, and the model continues freely, except that it can no
-longer choose the channel ``analysis``.
+Once a limit is reached, reasoning ends with the current word (at white space or punctuation), or
+after ``GRACE`` more ids. Then ``<|end|><|start|>assistant`` is forced, and the model continues
+freely, except that it can no longer choose the channel ``analysis``.
 
-**What a loop is.** A model that checks a grid of zeros, a hex dump or the rows of a file rightly
-writes the same ids again and again. A model that is stuck does so without end. Only the length
-distinguishes the two:
+**What a loop is.** A model that checks a grid of zeros, a hex dump or the rows of a file has good
+reason to write the same ids over and over. A model that is stuck does so without end. Only the
+length distinguishes the two:
 
 - at least ``SHORTEST_LOOP`` ids repeat those one period before them, and
 - the repeated text occurs as often as the server's setting says (32 times), or it takes up
@@ -28,7 +28,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.deltas import Kind, Reason
+from vllm_mlx_harmony.core.deltas import Kind, ReasoningCut
 from vllm_mlx_harmony.core.header import Header
 from vllm_mlx_harmony.core.parse import Parser, State
 
@@ -62,7 +62,7 @@ class ReasoningWatch:
     def __init__(
         self, limit: int | None = None, repetitions: int = 0, *, answering: bool = False
     ) -> None:
-        self.ended_by: Reason = ""
+        self.ended_by: ReasoningCut = ""
         """Why reasoning was cut short; empty if it was not."""
         self._limit = limit
         self._loop = Loop(repetitions) if repetitions else None
@@ -71,7 +71,7 @@ class ReasoningWatch:
         self._body_tokens = 0  # ids of reasoning that skipped the parser
         self._after_channel = False
         self.forced: tuple[int, ...] = ()
-        """The ids that must come next, in this order; empty if the model may choose."""
+        """The ids that are forced next, in this order; empty if the model may choose."""
         self._end_if_due()
 
     @property
@@ -81,7 +81,7 @@ class ReasoningWatch:
 
     @property
     def banned(self) -> frozenset[int]:
-        """The ids that must not come next, since they could begin another analysis."""
+        """The ids that are banned next, since they could begin another analysis."""
         return _analysis_ids() if self.ended_by and self._after_channel else frozenset()
 
     def consume(self, token: int) -> None:
@@ -123,11 +123,11 @@ class ReasoningWatch:
 
 
 class Loop:
-    """Detects that the same ids are repeated ``often`` times."""
+    """Detects that the same ids occur ``repetitions`` times in a row."""
 
-    def __init__(self, often: int) -> None:
+    def __init__(self, repetitions: int) -> None:
         self.found = False
-        self._often = max(often, 2)
+        self._repetitions = max(repetitions, 2)
         self._ids: list[int] = []  # the last ones, at least LONGEST_PERIOD of them
         self._dropped = 0  # how many came before them
         # Where each of the last grams ended. There are two generations, so that old grams can be
@@ -152,10 +152,10 @@ class Loop:
             self._period = 0
             if place is not None and at - place <= LONGEST_PERIOD:
                 self._period, self._run = at - place, _GRAM
-                fewest = (min(FEWEST, self._often) - 1) * self._period
+                fewest = (min(FEWEST, self._repetitions) - 1) * self._period
                 long = max(ENDLESS - self._period, fewest)
-                often = min((self._often - 1) * self._period, long)
-                self._enough = max(SHORTEST_LOOP, often)
+                repeated = min((self._repetitions - 1) * self._period, long)
+                self._enough = max(SHORTEST_LOOP, repeated)
         self._places[gram] = at
         if len(self._places) >= LONGEST_PERIOD:
             self._places, self._older = {}, self._places

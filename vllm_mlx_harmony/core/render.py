@@ -16,11 +16,16 @@ from itertools import accumulate, chain, compress, takewhile
 from sys import getsizeof
 from typing import NamedTuple, TypeAlias
 
-from vllm_mlx_harmony.core import lru, schema, vocab
+from vllm_mlx_harmony.core import lru, typescript, vocab
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError, quoted
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.replay import ReplayScope, Span, shared, stands_alone
-from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, MOST_TOKENS, WINDOW, characters
+from vllm_mlx_harmony.core.text_limits import (
+    MAX_JSON_CHARACTERS,
+    MAX_PROMPT_TOKENS,
+    WINDOW,
+    characters,
+)
 from vllm_mlx_harmony.core.turn import (
     BUILTIN_TOOLS,
     AdditionalTools,
@@ -63,7 +68,7 @@ class Rendered:
 def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     """The prompt of ``turn``, which ends where the model continues: ``<|start|>assistant``.
 
-    Turns of the history that ``replay`` has are placed as they were generated.
+    Turns of the history that ``replay`` remembers are inserted exactly as they were generated.
 
     Raises ``RequestError`` naming the field at fault: no messages (A11), a result without its call
     (A5), empty or duplicate tool names (A10), parameters that do not describe an object, an unknown
@@ -71,7 +76,7 @@ def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     """
     if not turn.messages:
         raise RequestError(
-            "no message has any content: there is nothing to answer", param="messages"
+            "no message has any content, so there is nothing to answer", param="messages"
         )
     names = Names.of(turn)
     # The leading instructions and tools become one developer message (A2, A3).
@@ -81,15 +86,14 @@ def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     texts = (each.text for each in leading if isinstance(each, Instructions))
     instructions = "\n\n".join(text for text in texts if text.strip())
     ids = list(_system(turn, bool(tools)))
-    budget = schema.SizeBudget()
+    budget = typescript.SizeBudget()
     ids += _developer(turn, instructions, tools, names, budget)
-    stretches: list[_Stretch] = [_as_sent(rest)]
-    if replay is not None:
-        stretches = [
-            (found.kinds, sent, found.spans) if found else _as_sent(sent, from_assistant)
-            for from_assistant, sent, found in replay.history(rest)
-        ]
-    shown = _without_stale_reasoning(stretches)
+    history = [(True, rest, None)] if replay is None else replay.history(rest)
+    runs = [
+        (found.kinds, sent, found.spans) if found else _as_sent(sent, from_assistant)
+        for from_assistant, sent, found in history
+    ]
+    shown = _without_stale_reasoning(runs)
     written = _written(shown, names, budget, tenant=turn.tenant)
     boundaries = tuple(accumulate(map(len, written), initial=len(ids)))
     for message in written:
@@ -111,16 +115,16 @@ def render_messages(
     that depends on the whole conversation. Raises ``RequestError`` naming ``Result.where`` if no
     earlier call has the id of a result (A5).
     """
-    written = _written([_as_sent(list(messages))], names, schema.SizeBudget(), calls, tenant)
+    written = _written([_as_sent(list(messages))], names, typescript.SizeBudget(), calls, tenant)
     return [token for ids in written for token in ids]
 
 
 # --- bodies ---
 
-REMEMBERED = 64 * 2**20
+CACHE_BYTES = 64 * 2**20
 """Bytes of the cache of messages and their ids, over all conversations."""
 
-_messages: lru.ByteLRU[tuple[str, type, str, str], tuple[int, ...]] = lru.ByteLRU(REMEMBERED)
+_messages: lru.ByteLRU[tuple[str, type, str, str], tuple[int, ...]] = lru.ByteLRU(CACHE_BYTES)
 
 
 def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, ...]:
@@ -132,17 +136,17 @@ def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, .
     key = tenant, kind, tool, text
     ids = _messages.get(key)
     if ids is None:
-        is_trained, heading = tool.partition(".")[0] in BUILTIN_TOOLS, ""
-        if kind is Call and is_trained:
-            # Built-in tools are called in the analysis, with the bare content type ``code``, even
-            # for the browser's JSON.
+        is_builtin, heading = tool.partition(".")[0] in BUILTIN_TOOLS, ""
+        if kind is Call and is_builtin:
+            # Built-in tools are called on the analysis channel, with the bare content type
+            # ``code``, even for the browser's JSON.
             header = _header(tenant, "assistant", f"analysis to={tool} code")
         elif kind is Call:
             # As the model writes it (A4): openai-harmony's renderer puts ``to=`` after the role.
             header = _header(tenant, "assistant", f"commentary to={tool} ", "json")
         elif kind is Result:
             # On the channel on which the tool was called (A5).
-            channel = "analysis" if is_trained else "commentary"
+            channel = "analysis" if is_builtin else "commentary"
             header = _header(tenant, f"{tool} to=assistant", channel)
         else:
             form = _FORMS[kind]
@@ -186,7 +190,7 @@ _FORMS: dict[type, _Form] = {
 }
 
 
-_headers: lru.ByteLRU[tuple[str, ...], tuple[int, ...]] = lru.ByteLRU(REMEMBERED // 32)
+_headers: lru.ByteLRU[tuple[str, ...], tuple[int, ...]] = lru.ByteLRU(CACHE_BYTES // 32)
 
 
 def _header(tenant: str, role: str, channel: str = "", content_type: str = "") -> tuple[int, ...]:
@@ -219,36 +223,37 @@ def opening(prefill: str | None = None) -> list[int]:
 
 _LEADING = (Instructions, AdditionalTools)
 
-_Stretch: TypeAlias = "tuple[Sequence[type[Message]], Sequence[Message], Sequence[Span] | None]"
+_Run: TypeAlias = tuple[Sequence[type[Message]], Sequence[Message], Sequence[Span] | None]
 """Consecutive messages of the assistant, or those between (without kinds): their kinds, the
 messages as the client sent them, and the spans as they were generated, which are placed instead if
-there are any. It is a plain tuple because every turn makes hundreds."""
+there are any. Without a replay, the whole history is one run. It is a plain tuple because every
+turn makes hundreds."""
 
 
-def _as_sent(messages: Sequence[Message], from_assistant: bool = True) -> _Stretch:
+def _as_sent(messages: Sequence[Message], from_assistant: bool = True) -> _Run:
     return list(map(type, messages)) if from_assistant else (), messages, None
 
 
-def _without_stale_reasoning(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
-    """``stretches`` without reasoning that led to an earlier answer (A6)."""
-    answers = [at for at, (kinds, _, _) in enumerate(stretches) if Answer in kinds]
+def _without_stale_reasoning(runs: Sequence[_Run]) -> Sequence[_Run]:
+    """``runs`` without reasoning that led to an earlier answer (A6)."""
+    answers = [at for at, (kinds, _, _) in enumerate(runs) if Answer in kinds]
     if not answers:
-        return stretches
+        return runs
     at = answers[-1]
-    kinds, *_ = stretches[at]
+    kinds, *_ = runs[at]
     past_answer = len(kinds) - kinds[::-1].index(Answer)
-    latest = _without_reasoning(stretches[at], past_answer)
-    return [*map(_without_reasoning, stretches[:at]), latest, *stretches[at + 1 :]]
+    latest = _without_reasoning(runs[at], past_answer)
+    return [*map(_without_reasoning, runs[:at]), latest, *runs[at + 1 :]]
 
 
-def _without_reasoning(stretch: _Stretch, until: int | None = None) -> _Stretch:
-    """``stretch`` without the reasoning among its first ``until`` messages.
+def _without_reasoning(run: _Run, until: int | None = None) -> _Run:
+    """``run`` without the reasoning among its first ``until`` messages.
 
     Spans that cannot be placed without the reasoning before them are replaced by the messages.
     """
-    kinds, sent, generated = stretch
+    kinds, sent, generated = run
     if Reasoning not in kinds[:until]:
-        return stretch
+        return run
     stays = [kind is not Reasoning for kind in kinds[:until]] + [True] * len(kinds[until:])
     if generated is None:
         return _as_sent(list(compress(sent, stays)))
@@ -258,10 +263,10 @@ def _without_reasoning(stretch: _Stretch, until: int | None = None) -> _Stretch:
     return _as_sent([message for message in sent if not isinstance(message, Reasoning)])
 
 
-def _written(  # noqa: C901 - one kind of message after the other
-    stretches: Iterable[_Stretch],
+def _written(  # noqa: C901 - one case per kind of message
+    runs: Iterable[_Run],
     names: Names,
-    budget: schema.SizeBudget,
+    budget: typescript.SizeBudget,
     calls: Mapping[str, str] | None = None,
     tenant: str = "",
 ) -> list[tuple[int, ...]]:
@@ -297,12 +302,12 @@ def _written(  # noqa: C901 - one kind of message after the other
             text = message.text
         return _message(tenant, kind, text, tool)
 
-    for _, sent, generated in stretches:
+    for _, sent, generated in runs:
         for message in sent:
             if generated is None:
                 written.append(ids(message))
                 tokens += len(written[-1])
-                if tokens > MOST_TOKENS:
+                if tokens > MAX_PROMPT_TOKENS:
                     raise PromptTooLong(tokens, WINDOW, at_least=True)
             if isinstance(message, Call):
                 made[message.id] = message.name
@@ -316,7 +321,7 @@ def _written(  # noqa: C901 - one kind of message after the other
 def _system(turn: Turn, tools: bool) -> tuple[int, ...]:
     """The system message of openai-harmony, with the caller's identity and date inserted."""
     given = {_IDENTITY: turn.identity or "", _DATE: turn.date or ""}
-    builtin = turn.trained_namespaces
+    builtin = turn.builtin_namespaces
     form = _system_form(*map(bool, given.values()), turn.effort, builtin, tools)
     text = "".join(vocab.clean(given.get(part, part)) for part in _BLANKS.split(form))
     return _message(turn.tenant, _System, text)
@@ -350,7 +355,9 @@ def _system_form(
             known = " and ".join(BUILTIN_TOOLS)
             problem = f"there is no built-in tool {quoted(name)}: only {known}"
             raise RequestError(problem, param="builtin_tools")
-        configured: ToolNamespaceConfig = getattr(ToolNamespaceConfig, name)()  # has the same names
+        configured: ToolNamespaceConfig = getattr(
+            ToolNamespaceConfig, name
+        )()  # its methods are named after tools
         content = content.with_tools(configured)
     message = HarmonyMessage.from_role_and_content(Role.SYSTEM, content)
     ids = vocab.encoding().render(message, RenderOptions(conversation_has_function_tools=tools))
@@ -362,7 +369,7 @@ def _developer(
     instructions: str,
     tools: Sequence[Tool],
     names: Names,
-    budget: schema.SizeBudget,
+    budget: typescript.SizeBudget,
 ) -> tuple[int, ...]:
     """The developer message of A2; no ids if it would be empty.
 
@@ -382,7 +389,7 @@ def _developer(
             description=each.description,
         )
         for each in turn.namespaces
-        if not each.trained
+        if not each.is_builtin
     ]
     if declared:
         sections.append(_HEADING + "\n\n".join(declared))
@@ -394,15 +401,15 @@ def _developer(
 _HEADING = "# Tools\n\n"
 
 
-_sections: lru.ByteLRU[tuple[str, bytes], tuple[str, int, int]] = lru.ByteLRU(REMEMBERED // 8)
-"""The text of a namespace of a ``# Tools`` section, and the characters and schemas of its tools."""
+_sections: lru.ByteLRU[tuple[str, bytes], tuple[str, int, int]] = lru.ByteLRU(CACHE_BYTES // 8)
+"""The text of one namespace, and what its tools take of the budget: characters, schemas."""
 
 
 def _tools(
     tools: Sequence[Tool],
     names: Names,
     tenant: str,
-    budget: schema.SizeBudget,
+    budget: typescript.SizeBudget,
     *,
     namespace: str = FUNCTIONS,
     description: str = "",
@@ -411,33 +418,33 @@ def _tools(
     values = [(names.alias(tool.name), tool.description, tool.parameters) for tool in tools]
     key = None
     with suppress(ValueError):
-        # Four times as fast as ``json``; version 2 writes equal values equally.
+        # Four times as fast as ``json``; version 2 writes equal values as equal bytes.
         key = marshal.dumps((namespace, description, values), 2)
-    if key is not None and len(key) > MOST_CHARACTERS:
-        raise schema.too_large(tools[-1])
-    section = None if key is None else _sections.get((tenant, key))
-    characters, schemas = budget.characters, budget.schemas
+    if key is not None and len(key) > MAX_JSON_CHARACTERS:
+        raise typescript.too_large(tools[-1])
+    known = None if key is None else _sections.get((tenant, key))
+    before = replace(budget)
     declared: list[str] = []
     try:
-        if section is not None:
-            text, *sizes = section
+        if known is not None:
+            text, *sizes = known
             budget.take(*sizes)
             return text
         for tool in tools:
-            name, parameters = names.alias(tool.name), schema.parameters(tool, budget)
-            declared.append(schema.declaration(name, vocab.clean(tool.description), parameters))
+            name, parameters = names.alias(tool.name), typescript.parameters(tool, budget)
+            declared.append(typescript.declaration(name, vocab.clean(tool.description), parameters))
             budget.take(len(declared[-1]))
-    except OverflowError as error:
+    except typescript.TooLarge as error:
         # A cached section is not attributed to one tool: the error names its last one.
-        raise schema.too_large(tools[len(declared) - 1]) from error
-    text = schema.section(namespace, declared, vocab.clean(description))
+        raise typescript.too_large(tools[len(declared) - 1]) from error
+    text = typescript.section(namespace, declared, vocab.clean(description))
     if key is not None:
-        section = text, characters - budget.characters, schemas - budget.schemas
-        _sections.put((tenant, key), section, len(key) + getsizeof(text) + _ENTRY)
+        taken = before.characters - budget.characters, before.schemas - budget.schemas
+        _sections.put((tenant, key), (text, *taken), len(key) + getsizeof(text) + _ENTRY)
     return text
 
 
-_ANY_OBJECT = ResponseFormat(
+_JSON_OBJECT_FORMAT = ResponseFormat(
     schema={"type": "object"},
     name="json_object",
     description="The answer is one JSON object, without any text or code fence around it.",
@@ -455,9 +462,9 @@ def _response_format(requested: ResponseFormat) -> str:
         rule = f"// The answer matches this {requested.syntax.kind} grammar, and is nothing else."
         definition = requested.syntax.definition.strip()
         return f"# Response Formats\n\n## {requested.name}\n\n{rule}\n{definition}"
-    shown = _ANY_OBJECT if requested.schema is None else requested
-    if characters(shown.schema) + len(shown.description) > MOST_CHARACTERS:
-        problem = f"the schema is too large: more than {MOST_CHARACTERS} characters"
+    shown = _JSON_OBJECT_FORMAT if requested.schema is None else requested
+    if characters(shown.schema) + len(shown.description) > MAX_JSON_CHARACTERS:
+        problem = f"the schema is too large: more than {MAX_JSON_CHARACTERS} characters"
         raise RequestError(problem, param=requested.where)
     try:
         text = json.dumps(shown.schema, ensure_ascii=False, separators=(",", ":"))

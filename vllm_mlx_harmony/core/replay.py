@@ -10,8 +10,8 @@ as those of an earlier process.
 **Identifying a turn.** The APIs are stateless, and none has an id for a turn. A turn with calls is
 identified by the id of its first call, which was generated here and is unique. A turn without calls
 is identified by its content and the **history hash**: a digest (BLAKE2b, RFC 7693) of the
-conversation before it, as a client sees it. Both are the same for every API, so a conversation may
-change APIs, and in every process, so an archive may be shared.
+conversation before it, as a client sees it. Call ids and history hashes are the same in every
+API, so a conversation may change APIs, and in every process, so an archive may be shared.
 
 **What a client may change.** Clients change some things unintentionally:
 
@@ -23,7 +23,7 @@ change APIs, and in every process, so an archive may be shared.
 Any other change is an edit: the turn is not found, and its messages are rendered. The content and
 the calls of a turn that was found are compared with those that the client sent.
 
-**Invariants.** Consecutive spans are the ids of the output as they occur in a history: whatever
+**Invariants.** Joined, the spans are the ids of the output as they occur in a history: whatever
 ended the turn (``<|return|>``, a limit) becomes the end of a message (``<|end|>``). A turn is never
 found from another scope (a model and a tenant). The size in bytes is bounded, and the least
 recently used turns are evicted first.
@@ -36,12 +36,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import groupby, islice
 from sys import getsizeof
 from typing import Protocol, TypeAlias
 
 from vllm_mlx_harmony.core import lru, vocab
-from vllm_mlx_harmony.core.text_limits import is_parsed_soon
+from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -75,7 +75,7 @@ class Output:
     ended: int
 
 
-Span: TypeAlias = "tuple[int, ...]"
+Span: TypeAlias = tuple[int, ...]
 """The ids of one generated message, and of hidden text after it."""
 
 
@@ -99,11 +99,11 @@ class GeneratedTurn:
     served: str = ""
 
 
-_Key: TypeAlias = "tuple[str, str] | tuple[str, int, str]"
+_Key: TypeAlias = tuple[str, str] | tuple[str, int, str]
 
 
 class Archive(Protocol):
-    """Turns outside of memory, by digest. No call takes long or raises."""
+    """Turns stored elsewhere than in memory, by digest. Its methods are quick and never raise."""
 
     @property
     def blocks(self) -> bool:
@@ -157,9 +157,9 @@ class ReplayScope:
         """Stores what was generated, unless nothing of it was visible."""
         spans = _spans(output)
         content, calls = visible(output.messages)
-        ran = served(output.messages)
+        ran = server_calls_digest(output.messages)
         if spans and (content or calls or ran):
-            key = self._key(content, calls, 0 if calls else history_hash(output.before))
+            key = self._key(output.messages, 0 if calls else history_hash(output.before))
             kinds = tuple(map(type, output.messages))
             turn = GeneratedTurn(kinds, spans, content, tuple(calls), ran)
             self._turns.put(key, turn, _size(turn, key))
@@ -169,26 +169,20 @@ class ReplayScope:
     def history(
         self, messages: Iterable[Message]
     ) -> Iterator[tuple[bool, list[Message], GeneratedTurn | None]]:
-        """The groups of `turns`, each with the turn that was generated.
+        """The `runs_of` of ``messages``, each with the turn that was generated.
 
         That is ``None`` if it was not generated here, or if a client edited it.
         """
-        groups = turns(messages)
-        seen: list[tuple[_Key, str, list[Call], str] | None] = []
-        history, hashed, counted = blake2b(digest_size=8), 0, 0
-        for at, (from_assistant, group) in enumerate(groups):
-            if not from_assistant:
-                seen.append(None)
-                continue
-            content, calls = visible(group)
-            if not calls:  # only a turn without calls needs the hash of the history before it
-                hashed = _extended(history, groups[counted:at])
-                counted = at
-            key = self._key(content, calls, 0 if calls else hashed)
-            seen.append((key, content, calls, served(group)))
-        found = iter(self._found([shown[0] for shown in seen if shown is not None]))
-        for (from_assistant, group), shown in zip(groups, seen, strict=True):
-            yield from_assistant, group, shown and _unedited(next(found), *shown[1:])
+        runs = runs_of(messages)
+        history = blake2b(digest_size=8)
+        keys: dict[int, _Key] = {}
+        for at, (from_assistant, run) in enumerate(runs):
+            if from_assistant:
+                keys[at] = self._key(run, int.from_bytes(history.digest(), "little"))
+            _extended(history, [(from_assistant, run)])
+        found = dict(zip(keys, self._found(list(keys.values())), strict=True))
+        for at, (from_assistant, run) in enumerate(runs):
+            yield from_assistant, run, _unedited(found.get(at), run)
 
     def _found(self, keys: Sequence[_Key]) -> list[GeneratedTurn | None]:
         """The turns with these keys, from memory or with one query from the archive."""
@@ -207,15 +201,18 @@ class ReplayScope:
                     self._turns.put(keys[at], turn, _size(turn, keys[at]))
         return found
 
-    def _key(self, content: str, calls: Sequence[Call], before: int) -> _Key:
+    def _key(self, turn: Iterable[Message], before: int) -> _Key:
+        content, calls = visible(turn)
         return (self._scope, calls[0].id) if calls else (self._scope, before, content)
 
 
-def _unedited(
-    found: GeneratedTurn | None, content: str, calls: Sequence[Call], ran: str
-) -> GeneratedTurn | None:
-    """``found``, if it equals what a client sent as ``content`` and ``calls``."""
-    if found is None or found.content != content or len(found.calls) != len(calls):
+def _unedited(found: GeneratedTurn | None, sent: Sequence[Message]) -> GeneratedTurn | None:
+    """``found``, if it equals what a client sent."""
+    if found is None:
+        return None
+    content, calls = visible(sent)
+    ran = server_calls_digest(sent)
+    if found.content != content or len(found.calls) != len(calls):
         return None
     if not all(map(_is_same, found.calls, calls)):
         return None
@@ -240,7 +237,7 @@ def visible(turn: Iterable[Message]) -> tuple[str, list[Call]]:
     return "\n".join(texts), calls
 
 
-def served(turn: Iterable[Message]) -> str:
+def server_calls_digest(turn: Iterable[Message]) -> str:
     """A digest of the calls that the server ran in ``turn`` and their results; empty without any.
 
     It does not depend on ids, nor on the formatting of arguments.
@@ -251,24 +248,17 @@ def served(turn: Iterable[Message]) -> str:
     parts: list[str] = []
     for each in ran:
         text = each.text if isinstance(each, ServerResult) else each.arguments
-        if isinstance(each, ServerCall) and is_parsed_soon(text):
+        if isinstance(each, ServerCall) and is_quick_to_parse(text):
             with suppress(ValueError, RecursionError):
                 text = _canonical(text)
         parts += (type(each).__name__, each.name, text)
     return _digest(*parts).hex()
 
 
-def turns(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
-    """``messages`` in groups: runs of the assistant's messages (true), and those between."""
-    groups: list[tuple[bool, list[Message]]] = []
-    from_assistant, group = None, list[Message]()
-    for message in messages:
-        speaks = type(message) in ASSISTANT_KINDS
-        if speaks is not from_assistant:
-            from_assistant, group = speaks, []
-            groups.append((from_assistant, group))
-        group.append(message)
-    return groups
+def runs_of(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
+    """``messages`` in runs: those of the assistant (true), and those between."""
+    runs = groupby(messages, lambda message: type(message) in ASSISTANT_KINDS)
+    return [(from_assistant, list(run)) for from_assistant, run in runs]
 
 
 def history_hash(messages: Iterable[Message]) -> int:
@@ -277,22 +267,22 @@ def history_hash(messages: Iterable[Message]) -> int:
     It does not depend on how content is joined, nor on reasoning, instructions, call ids and
     arguments.
     """
-    return _extended(blake2b(digest_size=8), turns(messages))
+    return _extended(blake2b(digest_size=8), runs_of(messages))
 
 
-def _extended(history: blake2b, groups: Iterable[tuple[bool, Sequence[Message]]]) -> int:
-    """Adds groups of `turns` to ``history``, and returns the `history_hash` of all of them.
+def _extended(history: blake2b, runs: Iterable[tuple[bool, Sequence[Message]]]) -> int:
+    """Adds `runs_of` to ``history``, and returns the `history_hash` of all of them.
 
     Python's own hash differs in every process.
     """
-    for from_assistant, group in groups:
+    for from_assistant, run in runs:
         if from_assistant:
-            content, calls = visible(group)
+            content, calls = visible(run)
             parts = [(b"said", content), *((b"call", call.name) for call in calls)]
         else:
             parts = [
                 (b"user" if isinstance(message, User) else b"tool", message.text)
-                for message in group
+                for message in run
                 if isinstance(message, (User, Result))
             ]
         for kind, text in parts:
@@ -316,7 +306,7 @@ def _is_same(ours: Call, theirs: Call) -> bool:
     if ours.arguments == theirs.arguments:
         return True
     one, other = ours.arguments or "{}", theirs.arguments or "{}"  # a cut call may have none
-    if not is_parsed_soon(other):
+    if not is_quick_to_parse(other):
         return False  # too large to parse: counts as edited
     try:
         return _canonical(one) == _canonical(other)
@@ -344,7 +334,8 @@ def _canonical(text: str) -> str:
 def _spans(output: Output) -> tuple[Span, ...]:
     """One span per message; none if the output shows nothing.
 
-    Also none if a message begins after the ids, since it follows the end of the turn.
+    Also none if a message begins after the ids: it was shown when the output ended, of text that
+    had no header.
     """
     begins = output.begins
     if not begins or begins[-1] >= len(output.ids):

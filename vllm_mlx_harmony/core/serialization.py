@@ -7,26 +7,18 @@ from array import array
 from itertools import accumulate, pairwise
 from zlib import crc32
 
-from vllm_mlx_harmony.core.replay import GeneratedTurn, shared
-from vllm_mlx_harmony.core.turn import (
-    Answer,
-    Call,
-    Preamble,
-    Reasoning,
-    ServerCall,
-    ServerResult,
-)
+from vllm_mlx_harmony.core.replay import ASSISTANT_KINDS, GeneratedTurn, shared
+from vllm_mlx_harmony.core.turn import Call
 
-_KINDS = {
-    kind.__name__: kind for kind in (Reasoning, Preamble, Answer, Call, ServerCall, ServerResult)
-}
+_KINDS = {kind.__name__: kind for kind in ASSISTANT_KINDS}
 
 _CRC = 4
 """Bytes of the checksum, which comes first."""
 
 
 def written(turn: GeneratedTurn) -> bytes:
-    """``turn`` as a checksum, the length of the JSON, the JSON, and all ids in four bytes each."""
+    """Serializes ``turn``: a checksum, the length of the JSON, the JSON, each id (four bytes,
+    in the machine's order)."""
     header = {
         "kinds": [kind.__name__ for kind in turn.kinds],
         "lengths": [len(span) for span in turn.spans],
@@ -57,5 +49,5 @@ def read(content: bytes) -> GeneratedTurn | None:
             tuple(Call(*call) for call in header["calls"]),
             header.get("served", ""),
         )
-    except (ValueError, KeyError, TypeError):  # a version with another format
+    except (ValueError, KeyError, TypeError):  # written by a version with another format
         return None

@@ -6,30 +6,33 @@ per value, and 4 ms per megabyte of a string.
 
 from __future__ import annotations
 
-MOST_CHARACTERS = 4 * 2**20
+MAX_JSON_CHARACTERS = 4 * 2**20
 """Characters that may be written as JSON in one call: 16 ms."""
 
-MOST_VALUES = 100_000
+MAX_JSON_VALUES = 100_000
 """JSON values that may be parsed in one call: 30 ms."""
 
 WINDOW = 131_072
 """Tokens of the context of gpt-oss. An engine with little memory has a shorter one."""
 
-MOST_TOKENS = 8 * WINDOW
+MAX_PROMPT_TOKENS = 8 * WINDOW
 """Tokens that are counted: the prompt cannot fit any model. The garbage collector, which stops all
 threads, takes 10 ms to traverse so many."""
 
 
-def is_parsed_soon(text: str) -> bool:
+def is_quick_to_parse(text: str) -> bool:
     """Whether ``text`` is small enough to be parsed and written as JSON in one call.
 
     It counts characters that may begin a value, those inside strings included.
     """
-    return len(text) <= MOST_CHARACTERS and sum(map(text.count, ",[{")) <= MOST_VALUES
+    return len(text) <= MAX_JSON_CHARACTERS and sum(map(text.count, ",[{")) <= MAX_JSON_VALUES
 
 
 def characters(value: object) -> int:
-    """The approximate length of ``value``, parsed JSON, when written. Does not hold the lock."""
+    """The approximate length of ``value``, parsed JSON, when written.
+
+    Pure Python, so other threads can run meanwhile.
+    """
     level, total = [value], 0
     while level:
         inner: list[object] = []

@@ -1,4 +1,4 @@
-"""One request as frozen values, independent of the API it came from and of Harmony."""
+"""One request as frozen values, whichever API it came from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 
 VOCAB_SIZE = 201_088
-"""The number of ids that gpt-oss has logits for: ``vocab_size`` in its ``config.json``."""
+"""The number of ids that gpt-oss has logits for: ``vocab_size`` in its ``config.json``. The
+encoding has one more (`vocab.SIZE`)."""
 
 
 class Effort(str, Enum):
@@ -31,13 +32,13 @@ class Effort(str, Enum):
         if effort is None:
             known = ", ".join(EFFORTS)
             raise RequestError(
-                f"{param}: unknown effort {quoted(word)}, use one of {known}", param=param
+                f"{param}: unknown effort {quoted(word)}; use one of {known}", param=param
             )
         return effort
 
 
 NO_THINKING = "none"
-"""The effort without any reasoning: the model may not write analysis."""
+"""The word that turns reasoning off: the model may not write analysis."""
 
 EFFORTS: dict[str, Effort] = {
     NO_THINKING: Effort.LOW,
@@ -66,7 +67,7 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Summary(User):
-    """The summary of a conversation that was compacted, which the model reads as the user's."""
+    """The summary of a compacted conversation, which the model sees as a message of the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +136,12 @@ class ServerResult:
 
 
 BuiltinTool: TypeAlias = Literal["browser", "python"]
-"""The namespaces of the tools that gpt-oss was trained with."""
+"""The built-in tools: the prompt can declare them as gpt-oss was trained to see them."""
 
 BUILTIN_TOOLS: tuple[str, ...] = get_args(BuiltinTool)
+
+TRAINED = frozenset({*BUILTIN_TOOLS, "container"})
+"""Namespaces of all tools that gpt-oss was trained with. openai-harmony cannot declare the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ class Syntax:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function the model may call. ``parameters`` is a JSON Schema, or ``None`` without any.
+    """A function the model may call. ``parameters`` is a JSON Schema; ``None`` if it takes none.
 
     ``strict``: the caller wants valid arguments, or an error if that cannot be guaranteed.
     ``syntax`` restricts the input of a freeform tool, the string ``input`` that is its only
@@ -188,8 +192,8 @@ class Namespace:
     given: bool = False
 
     @property
-    def trained(self) -> bool:
-        """Whether it is one of the namespaces that gpt-oss was trained with."""
+    def is_builtin(self) -> bool:
+        """Whether it has the name of a built-in tool."""
         return self.name in BUILTIN_TOOLS
 
     @property
@@ -202,7 +206,7 @@ class Namespace:
     @property
     def by_recipient(self) -> dict[str, Tool]:
         """Its tools by recipient."""
-        return dict(zip(self.recipients, self.tools, strict=False))  # python has one of each
+        return dict(zip(self.recipients, self.tools, strict=False))  # python has one recipient
 
     def needs_approval(self, recipient: str) -> bool:
         """Whether a call to ``recipient`` needs the caller's approval."""
@@ -232,8 +236,8 @@ class ResponseFormat:
     """The requested format of the answer: JSON that fits ``schema`` (``None``: any object).
 
     ``strict`` as for a ``Tool``. With ``syntax``, the answer is a text that matches it instead.
-    ``where`` is the path of the field in the request, for errors. ``strict_implied``: that field is
-    always strict, so its caller cannot relax it.
+    ``where`` is the path of the field in the request, for errors. ``strict_implied``: that field
+    has no ``strict`` of its own, so the caller cannot relax it.
     """
 
     schema: Mapping[str, Any] | None = None
@@ -273,7 +277,6 @@ class FormatUpdate:
 Message: TypeAlias = (
     Instructions
     | User
-    | Summary
     | Reasoning
     | Preamble
     | Answer
@@ -338,10 +341,11 @@ class Turn:
 
     ``tools``, ``effort`` and ``response_format`` are those at the beginning of the prompt, and
     messages can change them. ``callable_tools``, ``answer_format`` and ``thinking`` apply to the
-    answer. No tenant uses what is cached of another ``tenant``: messages, tools, grammars. ``namespaces`` are the tools that
-    the server runs, and ``max_tool_calls`` limits the number of their calls (``None``: the server's
-    default). At that limit, a turn that ``pauses`` ends until its caller sends it back; in any
-    other turn, the model is informed and continues.
+    answer. No tenant uses what is cached of another ``tenant``: messages, tools, grammars.
+    ``namespaces`` are the tools that the server runs, and ``max_tool_calls`` limits the number of
+    their calls (``None``: the server's default). At that limit, a turn that ``pauses`` ends, and
+    continues when the caller sends it back; in any other turn, the model is told that no calls are
+    left, and continues.
     """
 
     messages: tuple[Message, ...]
@@ -362,9 +366,9 @@ class Turn:
     pauses: bool = False
 
     @property
-    def trained_namespaces(self) -> tuple[str, ...]:
+    def builtin_namespaces(self) -> tuple[str, ...]:
         """The built-in namespaces in the prompt, whether the client or the server runs them."""
-        served = (each.name for each in self.namespaces if each.trained)
+        served = (each.name for each in self.namespaces if each.is_builtin)
         return tuple(dict.fromkeys((*self.builtin_tools, *served)))
 
     @property
@@ -421,8 +425,8 @@ class Defaults:
     def unasked(self, tools: Sequence[Tool]) -> tuple[Namespace, ...]:
         """The tools that the server runs for a request that does not ask for any.
 
-        A client that brings its own tools wants no others like them: a namespace is left out if
-        one of the request's ``tools`` has a name in it (``weather.now``), or is named like a
+        A client with tools of its own does not want similar ones of the server: a namespace is left
+        out if one of the request's ``tools`` has a name in it (``weather.now``), or is named like a
         built-in one (``python``). A function ``weather`` does not hide the namespace ``weather``.
         """
         own = [tool.name.partition(".") for tool in tools]
@@ -440,8 +444,8 @@ class Defaults:
     def reasoning(self, *requested: tuple[str, object]) -> tuple[Effort, bool]:
         """The ``effort`` and the ``thinking`` of a turn (A8).
 
-        ``requested`` are paths in the request with their values, of which the first that is not
-        ``None`` counts. Raises ``RequestError`` naming its path if it is not an effort.
+        ``requested`` are paths in the request with their values; the first that is not ``None`` is
+        used. Raises ``RequestError`` with its path if it is not a known effort.
         """
         for param, word in requested:
             if word is not None:

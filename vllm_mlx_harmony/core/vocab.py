@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from vllm_mlx_harmony.core.errors import HostError, PromptTooLong
 from vllm_mlx_harmony.core.files import write_atomically
 from vllm_mlx_harmony.core.pretokens import encodable, pieces
-from vllm_mlx_harmony.core.text_limits import MOST_TOKENS, WINDOW
+from vllm_mlx_harmony.core.text_limits import MAX_PROMPT_TOKENS, WINDOW
 
 if TYPE_CHECKING:
     from openai_harmony import HarmonyEncoding
@@ -39,25 +39,28 @@ MESSAGE = 200_008
 CALL = 200_012
 
 TURN_ENDS = frozenset({RETURN, CALL, ENDOFTEXT})
-"""Ids that end the model's turn: an engine stops at them (semantics B). What follows from them is
-in `parse.SIGNS`, and in `grammar.language`."""
+"""Ids that end the model's turn: an engine stops at them (semantics B). `parse.SIGNS` and
+`grammar.language` have what each of them means."""
 
 LAST = frozenset({RETURN, ENDOFTEXT})
-"""Those that never occur in a prompt, where the message ends with ``END`` instead."""
+"""Of these, the ones that never occur in a prompt: there, the message ends with ``END``."""
 
 SIZE = 201_089
 """The number of ids in the encoding, with reserved ones: one more than `turn.VOCAB_SIZE`."""
+
+UNUSED = SIZE - 2
+"""The last id that has logits: reserved, and never generated."""
 
 CONTROL = range(STARTOFTEXT, SIZE)
 """Ids that never decode to text: special and reserved ones."""
 
 SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
-"""Of the official `o200k_base.tiktoken`, as openai-harmony and tiktoken pin it."""
+"""The SHA-256 of the official `o200k_base.tiktoken`, as openai-harmony and tiktoken pin it."""
 
 FILE_NAME = "o200k_base.tiktoken"
 DATA_NAME = "o200k_base.xz"
 BASE_VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
-"""Directory openai-harmony reads the vocabulary from instead of downloading it."""
+"""The variable with the directory from which openai-harmony reads the vocabulary."""
 
 
 class VocabularyError(HostError):
@@ -73,7 +76,7 @@ _lock = threading.Lock()
 def encoding() -> HarmonyEncoding:
     """The o200k_harmony encoding: the same object in every thread, never downloaded.
 
-    Raises `VocabularyError` if there is no usable vocabulary file, and `ImportError` if neither
+    Raises ``VocabularyError`` if there is no usable vocabulary file, and ``ImportError`` if neither
     openai-harmony nor oss-harmony is installed.
     """
     global _encoding
@@ -85,7 +88,7 @@ def encoding() -> HarmonyEncoding:
 
 
 def encode(text: str) -> list[int]:
-    """Ids of `text` as ordinary text: what looks like a control token stays text (semantics A7).
+    """Ids of ``text`` as ordinary text: what looks like a control token stays text (semantics A7).
 
     A lone surrogate, which UTF-8 cannot represent, is encoded as U+FFFD. A long text is encoded in
     pieces, because the encoder holds the interpreter's lock (`pretokens` describes when that makes
@@ -95,20 +98,20 @@ def encode(text: str) -> list[int]:
     ids: list[int] = []
     for piece in pieces(clean(text)):
         ids += encode(piece, disallowed_special=())
-        if len(ids) > MOST_TOKENS:
+        if len(ids) > MAX_PROMPT_TOKENS:
             raise PromptTooLong(len(ids), WINDOW, at_least=True)
     return ids
 
 
 def clean(text: str) -> str:
-    """`text` with U+FFFD for each lone surrogate, which UTF-8 cannot represent."""
+    """``text`` with U+FFFD for each lone surrogate, which UTF-8 cannot represent."""
     if encodable(text):
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def token_bytes(token: int) -> bytes:
-    """The bytes of `token`, which may be part of a character.
+    """The bytes of ``token``, which may be part of a character.
 
     Empty for a control or reserved id, and for an id outside the vocabulary.
     """
@@ -143,13 +146,14 @@ def cache_dir() -> Path:
 def official_file(packed: bytes | None = None) -> bytes:
     """The official `o200k_base.tiktoken`, rebuilt from the compressed file in the package.
 
-    Raises `VocabularyError` if that file is missing or damaged.
+    Raises ``VocabularyError`` if that file is missing or damaged.
     """
     try:
         import lzma  # not in every build of Python, and not needed with a cached file
     except ImportError as error:
         raise VocabularyError(
-            f"this Python has no lzma module; point {BASE_VARIABLE} to a directory with {FILE_NAME}"
+            f"this Python has no lzma module; set {BASE_VARIABLE} to a directory that contains "
+            f"{FILE_NAME}"
         ) from error
     try:
         if packed is None:
@@ -186,8 +190,10 @@ def _load() -> HarmonyEncoding:
                 f"{BASE_VARIABLE} if it points there"
             ) from error
         finally:
-            del os.environ[BASE_VARIABLE]
-            os.environ.update({} if before is None else {BASE_VARIABLE: before})
+            if before is None:
+                del os.environ[BASE_VARIABLE]
+            else:
+                os.environ[BASE_VARIABLE] = before
 
 
 @contextmanager
@@ -211,16 +217,16 @@ def _vocabulary_dir() -> Iterator[Path]:
                 yield Path(name)
         except OSError as error:
             raise VocabularyError(
-                f"no place to write the vocabulary to: {cache_dir()} and the temporary directory "
-                f"both fail ({error}); free some space or point {BASE_VARIABLE} to a directory "
-                f"with {FILE_NAME}"
+                f"the vocabulary cannot be written to {cache_dir()} or to a temporary directory "
+                f"({error}); free some space, or set {BASE_VARIABLE} to a directory that contains "
+                f"{FILE_NAME}"
             ) from error
 
 
 def _cached() -> Path | None:
-    """The cache directory with a valid vocabulary file; `None` if it is not writable."""
+    """The cache directory with a valid vocabulary file; ``None`` if it is not writable."""
     directory = cache_dir()
-    if not directory.is_absolute():  # no home directory: relative to the working directory
+    if not directory.is_absolute():  # without a home directory
         return None
     with suppress(OSError):
         content = (directory / FILE_NAME).read_bytes()

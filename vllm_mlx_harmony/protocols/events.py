@@ -14,7 +14,7 @@ from json import dumps
 from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple, TypeAlias
 
-from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, characters
+from vllm_mlx_harmony.core.text_limits import MAX_JSON_CHARACTERS, characters
 
 Document: TypeAlias = dict[str, Any]
 """A JSON object: a document of an API, or a part of one."""
@@ -47,7 +47,7 @@ def encode(document: object) -> str:
 
 def encode_slowly(document: object) -> str:
     """Like ``encode``, but lets other threads run while it writes a large document."""
-    if characters(document) <= MOST_CHARACTERS:
+    if characters(document) <= MAX_JSON_CHARACTERS:
         return encode(document)
     return "".join(_parts(document))
 

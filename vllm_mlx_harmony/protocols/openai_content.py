@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from json import dumps
 from typing import Annotated, TypeAlias
 
-from vllm_mlx_harmony.core.attachments import Attachments, left_out
+from vllm_mlx_harmony.core.attachments import Attachments, placeholder
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Variants, Wire, text_parts
 
@@ -80,7 +80,7 @@ def result_text(parts: Sequence[AnyPart], where: str, attachments: Attachments) 
         is_line = text is None
         if text is None:
             kind, at = _KINDS.get(part.type), f"{where}[{index}]"
-            text = attachments.line(kind, part.type, at) if kind else left_out(part.type)
+            text = attachments.line(kind, part.type, at) if kind else placeholder(part.type)
         starts_line = joined and (line_open or is_line)
         joined += "\n" if starts_line and not joined.endswith("\n") else ""
         joined += text

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
-from vllm_mlx_harmony.core.deltas import Delta, Finished, Reason, ToolFinished, ToolStarted
+from vllm_mlx_harmony.core.deltas import Delta, Finished, ReasoningCut, ToolFinished, ToolStarted
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
@@ -186,7 +186,7 @@ class _Progress:
     generated: int = 0
     cached_tokens: int = 0
     finish: Finish | None = None
-    reasoning_ended_by: Reason = ""
+    reasoning_ended_by: ReasoningCut = ""
 
 
 async def _output(

@@ -1,6 +1,6 @@
 """What a turn may contain, as one grammar over the token ids of the whole output.
 
-**The language.** Generation begins behind ``<|start|>assistant``. Any number of messages may
+**The language.** Generation begins after ``<|start|>assistant``. Any number of messages may
 follow that leave the turn open, and then one that ends it::
 
     turn     = { open "<|start|>assistant" } last
@@ -18,11 +18,11 @@ that fits the tool ``NAME``. The request (its tools, tool choice, format and rea
 decides which of these alternatives exist. A turn has at most one call, because generation stops at
 ``<|call|>``; so ``parallel_tool_calls: false`` needs no rule of its own.
 
-**Lenient headers.** gpt-oss writes the same call in a dozen ways: with the recipient behind the
-role or behind the channel, on any channel, with or without a content type, which is a plain word or
+**Lenient headers.** gpt-oss writes the same call in a dozen ways: with the recipient after the
+role or after the channel, on any channel, with or without a content type, which is a plain word or
 follows ``<|constrain|>``. Forcing one form pushes a model off the path it was trained on, and its
 arguments get worse. So every header that the parser reads as intended (semantics B) is in the
-language. Noise that the parser merely survives is not. Neither is ``final json``, in which
+language. Noise that the parser merely tolerates is not. Neither is ``final json``, in which
 openai-harmony's own parser sees a recipient.
 
 **Token ids, not text.** A grammar over text cannot tell the control token ``<|end|>`` from the
@@ -32,13 +32,13 @@ renderer and the grammar always agree on where a message ends.
 
 **How much of a schema is enforced** depends on ``strict``.
 
-*Without strict*, the caller did not ask for anything, and a default must not change what a model
-validly writes. Arguments and answers are only kept from being invalid: every text that a JSON
-parser and JSON Schema accept is in the language, with properties in any order, any white space, any
-escapes, and ``1.0`` or ``1e3`` as integers. Not in the language are undeclared names where
-``additionalProperties`` is false, values of the wrong type or out of bounds, an object without its
-required properties, and duplicate names. llguidance's ``%json`` has a fixed order and one spelling,
-so these rules are our own (`unordered`). JSON has no bounds here, but the rules do:
+*Without strict*, the caller asked for no guarantee, so valid output must not change. Arguments and
+answers are only kept from being invalid: every text that a JSON parser and JSON Schema accept is in
+the language, with properties in any order, any white space, any escapes, and ``1.0`` or ``1e3`` as
+integers. Not in the language are undeclared names where ``additionalProperties`` is false, values
+of the wrong type or out of bounds, an object without its required properties, and duplicate names.
+llguidance's ``%json`` has a fixed order and one spelling, so these rules are our own (`unordered`).
+JSON has no bounds here, but the rules do:
 
 - 256 characters of white space in one place
 - 64 undeclared names in a row in an object with required names
@@ -66,17 +66,15 @@ there is a grammar: no undeclared tool can be called, and the turn always ends i
 it is one free text, which costs 5 µs of CPU time per id, 0.05 % of a step of 10 ms
 (``ci/bench_grammar.py``).
 
-**Forced ids** are sampled one at a time like all others, because there are few of them: 9 of the 88
-ids of a short thought and a call, in runs of one to three; 7 % of a typed answer, never two in a
-row; 5 of 6,778 ids of a text. Computing several in one pass would save little, and rounds
-differently: with the tiny random model in float32, 4 of 24 contexts had other logits (by up to
-2e-6) behind 16 forced ids.
+**Forced ids** are sampled one at a time like all others. There are few of them (9 of the 88 ids of
+a short thought and a call, 7 % of a typed answer, 5 of 6,778 ids of a text), mostly one at a time,
+so computing several in one pass would save little; and it rounds differently.
 
 A `Grammar` is a value. llguidance compiles it (`compiled`) and follows one output (`Matcher`):
 https://github.com/guidance-ai/llguidance, with its Lark variant in ``docs/syntax.md`` and its JSON
 Schema support in ``docs/json_schema.md``. Harmony:
 https://cookbook.openai.com/articles/openai-harmony. Limits on the length of reasoning are not part
-of the grammar, since they are no property of a text: see ``core.reasoning``.
+of the grammar, since they are not properties of a text: see ``core.reasoning``.
 """
 
 from __future__ import annotations

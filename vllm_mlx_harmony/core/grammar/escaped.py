@@ -24,7 +24,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-_SHORT = {"\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t", '"': '"', "\\": "\\"}
+SHORT = {"\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t", '"': '"', "\\": "\\"}
 _SPECIAL = ('"', "\\", *map(chr, range(0x20)))
 _PLAIN = r'[^"\\\x00-\x1f]'
 
@@ -37,7 +37,7 @@ def _word(character: str) -> str:
     """``character`` as JSON writes it inside a string."""
     if character not in _SPECIAL:
         return character
-    short = _SHORT.get(character)
+    short = SHORT.get(character)
     return f"\\{short}" if short else f"\\u{ord(character):04x}"
 
 
@@ -70,8 +70,8 @@ _LEXEME = re.compile(
 
 
 def lark(definition: str) -> Iterator[str]:
-    """Grammars of the escaped text, to be put in braces. The first one that llguidance accepts is
-    to be used. Each has the rule ``r_start`` or the terminal ``R_START``.
+    """Grammars of the escaped text, for use in ``%lark { … }``. The first one that llguidance
+    accepts is to be used. Each has the rule ``r_start`` or the terminal ``R_START``.
 
     Raises ``NotExpressible`` for constructs that cannot be rewritten, for token ids and other
     grammars, and for unbalanced braces.
@@ -87,7 +87,7 @@ def lark(definition: str) -> Iterator[str]:
 
 
 def plain_lark(definition: str) -> str:
-    """``definition``, to be put in braces. Raises the same errors as ``lark``."""
+    """``definition``, for use in ``%lark { … }``. Raises the same errors as ``lark``."""
     lexemes = _lexemes(definition)
     return "".join(lexeme.group() for lexeme in lexemes if lexeme.lastgroup != "priority")
 
@@ -266,7 +266,9 @@ def between_slashes(written: str) -> str:
 
 _GROUP = re.compile(r"\(\?(?:P?<(?![=!])\w+>|(?P<flags>[a-zA-Z]*(?:-[a-zA-Z]+)?)(?P<end>[:)]))")
 _QUANTIFIER = re.compile(r"[*+?]|\{[0-9]+(?:,[0-9]*)?\}")
-_CATEGORY = re.compile(r"\\[pP](?:\{(?P<long>[\w=&. ]+)\}|(?P<short>[A-Z]))")
+CATEGORY = re.compile(r"\\[pP](?:\{(?P<long>[\w=&. ]+)\}|(?P<short>[A-Z]))")
+END = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
+"""A ``$`` that ends a pattern."""
 _CODE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|x\{([0-9a-fA-F]+)\}|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\})"
 )
@@ -294,7 +296,7 @@ class Rewriting:
         """The pattern for the escaped text, with flags at each leaf."""
         pattern = self._pattern
         at, end = int(pattern.startswith("^")), len(pattern)
-        if re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern):
+        if END.search(pattern):
             end -= 1
         yield "(?:"
         while at < end:
@@ -352,7 +354,7 @@ class Rewriting:
         code = _CODE.match(self._pattern, at)
         if code:
             return self.character(chr(int(next(filter(None, code.groups())), 16))), code.end()
-        category = _CATEGORY.match(self._pattern, at)
+        category = CATEGORY.match(self._pattern, at)
         if category:
             return self.character_class(category.group()), category.end()
         escaped = self._pattern[at + 1 : at + 2]
@@ -399,13 +401,13 @@ _PIECES: Mapping[str, Callable[[Rewriting, int], tuple[str, int]]] = {
 def _has(written: str, character: str) -> bool:
     """Whether a class, a dot or a category contains ``character``."""
     if not written.startswith("["):
-        category = _CATEGORY.fullmatch(written)
+        category = CATEGORY.fullmatch(written)
         if category:
             return _category_has(category, character)
         return re.fullmatch(written, character) is not None
     inner = written[1:-1].removeprefix("^")
-    found = any(_category_has(one, character) for one in _CATEGORY.finditer(inner))
-    rest = _CATEGORY.sub("", inner)
+    found = any(_category_has(one, character) for one in CATEGORY.finditer(inner))
+    rest = CATEGORY.sub("", inner)
     if re.search(r"(?<!\\)(?:\\\\)*\[|&&|--|~~", rest):
         raise NotExpressible(f"the class {written} in a regular expression")
     rest = re.sub(r"\\x\{([0-9a-fA-F]+)\}", lambda code: f"\\U{int(code[1], 16):08x}", rest)

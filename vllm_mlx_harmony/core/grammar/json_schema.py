@@ -1,4 +1,4 @@
-"""JSON Schema as llguidance takes it.
+"""JSON Schema, reduced to what llguidance accepts.
 
 llguidance (https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md) supports most
 of draft 2020-12, and rejects a schema that has any other keyword. So a schema is copied keyword by
@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.grammar import property_names
 from vllm_mlx_harmony.core.grammar.property_names import AnySchema, Schema
-from vllm_mlx_harmony.core.schema import pointed
+from vllm_mlx_harmony.core.typescript import pointed
 from vllm_mlx_harmony.core.vocab import clean
 
 MAX_DEPTH = 100
@@ -85,7 +85,8 @@ def strict_schema(
 ) -> StrictSchema:
     """``schema`` for ``%json``, with an empty text if not all of it can be enforced.
 
-    With ``of_object`` it describes an object even if it does not say so. Never raises. Cached per
+    With ``of_object`` it describes an object even if it does not say so. Keywords that the reader
+    does not support are reported before those that llguidance rejects. Never raises. Cached per
     ``tenant``, since every turn of a conversation asks for it.
     """
     try:
@@ -176,7 +177,7 @@ class SchemaReader:
             definitions[name] = copied()
         return {**copy, "$defs": definitions} if definitions else copy
 
-    def schema(  # noqa: C901 - one keyword after the other
+    def schema(  # noqa: C901 - one case per keyword
         self, value: object, depth: int = 0
     ) -> AnySchema:
         """The copy of one subschema."""
@@ -187,13 +188,13 @@ class SchemaReader:
             self.dropped["a schema that is neither object nor boolean"] = None
             return True
         if depth >= MAX_DEPTH or self._left < 0:
-            self.dropped["a schema of this size"] = None
+            self.dropped["a schema that is too large"] = None
             return True
         copy: Schema = {}
         items = list(value.items())
         if "patternProperties" not in value:  # see `property_names` on patterns
             # llguidance asks for properties in the order of keywords. The prompt shows those of
-            # these keywords first (`core.schema`).
+            # these keywords first (`core.typescript`).
             first = ("anyOf", "oneOf", "$ref", "allOf")
             items.sort(key=lambda item: first.index(item[0]) if item[0] in first else len(first))
         for key, content in items:
@@ -207,7 +208,8 @@ class SchemaReader:
                 try:
                     copy[key] = _KEYWORDS[key](self, content, depth + 1)
                 except _Malformed:
-                    self.dropped[f"{key} as it stands there"] = None
+                    what = "a $ref that leads nowhere" if key == "$ref" else f"a malformed {key}"
+                    self.dropped[what] = None
         if value.get("nullable") is True and value is not self._root:
             return {"anyOf": [copy, {"type": "null"}]}
         return copy
@@ -265,7 +267,7 @@ class SchemaReader:
 
     def one_of(self, content: object, depth: int) -> list[AnySchema]:
         """llguidance can tell that two objects exclude each other, but not through references. So
-        branches that are references become a definition that has their targets in place."""
+        branches that are references become a definition in which they are expanded."""
         if isinstance(content, list) and any(map(_is_reference, content)):
             copied = partial(self.inlined, content)
             return [{"$ref": self.definition(json.dumps(content), copied)}]
@@ -414,5 +416,3 @@ _MEANINGLESS: Mapping[str, tuple[object, ...]] = {
     "additionalItems": (True, {}),
 }
 """Contents with which a keyword has no effect."""
-
-ANY_OBJECT = StrictSchema(_json_text({"type": "object"}, compile_error))

@@ -1,4 +1,4 @@
-"""A turn in, the Lark text of its grammar out: which messages it may have, and their headers."""
+"""Writes the grammar of a turn in llguidance's Lark: which messages it may have, their headers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import escaped, unordered
 from vllm_mlx_harmony.core.grammar.json_schema import Check, compile_error, strict_schema
-from vllm_mlx_harmony.core.grammar.unordered import ANY_OBJECT, Rules, rules_of
+from vllm_mlx_harmony.core.grammar.unordered import OBJECT_RULES, Rules, rules_of
 from vllm_mlx_harmony.core.header import CHANNELS, NOT_TOOLS
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.turn import PYTHON, ResponseFormat, Syntax, Tool, Turn
@@ -53,10 +53,10 @@ class Grammar:
         """``text`` for what follows reasoning that was cut short and another
         ``<|start|>assistant``: anything but more analysis.
 
-        For engines that follow a grammar themselves. A rule cannot be empty, so this one becomes a
-        reserved id, which no model writes.
+        For engines that follow a grammar themselves. A rule cannot be empty, so this one becomes an
+        id that no model writes.
         """
-        return self.text.replace(_ANALYSIS, f"analysis: <[{vocab.CONTROL[-2]}]>\n")
+        return self.text.replace(_ANALYSIS, f"analysis: <[{vocab.UNUSED}]>\n")
 
 
 _START, _END, _MESSAGE, _CHANNEL, _CONSTRAIN, _CALL, _RETURN = (
@@ -133,7 +133,7 @@ class _Writer:
             self.turn_rules()
         elif turn.tool_choice.required:
             raise RequestError(
-                "an answer that has already begun cannot become the call that is required",
+                "tool_choice requires a call, but the last message already begins the answer",
                 param="tool_choice",
             )
         else:
@@ -167,42 +167,41 @@ class _Writer:
         values = [rules for _, rules in self._values]
         sizes = {at: sum(map(len, rules.lines)) for at, rules in enumerate(values) if rules.lines}
         largest_first = sorted(sizes, key=lambda at: -sizes[at])
-        weak: set[int] = set()
 
-        def fits(text: str) -> bool:
-            return len(text) <= MAX_TEXT and not self._check(text)
-
-        def written() -> str:
-            return self.text([ANY_OBJECT if at in weak else one for at, one in enumerate(values)])
-
-        fitting = text
-        if not fits(text):
-            if len(text) <= MAX_TEXT and len(largest_first) <= MAX_CHECKED:
+        def attempts() -> Iterator[set[int]]:
+            """The values that become any JSON object: more in each attempt."""
+            weak: set[int] = set()
+            yield weak
+            if len(text) > MAX_TEXT:
+                excess = len(text) - MAX_TEXT
                 for at in largest_first:
-                    lines = (f"start: {values[at].symbol}", *values[at].lines, unordered.COMMON)
-                    if self._check("".join(f"{line}\n" for line in lines)):
+                    if excess > 0:
                         weak.add(at)
-            excess = len(text) - MAX_TEXT
-            for at in largest_first:
-                if excess > 0:
-                    weak.add(at)
-                    excess -= sizes[at]
-            fitting = written()
-            while sizes and not (weak and fits(fitting)):
-                left = [at for at in largest_first if at not in weak]
-                if not left:
-                    values = [Rules("text")] * len(values)
-                    weak = set()
-                    fitting = written()
-                    break
+                        excess -= sizes[at]
+            elif len(largest_first) <= MAX_CHECKED:
+                weak.update(at for at in largest_first if self._check(_alone(values[at])))
+            if weak:
+                yield weak
+            while left := [at for at in largest_first if at not in weak]:
                 weak.update(left[: (len(left) + 1) // 2])
-                fitting = written()
+                yield weak
+
+        for weak in attempts():
+            fitting = self.text(
+                [OBJECT_RULES if at in weak else one for at, one in enumerate(values)]
+            )
+            if len(fitting) <= MAX_TEXT and not self._check(fitting):
+                break
+        else:
+            if sizes:
+                weak, values = set(), [Rules("text")] * len(values)
+                fitting = self.text(values)
         notes = []
         for at, (what, rules) in enumerate(self._values):
             if at in weak or values[at] is not rules:
                 instead = "any JSON object" if at in weak else "anything"
-                notes.append(f"{what}: its schema cannot be enforced ({instead} may come)")
-        size = sum(map(len, notes)) + len(text) + (0 if fitting is text else len(fitting))
+                notes.append(f"{what}: its schema is not enforced ({instead} is accepted)")
+        size = sum(map(len, notes)) + len(text) + (0 if fitting == text else len(fitting))
         _fitting.put(key, (fitting, tuple(notes)), size)
         self._notes += notes
         return fitting
@@ -213,29 +212,30 @@ class _Writer:
     def turn_rules(self) -> None:
         """The rules of a whole turn: messages that leave it open, and one that ends it."""
         turn = self._turn
-        callable_ = list(self.callable())
+        recipients = list(self.callables())
         thinking = ["analysis"] if turn.thinking else []
-        opening = " | ".join([*thinking, "preamble"] if thinking or callable_ else [])
+        opening = " | ".join([*thinking, "preamble"] if thinking or recipients else [])
         opened = f"(({opening}) next)*" if opening else ""
         ends = ["answer"] if not turn.tool_choice.required else []
-        ends += ["call"] if callable_ else []
+        ends += ["call"] if recipients else []
         if not ends:
-            raise RequestError("a call is required, and there is no tool", param="tool_choice")
+            problem = "tool_choice requires a call, but there is no tool to call"
+            raise RequestError(problem, param="tool_choice")
         if turn.answer_format is None or ends == ["call"]:
             self.rule("start", f"{opened} ({' | '.join(ends)})")
         else:
             # A preamble is content. Before a typed answer it would become part of the answer's
             # JSON, so only a turn that goes on to a call may have one.
             reasoned = "(analysis next)*" if thinking else ""
-            called = f"| preamble next {opened} call | call" if callable_ else ""
+            called = f"| preamble next {opened} call | call" if recipients else ""
             self.rule("start", f"{reasoned} (answer {called})")
         if "answer" in ends:
             self.rule("answer", f'{_CHANNEL} "final" type? {_MESSAGE} body {_RETURN}')
             self.body(turn.answer_format)
-        if not callable_:
+        if not recipients:
             return
         after_role, after_channel = [], []
-        for at, (recipient, arguments) in enumerate(callable_):
+        for at, (recipient, arguments) in enumerate(recipients):
             self.rule(f"name_{at}", recipient)
             self.rule(f"rest_{at}", f"typed? {_MESSAGE} args_{at} {_CALL}")
             self.rule(f"args_{at}", arguments)
@@ -245,7 +245,7 @@ class _Writer:
         self.rule("role_call", *after_role)
         self.rule("channel_call", *after_channel)
 
-    def callable(self) -> Iterator[tuple[str, str]]:  # noqa: C901 - one kind of tool after the other
+    def callables(self) -> Iterator[tuple[str, str]]:  # noqa: C901 - one case per kind of tool
         """What the turn may call: the rule of each recipient, and that of its arguments."""
         turn, names = self._turn, self._turn.tool_choice.names
         for tool in turn.callable_tools:
@@ -254,19 +254,18 @@ class _Writer:
             # ``functions.x``, or ``x`` alone where the parser reads that as this very tool.
             alias = self._names.alias(tool.name)
             forms = [f"{FUNCTIONS}.{alias}"]
-            if alias not in NOT_TOOLS and alias.partition(".")[0] not in turn.trained_namespaces:
+            if alias not in NOT_TOOLS and alias.partition(".")[0] not in turn.builtin_namespaces:
                 forms.append(alias)
             meant = [form for form in forms if self._names.addressee(form) == tool.name]
             yield " | ".join(map(json.dumps, meant or forms[:1])), self.arguments(tool)
-        served = {namespace.name for namespace in turn.namespaces}
-        for builtin in turn.builtin_tools if names is None else ():
-            if builtin == PYTHON and builtin not in served:
+        for builtin in self._names.builtin if names is None else ():
+            if builtin == PYTHON:
                 yield json.dumps(builtin), "text"  # gpt-oss writes code to it, not JSON
-            elif builtin == "browser" and builtin not in served:
+            elif builtin == "browser":
                 for function in ("search", "open", "find"):
                     name = f"{builtin}.{function}"
                     what = f"the parameters of tool {name!r}"
-                    yield json.dumps(name), self.in_any_order(ANY_OBJECT, what)
+                    yield json.dumps(name), self.in_any_order(OBJECT_RULES, what)
         for namespace in turn.namespaces:
             for recipient, tool in namespace.by_recipient.items():
                 if names is not None and recipient not in names:
@@ -274,7 +273,7 @@ class _Writer:
                 if namespace.name == PYTHON:
                     yield json.dumps(recipient), "text"
                 else:
-                    shown = as_trained(tool) if namespace.trained else tool
+                    shown = as_trained(tool) if namespace.is_builtin else tool
                     yield json.dumps(recipient), self.arguments(shown)
 
     def arguments(self, tool: Tool) -> str:
@@ -282,12 +281,12 @@ class _Writer:
         syntax, what = tool.syntax, f"the parameters of tool {tool.name!r}"
         if syntax is None:
             schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
-            return self.json(schema, tool.strict, what, tool.where, of_object=True)
+            return self.json_rule(schema, tool.strict, what, tool.where, of_object=True)
         what = f"the format of tool {tool.name!r}"
         text, strict = {"type": "string"}, False
         if syntax.kind == "regex":
             text["pattern"], strict = f"^(?:{syntax.definition})$", tool.strict
-        elif rule := self.syntax(syntax, what, tool.strict, tool.where, as_input=True):
+        elif rule := self.syntax_rule(syntax, what, tool.strict, tool.where, as_input=True):
             return rule
         schema = {
             "type": "object",
@@ -295,25 +294,23 @@ class _Writer:
             "required": ["input"],
             "additionalProperties": False,
         }
-        return self.json(schema, strict, what, tool.where)
+        return self.json_rule(schema, strict, what, tool.where)
 
     def body(self, requested: ResponseFormat | None) -> None:
         """The rule of the final answer."""
-        what, body = "the response format", ""
-        if requested is not None and requested.syntax is None:
-            body = self.json(
-                requested.schema,
-                requested.strict,
-                what,
-                requested.where,
-                can_be_relaxed=not requested.strict_implied,
-            )
-        elif requested is not None and requested.syntax is not None:
-            syntax, strict = requested.syntax, requested.strict
-            body = self.syntax(syntax, what, strict, requested.where, as_input=False)
+        body = ""
+        if requested is not None:
+            strict, what, where = requested.strict, "the response format", requested.where
+            if requested.syntax is not None:
+                body = self.syntax_rule(requested.syntax, what, strict, where, as_input=False)
+            else:
+                can_be_relaxed = not requested.strict_implied
+                body = self.json_rule(
+                    requested.schema, strict, what, where, can_be_relaxed=can_be_relaxed
+                )
         self.rule("body", body or "text")
 
-    def json(
+    def json_rule(
         self,
         schema: Mapping[str, object] | None,
         strict: bool,
@@ -329,7 +326,7 @@ class _Writer:
         out.
         """
         if schema is None:
-            return self.in_any_order(ANY_OBJECT, what)
+            return self.in_any_order(OBJECT_RULES, what)
         if strict or self._all_strict:
             found = strict_schema(
                 schema, of_object=of_object, tenant=self._owner, check=self._check
@@ -352,11 +349,13 @@ class _Writer:
         """Raises an error for what must be strict, and adds a note otherwise."""
         if strict or self._all_strict:
             relaxable = can_be_relaxed and strict and not self._all_strict
-            hint = "; without strict, everything else is enforced" if relaxable else ""
+            hint = "; without strict, the rest of the schema would be enforced" if relaxable else ""
             raise RequestError(f"{problem}{hint}", param=where)
-        self._notes.append(f"{problem}; everything else is")
+        self._notes.append(f"{problem}; the rest is enforced")
 
-    def syntax(self, syntax: Syntax, what: str, strict: bool, where: str, *, as_input: bool) -> str:
+    def syntax_rule(
+        self, syntax: Syntax, what: str, strict: bool, where: str, *, as_input: bool
+    ) -> str:
         """The rule of a text that matches ``syntax``, by itself or ``as_input`` within the JSON of
         a freeform tool: ``{"input": "…"}``. Empty if it cannot be enforced."""
         key = self._owner, syntax, as_input
@@ -389,6 +388,12 @@ class _Writer:
         if problem := self._check(f"start: {rule}"):
             raise escaped.NotExpressible(f"its syntax ({problem})")
         return rule
+
+
+def _alone(value: Rules) -> str:
+    """The grammar of ``value`` alone."""
+    lines = f"start: {value.symbol}", *value.lines, unordered.COMMON
+    return "".join(f"{line}\n" for line in lines)
 
 
 _fitting: lru.ByteLRU[tuple[str, str], tuple[str, tuple[str, ...]]] = lru.ByteLRU(2**24)

@@ -1,4 +1,4 @@
-"""llguidance's part: its tokenizer, compiled grammars, and a matcher for each output."""
+"""What llguidance does: a tokenizer, compiled grammars, and a matcher for each output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WORDS = VOCAB_SIZE // 32
 """32-bit words of a mask: the lowest bit of the first one is id 0."""
 
-REMEMBERED = 48 * 2**20
+CACHE_BYTES = 48 * 2**20
 """The approximate size of the cache of compiled grammars, in bytes."""
 
 
@@ -62,7 +62,7 @@ def prepare() -> LLTokenizer:
 
 # --- compiled grammars ---
 
-_compiled: lru.ByteLRU[tuple[str, Grammar], Compiled] = lru.ByteLRU(REMEMBERED)
+_compiled: lru.ByteLRU[tuple[str, Grammar], Compiled] = lru.ByteLRU(CACHE_BYTES)
 
 
 class NotCompiled(RequestError):
@@ -77,7 +77,7 @@ def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
 
     llguidance's limits can be evaded: some grammars exhaust its stack, which ends the process. So a
     grammar that contains a client's text has to be compiled in another process first; ``size`` is
-    the number of bytes it took there.
+    the memory that this took there, in bytes.
 
     The cache is per ``tenant``, so that no timing reveals another tenant's tools.
 
@@ -95,7 +95,7 @@ def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
         matcher = LLMatcher(prepare(), grammar.text, log_level=0, limits=limits)
         if matcher.is_error():
             problem = matcher.get_error().partition("\n")[0]
-            problem = "they are too large" if "panic" in problem else problem
+            problem = "the grammar is too large" if "panic" in problem else problem
             raise NotCompiled(problem, param="tools")
         if grammar.begun and not matcher.consume_tokens(list(grammar.begun)):
             problem = "the beginning of the answer does not match the response format"
@@ -131,7 +131,7 @@ class Compiled:
 
 
 class Mask:
-    """The ids that may come next: memory that is overwritten for every id.
+    """The ids that are allowed next: memory that is overwritten for every id.
 
     ``words`` views it as ``WORDS`` unsigned 32-bit integers.
     """
@@ -181,7 +181,7 @@ class Matcher:
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
         self.error = ""
-        """The error, if there was one."""
+        """Why everything is allowed; empty as long as the grammar holds."""
 
     @property
     def done(self) -> bool:
@@ -189,7 +189,7 @@ class Matcher:
         return not self.error and self._matcher.is_stopped()
 
     def fill(self, mask: Mask) -> bool:
-        """Writes the ids that may come next: a few microseconds, without the interpreter's lock.
+        """Writes the ids that are allowed next: a few microseconds, without the interpreter's lock.
 
         Returns false, without writing, if the output is complete or after an ``error``.
         """

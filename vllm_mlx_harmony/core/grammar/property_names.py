@@ -7,7 +7,8 @@ and each ``$ref`` is ``#`` or a definition at the root.
 object with certain ``properties`` and ``patternProperties``, and an ``additionalProperties``.
 
 - ``propertyNames`` is supported if it allows finitely many names (``enum``, ``const``, references
-  to such schemas, unions of them). Each becomes a property with any value, and no others may come.
+  to such schemas, unions of them). Each becomes a property with any value, and no others are
+  allowed.
 - ``unevaluatedProperties`` applies to the names that no other keyword of the same object has
   evaluated (https://json-schema.org/draft/2020-12/json-schema-core, 11.3). ``allOf`` and ``$ref``
   always evaluate theirs; a branch of ``anyOf`` or ``oneOf`` only if it holds. The new member lists
@@ -32,10 +33,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-Schema: TypeAlias = "dict[str, Any]"
+Schema: TypeAlias = dict[str, Any]
 """A schema other than ``true`` and ``false``."""
 
-AnySchema: TypeAlias = "Schema | bool"
+AnySchema: TypeAlias = Schema | bool
 
 KEYWORDS = ("propertyNames", "unevaluatedProperties")
 """The rewritten keywords."""
@@ -131,9 +132,9 @@ def with_unescaped_names(root: Schema) -> Schema | None:
         copy = mapped(schema, walk)
         if _is_open(copy):
             additional = copy.get("additionalProperties", True)
-            declared = dict.fromkeys(copy.get("required", ()), additional)
             properties = copy.get("properties", {})
-            copy["properties"] = {**properties, **declared, **properties}
+            others = (name for name in copy.get("required", ()) if name not in properties)
+            copy["properties"] = {**properties, **dict.fromkeys(others, additional)}
             pattern = f"^(?:{_other_than(copy['properties'])})$"
             copy["patternProperties"] = {pattern: additional}
             copy["additionalProperties"] = False

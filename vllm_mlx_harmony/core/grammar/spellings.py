@@ -15,7 +15,6 @@ infinity are excluded where they would be invalid.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -27,19 +26,21 @@ from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.grammar import escaped
 from vllm_mlx_harmony.core.grammar.escaped import NotExpressible
 
-MOST_WHITE_SPACE = 256
+MAX_WHITE_SPACE = 256
 
-WHITE_SPACE = rf"[ \t\n\r]{{0,{MOST_WHITE_SPACE}}}"
+WHITE_SPACE = rf"[ \t\n\r]{{0,{MAX_WHITE_SPACE}}}"
 
 CHARACTER = r'(?:[^"\\\x00-\x1f]|\\["\\\x2fbfnrt]|\\u[0-9a-fA-F]{4})'
-"""A character of a string without a length limit. Half a surrogate pair is one, as in parsers."""
+"""A character of a string without a length limit. A lone surrogate counts as one, as JSON parsers
+count it."""
 
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _BASIC = r"\\u(?:[0-9a-ceA-CEfF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})"
 _COUNTED = rf'(?:[^"\\\x00-\x1f]|\\["\\\x2fbfnrt]|{_BASIC}|{_PAIR})'
-"""A character of a string with a length limit. A surrogate pair is one, half of it is none."""
+"""A character of a string with a length limit. A surrogate pair counts as one; a lone surrogate is
+not accepted."""
 
-_SHORT = {'"': '"', "\\": "\\", "/": "/", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
+_SHORT = {**escaped.SHORT, "/": "/"}
 
 
 # --- strings ---
@@ -109,7 +110,7 @@ def _hexadecimal(ranges: Sequence[tuple[int, int]], width: int = 4) -> str:
 
 # --- what a string must match ---
 
-MOST_REPEATED = 5000
+MAX_REPEATED = 5000
 """The greatest product of nested repetition counts in a pattern."""
 
 
@@ -120,24 +121,22 @@ def matching(pattern: str, tenant: str) -> str:
     pattern, and for one that takes too long to match.
     """
     try:
-        re.compile(_CATEGORY.sub("[a-z]", pattern))
+        re.compile(escaped.CATEGORY.sub("[a-z]", pattern))
     except (re.error, OverflowError, RecursionError) as error:
-        raise NotExpressible("a pattern that is no regular expression") from error
-    if _repeated(pattern) > MOST_REPEATED:
-        raise NotExpressible("a pattern with so many repetitions")
+        raise NotExpressible("a pattern that is not a valid regular expression") from error
+    if _repeated(pattern) > MAX_REPEATED:
+        raise NotExpressible("a pattern with too many repetitions")
     flags = _FLAGS.match(pattern)
     alternatives = []
     for one in _alternatives(pattern[flags.end() :] if flags else pattern):
         before = "" if one.startswith("^") else f"{_COUNTED}*"
-        after = "" if _ENDS.search(one) else f"{_COUNTED}*"
+        after = "" if escaped.END.search(one) else f"{_COUNTED}*"
         spelling = _Spelling(one, flags[1] if flags else "", tenant)
         alternatives.append(before + "".join(spelling.pieces()) + after)
     return f'"(?:{"|".join(alternatives)})"'
 
 
-_CATEGORY = re.compile(r"\\[pP](?:\{[\w=&. ]+\}|[A-Z])")
 _FLAGS = re.compile(r"\(\?([isu]+)\)")
-_ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
 _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[(|)]", re.DOTALL)
 
 
@@ -211,7 +210,7 @@ _classes: lru.ByteLRU[tuple[str, str, bool], tuple[str, ...]] = lru.ByteLRU(CACH
 def _members(written: str, any_case: bool) -> tuple[str, ...]:
     """Expressions of a class's members: unescaped, and in each kind of escape."""
     plain = f'[{written}&&[^"\\\\\\x00-\\x1f]]'
-    if _CATEGORY.search(written):  # Python does not know them: any escape that may be one
+    if escaped.CATEGORY.search(written):  # Python does not know them: any escape that may be one
         return plain, _BASIC, _PAIR, r"\\[\x22\\\x2fbfnrt]"
     try:
         members = re.compile(written, re.IGNORECASE if any_case else 0)
@@ -223,10 +222,12 @@ def _members(written: str, any_case: bool) -> tuple[str, ...]:
         for run in re.finditer(f"(?:{written})+", part, members.flags)
     ]
     has_pairs = bool(members.fullmatch("\U0001f600") and members.fullmatch("\U00024b62"))
-    if len(ranges) <= _FEW_RANGES:  # in no notation that Python and Rust read differently
+    if (
+        len(ranges) <= _FEW_RANGES
+    ):  # by code points: Python and Rust read some notations differently
         listed = "".join(rf"\x{{{first:x}}}-\x{{{last:x}}}" for first, last in ranges)
         listed += r"\x{10000}-\x{10ffff}" if has_pairs else ""
-        plain = rf'[[{listed}]&&[^"\\\x00-\x1f]]' if listed else r"[^\s\S]"
+        plain = rf'[[{listed}]&&[^"\\\x00-\x1f]]' if listed else _NOTHING
     found = [
         rf"\\{literal(short)}" for special, short in _SHORT.items() if members.fullmatch(special)
     ]
@@ -234,7 +235,7 @@ def _members(written: str, any_case: bool) -> tuple[str, ...]:
         found.append(rf"\\u{_hexadecimal(ranges)}")
     if has_pairs:
         found.append(_PAIR)
-    return plain, *(found or [r"[^\s\S]"])
+    return plain, *(found or [_NOTHING])
 
 
 _FEW_RANGES = 60
@@ -244,7 +245,12 @@ _ABOVE_SURROGATES = "".join(map(chr, range(0xE000, 0x10000)))
 
 # --- numbers ---
 
-NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?"
+_WHOLE = r"(?:0|[1-9][0-9]*)"
+_FRACTION = r"(?:\.[0-9]+)?"
+_ZEROS = r"(?:\.0+)?"
+_NOTHING = r"[^\s\S]"
+
+NUMBER = rf"-?{_WHOLE}{_FRACTION}(?:[eE][-+]?[0-9]{{1,3}})?"
 
 _EXPONENTS = 12
 _DIGITS = 20
@@ -255,12 +261,11 @@ _FINITE = r"0*(?:[0-9]{1,2}|[12][0-9]{2}|30[0-7])"
 def _integer() -> str:
     """Numbers without a fractional part, in any spelling whose exponent moves the point by up to
     ``_DIGITS`` digits."""
-    whole = r"(?:0|[1-9][0-9]*)"
-    forms = [rf"{whole}(?:\.0+)?(?:[eE](?:\+?{_FINITE}|-0+))?", r"0(?:\.0+)?[eE]-[0-9]{1,3}"]
+    forms = [rf"{_WHOLE}{_ZEROS}(?:[eE](?:\+?{_FINITE}|-0+))?", rf"0{_ZEROS}[eE]-[0-9]{{1,3}}"]
     for many in range(1, _DIGITS + 1):
-        forms.append(rf"{whole}\.[0-9]{{1,{many}}}0*[eE]\+?0*{many}")
-        forms.append(rf"[1-9][0-9]*0{{{many}}}(?:\.0+)?[eE]-0*{many}")
-    forms.append(rf"{whole}\.[0-9]+[eE]\+?0*(?:2[1-9]|[3-9][0-9]|[12][0-9]{{2}})")
+        forms.append(rf"{_WHOLE}\.[0-9]{{1,{many}}}0*[eE]\+?0*{many}")
+        forms.append(rf"[1-9][0-9]*0{{{many}}}{_ZEROS}[eE]-0*{many}")
+    forms.append(rf"{_WHOLE}\.[0-9]+[eE]\+?0*(?:2[1-9]|[3-9][0-9]|[12][0-9]{{2}})")
     return f"-?(?:{'|'.join(forms)})"
 
 
@@ -287,19 +292,15 @@ def equal_to(value: Decimal) -> str:
     sign, size = ("-" if value < 0 else ""), abs(value)
     forms = []
     for exponent in range(-6, 7):
-        whole, _, fraction = f"{size.scaleb(-exponent):f}".partition(".")
-        fraction = fraction.rstrip("0")
-        rest = rf"\.{fraction}0*" if fraction else r"(?:\.0+)?"
-        forms.append(f"{whole}{rest}{_power(exponent)}")
-    forms += [f"{literal(found)}" for found in (repr(float(size)), json.dumps(float(size)))]
+        whole, fraction = _digits(size.scaleb(-exponent))
+        forms.append(f"{whole}{_exactly(fraction)}{_power(exponent)}")
+    forms.append(literal(repr(float(size))))
     return f"{sign}(?:{'|'.join(dict.fromkeys(forms))})"
 
 
-_ZERO = r"0(?:\.0+)?(?:[eE][-+]?[0-9]{1,3})?"
+_ZERO = rf"0{_ZEROS}(?:[eE][-+]?[0-9]{{1,3}})?"
 _UNSIGNED = NUMBER.removeprefix("-?")
-
-
-_NONZERO = r"(?:[1-9][0-9]*(?:\.[0-9]+)?|0\.0*[1-9][0-9]*)(?:[eE][-+]?[0-9]{1,2})?"
+_NONZERO = rf"(?:[1-9][0-9]*{_FRACTION}|0\.0*[1-9][0-9]*)(?:[eE][-+]?[0-9]{{1,2}})?"
 
 
 def _power(exponent: int) -> str:
@@ -320,17 +321,17 @@ def _scaled(bound: Decimal, strictly: bool, sign: str, *, below: bool) -> str:
             digits = order - exponent  # fewer of them before the point, or more
             count = f"{max(digits + 1, 0)}," if not below else f"0,{digits - 1}"
             is_possible = not below or digits > 0
-            decimals = rf"[1-9][0-9]{{{count}}}(?:\.[0-9]+)?" if is_possible else r"[^\s\S]"
+            decimals = f"[1-9][0-9]{{{count}}}{_FRACTION}" if is_possible else _NOTHING
             forms.append(decimals + _power(exponent))
         else:
             compared = _below if below else _above
             forms.append(compared(bound.scaleb(-exponent), strictly) + _power(exponent))
-    small = r"(?:0|[1-9][0-9]{0,2})(?:\.[0-9]+)?"
+    small = f"(?:0|[1-9][0-9]{{0,2}}){_FRACTION}"
     beyond = _integers_from((-first if below else last) + 1)
     if below:
         forms += [_ZERO, rf"{small}[eE]-0*{beyond}"]
     else:
-        forms.append(rf"[1-9][0-9]*(?:\.[0-9]+)?[eE]\+?0*{beyond}")
+        forms.append(rf"[1-9][0-9]*{_FRACTION}[eE]\+?0*{beyond}")
     return f"{sign}(?:{'|'.join(forms)})"
 
 
@@ -338,6 +339,17 @@ _COMPARED = 6
 """The number of digits up to which a bound is compared with mantissas of any exponent. For a longer
 bound this is done for the usual notations (no exponent, or one digit before the point); in others
 only the number of digits is compared."""
+
+
+def _digits(value: Decimal) -> tuple[str, str]:
+    """The digits before the point, and those after it without trailing zeros."""
+    whole, _, fraction = f"{value:f}".partition(".")
+    return whole, fraction.rstrip("0")
+
+
+def _exactly(fraction: str) -> str:
+    """These digits after the point, and any zeros."""
+    return rf"\.{fraction}0*" if fraction else _ZEROS
 
 
 def _integers_from(least: int) -> str:
@@ -354,16 +366,14 @@ def _integers_from(least: int) -> str:
 
 def _above(bound: Decimal, strictly: bool) -> str:
     """Decimals without sign or exponent that are not less than ``bound``."""
-    whole, _, fraction = f"{bound:f}".partition(".")
-    fraction = fraction.rstrip("0")
-    some = r"(?:\.[0-9]+)?"
-    forms = [f"[1-9][0-9]{{{len(whole) if whole != '0' else 0},}}{some}"]
+    whole, fraction = _digits(bound)
+    forms = [f"[1-9][0-9]{{{len(whole) if whole != '0' else 0},}}{_FRACTION}"]
     for at, digit in enumerate(whole if whole != "0" else ""):
         rest = f"[0-9]{{{len(whole) - at - 1}}}"
         if digit != "9":
-            forms.append(f"{whole[:at]}[{int(digit) + 1}-9]{rest}{some}")
+            forms.append(f"{whole[:at]}[{int(digit) + 1}-9]{rest}{_FRACTION}")
         if not fraction and not strictly and not whole[at + 1 :].strip("0"):
-            return f"(?:{'|'.join([*forms, f'{whole[: at + 1]}{rest}{some}'])})"
+            return f"(?:{'|'.join([*forms, f'{whole[: at + 1]}{rest}{_FRACTION}'])})"
     more = [
         rf"{fraction[:at]}[{int(digit) + 1}-9][0-9]*"
         for at, digit in enumerate(fraction)
@@ -375,18 +385,16 @@ def _above(bound: Decimal, strictly: bool) -> str:
 
 
 def _below(bound: Decimal, strictly: bool) -> str:
-    """Decimals without sign or exponent that are not greater than ``bound``, but for zero."""
-    whole, _, fraction = f"{bound:f}".partition(".")
-    fraction = fraction.rstrip("0")
-    some = r"(?:\.[0-9]+)?"
+    """Decimals without sign or exponent that are not greater than ``bound``, except zero."""
+    whole, fraction = _digits(bound)
     forms = []
     if len(whole) > 1:
-        forms.append(f"(?:0|[1-9][0-9]{{0,{len(whole) - 2}}}){some}")
+        forms.append(f"(?:0|[1-9][0-9]{{0,{len(whole) - 2}}}){_FRACTION}")
     for at, digit in enumerate(whole):
         least = 1 if at == 0 and len(whole) > 1 else 0
         if int(digit) > least:
             rest = f"[0-9]{{{len(whole) - at - 1}}}"
-            forms.append(f"{whole[:at]}[{least}-{int(digit) - 1}]{rest}{some}")
+            forms.append(f"{whole[:at]}[{least}-{int(digit) - 1}]{rest}{_FRACTION}")
     less = [
         rf"{fraction[:at]}[0-{int(digit) - 1}][0-9]*"
         for at, digit in enumerate(fraction)
@@ -398,7 +406,7 @@ def _below(bound: Decimal, strictly: bool) -> str:
     ends = rf"(?:\.(?:{'|'.join(less)}))" if less else ""
     if fraction or not strictly:
         forms.append(f"{whole}{ends}?" if ends else whole)
-    return f"(?:{'|'.join(forms)})" if forms else r"[^\s\S]"
+    return f"(?:{'|'.join(forms)})" if forms else _NOTHING
 
 
 def multiple_of(step: Decimal) -> str | None:
@@ -411,16 +419,16 @@ def multiple_of(step: Decimal) -> str | None:
     zeros = next(many for many in range(-_DIGITS, _DIGITS) if not Decimal(10) ** many % step)
     for exponent in range(-_SHIFTED, _DIGITS + 1):
         places = exponent - zeros
-        if exponent and places >= 0:  # all of so few digits behind the point
-            more = rf"(?:\.[0-9]{{1,{places}}}0*)?" if places else r"(?:\.0+)?"
-            forms.append(f"(?:0|[1-9][0-9]*){more}{_power(exponent)}")
+        if exponent and places >= 0:  # every number with at most ``places`` decimals is a multiple
+            more = rf"(?:\.[0-9]{{1,{places}}}0*)?" if places else _ZEROS
+            forms.append(f"{_WHOLE}{more}{_power(exponent)}")
         elif exponent < 0 and (scaled := _multiples(step.scaleb(-exponent))):
             forms.append(scaled + _power(exponent))
     return f"-?(?:{'|'.join(forms)})"
 
 
 _SHIFTED = 3
-_MOST_ENDINGS = 100
+_MAX_ENDINGS = 100
 
 
 def _multiples(step: Decimal) -> str | None:
@@ -430,18 +438,16 @@ def _multiples(step: Decimal) -> str | None:
     while 10**zeros % step and zeros < _DIGITS:
         zeros += 1
     length = zeros + places
-    if 10**zeros % step or Decimal(10) ** zeros / step > _MOST_ENDINGS:
+    if 10**zeros % step or Decimal(10) ** zeros / step > _MAX_ENDINGS:
         if step != Decimal(1).scaleb(-places):
             return None
-        return rf"(?:0|[1-9][0-9]*)(?:\.[0-9]{{1,{places}}}0*)?"  # tenths, hundredths, …
+        return rf"{_WHOLE}(?:\.[0-9]{{1,{places}}}0*)?"  # tenths, hundredths, …
     endings = [f"{int(step.scaleb(places)) * at:0{length}d}" for at in range(int(10**zeros / step))]
     forms = []
     for ending in endings:
         whole, fraction = ending[:zeros], ending[zeros:].rstrip("0")
-        rest = rf"\.{fraction}0*" if fraction else r"(?:\.0+)?"
-        short = whole.lstrip("0")
-        shorter = short or "0"
-        forms.append(f"(?:{shorter}|[1-9][0-9]*{whole}){rest}")
+        shorter = whole.lstrip("0") or "0"
+        forms.append(f"(?:{shorter}|[1-9][0-9]*{whole}){_exactly(fraction)}")
     return f"(?:{'|'.join(forms)})"
 
 

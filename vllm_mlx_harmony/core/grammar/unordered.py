@@ -7,15 +7,15 @@ merged; ``anyOf``, ``oneOf`` and ``enum`` multiply the alternatives. The value o
 satisfy all schemas that apply to its name, which is another conjunction. Each such conjunction
 becomes a rule, so references may be recursive.
 
-**An object** is a walk over its members that remembers which names have come: a rule with a 64-bit
-parameter (https://github.com/guidance-ai/llguidance/blob/main/docs/parametric.md), with one bit for
-each name, required names first. A name whose bit is set may not come again, and ``}`` may come once
-the bits of all required names are set. ``n`` names make ``n`` alternatives, not ``n!``, because
-llguidance instantiates a rule only for the subsets that an output reaches. Undeclared names come in
-loops between the declared ones, so that they do not deepen the parse. In an object with required
-names such a loop is bounded: a model that keeps inventing names reaches a required one before its
-output is cut. Names are lexemes. A declared name is a literal in all its spellings (`spellings`);
-any other is a string that is not one of those.
+**An object** is a walk over its members that remembers which names have occurred: a rule with a
+64-bit parameter (https://github.com/guidance-ai/llguidance/blob/main/docs/parametric.md), with one
+bit for each name, required names first. A name whose bit is set may not occur again, and ``}`` is
+allowed once the bits of all required names are set. ``n`` names make ``n`` alternatives, not
+``n!``, because llguidance instantiates a rule only for the subsets that an output reaches.
+Undeclared names come in loops between the declared ones, so that they do not deepen the parse. In
+an object with required names such a loop is bounded: a model that keeps inventing names reaches a
+required one before its output is cut. Names are lexemes. A declared name is a literal in all its
+spellings (`spellings`); any other is a string that is not one of those.
 
 **White space** belongs to the lexeme before it, up to 256 characters in each place: room for ten
 levels of indentation and for columns, while a model that writes nothing else is stopped after a few
@@ -34,10 +34,11 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from itertools import chain, combinations, product
 from math import lcm
+from operator import add, and_, or_
 from typing import NamedTuple, TypeVar
 
 from vllm_mlx_harmony.core import lru
@@ -110,7 +111,7 @@ _COMMON = {
 COMMON = "".join(f"{name}: {body}\n" for name, body in _COMMON.items())
 """Rules that are shared by all schemas."""
 
-ANY_OBJECT = Rules("json_object")
+OBJECT_RULES = Rules("json_object")
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
@@ -124,7 +125,7 @@ def rules_of(schema: Mapping[str, object], *, of_object: bool = False, tenant: s
     try:
         key = json.dumps([tenant, of_object, schema], separators=(",", ":"))
     except (RecursionError, TypeError, ValueError):
-        return replace(ANY_OBJECT, dropped=("a schema that is not JSON",))
+        return replace(OBJECT_RULES, dropped=("a schema that is not JSON",))
     known = _cache.get(key)
     if known is None:
         name = hashlib.blake2b(key.partition(",")[2].encode(), digest_size=6).hexdigest()
@@ -164,7 +165,7 @@ class _Count(NamedTuple):
         return self.most is not None and self.least > self.most
 
     def times(self, part: str) -> str:
-        """So many times ``part``."""
+        """``part``, this many times."""
         if self.most == 0:
             return ""
         return (
@@ -172,7 +173,7 @@ class _Count(NamedTuple):
         )
 
     def listed(self, member: str) -> str:
-        """So many times ``member``, separated by commas; at least one may come."""
+        """``member``, this many times, separated by commas; at least one is allowed."""
         listed = f"{member} {self.less(1).times(f'JSON_COMMA {member}')}".rstrip()
         return listed if self.least else f"({listed})?"
 
@@ -217,6 +218,23 @@ class _Bound:
         return spellings.bounded(self.value, is_least=self.is_least, strictly=self.strictly)
 
 
+def _common(
+    one: tuple[_Value, ...] | None, other: tuple[_Value, ...] | None
+) -> tuple[_Value, ...] | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return tuple(value for value in one if value in other)
+
+
+def _united(one: tuple[_Value, ...], other: tuple[_Value, ...]) -> tuple[_Value, ...]:
+    return tuple(dict.fromkeys((*one, *other)))
+
+
+# How `_Alternative.merged` combines a field of two conjunctions.
+_INTERSECTED, _EITHER, _ADDED = {"merge": and_}, {"merge": or_}, {"merge": add}
+_IN_BOTH, _UNITED, _COUNTED = {"merge": _common}, {"merge": _united}, {"merge": _Count.both}
+
+
 @dataclass(frozen=True, slots=True)
 class _Alternative:
     """A conjunction of keywords that do not combine schemas (as ``allOf`` and ``anyOf`` do).
@@ -224,43 +242,29 @@ class _Alternative:
     ``texts`` and ``values`` are the strings and numbers of an ``enum``.
     """
 
-    types: frozenset[str] = _TYPES
-    is_integer: bool = False
-    booleans: frozenset[bool] = frozenset({False, True})
-    texts: tuple[str, ...] | None = None
-    values: tuple[Decimal, ...] | None = None
-    length: _Count = _ANY_NUMBER
-    patterns: tuple[str, ...] = ()
-    bounds: tuple[_Bound, ...] = ()
-    steps: tuple[Decimal, ...] = ()
-    items: tuple[_Items, ...] = ()
-    many_items: _Count = _ANY_NUMBER
-    members: tuple[_Members, ...] = ()
-    required: tuple[str, ...] = ()
-    of_names: tuple[AnySchema, ...] = ()
-    many_members: _Count = _ANY_NUMBER
-    is_one_of_any: bool = False
-    """Whether it is a branch of an ``anyOf``: other branches, which evaluate other properties, may
-    hold at the same time."""
+    types: frozenset[str] = field(default=_TYPES, metadata=_INTERSECTED)
+    is_integer: bool = field(default=False, metadata=_EITHER)
+    booleans: frozenset[bool] = field(default=frozenset({False, True}), metadata=_INTERSECTED)
+    texts: tuple[str, ...] | None = field(default=None, metadata=_IN_BOTH)
+    values: tuple[Decimal, ...] | None = field(default=None, metadata=_IN_BOTH)
+    length: _Count = field(default=_ANY_NUMBER, metadata=_COUNTED)
+    patterns: tuple[str, ...] = field(default=(), metadata=_UNITED)
+    bounds: tuple[_Bound, ...] = field(default=(), metadata=_UNITED)
+    steps: tuple[Decimal, ...] = field(default=(), metadata=_UNITED)
+    items: tuple[_Items, ...] = field(default=(), metadata=_ADDED)
+    many_items: _Count = field(default=_ANY_NUMBER, metadata=_COUNTED)
+    members: tuple[_Members, ...] = field(default=(), metadata=_ADDED)
+    required: tuple[str, ...] = field(default=(), metadata=_UNITED)
+    of_names: tuple[AnySchema, ...] = field(default=(), metadata=_ADDED)
+    many_members: _Count = field(default=_ANY_NUMBER, metadata=_COUNTED)
+    is_one_of_any: bool = field(default=False, metadata=_EITHER)
+    """Whether it is a branch of an ``anyOf``: other branches may hold as well, and evaluate other
+    properties."""
 
     def merged(self, other: _Alternative) -> _Alternative:
+        """Their conjunction."""
         return _Alternative(
-            types=self.types & other.types,
-            is_integer=self.is_integer or other.is_integer,
-            booleans=self.booleans & other.booleans,
-            texts=_common(self.texts, other.texts),
-            values=_common(self.values, other.values),
-            length=self.length.both(other.length),
-            patterns=_united(self.patterns, other.patterns),
-            bounds=_united(self.bounds, other.bounds),
-            steps=_united(self.steps, other.steps),
-            items=self.items + other.items,
-            many_items=self.many_items.both(other.many_items),
-            members=self.members + other.members,
-            required=_united(self.required, other.required),
-            of_names=self.of_names + other.of_names,
-            many_members=self.many_members.both(other.many_members),
-            is_one_of_any=self.is_one_of_any or other.is_one_of_any,
+            *(merge(getattr(self, name), getattr(other, name)) for name, merge in _MERGES)
         )
 
     def allows_text(self, text: str) -> bool:
@@ -289,16 +293,7 @@ class _Alternative:
         return None if self.texts is None else tuple(filter(self.allows_text, self.texts))
 
 
-def _common(
-    one: tuple[_Value, ...] | None, other: tuple[_Value, ...] | None
-) -> tuple[_Value, ...] | None:
-    if one is None or other is None:
-        return one if other is None else other
-    return tuple(value for value in one if value in other)
-
-
-def _united(one: tuple[_Value, ...], other: tuple[_Value, ...]) -> tuple[_Value, ...]:
-    return tuple(dict.fromkeys((*one, *other)))
+_MERGES = [(one.name, one.metadata["merge"]) for one in fields(_Alternative)]
 
 
 def _found(pattern: str, text: str) -> bool:
@@ -329,11 +324,11 @@ class _Translator:
 
     def rules(self) -> Rules:
         of_object = isinstance(self._root, dict) and self._root.get("type") == "object"
-        any_ = ANY_OBJECT if of_object else Rules("json_value")
+        any_ = OBJECT_RULES if of_object else Rules("json_value")
         try:
             symbol = self.value([self._root], 0)
         except (_TooLarge, RecursionError):
-            return replace(any_, dropped=(*self.dropped, "a schema of this size"))
+            return replace(any_, dropped=(*self.dropped, "a schema that is too large"))
         if symbol is None:
             return replace(any_, dropped=(*self.dropped, "the schema as a whole"))
         return Rules(symbol, tuple(self._lines), tuple(self.dropped))
@@ -367,7 +362,7 @@ class _Translator:
         if any(one is False for one in wanted.values()):
             return None
         if depth >= MAX_DEPTH:
-            self.drop("a schema of this depth")
+            self.drop("a schema that is nested too deeply")
             return "json_value"
         key = frozenset(wanted)
         if key in self._symbols:
@@ -454,34 +449,23 @@ class _Translator:
             else:
                 bounds.append(bound)
         parts = [self.terminal(f"/{bound.pattern}/") for bound in bounds]
-        others = []
-        for step in one.steps:
-            pattern = spellings.multiple_of(step)
-            if pattern is None:
-                others.append(step)
-            else:
-                parts.append(self.terminal(f"/{pattern}/"))
-        if others and (multiple := self.multiple(one, bounds, others)):
+        steps = [spellings.multiple_of(step) for step in one.steps]
+        if None in steps and (multiple := self.multiple(one, bounds)):
             return multiple
+        parts += [self.terminal(f"/{step}/") for step in steps if step is not None]
         if not parts:
             return "JSON_INTEGER" if one.is_integer else "JSON_NUMBER"
         base = spellings.INTEGER if one.is_integer else spellings.NUMBER
         parts.insert(0, self.terminal(f"/{base}/"))
         return self.terminal(f"({' & '.join(parts)}) JSON_SPACE")
 
-    def multiple(
-        self, one: _Alternative, bounds: Sequence[_Bound], steps: Sequence[Decimal]
-    ) -> str | None:
+    def multiple(self, one: _Alternative, bounds: Sequence[_Bound]) -> str | None:
         """Multiples that need arithmetic. ``%json`` has it, for numbers without an exponent."""
-        whole = all(not step % 1 for step in (*steps, *one.steps))
-        if whole:
-            step = Decimal(lcm(*(int(each) for each in one.steps)))
-        elif len(one.steps) == 1 and not (one.is_integer and steps[0] % 1):
-            step = steps[0]
-        else:
-            step = Decimal(MAX_MODULUS + 1)
+        whole = all(not step % 1 for step in one.steps)
+        step = Decimal(lcm(*map(int, one.steps))) if whole else one.steps[0]
+        is_single = whole or (len(one.steps) == 1 and not one.is_integer)
         digits = int("".join(map(str, step.normalize().as_tuple().digits)))
-        if max(digits, int(step)) > MAX_MODULUS:
+        if not is_single or max(digits, int(step)) > MAX_MODULUS:
             self.drop("multipleOf")
             return None
         schema: Schema = {"type": "integer" if whole else "number"}
@@ -495,11 +479,11 @@ class _Translator:
                 schema[keyword] = value
         options = {"x-guidance": {"whitespace_flexible": False}}
         written = json.dumps({**options, **schema}, separators=(",", ":"))
-        self.rule(f"m_{self._name}_{len(self._lines)}", [f"%json {written}"])
-        name = next(reversed(self._lines)).partition(":")[0]
+        name = f"m_{self._name}_{len(self._lines)}"
+        self.rule(name, [f"%json {written}"])
         return f"{name} (JSON_ZEROS | JSON_BLANK)?"
 
-    def array(self, one: _Alternative, depth: int) -> str | None:  # noqa: C901 - one keyword after the other
+    def array(self, one: _Alternative, depth: int) -> str | None:  # noqa: C901 - one case per keyword
         many = self.countable(one.many_items, "minItems", "maxItems", MAX_COUNT)
         if many.is_empty:
             return None
@@ -571,7 +555,7 @@ class _Translator:
             return []
         return [text for each in texts for text in each or ()]
 
-    def other_members(  # noqa: C901 - one rule after the other
+    def other_members(  # noqa: C901 - one case per rule
         self,
         one: _Alternative,
         declared: Iterable[str],
@@ -624,7 +608,7 @@ class _Translator:
             conditions = self.conditions(each, "propertyNames", "propertyNames")
             yield self.terminal(conditions) if conditions else "JSON_NAME"
 
-    def walk(  # noqa: C901, PLR0915 - one rule after the other
+    def walk(  # noqa: C901, PLR0915 - one case per rule
         self,
         required: Sequence[str],
         values: Mapping[str, str],
@@ -653,7 +637,7 @@ class _Translator:
         room = (most or least).bit_length() + 1 if least or most is not None else 0
         bits = BITS - room
         if len(required) > bits:  # the others may be missing
-            self.drop(f"required of an object with more than {bits} such names")
+            self.drop(f"required for more than {bits} names of one object")
             required = required[:bits]
         tracked = [*required]
         if len(values) <= bits:
@@ -734,12 +718,12 @@ class _Translator:
         self, some: Sequence[_Alternative], others: Sequence[_Alternative]
     ) -> tuple[_Alternative, ...]:
         if len(some) * len(others) > MAX_ALTERNATIVES:
-            self.drop("a combination of so many alternatives")
+            self.drop("a schema with too many combinations of alternatives")
             return tuple(some if len(some) < len(others) else others)
         merged = (one.merged(other) for one, other in product(some, others))
         return tuple(one for one in merged if one.types)
 
-    def alternatives(  # noqa: C901, PLR0912 - one keyword after the other
+    def alternatives(  # noqa: C901, PLR0912 - one case per keyword
         self, schema: AnySchema, depth: int
     ) -> tuple[_Alternative, ...]:
         if isinstance(schema, bool):
@@ -748,10 +732,10 @@ class _Translator:
         if key in self._expanded:
             return self._expanded[key]
         if key in self._expanding:
-            self.drop("$ref to a schema that it is part of itself")
+            self.drop("a $ref to a schema that contains it")
             return (_Alternative(),)
         if len(self._expanding) >= MAX_DEPTH:
-            self.drop("a schema of this depth")
+            self.drop("a schema that is nested too deeply")
             return (_Alternative(),)
         self._expanding.add(key)
         found: tuple[_Alternative, ...] = (self.own_keywords(schema),)
@@ -844,7 +828,7 @@ class _Translator:
                     types.add("number")
                     values.append(value)
                 else:
-                    self.drop("a number of this size")
+                    self.drop("a number that is too large")
                     yield _Alternative(types=frozenset({"number"}))
             elif isinstance(one, list):
                 yield _Alternative(
@@ -914,7 +898,8 @@ class _Translator:
         )
 
     def is_empty(self, one: _Alternative, depth: int, levels: int) -> bool:
-        """Whether it obviously accepts nothing. ``levels``: of nested objects to look into."""
+        """Whether it obviously accepts nothing. ``levels`` is how deep to look into nested
+        objects."""
         lower = [bound for bound in one.bounds if bound.is_least]
         upper = [bound for bound in one.bounds if not bound.is_least]
         is_empty = {

@@ -19,7 +19,7 @@ from aiohttp import ClientSession
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
-from vllm_mlx_harmony.core.grammar.json_schema import ANY_OBJECT
+from vllm_mlx_harmony.core.grammar.json_schema import strict_schema
 from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, EngineRequest, Json
 from vllm_mlx_harmony.gateway.engines.http import (
     FAILURES,
@@ -155,7 +155,8 @@ async def _grammars(engine: HttpEngine) -> Capabilities:
             raise
         await _first_id(engine, None)  # raises unless the grammar is the cause
         return can
-    spaced = await _first_id(engine, f"start: %json {ANY_OBJECT.text}") is not None
+    any_object = strict_schema({"type": "object"})
+    spaced = await _first_id(engine, f"start: %json {any_object.text}") is not None
     return replace(can, grammar=True, grammar_white_space=spaced)
 
 

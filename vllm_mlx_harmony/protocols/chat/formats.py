@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.text_limits import is_parsed_soon
+from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import ResponseFormat, Syntax
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatFormat, StructuredOutputs
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, mended, required
@@ -85,7 +85,7 @@ def _vllm(name: str, requested: object, where: str) -> ResponseFormat:
 
 
 def _by_schema(requested: object, where: str) -> ResponseFormat:
-    if isinstance(requested, str) and not is_parsed_soon(requested):
+    if isinstance(requested, str) and not is_quick_to_parse(requested):
         raise RequestError(f"{where} is too large", param=where, code="invalid_value")
     try:
         schema = mended(json.loads(requested)) if isinstance(requested, str) else requested

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vllm_mlx_harmony.core.attachments import Attachments, left_out
+from vllm_mlx_harmony.core.attachments import Attachments, placeholder
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.protocols.messages.schema import (
     Block,
@@ -67,7 +67,7 @@ class TextReader:
             case _ if block.type in FILES:
                 content = self.attachments.line(FILES[block.type], block.type, where)
             case _ if self.lenient:
-                content = left_out(block.type)
+                content = placeholder(block.type)
             case _:
                 raise unreadable(block.type, where)
         if isinstance(block, DocumentBlock):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.text_limits import MOST_CHARACTERS, characters
+from vllm_mlx_harmony.core.text_limits import MAX_JSON_CHARACTERS, characters
 from vllm_mlx_harmony.core.turn import (
     NO_THINKING,
     AdditionalTools,
@@ -333,11 +333,11 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
         "user": body.user,
     }
     sizes = {field: characters(value) for field, value in echoed.items()}
-    if sum(sizes.values()) > MOST_CHARACTERS:
+    if sum(sizes.values()) > MAX_JSON_CHARACTERS:
         longest = max(sizes, key=sizes.__getitem__)
         problem = (
-            f"{longest} is too long: a response repeats it, and has no more than {MOST_CHARACTERS} "
-            "characters of its request"
+            f"{longest} is too long: a response repeats it, and has no more than "
+            f"{MAX_JSON_CHARACTERS} characters of its request"
         )
         raise RequestError(problem, param=longest, code="string_above_max_length")
     return echoed

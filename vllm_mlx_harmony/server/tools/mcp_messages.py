@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_mlx_harmony.core import schema
+from vllm_mlx_harmony.core import typescript
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.protocols.validation import mended
@@ -77,4 +77,4 @@ def _check(result: dict[str, Any], version: str) -> None:
     (tool,) = ListToolsResult.model_validate(result, by_name=False).tools
     if not tool.name:
         raise ValueError("it has no name")
-    schema.parameters(Tool(tool.name, parameters=tool.input_schema), schema.SizeBudget())
+    typescript.parameters(Tool(tool.name, parameters=tool.input_schema), typescript.SizeBudget())

@@ -24,7 +24,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from vllm_mlx_harmony.core.attachments import left_out
+from vllm_mlx_harmony.core.attachments import placeholder
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.server.tools.config import ServerConfig
@@ -342,11 +342,11 @@ def text_of(result: Any) -> str:
             texts.append(str(part.text))
         elif part.type == "resource":
             text = getattr(part.resource, "text", None)
-            texts.append(left_out("file") if text is None else str(text))
+            texts.append(placeholder("file") if text is None else str(text))
         elif part.type == "resource_link":
             texts.append(f"{part.name}: {part.uri}")
         else:
-            texts.append(left_out(part.type))
+            texts.append(placeholder(part.type))
     if not texts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(texts)

@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ToolFailure
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import carryable
-from vllm_mlx_harmony.core.text_limits import is_parsed_soon
+from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ServerCall, Tool
 from vllm_mlx_harmony.protocols.validation import mended
 from vllm_mlx_harmony.server.body import in_thread
@@ -288,7 +288,7 @@ def _arguments(text: str, namespace: Namespace, tool: Tool) -> Mapping[str, Any]
     """The arguments of a call, or an error message. Those of ``python`` are code."""
     if namespace.name == PYTHON:
         return {code_parameter(tool) or CODE: text}
-    if not is_parsed_soon(text):
+    if not is_quick_to_parse(text):
         return "the arguments are too long"
     try:
         arguments = mended(json.loads(text or "{}"))

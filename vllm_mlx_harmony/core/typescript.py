@@ -56,6 +56,10 @@ MAX_CHARACTERS = 2 * 2**20
 MAX_SCHEMAS_IN_ALL = 40_000
 
 
+class TooLarge(Exception):
+    """The tools of a request exceed their `SizeBudget`."""
+
+
 @dataclass(slots=True)
 class SizeBudget:
     """The size that is left for the tools of one request, with every ``$ref`` replaced."""
@@ -64,18 +68,18 @@ class SizeBudget:
     schemas: int = MAX_SCHEMAS_IN_ALL
 
     def take(self, characters: int, schemas: int = 0) -> None:
-        """Raises ``OverflowError`` if less than that is left."""
+        """Raises ``TooLarge`` if less than that is left."""
         self.characters -= characters
         self.schemas -= schemas
         if self.characters < 0 or self.schemas < 0:
-            raise OverflowError
+            raise TooLarge
 
 
 def too_large(tool: Tool) -> RequestError:
     """The error for tools that exceed the budget; ``tool`` is the last of them."""
     problem = (
-        f"with tool {quoted(tool.name)} the tools are too large: more than {MAX_CHARACTERS} "
-        f"characters or {MAX_SCHEMAS_IN_ALL} schemas, with every $ref in its place"
+        f"the tools up to {quoted(tool.name)} are too large: more than {MAX_CHARACTERS} "
+        f"characters or {MAX_SCHEMAS_IN_ALL} schemas once every $ref is expanded"
     )
     return RequestError(problem, param=tool.where)
 
@@ -118,7 +122,7 @@ def parameters(tool: Tool, budget: SizeBudget | None = None) -> Type | None:
         raise RequestError(problem, param=tool.where)
     try:
         argument = replace(type_of(schema, budget), nullable=False)
-    except OverflowError as error:
+    except TooLarge as error:
         raise too_large(tool) from error
     if isinstance(argument, Object):
         return argument if argument.properties else None
@@ -129,7 +133,7 @@ def parameters(tool: Tool, budget: SizeBudget | None = None) -> Type | None:
 def type_of(schema: object, budget: SizeBudget | None = None) -> Type:
     """The type that ``schema`` (any JSON value) describes; ``any`` where it is invalid.
 
-    Raises ``OverflowError`` if it exceeds the ``budget``.
+    Raises ``TooLarge`` if it exceeds the ``budget``.
     """
     budget = budget or SizeBudget()
     budget.take(0, schemas=1)
@@ -247,11 +251,12 @@ class Union(Type):
         return list(self.variants)
 
     def member(self, name: str, indent: str = "") -> str:
-        """As for any type. The template has room for one description above the name, so those of
-        the union and of the first variant are joined. An object always prints its own."""
+        """As in `Type`, except that the template has room for only one description above the name:
+        that of the union is joined with the first variant's, unless the variant is an object, which
+        prints its own."""
         first = self.variants[0]
         own = isinstance(first, Object) or not self.description
-        above = _below(self.description if own else _lines(self.description, first.description))
+        above = _below(self.description if own else _joined(self.description, first.description))
         beside = [one.description if one.description != above else "" for one in self.variants]
         if above:
             beside[0] = ""
@@ -266,7 +271,7 @@ ANY, NULL, NEVER, OBJECT = (Inline(members=(name,)) for name in ("any", "null", 
 _SCALARS = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean"}
 
 
-def _line(types: Iterable[Type]) -> str | None:
+def _inline_union(types: Iterable[Type]) -> str | None:
     """A union of ``types`` on one line."""
     lines = [each.line() for one in types for each in one.alternatives()]
     return None if None in lines else " | ".join(map(str, lines))
@@ -300,10 +305,10 @@ def _array_of(item: Type) -> Type:
     if not (is_list or item.nullable or isinstance(item, Union)):
         # Only an object prints its own description.
         return Array(item=item, description="" if isinstance(item, Object) else item.description)
-    line = _line([item])
+    line = _inline_union([item])
     if line is not None:
         return Inline(members=(f"({line})[]",), description=item.description)
-    note = _lines(
+    note = _joined(
         item.description if isinstance(item, Union) else "", "Items of these types may be mixed."
     )
     arrays = (_on_one_line(_array_of(one)) for one in item.alternatives())
@@ -321,10 +326,10 @@ class _Node(NamedTuple):
     refs: frozenset[str] = frozenset({"#"})
 
 
-_Layers: TypeAlias = "tuple[_Node, ...]"
+_Layers: TypeAlias = tuple[_Node, ...]
 """One schema, as layers in increasing order of precedence."""
 
-_Keywords: TypeAlias = "dict[str, Any]"
+_Keywords: TypeAlias = dict[str, Any]
 """The known keywords of one schema; subschemas are `_Layers`."""
 
 _NOTHING: _Keywords = {"enum": []}
@@ -402,13 +407,13 @@ class _Reader:
 
     def type(self, schema: _Keywords) -> Type:
         stated = f"format: {schema['format']}" if "format" in schema else ""
-        description = _lines(schema.get("description", ""), stated)
+        description = _joined(schema.get("description", ""), stated)
         one = _union(self.alternatives(schema), description)
         notes: dict[str, Any] = {
             key: schema[key] for key in ("title", "examples", "default") if key in schema
         }
         if description:
-            notes["description"] = _lines(description, one.description)
+            notes["description"] = _joined(description, one.description)
         return replace(one, **notes) if notes else one
 
     def alternatives(self, schema: _Keywords) -> list[Type]:
@@ -449,8 +454,10 @@ class _Reader:
             return Array() if rest is None else _array_of(self.type(rest))
         items = [self.type(self.keywords(one)) for one in schema["prefixItems"]]
         last = [] if rest in (None, _NOTHING) else [self.type(rest or {})]
-        lines = [_line([one]) for one in items]
-        lines += [line and f"...{line}" for line in (_line([_array_of(one)]) for one in last)]
+        lines = [_inline_union([one]) for one in items]
+        lines += [
+            line and f"...{line}" for line in (_inline_union([_array_of(one)]) for one in last)
+        ]
         if None not in lines:
             return Inline(members=(f"[{', '.join(map(str, lines))}]",))
         return _array_of(_union(each for one in [*items, *last] for each in one.alternatives()))
@@ -551,18 +558,18 @@ def _key(name: str) -> str:
 # --- values of keywords, None if they have the wrong type ---
 
 
-def _text(value: object) -> str | None:
+def _read_text(value: object) -> str | None:
     return clean(value) if isinstance(value, str) and value.strip() else None
 
 
-def _texts(value: object) -> list[str] | None:
+def _read_texts(value: object) -> list[str] | None:
     if not isinstance(value, list):
         return None
     return [clean(one) for one in value if isinstance(one, str)]
 
 
 def _examples(value: object) -> tuple[str, ...] | None:
-    texts = _texts(value)
+    texts = _read_texts(value)
     return None if texts is None else tuple(_LINE_ENDS.sub(_ESCAPED, one) for one in texts)
 
 
@@ -582,21 +589,21 @@ def _plain(value: object, depth: int = 0) -> Any:
     return None
 
 
-def _default(value: object) -> str:
+def _read_default(value: object) -> str:
     plain = _plain(value)
     return f'"{_LINE_ENDS.sub(_ESCAPED, plain)}"' if isinstance(plain, str) else _json(plain)
 
 
 _VALUES: dict[str, Callable[[object], Any]] = {
-    "type": lambda value: [value] if isinstance(value, str) else _texts(value),
+    "type": lambda value: [value] if isinstance(value, str) else _read_texts(value),
     "enum": lambda value: [*map(_plain, value)] if isinstance(value, list) else None,
     "const": lambda value: [_plain(value)],
-    "required": _texts,
-    "title": _text,
-    "description": _text,
-    "format": _text,
+    "required": _read_texts,
+    "title": _read_text,
+    "description": _read_text,
+    "format": _read_text,
     "examples": _examples,
-    "default": _default,
+    "default": _read_default,
     "nullable": lambda value: value is True,
 }
 
@@ -613,7 +620,7 @@ _ESCAPED = r"\\n"
 _dumps = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def _lines(*texts: str) -> str:
+def _joined(*texts: str) -> str:
     """``texts`` on lines of their own, without duplicates."""
     return "\n".join(dict.fromkeys(filter(None, texts)))
 
