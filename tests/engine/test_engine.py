@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("mlx.core")
 
 from engine_models import load_module
+from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
@@ -23,7 +24,6 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.engine import QUEUE_VARIABLE, MlxEngine, Options
-from vllm_mlx_harmony.engine.mlx_lm_compat import BatchKVCache, KVCache
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.scheduler import Limits

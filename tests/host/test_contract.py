@@ -23,8 +23,9 @@ from fastapi.testclient import TestClient
 
 from vllm_mlx_harmony import host
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import contract, entry_points, models, mount, patching, server_globals
+from vllm_mlx_harmony.host import contract, entry_points, mount, patching, server_globals
 from vllm_mlx_harmony.host.adapter import VllmMlx
+from vllm_mlx_harmony.host.engine import NotHarmony
 from vllm_mlx_harmony.host.mount import FrontEnd, Route
 from vllm_mlx_harmony.host.patching import Attribute, Name, Patch
 from vllm_mlx_harmony.server.endpoint import Endpoint
@@ -452,7 +453,7 @@ def test_a_model_that_is_not_harmony_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def serve(args: argparse.Namespace) -> None:
-        raise models.NotHarmony("MODEL is not Harmony")
+        raise NotHarmony("MODEL is not Harmony")
 
     monkeypatch.setattr(vllm_mlx.cli, "serve_command", serve)
     host.install()

@@ -13,7 +13,9 @@ pytest.importorskip("vllm_mlx", reason="needs the host")
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import loading, models
+from vllm_mlx_harmony.host import loading, tool_parser
+from vllm_mlx_harmony.host.engine import NotHarmony
+from vllm_mlx_harmony.server.model_files import is_harmony, is_harmony_model
 
 
 class Wrapped:
@@ -55,7 +57,7 @@ CONTROL = ["start", "end", "message", "channel", "constrain", "return", "call"]
     ],
 )
 def test_is_harmony(tokenizer: Any, expected: bool) -> None:
-    assert models.is_harmony(tokenizer) is expected
+    assert is_harmony(tokenizer) is expected
 
 
 def test_the_tool_parser_is_ours_on_a_harmony_tokenizer_and_else_the_hosts() -> None:
@@ -65,7 +67,7 @@ def test_the_tool_parser_is_ours_on_a_harmony_tokenizer_and_else_the_hosts() -> 
     class Ours(Theirs):  # type: ignore[misc]
         SUPPORTS_NATIVE_TOOL_FORMAT = True
 
-    named = models.with_parser(Ours, ["harmony", "new"], {"harmony": Theirs, "other": Theirs})
+    named = tool_parser.with_parser(Ours, ["harmony", "new"], {"harmony": Theirs, "other": Theirs})
     assert named["other"] is Theirs
     chosen: Any = named["harmony"]
     assert issubclass(chosen, ToolParser)
@@ -90,9 +92,9 @@ def other(tmp_path: Path) -> Path:
 def test_a_model_directory_that_is_not_harmony_is_not_even_loaded(other: Path) -> None:
     loaded: list[str] = []
     load = loading.load_model(lambda model_name, *_, **__: loaded.append(model_name))
-    with pytest.raises(models.NotHarmony, match="org/name"):
+    with pytest.raises(NotHarmony, match="org/name"):
         load("org/name", model_path=str(other))
-    with pytest.raises(models.NotHarmony):
+    with pytest.raises(NotHarmony):
         load(str(other))
     assert loaded == []
 
@@ -113,4 +115,4 @@ def test_other_models_get_the_hosts_own_engines(other: Path) -> None:
 def test_an_unreadable_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(HostError, match=r"tokenizer\.json"):
-        models.is_harmony_model(str(tmp_path))
+        is_harmony_model(str(tmp_path))

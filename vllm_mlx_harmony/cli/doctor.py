@@ -361,7 +361,7 @@ def _cache(directory: Path) -> Group:
 
 def _model(name: str) -> Group:
     try:
-        from vllm_mlx_harmony.host.models import is_harmony_model
+        from vllm_mlx_harmony.server.model_files import is_harmony_model
 
         harmony = is_harmony_model(name)
     except Exception as error:

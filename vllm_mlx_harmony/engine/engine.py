@@ -25,6 +25,8 @@ from itertools import count
 from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
+from mlx.nn import Module
+from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
@@ -34,7 +36,7 @@ from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.boundaries import boundaries
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.memory import Budget, Layout
-from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, Module, evaluate, make_prompt_cache
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Item, Request

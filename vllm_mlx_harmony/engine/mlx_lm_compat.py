@@ -16,26 +16,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 from mlx.nn import Module
 from mlx_lm import utils
-from mlx_lm.models.cache import (
-    BatchKVCache,
-    BatchRotatingKVCache,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
-
-__all__ = [
-    "BatchKVCache",
-    "BatchRotatingKVCache",
-    "KVCache",
-    "Layer",
-    "Layers",
-    "Module",
-    "RotatingKVCache",
-    "evaluate",
-    "load",
-    "make_prompt_cache",
-]
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
 Layer: TypeAlias = "KVCache | RotatingKVCache | BatchKVCache | BatchRotatingKVCache"
 

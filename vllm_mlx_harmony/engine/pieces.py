@@ -17,19 +17,17 @@ from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
-
-from vllm_mlx_harmony.engine.disk.safetensors import WIDTHS, Tensor, Tensors
-from vllm_mlx_harmony.engine.mlx_lm_compat import (
+from mlx.nn import Module
+from mlx_lm.models.cache import (
     BatchKVCache,
     BatchRotatingKVCache,
     KVCache,
-    Layer,
-    Layers,
-    Module,
     RotatingKVCache,
-    evaluate,
     make_prompt_cache,
 )
+
+from vllm_mlx_harmony.engine.disk.safetensors import WIDTHS, Tensor, Tensors
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layer, Layers, evaluate
 
 Windows: TypeAlias = tuple[int, ...]
 """Of each layer, how many tokens it keeps; ``WHOLE`` if it keeps every token."""

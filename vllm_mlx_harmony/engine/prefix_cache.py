@@ -24,13 +24,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+from mlx.nn import Module
+from mlx_lm.models.cache import make_prompt_cache
+
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine import pieces
 from vllm_mlx_harmony.engine.disk import cache as disk_cache
 from vllm_mlx_harmony.engine.disk import identity
 from vllm_mlx_harmony.engine.disk.cache import DiskCache, Loaded, Offered
 from vllm_mlx_harmony.engine.disk.index import Row
-from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, Module, make_prompt_cache
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
 from vllm_mlx_harmony.engine.pieces import Misaligned, Piece
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Counters, PrefixTree, pack
 

@@ -166,7 +166,7 @@ def table(found: Extensions) -> tuple[Requirement, ...]:
 
     Imports modules that need `NAMES`: check those first.
     """
-    from vllm_mlx_harmony.host import engine_routes, inspection, models
+    from vllm_mlx_harmony.host import engine_routes, inspection, tool_parser
     from vllm_mlx_harmony.host.adapter import VllmMlx
     from vllm_mlx_harmony.host.mount import FrontEnd, Route
     from vllm_mlx_harmony.server.app import ENDPOINTS
@@ -176,7 +176,7 @@ def table(found: Extensions) -> tuple[Requirement, ...]:
         Patch(
             "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers",
             "parses tool calls for callers in vllm-mlx that have only text",
-            replacement=partial(models.with_parser, found.tool_parser, FLAGS),
+            replacement=partial(tool_parser.with_parser, found.tool_parser, FLAGS),
         ),
         FrontEnd(VllmMlx()),
         *map(Route, ENDPOINTS),

@@ -24,6 +24,7 @@ from vllm_mlx.api.utils import clean_output_text
 from vllm_mlx.engine.base import BaseEngine, GenerationOutput
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.stops import StopStrings
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine import device
@@ -32,10 +33,10 @@ from vllm_mlx_harmony.engine.engine import MlxEngine, Options, Totals
 from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.host import metrics, resources, status_line
-from vllm_mlx_harmony.host.models import NotHarmony, is_harmony
 from vllm_mlx_harmony.host.prompts import Json, Messages, prompt_ids
 from vllm_mlx_harmony.server.garbage import give_back
 from vllm_mlx_harmony.server.generation import end_of
+from vllm_mlx_harmony.server.model_files import is_harmony
 from vllm_mlx_harmony.server.sampling import SMALLEST, Settings, capped
 from vllm_mlx_harmony.standin import is_standin
 
@@ -49,6 +50,18 @@ _GIB = 1e9
 """What vllm-mlx calls a gigabyte in its status."""
 
 _Decoder = getincrementaldecoder("utf-8")
+
+
+class NotHarmony(HostError):
+    """The model of this name is not a Harmony model, although the flag says so."""
+
+    code = "not_harmony"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} is not a gpt-oss (Harmony) model: its tokenizer is not o200k_harmony; "
+            "serve it without --tool-call-parser harmony"
+        )
 
 
 loaded: WeakSet[HarmonyEngine] = WeakSet()

@@ -26,23 +26,18 @@ VISION = "mlx_vlm.utils"
 """The module that is slow to import."""
 
 
-async def cache_stats(request: Request) -> Response:
-    """``GET /v1/cache/stats``."""
-    engine = _harmony_alone()
-    if engine is None:
+async def caches(request: Request) -> Response:
+    """``GET /v1/cache/stats``, and ``DELETE /v1/cache``: of all models, whichever is loaded."""
+    clears = request.method == "DELETE"
+    if clears:
+        await resources.clear()
+    engine = server()._engine
+    if VISION in sys.modules or not isinstance(engine, HarmonyEngine):
         return await forward_to_host(request)
-    missing = "Cache stats not available (mlx_vlm not loaded)"
-    return JSONResponse({"engine_cache": engine.get_cache_stats(), "error": missing})
-
-
-async def clear_cache(request: Request) -> Response:
-    """``DELETE /v1/cache``: of all models, whichever is loaded."""
-    await resources.clear()
-    engine = _harmony_alone()
-    if engine is None:
-        return await forward_to_host(request)
-    missing = "Cache clear not available (mlx_vlm not loaded)"
-    return JSONResponse({"status": "cleared", "engine_cache": CLEARED, "error": missing})
+    done = {"status": "cleared"} if clears else {}
+    held = CLEARED if clears else engine.get_cache_stats()
+    missing = f"Cache {'clear' if clears else 'stats'} not available (mlx_vlm not loaded)"
+    return JSONResponse({**done, "engine_cache": held, "error": missing})
 
 
 async def status(_: Request) -> Response:
@@ -76,14 +71,6 @@ async def health(request: Request) -> Response:
     return JSONResponse({**json.loads(content), "status": "unhealthy"}, 503)
 
 
-def _harmony_alone() -> HarmonyEngine | None:
-    """The only model's engine if that is ours and mlx_vlm is not imported; else ``None``."""
-    engine = server()._engine
-    if VISION in sys.modules or not isinstance(engine, HarmonyEngine):
-        return None
-    return engine
-
-
 _CACHES = "vllm-mlx's own route imports mlx_vlm on the event loop"
 
 ROUTES = tuple(
@@ -91,7 +78,7 @@ ROUTES = tuple(
     for path, method, answer, why, like in (
         ("/health", "GET", health, "reports an engine whose thread has died", None),
         ("/harmony/status", "GET", status, "lists the requests", ("/v1/status", "GET")),
-        ("/v1/cache/stats", "GET", cache_stats, _CACHES, None),
-        ("/v1/cache", "DELETE", clear_cache, _CACHES, None),
+        ("/v1/cache/stats", "GET", caches, _CACHES, None),
+        ("/v1/cache", "DELETE", caches, _CACHES, None),
     )
 )

@@ -14,9 +14,9 @@ from functools import wraps
 from vllm_mlx.model_registry import LoadedModel
 
 from vllm_mlx_harmony.host import flags, resources, summary
-from vllm_mlx_harmony.host.engine import HarmonyEngine, engine_of
-from vllm_mlx_harmony.host.models import NotHarmony, is_harmony_model
+from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony, engine_of
 from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, server
+from vllm_mlx_harmony.server.model_files import is_harmony_model
 
 
 def load_model(original: Callable[..., object]) -> Callable[..., object]:

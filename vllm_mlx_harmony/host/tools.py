@@ -42,15 +42,15 @@ def init_mcp(original: Init) -> Init:
         for line in toolbox.lines:
             print(f"  {'tools':<{WIDTH}}{line}")
         running = toolbox
-        server()._mcp_manager = Manager(toolbox)
-        server()._mcp_executor = Executor(toolbox)
+        server()._mcp_manager = server()._mcp_executor = Tools(toolbox)
 
     return init
 
 
 @dataclass(frozen=True, slots=True)
-class Manager:
-    """Our tool servers with the interface of vllm-mlx's ``MCPClientManager``."""
+class Tools:
+    """Our tool servers with the interfaces of vllm-mlx's ``MCPClientManager`` and
+    ``ToolExecutor``."""
 
     toolbox: Toolbox
 
@@ -85,13 +85,6 @@ class Manager:
         global running
         running = None
         await self.toolbox.stop()
-
-
-@dataclass(frozen=True, slots=True)
-class Executor:
-    """Calls our tools, with the interface of vllm-mlx's ``ToolExecutor``."""
-
-    toolbox: Toolbox
 
     async def execute_tool_calls(
         self, calls: Sequence[Mapping[str, Any]], parallel: bool = True

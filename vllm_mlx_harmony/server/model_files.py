@@ -1,4 +1,8 @@
-"""A model's ``config.json`` and ``generation_config.json``. Nothing is downloaded."""
+"""What a model's files say: its configuration, and whether it is a Harmony model: one whose
+tokenizer really is o200k_harmony. Nothing is downloaded.
+
+A name or a ``model_type`` proves nothing (a fine-tune may have any); token ids do.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import HostError
+
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+
+PROBE = (
+    "<|start|><|end|><|message|><|channel|><|constrain|><|return|><|call|>"
+    "Reasoning: high\n\n// déjà-vu 東京 Привет 12345\tnamespace functions {🙂}"
+)
+"""Control tokens, scripts, digits, white space, an emoji: no other vocabulary has the same ids."""
 
 
 def length_of(model: str) -> int | None:
@@ -41,3 +54,34 @@ def path_of(model: str, file: str) -> Path:
     if not isinstance(cached, str):
         raise FileNotFoundError(model)
     return Path(cached)
+
+
+def is_harmony(tokenizer: object) -> bool:
+    """Whether the tokenizer gives o200k_harmony's ids.
+
+    Takes mlx-lm's TokenizerWrapper, and tokenizers of `transformers` and `tokenizers`.
+    """
+    encode = getattr(tokenizer, "encode", None)
+    if encode is None:
+        return False
+    encoded = encode(PROBE, add_special_tokens=False)
+    ids = list(getattr(encoded, "ids", encoded))
+    return ids == vocab.encoding().encode(PROBE, allowed_special="all")
+
+
+def is_harmony_model(model: str) -> bool | None:
+    """The same for a directory or a repository in the Hugging Face cache; None if there is no
+    `tokenizer.json`. Raises HostError if that file cannot be read."""
+    try:
+        file = path_of(model, "tokenizer.json")
+    except (OSError, ValueError):  # a path that does not exist is no repository id either
+        return None
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise HostError(f"{file} cannot be read: {error}") from error
+    return is_harmony(tokenizer)
