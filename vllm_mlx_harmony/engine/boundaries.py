@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
 
 from vllm_mlx_harmony.core import vocab
 
@@ -22,8 +21,9 @@ def boundaries(ids: Sequence[int], after: int = 0) -> list[int]:
     """
     last = len(ids) - 1
     found, before = [], after
-    opening, user = _roles()
-    preamble = next((place for place, role in _messages(ids) if role not in opening), 0)
+    system, developer, user = (vocab.encode(role)[0] for role in ("system", "developer", "user"))
+    others = (place for place, role in _messages(ids) if role not in (system, developer))
+    preamble = next(others, 0)
     asked = max((place for place, role in _messages(ids, after) if role == user), default=0)
     for place in sorted({preamble, asked}):
         rest = 1 if place == preamble else SHORTEST
@@ -40,9 +40,3 @@ def _messages(ids: Sequence[int], after: int = 0) -> Iterator[tuple[int, int]]:
         while True:
             place = ids.index(vocab.START, place + 1, len(ids) - 1)
             yield place, ids[place + 1]
-
-
-@lru_cache(maxsize=1)
-def _roles() -> tuple[frozenset[int], int]:
-    system, developer, user = (vocab.encode(role)[0] for role in ("system", "developer", "user"))
-    return frozenset({system, developer}), user

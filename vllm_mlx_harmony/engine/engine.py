@@ -178,7 +178,7 @@ class MlxEngine:
     def close(self) -> None:
         """Ends all requests, frees everything, ends the thread."""
         with suppress(Stopped):
-            self._thread.call(self._shut)
+            self._thread.call(self._free)
         self._thread.close()
         if self.loaded:  # the thread died and could not free it
             self._free()
@@ -288,6 +288,8 @@ class MlxEngine:
         self.cache = self.options.cache(module)
 
     def _free(self) -> None:
+        """Ends all requests, in the same call: one that arrived in between would never end."""
+        self._abandon()
         if self.cache is not None:
             self.cache.close()
         self.cache = self.budget = None
@@ -295,11 +297,6 @@ class MlxEngine:
         device.unwire(self._wired)
         self._wired = None
         mx.clear_cache()
-
-    def _shut(self) -> None:
-        """In one call: a request that arrived in between would never end."""
-        self._abandon()
-        self._free()
 
     def _abandon(self, error: BaseException | None = None) -> None:
         """Ends all requests with 503. ``error`` is what the thread died of."""

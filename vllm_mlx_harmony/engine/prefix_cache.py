@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -100,7 +101,7 @@ class PrefixCache:
             self._disk = disk
             layout = identity.of_layout(model.__class__.__name__, windows)
             self._root = partial(identity.root, weights, layout)
-        self._reused = Status()
+        self._reused: Counter[str] = Counter()
 
     def lookup(self, ids: Iterable[int], tenant: str) -> Match:
         """How much of a prompt is cached. Never its last id: something must be left to compute.
@@ -156,14 +157,9 @@ class PrefixCache:
                 if known:
                     layers = pieces.join(self._model, found, max(0, capacity - known))
                     cached = known
-            before = self._reused
-            self._reused = replace(
-                before,
-                hits=before.hits + (cached > 0),
-                misses=before.misses + (cached == 0),
-                tokens_reused=before.tokens_reused + cached,
-                tokens_new=before.tokens_new + len(match.sequence) // WIDTH - cached,
-            )
+            new = len(match.sequence) // WIDTH - cached
+            self._reused.update({"hits" if cached else "misses": 1})
+            self._reused.update(tokens_reused=cached, tokens_new=new)
         return layers or make_prompt_cache(self._model), cached
 
     def _take_in(self, match: Match) -> None:
@@ -222,7 +218,7 @@ class PrefixCache:
     def status(self) -> Status:
         """The counters now, without waiting for another thread."""
         disk = None if self._disk is None else self._disk.counters()
-        return replace(self._reused, **asdict(self._tree.counters()), disk=disk)
+        return Status(**asdict(self._tree.counters()), **self._reused, disk=disk)
 
     def _place(self, match: Match) -> tuple[tuple[object, str], bytes, tuple[object, str]]:
         """Owner, sequence and shared owner, as methods of the tree take them."""

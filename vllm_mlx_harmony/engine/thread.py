@@ -69,9 +69,20 @@ class EngineThread:
         self._thread.join()
 
     def _run(self) -> None:
+        wait: float | None = None
         try:
-            wait: float | None = None
-            while self._run_calls(wait):
+            while True:
+                with suppress(Empty):
+                    call = self._calls.get(block=wait != 0, timeout=wait or None)
+                    while call is not None:
+                        function, result = call
+                        if result.set_running_or_notify_cancel():
+                            try:
+                                result.set_result(function())
+                            except BaseException as error:  # noqa: BLE001 - it is the caller's
+                                result.set_exception(error)
+                        call = self._calls.get_nowait()
+                    return
                 wait = self._work()
         except BaseException as error:
             logger.exception("the engine's thread has died")
@@ -82,18 +93,3 @@ class EngineThread:
             while call := self._calls.get_nowait():
                 if call[1].set_running_or_notify_cancel():
                     call[1].set_exception(Stopped("the engine's thread has ended"))
-
-    def _run_calls(self, wait: float | None) -> bool:
-        """Runs the calls that come within ``wait`` seconds; False after the last one."""
-        with suppress(Empty):
-            call = self._calls.get(block=wait != 0, timeout=wait or None)
-            while call is not None:
-                function, result = call
-                if result.set_running_or_notify_cancel():
-                    try:
-                        result.set_result(function())
-                    except BaseException as error:  # noqa: BLE001 - it belongs to the caller
-                        result.set_exception(error)
-                call = self._calls.get_nowait()
-            return False
-        return True

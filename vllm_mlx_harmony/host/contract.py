@@ -7,12 +7,6 @@ what it is for, and the whole table is checked before anything is changed. If a 
 not fit, nothing is changed and the start ends with an error that names it. An optional row that
 does not fit is left out with a warning. ``vllm-mlx-harmony doctor --verbose`` prints all rows.
 
-- ``Name``: a function, class or global that is used as it is. Those of ``vllm_mlx.server`` are
-  specified in `server_globals`, with their types.
-- ``Attribute``: an attribute of instances, which their class sets when they are made.
-- ``Patch``: an attribute of a module or class that is replaced by a function of the original.
-- ``FrontEnd``, ``Route``: the front end in vllm-mlx's application (`mount`).
-
 **Invariants.** Changes are made in order and reverted in reverse, all or none; activating twice
 changes nothing. When they are reverted, every attribute is the very object that it was before.
 Without ``--tool-call-parser harmony`` nothing is changed. A name that is used and has no row fails
