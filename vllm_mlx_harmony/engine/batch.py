@@ -33,7 +33,6 @@ class Batch:
         self.pending = mx.array(request.ids[-1:], dtype=mx.uint32)
 
     def takes(self, request: Request) -> bool:
-        """Whether its length is similar to that of the rows."""
         return may_be_padded([len(each.ids) for each in (*self.rows, request)])
 
     def join(self, request: Request, layers: Layers) -> None:

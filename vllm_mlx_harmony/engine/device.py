@@ -33,7 +33,6 @@ def wire() -> int | None:
 
 
 def unwire(limit: int | None) -> None:
-    """Takes that back."""
     if limit is not None:
         mx.synchronize()
         mx.set_wired_limit(limit)

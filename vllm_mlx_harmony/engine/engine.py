@@ -157,7 +157,6 @@ class MlxEngine:
 
     @property
     def healthy(self) -> bool:
-        """Whether its thread is alive."""
         return self._thread.alive
 
     @property
@@ -259,7 +258,6 @@ class MlxEngine:
                     await end_of(asyncio.ensure_future(asyncio.wrap_future(forgetting)))
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
-        """See ``server.engine.Engine``."""
         return 0 if self.cache is None else (await self.cache.find(prompt, tenant)).cached
 
     # --- On the thread: loading and freeing

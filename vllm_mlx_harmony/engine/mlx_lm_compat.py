@@ -33,5 +33,4 @@ def load(path: str, *, trust_remote_code: bool = False) -> tuple[Module, Any]:
 
 
 def evaluate(layers: Layers) -> None:
-    """Computes what ``layers`` hold."""
     mx.eval([(layer.keys, layer.values) for layer in layers])

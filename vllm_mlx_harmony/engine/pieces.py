@@ -59,7 +59,6 @@ class Piece:
         return sum(part.nbytes for part in self.parts.values())
 
     def last(self, tokens: int) -> Piece:
-        """The last ``tokens`` of the piece."""
         if tokens == self.tokens:
             return self
         return Piece(

@@ -207,7 +207,6 @@ class PrefixCache:
         return self._tree.evict(nbytes)
 
     def clear(self) -> None:
-        """Removes everything of this model from memory."""
         self._tree.forget(lambda owner: isinstance(owner, tuple) and owner[0] is self._id)
 
     def close(self) -> None:

@@ -48,7 +48,6 @@ WIDTH = array("I").itemsize
 
 
 def pack(ids: Iterable[int]) -> bytes:
-    """A sequence of ids as bytes."""
     return array("I", ids).tobytes()
 
 

@@ -59,7 +59,6 @@ class Request:
 
     @property
     def generated(self) -> int:
-        """Number of ids of the answer."""
         return max(0, len(self.ids) - len(self.prompt))
 
     def progress(self, now: float, place: int = 0) -> Progress:

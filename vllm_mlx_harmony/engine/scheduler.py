@@ -137,7 +137,6 @@ class Scheduler:
         prompt.begun, prompt.rest = True, rest
 
     def computed(self, request: int, ids: int, seconds: float) -> None:
-        """A chunk was computed."""
         prompt = self._prompts[request]
         prompt.rest -= ids
         self._turn += 1
@@ -162,7 +161,6 @@ class Scheduler:
         self._forget_tenants()
 
     def stepped(self, seconds: float) -> None:
-        """A step of all answers was made."""
         credit = seconds if self._prompts else 0.0
         self._owed = max(-credit, self._owed - seconds)
 

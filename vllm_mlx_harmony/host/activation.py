@@ -38,7 +38,6 @@ class Status:
 
     @property
     def active(self) -> bool:
-        """Whether vllm-mlx is changed now."""
         return bool(self.requirements)
 
 
@@ -94,7 +93,6 @@ def remove_hooks() -> None:
 
 
 def status() -> Status:
-    """What this plugin does in this process."""
     contract = sys.modules.get(f"{__package__}.contract")
     changes = contract.changes() if contract else ()
     return Status(bool(_hooks), versions(), changes, in_use().sources if changes else {})

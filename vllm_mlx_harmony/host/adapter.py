@@ -73,7 +73,6 @@ class VllmMlx:
         return Lease(engine_of(engine), tenant_of(request), deadline, give_back)
 
     async def forward(self, request: Request) -> Response:
-        """The response of vllm-mlx's own route."""
         return await forward_to_host(request)
 
     def deadline(self, timeout: float | None) -> Deadline:
@@ -96,7 +95,6 @@ class VllmMlx:
         return replace(read, sampling=defaults.sampling(flags, model))
 
     def max_tokens(self, requested: int | None) -> int:
-        """From the request and the flags."""
         return server()._resolve_request_max_tokens(requested)
 
     @property
@@ -124,7 +122,6 @@ class VllmMlx:
         await vllm.verify_api_key(await vllm.security(connection))
 
     async def check_rate_limit(self, connection: HTTPConnection) -> None:
-        """vllm-mlx's check."""
         await server().check_rate_limit(connection)
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
@@ -151,12 +148,10 @@ class VllmMlx:
 
     @property
     def renderer(self) -> Callable[..., Rendered]:
-        """By entry point."""
         return entry_points.in_use().renderer
 
     @property
     def context(self) -> Callable[..., Context]:
-        """By entry point."""
         return entry_points.in_use().context
 
 
@@ -186,13 +181,11 @@ class _Tracker:
     def finish(
         self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0, **others: int
     ) -> None:
-        """Records what vllm-mlx has metrics for."""
         self._finish(
             result=result, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
         )
 
     def reasoning_ended(self, reason: str) -> None:
-        """Counts it."""
         metrics.REASONING_ENDED.labels(reason=reason).inc()
 
 

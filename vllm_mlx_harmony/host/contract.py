@@ -202,5 +202,4 @@ def deactivate() -> None:
 
 
 def changes() -> tuple[str, ...]:
-    """The names of what is changed now."""
     return tuple(name for name, _ in _changes)

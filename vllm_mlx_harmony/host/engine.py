@@ -293,7 +293,6 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         }
 
     def get_cache_stats(self) -> dict[str, object]:
-        """The counters of prefix reuse."""
         cache = None if self.engine is None else self.engine.cache
         if cache is None:
             return {NAME: asdict(resources.tree().counters())}

@@ -22,11 +22,9 @@ class Inspection:
     required: bool = True
 
     def problem(self) -> str | None:
-        """Why vllm-mlx's application cannot be extended, or None."""
         return find_problem(f"{APP}.user_middleware", None)
 
     def apply(self) -> Undo:
-        """Installs it."""
         return inspector.install(locate(APP), status)
 
 

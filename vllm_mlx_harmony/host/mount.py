@@ -62,16 +62,13 @@ class Route:
 
     @property
     def label(self) -> str:
-        """Methods and path."""
         return f"{'|'.join(sorted(self.endpoint.methods))} {self.endpoint.path}"
 
     @property
     def why(self) -> str:
-        """What the endpoint is for."""
         return self.endpoint.why
 
     def problem(self) -> str | None:
-        """Why the route cannot be added to this host, or None."""
         try:
             original, model = self._originals(locate(APP).router.routes)
         except (ImportError, AttributeError, TypeError) as error:
@@ -80,7 +77,6 @@ class Route:
         return None if original or model else f"{APP} has no route {wanted}"
 
     def apply(self) -> Undo:
-        """Inserts the route before the original one, or at the end if there is none."""
         application = locate(APP)
         present: list[BaseRoute] = application.router.routes
         original, model = self._originals(present)
@@ -118,12 +114,10 @@ class FrontEnd:
     label: str = "app"
 
     def problem(self) -> str | None:
-        """Why vllm-mlx's application cannot be extended, or None."""
         names = ("state", "router", "user_middleware", "middleware_stack")
         return next(filter(None, (find_problem(f"{APP}.{name}", None) for name in names)), None)
 
     def apply(self) -> Undo:
-        """Adds them to the application."""
         application = locate(APP)
         stack, present = application.middleware_stack, application.router.routes
         install(application, self.host)

@@ -68,11 +68,9 @@ class Name:
         return self.target.partition(":")[2]
 
     def problem(self) -> str | None:
-        """Why it cannot be used in this host, or None."""
         return find_problem(self.target, self.parameters)
 
     def apply(self) -> Undo | None:
-        """Changes nothing."""
         return None
 
 
@@ -81,7 +79,6 @@ class Attribute(Name):
     """An attribute of the instances of a class: `package.module:Class.attribute`."""
 
     def problem(self) -> str | None:
-        """Why it cannot be used in this host, or None."""
         path, _, name = self.target.rpartition(".")
         if missing := find_problem(path, None):
             return missing
@@ -108,7 +105,6 @@ class Patch(Name):
     replacement: Replacement | str = field(kw_only=True)
 
     def apply(self) -> Undo:
-        """Replaces the attribute."""
         path, _, name = self.target.rpartition("." if "." in self.label else ":")
         owner = locate(path)
         inherited, original = name not in vars(owner), inspect.getattr_static(owner, name)

@@ -60,7 +60,6 @@ def budget() -> int:
 
 @lru_cache(maxsize=1)
 def tree() -> PrefixTree[Piece]:
-    """The prefix cache in memory, of all models."""
     return PrefixTree(budget())
 
 

@@ -78,7 +78,6 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
         return None if stream is None else stream.feed(_encode(stream.pending), ends=True)
 
     def reset(self) -> None:
-        """Starts another answer."""
         super().reset()
         self._stream = None
 
@@ -99,7 +98,6 @@ class _Stream:
         return _encode(text[: len(text) - len(self.pending)])
 
     def feed(self, ids: Sequence[int], *, ends: bool = False) -> dict[str, Any] | None:
-        """The delta of these ids, and of the end of the answer."""
         deltas = [*self._parser.feed(ids), *(self._parser.close("stop") if ends else ())]
         joined: dict[str, Any] = {}
         shown = (delta for delta in deltas if not isinstance(delta, Finished))

@@ -55,7 +55,6 @@ class Tools:
     toolbox: Toolbox
 
     def get_server_status(self) -> list[SimpleNamespace]:
-        """The state of each server."""
         return [
             SimpleNamespace(
                 name=each.label,
@@ -68,7 +67,6 @@ class Tools:
         ]
 
     def get_all_tools(self) -> list[SimpleNamespace]:
-        """The tools of all servers."""
         return [
             SimpleNamespace(
                 server_name=each.label,
@@ -81,7 +79,6 @@ class Tools:
         ]
 
     async def stop(self) -> None:
-        """Stops all servers."""
         global running
         running = None
         await self.toolbox.stop()

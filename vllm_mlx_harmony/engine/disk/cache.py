@@ -504,7 +504,6 @@ class DiskCache:
         return found
 
     def use(self, key: bytes) -> None:
-        """Counts as a use of the turn."""
         if key in self._turns:
             self._use(key)
 
