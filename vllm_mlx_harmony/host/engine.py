@@ -93,7 +93,8 @@ def engine_of(engine: object) -> MlxEngine | None:
 class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
     """A Harmony model in vllm-mlx. ``model_name`` is what it is called, ``model_path`` where it is.
 
-    ``options`` are those of the process, but for what its entry in a models config sets.
+    ``options`` are those of the process, but for what its entry in a models config sets. ``others``
+    are those of vllm-mlx's engines, which have no effect.
     """
 
     model_name = ""
@@ -106,6 +107,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         model_path: str | None = None,
         trust_remote_code: bool = False,
         options: Options | None = None,
+        **others: object,
     ) -> None:
         self.model_name = model_name
         self.path = str(model_path or model_name)

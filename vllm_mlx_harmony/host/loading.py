@@ -43,19 +43,9 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
     return load
 
 
-def batched_engine(_: object) -> Callable[..., HarmonyEngine]:
-    """The class that ``load_model`` makes its engine of, as a function."""
-
-    def engine(
-        *,
-        model_name: str,
-        model_path: str | None = None,
-        trust_remote_code: bool = False,
-        **others: object,
-    ) -> HarmonyEngine:
-        return HarmonyEngine(model_name, model_path=model_path, trust_remote_code=trust_remote_code)
-
-    return engine
+def batched_engine(_: object) -> type[HarmonyEngine]:
+    """The class that ``load_model`` makes its engine of."""
+    return HarmonyEngine
 
 
 def build_engine(_: object) -> Callable[[ModelSpec], HarmonyEngine]:

@@ -20,7 +20,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -173,15 +173,9 @@ class Index:
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
         """A transaction; one thread of one process at a time."""
-        with self._lock:
+        with self._lock, self._file:
             self._file.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._file
-                self._file.execute("COMMIT")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    self._file.execute("ROLLBACK")
-                raise
+            yield self._file
 
     def _read(self, what: str, *values: object) -> list[sqlite3.Row]:
         with self._reading:
