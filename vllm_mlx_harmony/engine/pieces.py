@@ -122,8 +122,6 @@ def _row(layer: Layer, row: int, end: int) -> tuple[mx.array, mx.array, int]:
     if isinstance(layer, (KVCache, BatchKVCache)):
         ours = slice(row, row + 1), slice(None), slice(padding, padding + end)
         return layer.keys[ours], layer.values[ours], WHOLE
-    if not isinstance(layer, RotatingKVCache):
-        raise Misaligned(f"{type(layer).__name__} cannot be cut")
     window = layer.max_size
     found = []
     for each in (layer.keys, layer.values):
