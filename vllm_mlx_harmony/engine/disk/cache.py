@@ -395,12 +395,10 @@ class DiskCache:
 
         Of several roots, the one that leads furthest counts. Reads the index; blocks briefly.
         """
-        limit = len(sequence) // WIDTH - 1
         best: tuple[Row, ...] = ()
         with self._trying("reading"):
             self._follow()
-            chains = [self._index.chain(root, sequence, limit) for root in roots]
-            best = max(chains, key=lambda rows: rows[-1].end if rows else 0, default=())
+            best = self._index.chain(roots, sequence, len(sequence) // WIDTH - 1)
             self._written.update(row.key for row in best)
         return best
 

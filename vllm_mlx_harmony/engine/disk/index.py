@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from hashlib import blake2b
@@ -181,14 +181,15 @@ class Index:
         with self._reading:
             return self._reader.execute(f"SELECT {what}", values).fetchall()
 
-    def chain(self, root: bytes, sequence: bytes, limit: int) -> tuple[Row, ...]:
+    def chain(self, roots: Sequence[bytes], sequence: bytes, limit: int) -> tuple[Row, ...]:
         """The pieces, first to last, of the longest known beginning of at most ``limit`` ids.
 
-        ``sequence`` is packed. The same ids may be stored in pieces of different lengths.
+        ``sequence`` is packed. The same ids may be stored in pieces of different lengths, and below
+        several roots, of which the first counts then.
         """
         ids = memoryview(sequence)
         best: tuple[Row, ...] = ()
-        left: list[tuple[bytes, int, tuple[Row, ...]]] = [(root, 0, ())]
+        left: list[tuple[bytes, int, tuple[Row, ...]]] = [(root, 0, ()) for root in roots[::-1]]
         while left:
             parent, start, path = left.pop()
             if start > (best[-1].end if best else 0):
