@@ -86,7 +86,7 @@ def version() -> str:
 def _positive(text: str) -> int:
     number = int(text) if text.isascii() and text.isdigit() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a _positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return number
 
 
