@@ -8,6 +8,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ def found(report: doctor.Report, what: str) -> doctor.Finding:
 def nothing_heavy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's part left out: these rows are about the rest."""
     monkeypatch.setattr(doctor, "_host", lambda: iter(()))
+    monkeypatch.setattr(doctor, "_machine", lambda: iter(()))
     monkeypatch.setattr(doctor, "is_free", lambda port: True)
 
 
@@ -205,10 +207,10 @@ BROKEN = doctor.Group("b", (doctor.Finding(False, "a", "broken", "mend it"), *WE
 @pytest.mark.parametrize(
     ("group", "arguments", "code", "text"),
     [
-        (WELL, [], 0, "ok  parts  2 found\nEverything is in place"),
-        (WELL, ["--verbose"], 0, "ok  a\n    bcd\nEverything"),
-        (BROKEN, [], 1, "NO  a  broken\n       do: mend it\nSomething is missing"),
-        (BROKEN, ["--verbose"], 1, "NO  a    broken\n         do: mend it\nok  a\n    bcd\nSome"),
+        (WELL, [], 0, "✓ parts  2 found\n\nEverything is in place."),
+        (WELL, ["--verbose"], 0, "✓ a\n  bcd\n\nEverything"),
+        (BROKEN, [], 1, "✗ a  broken\n     → mend it\n\n1 problem"),
+        (BROKEN, ["--verbose"], 1, "✗ a    broken\n       → mend it\n✓ a\n  bcd\n\n1 problem"),
     ],
 )
 def test_main(
@@ -328,12 +330,51 @@ def test_a_cache_directory_that_a_server_cannot_use(taken: str, tmp_path: Path) 
 def test_ten_lines_when_all_is_well(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm_mlx")
     monkeypatch.setattr(doctor, "is_free", lambda port: True)
+    large_machine(monkeypatch, memory=77, free=100)
     report = doctor.doctor()
     assert report.ok, report.text()
     lines = report.text().splitlines()
     assert len(lines) == 10
+    assert lines[-1] == "Everything is in place. Next: vllm-mlx-harmony launch codex"
     assert max(map(len, lines)) <= 100 or str(startup_file) in report.text()
     assert len(report.text(verbose=True).splitlines()) > 50
+
+
+def large_machine(monkeypatch: pytest.MonkeyPatch, *, memory: int, free: int) -> None:
+    """A machine with so many GB for models, and on its disk."""
+    from vllm_mlx_harmony.engine import device
+
+    monkeypatch.setattr(device, "memory", lambda: memory * 10**9)
+    usage = SimpleNamespace(free=free * 10**9)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+
+
+@pytest.mark.parametrize(
+    ("memory", "free", "expected"),
+    [
+        (77, 100, {"memory": (True, "enough for gpt-oss-120b"), "disk": (True, "100 GB free")}),
+        (17, 5, {"memory": (True, "enough for gpt-oss-20b"), "disk": (False, "5 GB free")}),
+        (11, 100, {"memory": (None, "gpt-oss-20b needs 15 GB")}),
+    ],
+)
+def test_a_machine_that_is_too_small_is_said(
+    memory: int,
+    free: int,
+    expected: dict[str, tuple[bool | None, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("mlx")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not-there-yet"))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    large_machine(monkeypatch, memory=memory, free=free)
+    groups = {group.name: group for group in doctor._machine()}
+    assert groups.keys() == expected.keys()
+    for name, (ok, words) in expected.items():
+        assert groups[name].ok is ok
+        assert words in groups[name].findings[0].detail
 
 
 def test_every_row_of_the_real_host_is_listed(startup_file: Path) -> None:

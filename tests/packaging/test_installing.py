@@ -304,4 +304,4 @@ def test_the_doctor_finds_everything_in_place(beside_the_host: Environment, tmp_
     home = {"HOME": str(tmp_path / "home"), **COMPILED}
     report = succeed(script, "doctor", "--verbose", **home)
     assert "vllm_mlx_harmony_startup.pth" in report
-    assert "NO " not in report
+    assert "✗" not in report

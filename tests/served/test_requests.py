@@ -142,7 +142,8 @@ def test_the_start_says_what_a_user_needs(server: Server) -> None:
         "  engine        up to 32 answers at once",
         "  context       131,072 tokens",
         "  prefix cache  up to 64 MiB in memory",
-        "  access        open to all clients: no --api-key",
+        "  access        reachable from this machine, open to all clients: no --api-key",
+        f"  next          vllm-mlx-harmony launch codex --url {server.base_url}",
         "  no effect     --prefix-cache-size: the prefix cache is bounded in bytes, not in entries",
     ):
         assert expected in log

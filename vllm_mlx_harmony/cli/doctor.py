@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import platform
+import shutil
 import site
 import sqlite3
 import stat
@@ -22,6 +23,9 @@ from http.client import HTTPConnection, HTTPException
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
 
 from vllm_mlx_harmony import _startup
 from vllm_mlx_harmony.cli.process import is_free
@@ -58,11 +62,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Findings that are shown as one line, ``summary``, if all of them are ok."""
+    """Findings that are shown as one line, ``summary``, if all of them are ok.
+
+    ``internal``: of interest only if one is not.
+    """
 
     name: str
     findings: tuple[Finding, ...]
     summary: str = ""
+    internal: bool = False
 
     @property
     def ok(self) -> bool:
@@ -72,21 +80,25 @@ class Group:
     def lines(self, *, verbose: bool) -> Iterator[tuple[bool | None, str, str]]:
         """Mark, name and text of each line."""
         if self.ok and not verbose:
+            if self.internal:
+                return
             details = (finding.detail for finding in self.findings if finding.detail)
-            yield True, self.name, self.summary or ", ".join(details)
+            checked = self.summary or any(finding.ok for finding in self.findings)
+            yield True if checked else None, self.name, self.summary or ", ".join(details)
             return
         for finding in self.findings:
             if verbose or finding.ok is False:
                 yield finding.ok, finding.what, finding.detail
             if finding.fix and finding.ok is False:
-                yield None, "", f"do: {finding.fix}"
+                yield None, "", f"→ {finding.fix}"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All groups, each after those that it depends on."""
+    """All groups, each after those that it depends on. ``ready``: the state if no check failed."""
 
     groups: tuple[Group, ...]
+    ready: str = "Everything is in place."
 
     @property
     def ok(self) -> bool:
@@ -99,19 +111,24 @@ class Report:
         return tuple(finding for group in self.groups for finding in group.findings)
 
     def text(self, *, verbose: bool = False) -> str:
-        """The report as it is printed."""
-        rows = [row for group in self.groups for row in group.lines(verbose=verbose)]
+        """The report as it is printed: first what is wrong, and the command that mends it."""
+        groups = sorted(self.groups, key=lambda group: group.ok)
+        rows = [row for group in groups for row in group.lines(verbose=verbose)]
         width = max(len(name) for _, name, _ in rows)
         lines = [f"{_MARKS[ok]}{name:<{width}}  {text}".rstrip() for ok, name, text in rows]
-        return "\n".join([*lines, _CONCLUSIONS[self.ok]])
+        return "\n".join([*lines, "", self.conclusion])
+
+    @property
+    def conclusion(self) -> str:
+        """What to type next."""
+        wrong = sum(finding.ok is False for finding in self.findings)
+        if wrong:
+            return f"{wrong} problem{'s' * (wrong > 1)}: the lines with → say what to do."
+        return f"{self.ready} Next: vllm-mlx-harmony launch codex"
 
 
-_MARKS = {True: "ok  ", False: "NO  ", None: "    "}
-
-_CONCLUSIONS = {
-    True: "Everything is in place: vllm-mlx serve MODEL --tool-call-parser harmony",
-    False: "Something is missing: see the lines with NO.",
-}
+_MARKS = {True: "✓ ", False: "✗ ", None: "  "}
+_STYLES = {"✓ ": "green", "✗ ": "bold red"}
 
 
 def _one(name: str, ok: bool | None, detail: str, fix: str = "") -> Group:
@@ -128,13 +145,16 @@ def doctor(
     """Checks this installation and a port; if given, a model, a ``--ssd-cache-dir``, and the tool
     servers of an ``--mcp-config``, each of which is started and asked for its tools."""
     python = _one("python", True, f"{platform.python_version()} ({sys.executable})")
-    groups = [python, _packages(), _loading(), _vocabulary(), *_host(), _port(port)]
+    listening = _port(port)
+    groups = [python, *_machine(), _packages(), _loading(), _vocabulary(), *_host(), listening]
     if cache is not None:
         groups.append(_cache(Path(cache).expanduser()))
     if tools is not None:
         groups.append(_tools(tools))
     if model is not None:
         groups.append(_model(model))
+    if listening.findings[0].ok is None:
+        return Report(tuple(groups), "Everything is in place, and a server runs.")
     return Report(tuple(groups))
 
 
@@ -155,7 +175,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="show passed checks, too")
     arguments = parser.parse_args(argv)
     report = doctor(arguments.model, arguments.port, arguments.ssd_cache_dir, arguments.mcp_config)
-    print(report.text(verbose=arguments.verbose))
+    console = Console(highlight=False)
+    for line in report.text(verbose=arguments.verbose).splitlines():
+        text = Text(line)
+        text.stylize(_STYLES.get(line[:2], ""), 0, 1)
+        console.print(text, soft_wrap=True)
     return 0 if report.ok else 1
 
 
@@ -194,6 +218,41 @@ def _tools(path: str) -> Group:
 
     found = asyncio.run(try_all())
     return Group("tools", found) if found else _one("tools", None, f"{path} has no servers")
+
+
+def _machine() -> Iterator[Group]:
+    """Whether gpt-oss fits into memory, and onto the disk if it is not there."""
+    try:
+        from huggingface_hub import constants, try_to_load_from_cache
+
+        from vllm_mlx_harmony.cli.launch import GIGABYTE, MODELS
+        from vllm_mlx_harmony.engine import device
+    except ImportError:  # the packages that are missing have lines of their own
+        return
+    memory = device.memory()
+    fitting = [model for model in MODELS.values() if model.needed <= memory]
+    metal = "with Metal" if device.has_metal() else "without Metal: on the processor, slowly"
+    facts = f"{memory / GIGABYTE:.0f} GB for models, {metal}"
+    if platform.mac_ver()[0]:
+        facts = f"macOS {platform.mac_ver()[0]}, {facts}"
+    if not fitting:
+        least = min(MODELS.values(), key=lambda model: model.needed)
+        needs = f"{least.name} needs {least.gigabytes} GB: use another machine with launch --url"
+        yield _one("memory", None, f"{facts}; {needs}")
+        return
+    yield _one("memory", True, f"{facts}; enough for {fitting[0].name}")
+    home = Path(constants.HF_HUB_CACHE)
+    place = next(path for path in (home, *home.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    here = [
+        model.name
+        for model in MODELS.values()
+        if isinstance(try_to_load_from_cache(model.source, "config.json"), str)
+    ]
+    size = min(model.size for model in fitting)
+    message = f"{free / GIGABYTE:.0f} GB free; {', '.join(here) or 'no gpt-oss'} in {home}"
+    fix = f"make room for {size / GIGABYTE:.0f} GB, or set HF_HOME to another disk"
+    yield _one("disk", bool(here) or free > size, message, fix)
 
 
 def _packages() -> Group:
@@ -283,7 +342,7 @@ def _host() -> Iterator[Group]:
     names = [_requirement(row, fix) for row in contract.NAMES]
     replaced = sum(isinstance(row, patching.Patch) for row in contract.NAMES)
     summary = f"{len(names) - replaced} used and {replaced} replaced are as expected"
-    yield Group("names", tuple(names), summary)
+    yield Group("names", tuple(names), summary, internal=True)
     try:
         found = entry_points.in_use()
         rows = contract.table(found)[len(names) :]
@@ -292,9 +351,9 @@ def _host() -> Iterator[Group]:
         yield _one("parts", False, _message(error), fix)
         return
     sources = tuple(Finding(True, group, source) for group, source in found.sources.items())
-    yield Group("parts", sources, f"{len(sources)} found")
+    yield Group("parts", sources, f"{len(sources)} found", internal=True)
     added = tuple(_requirement(row, fix) for row in rows)
-    yield Group("routes", added, f"{len(added)} routes and entries can be added")
+    yield Group("routes", added, f"{len(added)} routes and entries can be added", internal=True)
 
 
 def _requirement(row: Requirement, fix: str) -> Finding:

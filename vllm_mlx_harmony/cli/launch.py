@@ -43,6 +43,11 @@ class Weights:
     size: int
     needed: int
 
+    @property
+    def gigabytes(self) -> str:
+        """The memory that it needs."""
+        return f"{self.needed / GIGABYTE:.0f}"
+
 
 MODELS = {
     "120b": Weights(
@@ -247,7 +252,7 @@ def _weights(wanted: str | None, memory: int) -> Weights:
             return weights
     least = choice[-1]
     raise UsageError(
-        f"{least.name} needs {least.needed / GIGABYTE:.0f} GB of memory, and models may use "
+        f"{least.name} needs {least.gigabytes} GB of memory, and models may use "
         f"{memory / GIGABYTE:.0f} GB on this machine. Use a server elsewhere (--url), or see how "
         "it works with --stand-in"
     )

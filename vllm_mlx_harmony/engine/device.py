@@ -16,6 +16,11 @@ VARIABLE = "VLLM_MLX_HARMONY_MEMORY"
 _CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
+def has_metal() -> bool:
+    """Whether models run on the machine's GPU."""
+    return bool(mx.metal.is_available())
+
+
 def memory() -> int:
     """Bytes that the device recommends to use; without Metal, those of the machine or container."""
     if mx.metal.is_available():

@@ -178,6 +178,8 @@ def _apply(args: argparse.Namespace) -> None:
         flags.without_effect(given, enabled=enabled),
         key=bool(getattr(args, "api_key", None)),
         rate=getattr(args, "rate_limit", 0),
+        host=getattr(args, "host", summary.LOCAL[0]),
+        port=getattr(args, "port", summary.DEFAULT_PORT),
     )
     if path := getattr(args, "models_config", None):
         summary.show(("models", f"{path}, loaded on demand; gpt-oss among them"))

@@ -19,15 +19,23 @@ WIDTH = 14
 
 _idle: Sequence[str] = ()
 _access = ""
+_next = ""
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+DEFAULT_PORT = 8000
 
 
-def set_flags(idle: Sequence[str], *, key: bool, rate: int) -> None:
-    """Sets what the flags say: those without effect, the API key, requests per minute."""
-    global _idle, _access
+def set_flags(idle: Sequence[str], *, key: bool, rate: int, host: str, port: int) -> None:
+    """Sets what the flags say: those without effect, the API key, requests per minute, address."""
+    global _idle, _access, _next
     _idle = idle
-    _access = "API key required" if key else "open to all clients: no --api-key"
+    local = host in LOCAL
+    _access = "reachable from this machine" if local else f"reachable from the network ({host})"
+    _access += ", API key required" if key else ", open to all clients: no --api-key"
     if rate > 0:
         _access += f", {rate} requests a minute"
+    url = "" if port == DEFAULT_PORT else f" --url http://127.0.0.1:{port}"
+    _next = f"vllm-mlx-harmony launch codex{url}"
 
 
 def of_model(path: str, engine: MlxEngine | None) -> None:
@@ -72,3 +80,4 @@ def _common() -> Iterator[tuple[str, str]]:
     if inspector.switched_on():
         yield "inspector", f"{inspector.PAGE} shows prompts and answers to whoever has access"
     yield from (("no effect", sentence) for sentence in _idle)
+    yield "next", _next
