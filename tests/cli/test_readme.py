@@ -1,4 +1,4 @@
-"""The README does not lie: its example prints what it says, what it names is there."""
+"""The README and the pages behind it: examples print what is shown, what is named exists."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ Serving = Callable[..., AbstractContextManager[Running]]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text("utf-8")
+EXAMPLES_PAGE = (REPOSITORY / "docs" / "examples.md").read_text("utf-8")
+SETTINGS = (REPOSITORY / "docs" / "configuration.md").read_text("utf-8")
 
 SCRIPTS = (
     Script(
@@ -61,7 +63,7 @@ SCRIPTS = (
 
 def blocks(language: str) -> list[str]:
     """All blocks of a language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", EXAMPLES_PAGE, re.MULTILINE | re.DOTALL)
 
 
 EXAMPLES = dict(zip(("chat", "responses", "tools", "typed"), blocks("python"), strict=True))
@@ -125,7 +127,7 @@ def test_the_session_with_a_tool_server_prints_what_it_says(tmp_path: Path) -> N
         log = server.log.read_text("utf-8")
     day = re.compile(r"\d{4}-\d\d-\d\d|[A-Z]\w+day")
     assert day.sub("…", printed) == day.sub("…", OUTPUTS["tools"])
-    (line,) = re.findall(r"^  tools  .*$", README, re.MULTILINE)
+    (line,) = re.findall(r"^  tools  .*$", EXAMPLES_PAGE, re.MULTILINE)
     assert line in log
 
 
@@ -144,13 +146,13 @@ def run(code: str) -> str:
 def test_every_variable_is_one() -> None:
     sources = (REPOSITORY / "vllm_mlx_harmony").rglob("*.py")
     code = "".join(path.read_text("utf-8") for path in sources)
-    named = set(re.findall(r"^\| `([A-Z_]+)` \|", README, re.MULTILINE))
+    named = set(re.findall(r"^\| `([A-Z_]+)` \|", SETTINGS, re.MULTILINE))
     assert named
     assert {name for name in named if f'"{name}"' not in code} == set()
 
 
 def test_every_command_is_one() -> None:
-    named = set(re.findall(r"^\| `vllm-mlx-harmony (\w+)", README, re.MULTILINE))
+    named = set(re.findall(r"^\| `vllm-mlx-harmony (\w+)", SETTINGS, re.MULTILINE))
     launching = {"launch", "stop"}
     others = {"serve", "gateway", "connect", "demo", "doctor", "verify", "render", "parse"}
     assert named == launching | others
@@ -162,11 +164,21 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     assert re.search(rf"^{re.escape(line)} +#", README, re.MULTILINE)
 
 
-def test_links_lead_somewhere() -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert links
-    for link in links:
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("README", "agents", "configuration", "mac")))
+
+
+@pytest.mark.parametrize("page", [*PAGES, "docs/examples.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    place = REPOSITORY / page
+    links = re.findall(r"\]\(([^)]+)\)", place.read_text("utf-8"))
+    for link in (each for each in links if "://" not in each):
         path, _, anchor = link.partition("#")
-        text = (REPOSITORY / (path or "README.md")).read_text("utf-8")
-        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-        assert not anchor or anchor in {each.lower().replace(" ", "-") for each in headings}, link
+        target = place.parent / path if path else place
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.MULTILINE)
+            assert anchor in {each.lower().replace(" ", "-") for each in headings}, link
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= 1_300

@@ -1,4 +1,4 @@
-"""What the README and the runbook show of a gateway: files, commands, queries."""
+"""What the settings and the runbook show of a gateway: files, commands, queries."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vllm_mlx_harmony.gateway.settings import Key, load
 LIMIT = "tokens_per_day"
 DOCS = Path(__file__).parents[2] / "docs"
 RUNBOOK = (DOCS / "gateway.md").read_text("utf-8")
-README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+SETTINGS = (DOCS / "configuration.md").read_text("utf-8")
 
 
 def test_the_file_is_one(tmp_path: Path) -> None:
-    (text,) = re.findall(r"^```toml\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", SETTINGS, re.MULTILINE | re.DOTALL)
     for number in range(3):
         text = text.replace("…", f"the-key-{number}", 1)
     (tmp_path / "gateway.toml").write_text(text, "utf-8")

@@ -123,7 +123,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "OPENCODE_DISABLE_AUTOUPDATE": "1",
         "OPENCODE_DISABLE_MODELS_FETCH": "1",
-        "COPILOT_OFFLINE": "true",
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
