@@ -1,4 +1,5 @@
-"""Engines and gateways are upgraded one by one, as in docs/gateway.md, and no request fails."""
+"""Two gateways and three engines, as in docs/gateway.md: limits hold at both gateways, and engines
+and gateways are upgraded one by one without a failed request."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from gateway.fake_engines import FakeEngine, served, until
 from several.real_redis import RedisServer
 
@@ -24,6 +27,8 @@ MODEL = "gpt-oss-20b"
 TEXT = "word " * 20
 SCRIPTS = {"Count": f"<|channel|>final<|message|>{TEXT}<|return|>"}
 KEYS = {f"person-{number}": f"key-of-person-{number}" for number in range(6)}
+LIMITS = {"requests": "requests_per_day = 3", "tokens": "tokens_per_day = 50"}
+LIMITS["answers"] = "concurrent_requests = 1"
 APIS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
@@ -61,6 +66,8 @@ class Company:
     def _listed(self, *engines: int) -> None:
         """Writes the engines into the files."""
         keys = "".join(f'{name} = "{key}"\n' for name, key in KEYS.items())
+        for name, limit in LIMITS.items():
+            keys += f'{name} = {{ key = "key-of-{name}", {limit} }}\n'
         listed = "".join(
             f'[[engines]]\nurl = "http://127.0.0.1:{self._ports[number]}"\nkind = "vllm"\n'
             for number in engines
@@ -148,9 +155,46 @@ def _text(event: dict[str, Any]) -> str:
     return "".join(each["delta"].get("content") or "" for each in event.get("choices", ()))
 
 
-def test_no_request_fails(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def company(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Company]:
     with ExitStack() as stack:
-        company = Company(stack, tmp_path)
+        yield Company(stack, tmp_path_factory.mktemp("company"))
+
+
+def test_limits_hold_at_both_gateways(company: Company) -> None:
+    urls = [f"http://127.0.0.1:{port}" for port in company.gateways]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Count"}]}
+
+    def headers(key: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer key-of-{key}"}
+
+    def status(gateway: int, key: str) -> int:
+        url = urls[gateway] + APIS[0]
+        return httpx.post(url, json=body, headers=headers(key), timeout=60).status_code
+
+    def left(gateway: int) -> str:
+        models = httpx.get(f"{urls[gateway]}/v1/models", headers=headers("tokens"), timeout=60)
+        return models.headers["x-ratelimit-remaining-tokens"]
+
+    assert [status(turn % 2, "requests") for turn in range(5)] == [200, 200, 200, 429, 429]
+    assert left(1) == "50"
+    assert status(0, "tokens") == 200
+    until(lambda: left(1) == "0", "the tokens to be counted")
+    assert [status(gateway, "tokens") for gateway in (1, 0)] == [429, 429]
+    for engine in company.engines:
+        engine.pause = 0.3
+    asked = {"json": {**body, "stream": True}, "headers": headers("answers"), "timeout": 60}
+    with httpx.stream("POST", urls[0] + APIS[0], **asked) as stream:  # type: ignore[arg-type]
+        lines = stream.iter_lines()  # whose end would close the stream
+        assert next(lines)
+        assert [status(gateway, "answers") for gateway in (1, 0)] == [429, 429]
+    for engine in company.engines:
+        engine.pause = 0.01
+    until(lambda: status(1, "answers") == 200, "the answer that its client left to end")
+
+
+def test_no_request_fails(company: Company) -> None:
+    with ExitStack() as stack:
         answers: Counter[str] = Counter()
         over = threading.Event()
 
