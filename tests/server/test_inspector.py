@@ -160,6 +160,14 @@ def test_changes_come_as_events(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
     assert [each["state"] for each in json.loads(data.removeprefix("data: "))] == ["success"]
 
 
+def test_a_silent_stream_has_comments(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([None] * 5)
+    monkeypatch.setattr(routes, "rejection", lambda: next(looks, "down"))
+    monkeypatch.setattr(routes, "SECONDS", 0.01)
+    monkeypatch.setattr(routes, "LONGEST_SILENCE", 0.02)
+    assert site.get("events").text == "event: all\ndata: []\n\n" + ": \n\n" * 2
+
+
 def test_the_server(site: Site) -> None:
     site.ask()
     refused = site.ask(messages="none")

@@ -36,6 +36,9 @@ BELOW = f"{PATH}/inspector"
 SECONDS = 0.25
 """Between two looks for changes of the list."""
 
+LONGEST_SILENCE = 15.0
+"""Seconds after which a comment shows proxies that the connection is alive."""
+
 MOST_STREAMS = 32
 
 LONGEST_LOGIN = 4_096
@@ -116,7 +119,7 @@ class Pages:
 
     async def _changes(self, owner: str | None) -> AsyncIterator[Event]:
         """All rows, then those that have changed, until the server shuts down."""
-        seen = -1
+        seen, silent = -1, 0.0
         self._streams += 1
         try:
             while rejection() is None:
@@ -125,8 +128,12 @@ class Pages:
                     changed = [each for each in self._log.of(owner) if each.version > seen]
                     rows = encode([each.summary() for each in changed])
                     yield Event(rows, "all" if seen < 0 else "")
-                    seen = version
+                    seen, silent = version, 0.0
+                elif silent >= LONGEST_SILENCE:
+                    yield Event("", comment=True)
+                    silent = 0.0
                 await asyncio.sleep(SECONDS)
+                silent += SECONDS
         finally:
             self._streams -= 1
 
