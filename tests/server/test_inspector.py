@@ -113,6 +113,7 @@ def site() -> Site:
 @pytest.mark.parametrize("api", BODIES)
 def test_a_request_with_its_prompt_and_every_id(site: Site, api: str, stream: bool) -> None:
     answer = site.ask(api, stream=stream)
+    assert answer.status_code == 200, answer.text
     (row,) = site.rows
     assert (row["api"], row["state"], row["stream"]) == (api, "success", stream)
     assert row["generated"] == len(ids(SCRIPT))
