@@ -12,7 +12,7 @@ from rows import ids
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher, ConstraintSpec
-from vllm_mlx_harmony.core.grammar import Compiled, Policy, compiled, grammar_of
+from vllm_mlx_harmony.core.grammar import Compiled, Mask, Policy, compiled, grammar_of
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Tool, Turn, User
 
@@ -95,6 +95,56 @@ def test_a_grammar_and_limits_hold_together() -> None:
     assert constraint.failure == ""
     without = consumed(replace(spec, min_tokens=0), *said)
     assert without.mask() is None  # it is at its end
+
+
+TEXT = ids("Hi there, how are you?")
+
+
+@pytest.mark.parametrize(
+    ("spec", "before", "draft", "expected"),
+    [
+        (ConstraintSpec(min_tokens=3), [], TEXT, len(TEXT)),
+        (ConstraintSpec(repetitions=8), [*ANALYSIS], TEXT, len(TEXT)),
+        (ConstraintSpec(repetitions=8), ANALYSIS[:1], TEXT, 0),  # within a header
+        (ConstraintSpec(repetitions=2), [*ANALYSIS, *THOUGHT * 1495], TEXT, 0),  # nearly a loop
+        (ConstraintSpec(reasoning_tokens=20), [*ANALYSIS], TEXT, len(TEXT)),
+        (ConstraintSpec(reasoning_tokens=len(TEXT)), [*ANALYSIS], TEXT, 0),
+        (ConstraintSpec(reasoning_tokens=1), ids("<|channel|>final<|message|>"), TEXT, len(TEXT)),
+        (ConstraintSpec(reasoning_tokens=1), [*ANALYSIS, *THOUGHT], TEXT, 0),  # ids are forced
+    ],
+)
+def test_masks_of_a_draft_are_those_of_its_ids_one_by_one(
+    spec: ConstraintSpec, before: list[int], draft: list[int], expected: int
+) -> None:
+    held_to(spec, before, draft, expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "draft", "expected"),
+    [
+        ("<|channel|>final<|message|>", "Hi there", 2),
+        ("<|channel|>commentary to=functions.x<|message|>", '{"a": 1}', 6),
+        ("<|channel|>commentary to=functions.x<|message|>", '{"a": nil}', 3),
+        ("<|channel|>commentary to=functions.x<|message|>", "Hi", 0),
+    ],
+)
+def test_a_draft_ends_where_the_grammar_does_not_allow_it(
+    before: str, draft: str, expected: int
+) -> None:
+    spec = ConstraintSpec(grammar=compiled_grammar(), min_tokens=12, repetitions=8)
+    held_to(spec, ids(before), ids(draft), expected)
+
+
+def held_to(spec: ConstraintSpec, before: list[int], draft: list[int], expected: int) -> None:
+    def bits(mask: Mask | None) -> bytes | None:
+        return None if mask is None else bytes(mask.words)
+
+    matcher = consumed(spec, *before)
+    masks = matcher.after(matcher.mask(), draft)
+    assert len(masks) == expected
+    for token, mask in zip(draft, masks, strict=False):
+        matcher.consume(token)
+        assert bits(mask) == bits(matcher.mask())
 
 
 @pytest.mark.parametrize("binding", [True, False])

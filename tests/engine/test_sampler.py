@@ -244,7 +244,7 @@ class Ascending:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_constraint_is_asked_once_a_step_with_the_id_that_was_drawn(temperature: float) -> None:
     processor = Ascending()
-    bound = Sampler(settings(temperature=temperature, top_k=50, seed=1), (), processor)
+    bound = Sampler(settings(temperature=temperature, top_k=50, seed=1), (), processor)  # type: ignore[arg-type]
     free = Sampler(settings(temperature=0.0))
     logits = noise(6, 2, 4000).astype(mx.bfloat16)
     last, said = [vocab.START, vocab.START], []

@@ -168,6 +168,11 @@ def test_flags_of_an_engine_reach_it(line: str, monkeypatch: pytest.MonkeyPatch)
     assert flags.of_engine(one, found) == Options(limits, utilization=0.4, interval=1)
     monkeypatch.setenv(flags.PAUSE_VARIABLE, "100")
     assert flags.of_engine(parsed(), Options()) == Options(Limits(pause=0.1))
+    monkeypatch.setenv(flags.SPECULATE_VARIABLE, "Forced")
+    assert flags.of_engine(parsed(), Options()).speculate == "forced"
+    monkeypatch.setenv(flags.SPECULATE_VARIABLE, "on")
+    with pytest.raises(HostError, match="'on' is not one of off, forced, auto"):
+        flags.of_engine(parsed(), Options())
 
 
 ELSEWHERE = {

@@ -14,6 +14,7 @@ In order of precedence:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vllm_mlx_harmony.core import vocab
@@ -128,3 +129,31 @@ class ConstraintMatcher:
                 self._mask.allow_all()
             self._mask.discard(banned)
         return self._mask if written or banned else None
+
+    def after(self, allowed: Mask | None, draft: Sequence[int]) -> list[Mask | None]:
+        """What ``mask`` would return after each id of ``draft``, a text; nothing is consumed.
+
+        ``allowed`` is what it has returned for the first id. The list ends before the first id that
+        is not allowed, or where reasoning may be cut short.
+        """
+        found: list[Mask | None] = []
+        if self.error or (self.reasoning and not self.reasoning.idle_for(len(draft))):
+            return found
+        matcher = None if self._grammar is None else self._grammar.copy()
+        for at, token in enumerate(draft, start=1):
+            if allowed is not None and token not in allowed:
+                break
+            mask = Mask()
+            written = False
+            if matcher is not None:
+                if not matcher.consume(token) or not matcher.fill(mask):
+                    break
+                written = True
+            if self._missing > at:
+                if not written:
+                    mask.allow_all()
+                mask.discard(vocab.TURN_ENDS)
+                written = True
+            allowed = mask if written else None
+            found.append(allowed)
+        return found

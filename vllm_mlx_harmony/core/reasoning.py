@@ -84,6 +84,15 @@ class ReasoningWatch:
         """The ids that are banned next, since they could begin another analysis."""
         return _analysis_ids() if self.ended_by and self._after_channel else frozenset()
 
+    def idle_for(self, tokens: int) -> bool:
+        """Whether it will not interfere with the next ``tokens`` ids if all of them are text."""
+        if self.forced or self._parser.state is not State.BODY:
+            return False
+        if not self._is_reasoning:
+            return True
+        limited = self._limit is not None and self.tokens + tokens >= self._limit
+        return not limited and (self._loop is None or self._loop.away_by(tokens))
+
     def consume(self, token: int) -> None:
         """Reads the next id, whether it was forced or sampled."""
         self.forced = self.forced[1:] if self.forced[:1] == (token,) else ()
@@ -137,6 +146,11 @@ class Loop:
         self._period = 0
         self._run = 0  # how many of the last ids equal those one period before
         self._enough = 0  # the length of a run that is a loop
+
+    def away_by(self, tokens: int) -> bool:
+        """Whether more than ``tokens`` ids are missing to a loop."""
+        missing = self._enough - self._run if self._period else SHORTEST_LOOP - _GRAM
+        return not self.found and missing > tokens
 
     def consume(self, token: int) -> None:
         """Reads the next id."""

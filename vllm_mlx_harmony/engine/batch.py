@@ -1,4 +1,4 @@
-"""The answers that are being generated: a row of a batch each, one id for all of them per step.
+"""The answers that are being generated: a row of a batch each, one id or more of them per step.
 
 mlx-lm's caches come in two kinds: of one sequence, and of a batch, whose rows are padded on the
 left to the longest. A step of a padded batch computes the padding, too, and masks it. So a single
@@ -9,27 +9,61 @@ answer has caches of one sequence, those that its prompt was computed with, and 
 Steps run one ahead: while Python looks at the ids of one step, the device computes the next. The
 first id of a new row is the last of its prompt. Everything runs on the engine's thread.
 
+**Several ids in one step.** A step reads all weights for one id; several cost little more. An
+answer that is alone computes with its next id
+
+- *forced* ids: the grammar, a budget or the like allows no other (`masks`). They are not drawn.
+- a *draft*: ids that it may copy (`drafts`). The next id is drawn at each place as if all before
+  it were right, with masks, penalties and random numbers of that place (`sampler.draw_ahead`). Up
+  to the first place where another id is drawn than the draft has, that is what would have been
+  drawn one by one: a draft that is one id for certain is accepted exactly as often as the model
+  draws it (Leviathan et al., https://arxiv.org/abs/2211.17192), and the same seed gives the same
+  answer. The caches forget what was wrong.
+
+For a draft Python has to know the next id before the step, so the device waits for Python. It does
+so only where a draft is likely to pay for it, or few ids are allowed, as in headers.
+
 A batch that cannot be changed has no rows left: some of its layers have another row by then, and
 others have not.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection
+from typing import TypeAlias
 
 import mlx.core as mx
 
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.engine.drafts import Costs
+from vllm_mlx_harmony.engine.masks import Masking
 from vllm_mlx_harmony.engine.memory import may_be_padded
-from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, forget
 from vllm_mlx_harmony.engine.request import Request
-from vllm_mlx_harmony.engine.sampler import draw
+from vllm_mlx_harmony.engine.sampler import Sampler, accepted, draw, draw_ahead
+from vllm_mlx_harmony.server.sampling import Settings
+
+WIDTHS = (1, 2, 4, 8, 16)
+"""Ids of an answer in one step."""
+
+REPEATED = 5
+"""Measurements of each of them; the fastest one counts."""
+
+FEW = 8
+"""Where no more ids than this are allowed, forced ones often follow."""
+
+Model: TypeAlias = "Callable[..., mx.array]"
 
 
 class Batch:
-    """Rows that are computed together. ``pending`` (rows,) are the ids of the next step."""
+    """Rows that are computed together. ``pending`` (rows,) are the ids of the next step; ``known``
+    is the same of a single row, where it need not be waited for."""
 
-    def __init__(self, request: Request, layers: Layers) -> None:
-        self.rows, self.layers = [request], layers
+    def __init__(self, request: Request, layers: Layers, costs: Costs | None = None) -> None:
+        self.rows, self.layers, self.costs = [request], layers, costs
+        self.known: int | None = None
         self.pending = mx.array(request.ids[-1:], dtype=mx.uint32)
 
     def takes(self, request: Request) -> bool:
@@ -48,25 +82,89 @@ class Batch:
             mx.eval(own.keys, own.values)
             self.layers[at], layers[at] = own, None
         last = mx.array(request.ids[-1:], dtype=mx.uint32)
-        self.pending = mx.concatenate([self.pending, last])
+        self.pending, self.known = mx.concatenate([self.pending, last]), None
         self.rows = [*rows, request]
 
-    def step(self, model: Callable[..., mx.array]) -> list[tuple[Request, int]]:
-        """The next id of each row, but for the rows that have just joined.
+    def step(self, model: Model) -> list[tuple[Request, int]]:
+        """The next ids of each row, but for the rows that have just joined.
 
         The caches hold the ids that are returned.
         """
-        last = self.pending
-        logits = model(last[:, None], cache=self.layers)[:, -1, :]
-        self.pending = draw([request.sampler for request in self.rows], last, logits)
-        mx.async_eval(self.pending)
-        found = []
-        for request, token in zip(self.rows, last.tolist(), strict=True):
-            if request.joined:
-                request.ids.append(token)
-                found.append((request, token))
+        if self.costs is not None and len(self.rows) == 1 and self._knows_next(self.costs):
+            (request,) = self.rows
+            found = [(request, token) for token in self._step_ahead(model, self.costs)]
+        else:
+            last = self.pending
+            logits = model(last[:, None], cache=self.layers)[:, -1, :]
+            self.pending = draw([request.sampler for request in self.rows], last, logits)
+            mx.async_eval(self.pending)
+            rows = zip(self.rows, last.tolist(), strict=True)
+            found = [(request, token) for request, token in rows if request.joined]
+            for request, token in found:
+                if request.drafts is not None:
+                    request.drafts.extend((token,))
+        for request in self.rows:
             request.joined = True
         return found
+
+    def _knows_next(self, costs: Costs) -> bool:
+        """Whether the next id of a single row is known, or worth waiting for."""
+        (request,) = self.rows
+        mask, drafts = request.sampler.processor, request.drafts
+        if not request.joined:
+            self.known = request.ids[-1]
+        elif self.known is None and mask is not None:
+            self.known = mask.forced()
+        if self.known is None and (
+            (mask is not None and mask.choices <= FEW)
+            or (drafts is not None and drafts.next(costs, request.room))
+        ):
+            self.known = int(self.pending.item())
+        return self.known is not None
+
+    def _step_ahead(self, model: Model, costs: Costs) -> list[int]:
+        """The next ids of a single row whose next id is known: several where some are forced, or
+        may be copied."""
+        (request,) = self.rows
+        sampler, drafts = request.sampler, request.drafts
+        mask = sampler.processor
+        assert self.known is not None
+        run, draft = [self.known], list[int]()
+        most = min(WIDTHS[-1] - 1, request.room)
+        if request.joined and self.known in vocab.TURN_ENDS:
+            most = 0
+        if mask is not None:
+            if request.joined:
+                mask.advance(self.known)
+            run += mask.follow(most)
+        found = run if request.joined else run[1:]
+        if drafts is not None:
+            drafts.extend(found)
+            draft = drafts.next(costs, most + 1 - len(run))
+        masks: list[Masking] = [lambda logits: logits] * (len(draft) + 1)
+        if mask is not None:
+            masks = mask.after(draft)
+            draft = draft[: len(masks) - 1]
+        inputs = mx.array([[*run, *draft]], dtype=mx.uint32)
+        logits = model(inputs, cache=self.layers)[0, -len(masks) :]
+        drawn, states = draw_ahead(sampler, run, draft, masks, logits)
+        mx.async_eval(drawn)
+        if not draft:
+            self.pending, self.known = drawn, None
+            return found
+        assert drafts is not None
+        tokens = drawn.tolist()
+        right = accepted(draft, tokens)
+        if right < len(draft):
+            forget(self.layers, len(draft) - right)
+            sampler.state = states[right]
+        if mask is not None:
+            mask.advance(*draft[:right])
+        drafts.extend(draft[:right])
+        request.accepted += right
+        request.rejected += len(draft) - right
+        self.pending, self.known = drawn[right : right + 1], tokens[right]
+        return found + draft[:right]
 
     def remove(self, gone: Collection[Request]) -> None:
         """Removes rows; the others continue."""
@@ -83,3 +181,29 @@ class Batch:
                 mx.eval(layer.keys, layer.values)
                 self.layers[at] = layer
         self.rows = [rows[at] for at in stay]
+
+
+def measured_costs(model: Model, layers: Layers) -> Costs:
+    """What steps of several ids cost on this machine, behind what ``layers`` hold.
+
+    With what a draft costs beside them: Python waits for its ids, and the device for Python.
+    """
+    sampler = Sampler(Settings(max_tokens=1, temperature=1.0, top_p=1.0))
+    token, seconds = vocab.ENDOFTEXT, list[float]()
+    last = mx.array([token], dtype=mx.uint32)
+    for width in WIDTHS:
+        draft = [token] * (width - 1)
+        best = math.inf
+        for _ in range(REPEATED):
+            started = time.perf_counter()
+            logits = model(mx.array([[token, *draft]]) if draft else last[None], cache=layers)[0]
+            if draft:
+                draw_ahead(sampler, [token], draft, [], logits)[0].tolist()
+                forget(layers, width - 1)
+            else:
+                last, before = draw([sampler], last, logits), last
+                mx.async_eval(last)
+                mx.eval(before)
+            best = min(best, time.perf_counter() - started)
+        seconds.append(max([best, *seconds[-1:]]))
+    return Costs(WIDTHS, tuple(seconds))

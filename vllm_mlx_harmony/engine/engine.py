@@ -32,8 +32,9 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.engine.batch import Batch
+from vllm_mlx_harmony.engine.batch import Batch, measured_costs
 from vllm_mlx_harmony.engine.boundaries import boundaries
+from vllm_mlx_harmony.engine.drafts import Costs, Drafts
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
@@ -74,17 +75,23 @@ Load: TypeAlias = "Callable[[], tuple[Module, Any]]"
 """Loads a model and its tokenizer, on the engine's thread."""
 
 
+Speculate: TypeAlias = Literal["off", "forced", "auto"]
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How an engine runs. ``utilization``: part of the device's memory that it may use.
 
-    ``interval``: ids of an answer in one step. ``cache`` makes the prefix cache of a loaded model,
-    on its thread; the default has no room.
+    ``interval``: ids of an answer in one ``Step``. ``speculate``: whether several ids of an answer
+    may be computed at once; with ``forced`` those that a constraint leaves no choice for, with
+    ``auto`` also those that may be copied, where that is faster. ``cache`` makes the prefix cache
+    of a loaded model, on its thread; the default has no room.
     """
 
     limits: Limits = field(default_factory=Limits)
     utilization: float = 0.9
     interval: int = 1
+    speculate: Speculate = "off"
     cache: Callable[[Module], PrefixCache] = lambda model: PrefixCache(model, PrefixTree(0))
 
 
@@ -111,12 +118,14 @@ class RequestStatus:
 
 @dataclass(slots=True)
 class Totals:
-    """What an engine has done since it was loaded."""
+    """What an engine has done since it was loaded. Those of drafts are numbers of ids."""
 
     steps: int = 0
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    drafts_accepted: int = 0
+    drafts_rejected: int = 0
 
 
 class MlxEngine:
@@ -138,6 +147,7 @@ class MlxEngine:
         self.weights = 0
         self.totals = Totals()
         self._batches: list[Batch] = []
+        self.costs = None if self.options.speculate == "off" else Costs()
         self._scheduler = Scheduler(self.options.limits)
         self._requests: dict[int, Request] = {}
         self._numbers = count(1)
@@ -282,6 +292,8 @@ class MlxEngine:
                 "(--gpu-memory-utilization)",
                 code="out_of_memory",
             )
+        if self.options.speculate == "auto":
+            self.costs = measured_costs(module, layers)
         mx.clear_cache()
         self.cache = self.options.cache(module)
 
@@ -324,6 +336,8 @@ class MlxEngine:
         self.totals.requests += 1
         self.totals.prompt_tokens += request.at
         self.totals.completion_tokens += request.generated
+        self.totals.drafts_accepted += request.accepted
+        self.totals.drafts_rejected += request.rejected
         request.layers = None
         for batch in self._batches:
             if request in batch.rows:
@@ -471,14 +485,16 @@ class MlxEngine:
         self._report(request)
         self._scheduler.answers(request.number)
         request.layers, request.ids = None, list(request.prompt)
+        if self.options.speculate == "auto":
+            request.drafts = Drafts(request.prompt)
         for batch in self._batches:
             if batch.takes(request):
                 batch.join(request, layers)
                 return
-        self._batches.append(Batch(request, layers))
+        self._batches.append(Batch(request, layers, self.costs))
 
     def _step(self, cache: PrefixCache) -> None:
-        """An id for every answer.
+        """An id or more for every answer.
 
         An answer that ends is stored before its last ids are sent: a client that asks again at once
         finds it cached.
@@ -489,6 +505,7 @@ class MlxEngine:
             ended: dict[Request, Finish] = {}
             try:
                 for request, token in batch.step(self.module):
+                    request.ids.append(token)
                     request.held.append(token)
                     request.first = request.first or time.perf_counter()
                     if token in vocab.TURN_ENDS:

@@ -12,18 +12,26 @@ Biases, penalties and filters come after the mask: a bias cannot bring back what
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 import mlx.core as mx
 
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher
+from vllm_mlx_harmony.core.grammar import Mask
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
+
+T = TypeVar("T")
+
+Masking: TypeAlias = "Callable[[mx.array], mx.array]"
+"""Takes logits (1, vocabulary), and returns them with -inf for what is not allowed."""
 
 logger = logging.getLogger(__name__)
 
 
 class LogitsMask:
-    """A ``sampler.LogitsProcessor`` that allows what ``constraint`` does.
+    """Allows what ``constraint`` does, in one sequence.
 
     Never raises, because that would fail every row of the batch. An error is logged and becomes the
     matcher's ``error``; from then on everything is allowed.
@@ -32,25 +40,79 @@ class LogitsMask:
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
         self._matcher: ConstraintMatcher | None = None
+        self._mask: Mask | None = None
+        self._choices = VOCAB_SIZE
+        self._current = False
 
     def __call__(self, last: int | None, logits: mx.array) -> mx.array:
         """``logits`` (1, vocabulary) with -inf for what may not follow ``last``."""
-        matcher = self._matcher
-        if matcher is None:
-            matcher = self._matcher = self._constraint.start()
+        if last is not None:
+            self.advance(last)
+        return _applied(self._next(), logits)
+
+    @property
+    def choices(self) -> int:
+        """The number of ids that may come next."""
+        if self._next() is not None and not self._choices:
+            self._choices = len(self._mask or ())
+        return self._choices
+
+    def advance(self, *tokens: int) -> None:
+        """Takes in the ids that have been drawn."""
+        for token in tokens:
+            self._guarded(partial(self._started().consume, token))
+        self._current = False
+
+    def forced(self) -> int | None:
+        """The next id if only one is allowed."""
+        return self._mask.first() if self.choices == 1 and self._mask is not None else None
+
+    def follow(self, most: int) -> list[int]:
+        """Takes in the next ids as long as only one is allowed, no more than ``most``."""
+        found: list[int] = []
+        while len(found) < most and (token := self.forced()) is not None:
+            self.advance(token)
+            found.append(token)
+        return found
+
+    def after(self, draft: Sequence[int]) -> list[Masking]:
+        """What masks the logits (1, vocabulary) of the next id, and of the id after each of
+        ``draft`` that is allowed; nothing is taken in."""
+        allowed = self._next()
+        matcher = self._started()
+        more = self._guarded(lambda: matcher.after(allowed, draft)) or []
+        return [partial(_applied, mask) for mask in (allowed, *more)]
+
+    def _next(self) -> Mask | None:
+        """The ids that may come next; ``None`` if all may."""
+        if not self._current:
+            self._mask = self._guarded(self._started().mask)
+            # Counted only where it is asked for.
+            self._choices = VOCAB_SIZE if self._mask is None else 0
+            self._current = True
+        return self._mask
+
+    def _started(self) -> ConstraintMatcher:
+        if self._matcher is None:
+            self._matcher = self._constraint.start()
+        return self._matcher
+
+    def _guarded(self, call: Callable[[], T]) -> T | None:
+        matcher = self._started()
         if matcher.error:
-            return logits
+            return None
         try:
-            if last is not None:
-                matcher.consume(last)
-            mask = matcher.mask()
-            return logits if mask is None else _masked(mx.array(mask.words), logits)
+            result = call()
         except Exception as error:  # noqa: BLE001 - the other rows must go on
             matcher.error = f"{type(error).__name__}: {error}"
-            return logits
-        finally:
-            if matcher.error:
-                logger.error("an output is no longer held to its grammar: %s", matcher.error)
+        if matcher.error:
+            logger.error("an output is no longer held to its grammar: %s", matcher.error)
+            return None
+        return result
+
+
+def _applied(mask: Mask | None, logits: mx.array) -> mx.array:
+    return logits if mask is None else _masked(mx.array(mask.words), logits)
 
 
 def _where_allowed(words: mx.array, logits: mx.array) -> mx.array:

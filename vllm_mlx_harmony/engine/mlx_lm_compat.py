@@ -34,3 +34,16 @@ def load(path: str, *, trust_remote_code: bool = False) -> tuple[Module, Any]:
 
 def evaluate(layers: Layers) -> None:
     mx.eval([(layer.keys, layer.values) for layer in layers])
+
+
+def forget(layers: Layers, ids: int) -> None:
+    """Removes the last ``ids`` of those that the last step has added, which must have added more.
+
+    mlx-lm does not trim a window, since it overwrites what has left it. But when it adds several
+    ids, it keeps all of them, with the window of the first.
+    """
+    for layer in layers:
+        if isinstance(layer, RotatingKVCache):
+            layer.keys, layer.values = layer.keys[:, :, :-ids], layer.values[:, :, :-ids]
+            layer._idx -= ids
+        layer.offset -= ids

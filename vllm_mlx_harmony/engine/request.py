@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.core.errors import HarmonyFailure
+from vllm_mlx_harmony.engine.drafts import Drafts
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
 from vllm_mlx_harmony.engine.prefix_cache import Match
 from vllm_mlx_harmony.engine.sampler import Sampler
@@ -44,6 +45,10 @@ class Request:
     cached: int = 0
     ids: list[int] = field(default_factory=list)
     joined: bool = False
+    drafts: Drafts | None = None
+    """``None`` if none are to be tried."""
+    accepted: int = 0
+    rejected: int = 0
     first: float = 0.0
     held: list[int] = field(default_factory=list)
 
@@ -56,6 +61,11 @@ class Request:
     def end(self) -> int:
         """Maximum number of ids of prompt and answer together."""
         return len(self.prompt) + self.settings.max_tokens
+
+    @property
+    def room(self) -> int:
+        """Maximum number of ids that may follow the next one, which is computed already."""
+        return self.end - len(self.ids) - self.joined
 
     @property
     def generated(self) -> int:

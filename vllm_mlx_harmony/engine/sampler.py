@@ -26,24 +26,18 @@ runs on the thread that owns the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.engine.masks import LogitsMask, Masking
 from vllm_mlx_harmony.server.sampling import Settings
 
-LogitsProcessor: TypeAlias = "Callable[[int | None, mx.array], mx.array]"
-"""Restricts which ids may come next in one sequence, such as a grammar.
-
-Takes the id that was drawn in the step before, ``None`` in the first step, and the logits: float32
-(1, vocabulary), not computed yet, so that reading them would wait for the device. Returns them with
--inf for the ids that may not come next; at least one id must remain. Called once per step, in
-order, and once more after the last id, because an engine runs one step ahead. An exception fails
-all sequences of the batch.
-"""
+State: TypeAlias = "tuple[int, tuple[Any, ...], mx.array | None, mx.array | None]"
+"""What the next draw of a sequence depends on: see ``Sampler.state``."""
 
 _HEADER = (vocab.START, vocab.CHANNEL, vocab.CONSTRAIN, vocab.END)
 """Ids that a header follows, or continues after; `<|message|>` ends it."""
@@ -53,13 +47,15 @@ class Sampler:
     """The settings of one sequence, and the state that its next draw depends on.
 
     ``prompt`` is what the sequence continues: it decides whether a header or text comes first.
+    ``processor`` restricts which ids may come next. It is called once per step, in order, and once
+    more after the last id, because an engine runs one step ahead.
     """
 
     def __init__(
         self,
         settings: Settings,
         prompt: Sequence[int] = (),
-        processor: LogitsProcessor | None = None,
+        processor: LogitsMask | None = None,
     ) -> None:
         self.settings = settings
         self.processor = processor
@@ -91,20 +87,30 @@ class Sampler:
         """
         if self.processor is not None:
             logits = self.processor(read if self._steps else None, logits)
-        if self.settings.logit_bias:
-            ids, values = zip(*self.settings.logit_bias, strict=True)
-            logits = logits.at[:, mx.array(ids)].add(mx.array(values, dtype=mx.float32))
+        self.count(last, logits.shape[-1])
+        return self.biased(logits)
+
+    def count(self, last: mx.array, size: int) -> None:
+        """Takes in the id (1,) that the next one follows, of a vocabulary of ``size``."""
         if not self.penalises:
-            return logits
-        if self._counts is None:
-            self._counts = mx.zeros((logits.shape[-1],), dtype=mx.float32)
+            return
+        if self._counts is None or self._in_text is None:
+            self._counts = mx.zeros((size,), dtype=mx.float32)
             self._in_text = mx.array([self._opens_with_text])
         elif self._steps:
             heads = (last[:, None] == mx.array(_HEADER, dtype=last.dtype)).any(axis=-1)
             self._in_text = mx.where(heads, False, self._in_text | (last == vocab.MESSAGE))
             counted = self._in_text & (last < vocab.CONTROL.start)
             self._counts = self._counts.at[last].add(counted.astype(mx.float32))
+
+    def biased(self, logits: mx.array) -> mx.array:
+        """``logits`` (1, vocabulary) after bias and penalties."""
         settings = self.settings
+        if settings.logit_bias:
+            ids, values = zip(*settings.logit_bias, strict=True)
+            logits = logits.at[:, mx.array(ids)].add(mx.array(values, dtype=mx.float32))
+        if not self.penalises:
+            return logits
         counts = mx.where(self._in_text, self._counts, 0.0)[None]
         if settings.repetition_penalty != 1:
             factor = mx.where(
@@ -117,6 +123,16 @@ class Sampler:
             logits = mx.where(counts > 0, logits - settings.presence_penalty, logits)
         # A control id is never counted, hence never penalised.
         return logits
+
+    @property
+    def state(self) -> State:
+        """What the next draw depends on: assigning an earlier one forgets what came after it."""
+        return self._steps, self._random.getstate(), self._counts, self._in_text
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._steps, key, self._counts, self._in_text = state
+        self._random.setstate(key)
 
 
 def draw(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.array:
@@ -137,18 +153,59 @@ def draw(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.ar
         logits = mx.concatenate(parts)
     kinds = [(each.settings.temperature == 0, *each.filters) for each in samplers]
     if len({*kinds}) == 1:
-        return _drawn(samplers, logits)
+        return _drawn(samplers, logits, [each.key() for each in samplers])
     drawn = mx.zeros((len(samplers),), dtype=mx.uint32)
     for kind in {*kinds}:
         alike = [row for row, own in enumerate(kinds) if own == kind]
-        rows = mx.array(alike)
-        drawn[rows] = _drawn([samplers[row] for row in alike], logits[rows])
+        some, rows = [samplers[row] for row in alike], mx.array(alike)
+        drawn[rows] = _drawn(some, logits[rows], [each.key() for each in some])
     return drawn
 
 
-def _drawn(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
+def draw_ahead(
+    sampler: Sampler,
+    run: Sequence[int],
+    draft: Sequence[int],
+    masks: Sequence[Masking],
+    logits: mx.array,
+) -> tuple[mx.array, list[State]]:
+    """The id after ``run`` and the id after each id of ``draft``, as if all before it were drawn.
+
+    ``run`` is the id that was drawn last, or the prompt's, and those forced after it. ``logits``
+    (places, vocabulary) and ``masks`` are those of the ids that are returned (places,). Each comes
+    with the state of the sampler after it: an id that was drawn after a wrong one is to be
+    forgotten, by assigning the state before it.
+    """
+    size = logits.shape[-1]
+    for token in run[:-1]:
+        sampler.count(mx.array([token], dtype=mx.uint32), size)
+        sampler.key()
+    rows = mx.split(logits.astype(mx.float32), len(masks)) if sampler.adjusts else []
+    keys, states = [], []
+    for at, token in enumerate((run[-1], *draft)):
+        if sampler.adjusts:
+            sampler.count(mx.array([token], dtype=mx.uint32), size)
+            rows[at] = sampler.biased(masks[at](rows[at]))
+        keys.append(sampler.key())
+        states.append(sampler.state)
+    return _drawn([sampler] * len(keys), mx.concatenate(rows) if rows else logits, keys), states
+
+
+def accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
+    """How many ids of ``draft`` are right: those before the first place where another is drawn.
+
+    A draft proposes one id for certain. Rejection sampling accepts it with the probability ``p``
+    that the sampler gives it, and draws from the other ids instead with ``1 - p``: that is what
+    drawing from all of them does, and comparing.
+    """
+    pairs = zip(draft, drawn, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), len(draft))
+
+
+def _drawn(
+    samplers: Sequence[Sampler], logits: mx.array, keys: Sequence[tuple[int, int]]
+) -> mx.array:
     """Ids (rows,) for sequences that ask for the same parts, each with values of its own."""
-    keys = [each.key() for each in samplers]
     if samplers[0].settings.temperature == 0:
         return mx.argmax(logits, axis=-1).astype(mx.uint32)
     logits = logits.astype(mx.float32)

@@ -8,14 +8,15 @@ flags that were *given* are reported: a default is nothing that a user expects.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from io import StringIO
-from typing import Any
+from typing import Any, cast, get_args
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.engine.engine import Options
+from vllm_mlx_harmony.engine.engine import Options, Speculate
 from vllm_mlx_harmony.engine.scheduler import Limits
 from vllm_mlx_harmony.host.server_globals import ResolvedModelConfig
 from vllm_mlx_harmony.server.defaults import OPTIONS
@@ -23,6 +24,9 @@ from vllm_mlx_harmony.server.settings import number
 
 PAUSE_VARIABLE = "VLLM_MLX_HARMONY_PAUSE_MS"
 """Environment variable: longest pause of an answer while a prompt is computed, in ms."""
+
+SPECULATE_VARIABLE = "VLLM_MLX_HARMONY_SPECULATE"
+"""Environment variable: whether several ids may be computed at once; see ``engine.Options``."""
 
 Given = Mapping[str, Any]
 """Flags and their values, by their names in the parsed arguments."""
@@ -146,6 +150,17 @@ def of_engine(args: argparse.Namespace | ResolvedModelConfig, default: Options) 
         ),
         utilization=getattr(args, "gpu_memory_utilization", default.utilization),
         interval=of("stream_interval", default.interval),
+        speculate=_speculate(default.speculate),
+    )
+
+
+def _speculate(default: Speculate) -> Speculate:
+    word = os.environ.get(SPECULATE_VARIABLE, "").strip().lower() or default
+    for known in get_args(Speculate):
+        if word == known:
+            return cast("Speculate", known)
+    raise HostError(
+        f"{SPECULATE_VARIABLE}: {word!r} is not one of {', '.join(get_args(Speculate))}"
     )
 
 

@@ -104,10 +104,20 @@ class Model(nn.Module):  # type: ignore[misc, unused-ignore]
             history = row[skip:]
             ends = range(len(history) - exact + 1, len(history) + 1)
             steps = [self._cursor.next_step(history[:end], book, self._decode) for end in ends]
-            if length == 1 and steps[-1].fails:  # a prefill neither fails nor waits
-                raise RuntimeError("the stand-in's script says: fail here")
-            if length == 1 and steps[-1].delay_ms:
-                time.sleep(steps[-1].delay_ms / 1000)
+            if length == 1 or (length == exact and self._answers(history[: ends[0]], book)):
+                for place, step in enumerate(steps):  # a prefill neither fails nor waits
+                    if step.fails:
+                        raise RuntimeError("the stand-in's script says: fail here")
+                    time.sleep(step.delay_ms / 1000)
+                    if row[len(row) - length + place + 1 :][:1] != [step.token]:
+                        break  # what follows was tried, and is wrong
             scripted.append([-1] * (length - exact) + [step.token for step in steps])
         is_scripted = mx.arange(self.args.vocab_size) == mx.array(scripted)[..., None]
         return mx.where(is_scripted, self.weight, self._instead)
+
+    def _answers(self, history: list[int], book: Any) -> bool:
+        """Whether the last message is one that the model has begun."""
+        opening = book.opening
+        last = max((at for at, token in enumerate(history) if token == opening[0]), default=0)
+        begun: bool = tuple(history[last : last + len(opening)]) == opening
+        return begun

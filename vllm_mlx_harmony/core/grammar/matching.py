@@ -144,6 +144,18 @@ class Mask:
     def __contains__(self, token: int) -> bool:
         return bool(self.words[token // 32] >> token % 32 & 1)
 
+    def __len__(self) -> int:
+        """The number of ids that are allowed."""
+        return self._bits().bit_count()
+
+    def first(self) -> int:
+        """The lowest id that is allowed."""
+        bits = self._bits()
+        return (bits & -bits).bit_length() - 1
+
+    def _bits(self) -> int:
+        return int.from_bytes(self.words.cast("B"), "little")
+
     def __iter__(self) -> Iterator[int]:
         """All allowed ids, in order."""
         for first, word in zip(range(0, VOCAB_SIZE, 32), self.words, strict=True):
@@ -182,6 +194,10 @@ class Matcher:
         self._matcher = matcher
         self.error = ""
         """Why everything is allowed; empty as long as the grammar holds."""
+
+    def copy(self) -> Matcher:
+        """Another matcher, at the same place of the same output."""
+        return Matcher(self._matcher.deep_copy())
 
     @property
     def done(self) -> bool:

@@ -1,0 +1,275 @@
+"""Several ids in one step: the same answers, id by id, as with one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx.core")
+
+import mlx.core as mx
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.engine import sampler as sampling
+from vllm_mlx_harmony.engine.batch import Batch, measured_costs
+from vllm_mlx_harmony.engine.drafts import Costs, Drafts
+from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine.masks import LogitsMask
+from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
+from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
+from vllm_mlx_harmony.engine.request import Request
+from vllm_mlx_harmony.engine.sampler import Sampler
+from vllm_mlx_harmony.server.sampling import Settings
+
+SIZE = 64
+CHEAP = Costs((1, 2, 4, 8, 16), (1.0, 1.01, 1.02, 1.03, 1.04))
+"""Of a device on which drafts always pay."""
+
+
+class Recall:
+    """A model whose caches hold ids, and whose logits are exact: a table's row for the sums of what
+    each layer sees. Its likeliest id is mostly the one that comes next in a cycle of eight."""
+
+    def __init__(self) -> None:
+        scale = mx.random.normal((1009, SIZE), key=mx.random.key(5))
+        self.table = scale + 0.0
+        self.sizes: list[int] = []
+
+    def make_cache(self) -> list[Any]:
+        return [RotatingKVCache(128), KVCache()]
+
+    def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
+        self.sizes.append(inputs.shape[1])
+        ids = inputs.astype(mx.float32) % SIZE
+        total = mx.zeros(ids.shape)
+        for layer, window in zip(cache, (128, None), strict=True):
+            mask = create_attention_mask(ids[:, :, None], layer, window_size=window)
+            keys = ids[:, None, :, None]
+            seen = layer.update_and_fetch(keys, keys)[0][:, 0, None, :, 0]
+            if mask == "causal" and isinstance(mask, str):
+                length, width = ids.shape[1], seen.shape[-1]
+                mask = mx.arange(width - length, width)[:, None] >= mx.arange(width)[None]
+            if isinstance(mask, mx.array):
+                seen = mx.where(mask if mask.ndim < 4 else mask[:, 0], seen, 0.0)
+            total = total * 3 + seen.sum(axis=-1)
+        rows = self.table[(total % 1009).astype(mx.int32)]
+        step = (ids + 1) % 8 + 16
+        return rows + 6 * (mx.arange(SIZE) == step[:, :, None])
+
+
+MODEL = Recall()
+
+
+class Forcing:
+    """As `ConstraintMatcher`: after each id that divides by 5 come 3 and 4, and 9 never comes."""
+
+    def __init__(self) -> None:
+        self.error = ""
+        self.queue: tuple[int, ...] = ()
+
+    def start(self) -> Forcing:
+        return self
+
+    def consume(self, token: int) -> None:
+        if self.queue:
+            assert token == self.queue[0]
+            self.queue = self.queue[1:]
+        elif token % 5 == 0:
+            self.queue = (3, 4)
+
+    def mask(self) -> Any:
+        from vllm_mlx_harmony.core.grammar import Mask
+
+        mask = Mask()
+        if self.queue:
+            mask.only(self.queue[0])
+        else:
+            mask.allow_all()
+            mask.discard([9])
+        return mask
+
+    def after(self, allowed: Any, draft: Sequence[int]) -> list[Any]:
+        other, found = Forcing(), []
+        other.queue = self.queue
+        for token in draft:
+            if token not in allowed:
+                break
+            other.consume(token)
+            found.append(allowed := other.mask())
+        return found
+
+
+def row(prompt: Sequence[int], settings: Settings, costs: Costs | None, *, held: bool) -> Batch:
+    mask = LogitsMask(Forcing()) if held else None  # type: ignore[arg-type]
+    loop: Any = None
+    request = Request(1, tuple(prompt), settings, "", Sampler(settings, prompt, mask), loop=loop)
+    layers = MODEL.make_cache()
+    if len(prompt) > 1:
+        MODEL(mx.array([prompt[:-1]]), cache=layers)
+    request.ids = list(prompt)
+    if costs is not None and len(costs.ids) > 1:
+        request.drafts = Drafts(prompt)
+    return Batch(request, layers, costs)
+
+
+def ids_of(batch: Batch, settings: Settings) -> tuple[list[int], int]:
+    """The answer, and its steps."""
+    (request,) = batch.rows
+    steps = 0
+    while request.generated < settings.max_tokens:
+        for _, token in batch.step(MODEL):
+            request.ids.append(token)
+        steps += 1
+        held = len(request.ids) if request.joined else len(request.ids) - 1
+        assert [layer.offset for layer in batch.layers] == [held, held]
+        assert batch.layers[0].keys.shape[2] <= 128 + 16
+    return request.ids[len(request.prompt) :], steps
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_p": 0.8, "top_k": 6},
+    {"temperature": 1.0, "min_p": 0.05, "logit_bias": ((17, 2.0), (20, -3.0))},
+    {"temperature": 0.0, "presence_penalty": 0.4, "frequency_penalty": 0.1},
+    {"temperature": 0.8, "repetition_penalty": 1.2},
+]
+LENGTHS = [1, 2, 60, 112, 126, 127, 128, 129, 145, 300]
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["free", "held"])
+@pytest.mark.parametrize("changed", SETTINGS, ids=str)
+def test_answers_are_the_same_id_by_id(changed: dict[str, Any], held: bool) -> None:
+    luck = random.Random(str(changed))
+    steps = ids = accepted = rejected = 0
+    for length in LENGTHS:
+        settings = Settings(**{"max_tokens": 60, "top_p": 1.0, "seed": length, **changed})
+        cycle = [16, 17, 18, 19, 20, 21, 22, 23, luck.randrange(SIZE)]
+        prompt = [vocab.MESSAGE, *(cycle * 40)][:length]
+        expected, _ = ids_of(row(prompt, settings, None, held=held), settings)
+        for costs in (CHEAP, Costs()):
+            batch = row(prompt, settings, costs, held=held)
+            found, took = ids_of(batch, settings)
+            assert found == expected, (length, costs)
+            if costs is CHEAP:
+                steps, ids = steps + took, ids + len(found)
+                accepted += batch.rows[0].accepted
+                rejected += batch.rows[0].rejected
+    assert min(accepted, rejected) > 10
+    assert ids > 1.1 * steps
+
+
+# --- Through the engine: cancelled, beside others, and cached behind a draft.
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+PROMPT = tuple([1, *range(16, 24)] * 20)
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[tuple[MlxEngine, MlxEngine]]:
+    """One that speculates, where any draft is cheap, and one that does not."""
+
+    def opened(**options: Any) -> MlxEngine:
+        cache = lambda model: PrefixCache(model, PrefixTree(1 << 30))  # noqa: E731
+        engine = MlxEngine("recall", Options(cache=cache, **options))
+        engine.load(lambda: (Recall(), None))  # type: ignore[arg-type, return-value]
+        return engine
+
+    both = opened(speculate="auto"), opened()
+    both[0].costs = CHEAP
+    yield both
+    for engine in both:
+        engine.close()
+
+
+async def answer(engine: MlxEngine, prompt: Sequence[int], **changed: Any) -> tuple[int, ...]:
+    settings = Settings(**{"max_tokens": 90, "temperature": 0.7, "top_p": 0.9, **changed})
+    found: tuple[int, ...] = ()
+    async with aclosing(engine.generate(tuple(prompt), settings, "", None)) as steps:
+        async for step in steps:
+            found += step.ids
+    return found
+
+
+def test_answers_that_come_and_go_are_the_same(
+    engines: tuple[MlxEngine, MlxEngine], run: Run
+) -> None:
+    """Each of them is alone for a while, and beside others; some are given up in between."""
+
+    async def asked(engine: MlxEngine) -> list[Any]:
+        async def later(at: int) -> tuple[int, ...] | None:
+            await asyncio.sleep(0.02 * at)
+            asking = answer(engine, PROMPT[at:], seed=at, max_tokens=40 + 60 * (at % 3))
+            if at % 4 != 3:
+                return await asking
+            task = asyncio.ensure_future(asking)
+            await asyncio.sleep(0.01)
+            task.cancel()
+            return None
+
+        return await asyncio.gather(*map(later, range(8)))
+
+    wide, narrow = engines
+    assert run(asked(wide)) == run(asked(narrow))
+    assert max(wide.module.sizes) > 1  # type: ignore[union-attr]
+    assert not wide._requests
+
+
+def test_what_follows_a_drafted_answer_is_cached_right(
+    engines: tuple[MlxEngine, MlxEngine], run: Run
+) -> None:
+    """Its pieces hold what was right of a draft, and nothing of what was not."""
+    wide, narrow = engines
+    prompt = [5, *PROMPT]
+    for turn in range(6):
+        found = run(answer(wide, prompt, seed=turn, max_tokens=30 + turn))
+        assert found == run(answer(narrow, prompt, seed=turn, max_tokens=30 + turn))
+        history = [*prompt, *found]
+        assert run(wide.reusable_tokens([*history, 7], "")) == len(history)
+        prompt = [*history, 7, *range(16, 20)]
+
+
+# --- The distribution.
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("tried", [0, 2, 4])
+def test_drafts_leave_the_distribution_as_it_is(tried: int) -> None:
+    """Chi-squared over 200,000 ids, of which ``tried`` is drafted at each place."""
+    logits, places = [0.0, 1.0, 2.0, -1.0, 0.5], 4
+    samplers = [Sampler(Settings(1, 0.9, 1.0, seed=seed)) for seed in range(500)]
+    found: Counter[int] = Counter()
+    rows = mx.array([logits] * places)
+    while found.total() < 200_000:
+        keys, parts = [], []
+        for each in samplers:
+            keys += [each.key() for _ in range(places)]
+            parts += [each] * places
+        drawn = sampling._drawn(parts, mx.concatenate([rows] * len(samplers)), keys)
+        for ids in drawn.reshape(-1, places).tolist():
+            right = sampling.accepted([tried] * (places - 1), ids)
+            found.update(ids[: right + 1])
+    total = math.fsum(math.exp(each / 0.9) for each in logits)
+    shares = [found.total() * math.exp(each / 0.9) / total for each in logits]
+    squared = sum((found[at] - share) ** 2 / share for at, share in enumerate(shares))
+    assert squared < 18.5  # four degrees of freedom: one in a thousand is above
+
+
+# --- Costs.
+
+
+def test_costs_are_measured_without_a_trace() -> None:
+    layers = MODEL.make_cache()
+    MODEL(mx.array([[1, 2, 3]]), cache=layers)
+    costs = measured_costs(MODEL, layers)
+    assert costs.ids == (1, 2, 4, 8, 16)
+    assert all(a <= b for a, b in zip(costs.seconds, costs.seconds[1:], strict=False))

@@ -1,0 +1,184 @@
+"""Ids that an answer may copy: where its last ids occurred before, and what followed there.
+
+An agent that edits code repeats most of what it has read: the rest of a file, the context lines of
+a patch, an earlier call. What followed the last ids where they occurred before is a *draft* of what
+comes next (Yang et al., "Inference with Reference", 2023, https://arxiv.org/abs/2304.04487;
+https://github.com/apoorvumang/prompt-lookup-decoding). The model computes all of a draft in one
+step, and each id is drawn as if it had been computed alone (`sampler`): a draft changes the speed
+of an answer, never its content.
+
+**Look-up.** A hash table maps the last ``GRAM`` ids to the place of their last occurrence, and each
+place to the one before it with the same hash: adding an id takes constant time, an id eight bytes.
+Of ``CANDIDATES`` places the one with the longest common text wins. From there a pointer follows the
+answer, as long as it copies. Where the answer departs from its source, an edit, the pointer waits
+nearby, and two ids of the source in a row are enough to continue.
+
+**Whether it pays.** Each id that is generated, drafted or not, tells whether the pointer would have
+been right: its accuracy is known without trying, for short and long common texts separately. With
+the cost of wider steps, which was measured on this machine (`Costs`), that makes the expected ids
+per second of every length of draft; the best one may be none.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_mlx_harmony.core import vocab
+
+GRAM = 3
+"""Ids that are looked up."""
+
+CANDIDATES = 8
+"""Earlier places of the same gram that are compared."""
+
+LONGEST = 32
+"""Ids of common text that are compared at each of them."""
+
+NEARBY = 48
+"""Ids behind an edit within which the source continues, as a rule."""
+
+MEMORY = 64
+"""Ids over which the accuracy of the pointer is averaged."""
+
+EXPECTED = (0.6, 0.75, 0.85, 0.9, 0.98)
+"""Accuracy of the pointer behind a common text of 2 to 3, 4 to 7, 8 to 15, … ids, before it is
+known of a request: as in the edits that ``ci/bench_speculate.py`` replays."""
+
+WEIGHT = 8.0
+"""Ids that it takes to outweigh this expectation."""
+
+_FACTORS = (0x9E37_79B1, 0x85EB_CA6B, 0xC2B2_AE35)
+_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """``seconds`` that a step of so many ``ids`` takes; both ascend, the first is a single id."""
+
+    ids: tuple[int, ...] = (1,)
+    seconds: tuple[float, ...] = (1.0,)
+
+    def length(self, accuracy: float, most: int) -> int:
+        """Ids of the draft with the most expected ids per second; 0 if that is none."""
+        best, rate = 0, 1 / self.seconds[0]
+        for width, seconds in zip(self.ids[1:], self.seconds[1:], strict=True):
+            if width - 1 > most:
+                break
+            # All of the draft up to the first wrong id, and the id that is drawn there.
+            expected = (1 - accuracy**width) / (1 - accuracy) if accuracy < 1 else width
+            if expected / seconds > rate:
+                best, rate = width - 1, expected / seconds
+        return best
+
+
+class Drafts:
+    """The ids of one sequence so far, ``source`` and then its answer, and what may come next."""
+
+    def __init__(self, source: Sequence[int]) -> None:
+        self._ids = array("i", source)
+        self._table = array("i", bytes(4 << _BITS))
+        self._before = array("i", bytes(4 * len(source)))
+        self._index()
+        self._at = 0  # the source of the next id; 0: none
+        self._common = 0
+        self._left = 0  # where the answer left its source
+        self._left_at = 0
+        self._right = [WEIGHT * each for each in EXPECTED]
+        self._all = [WEIGHT] * len(EXPECTED)
+
+    def _index(self) -> None:
+        """Enters all ids at once, as ``add`` would one by one."""
+        ids = np.frombuffer(self._ids, dtype=np.int32).astype(np.uint32)
+        if len(ids) <= GRAM:
+            return
+        grams = len(ids) - GRAM
+        hashes = np.zeros(grams, dtype=np.uint32)
+        for place, factor in enumerate(_FACTORS):
+            hashes += ids[place : place + grams] * np.uint32(factor)
+        hashes >>= 32 - _BITS
+        places = np.arange(GRAM, len(ids), dtype=np.int32)
+        order = np.argsort(hashes, kind="stable")
+        same = hashes[order[1:]] == hashes[order[:-1]]
+        before = np.frombuffer(self._before, dtype=np.int32)
+        before[places[order[1:]][same]] = places[order[:-1]][same]
+        np.frombuffer(self._table, dtype=np.int32)[hashes] = places
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Records the next ids of the answer."""
+        for token in tokens:
+            self._add(token)
+
+    def _add(self, token: int) -> None:
+        ids, at = self._ids, self._at
+        if at:
+            right = ids[at] == token
+            kind = self._kind
+            self._all[kind] += 1 - self._all[kind] / MEMORY
+            self._right[kind] += right - self._right[kind] / MEMORY
+            self._common += 1
+            self._at = at + 1 if right else 0
+            if not right:
+                self._left, self._left_at = at, len(ids)
+        place = len(ids)
+        if place >= GRAM:
+            slot = self._slot()
+            self._before.append(self._table[slot])
+            self._table[slot] = place
+        else:
+            self._before.append(0)
+        ids.append(token)
+        if not self._at and len(ids) > GRAM:
+            self._look_up()
+
+    @property
+    def _kind(self) -> int:
+        return min(self._common.bit_length() - 2, len(EXPECTED) - 1)
+
+    def _slot(self) -> int:
+        """Where the table has the last ``GRAM`` ids."""
+        last = self._ids[-GRAM:]
+        mixed = sum(factor * each for factor, each in zip(_FACTORS, last, strict=True))
+        return (mixed & 0xFFFF_FFFF) >> (32 - _BITS)
+
+    def _look_up(self) -> None:
+        ids, place = self._ids, self._table[self._slot()]
+        tail = ids[-1 : -1 - LONGEST : -1]
+        best = (GRAM - 1, 0)
+        for _ in range(CANDIDATES):
+            if not place:
+                break
+            common, most = 0, min(place, len(tail))
+            while common < most and ids[place - 1 - common] == tail[common]:
+                common += 1
+            # Of equals the nearest to where the answer left its source, or else the last.
+            score = (common, -abs(place - self._left) if self._left else 0)
+            if common >= GRAM and score > best:
+                best, self._at, self._common = score, place, common
+            place = self._before[place]
+        if not self._at and self._left and len(ids) - self._left_at <= NEARBY:
+            first, last = ids[-2:]
+            for place in range(max(2, self._left - 4), min(self._left + NEARBY, self._left_at)):
+                if ids[place - 1] == last and ids[place - 2] == first:
+                    self._at, self._common = place, 2
+                    break
+
+    def next(self, costs: Costs, most: int) -> list[int]:
+        """The ids to try in the next step, no more than ``most``; empty where none would pay.
+
+        No control id is among them: they are few, and decide what is going on.
+        """
+        if not self._at:
+            return []
+        accuracy = self._right[self._kind] / self._all[self._kind]
+        draft: list[int] = []
+        for _ in range(costs.length(accuracy, most)):
+            at = self._at + len(draft)
+            token = self._ids[at] if at < len(self._ids) else draft[at - len(self._ids)]
+            if token >= vocab.CONTROL.start:
+                break
+            draft.append(token)
+        return draft
