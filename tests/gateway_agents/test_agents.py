@@ -166,7 +166,8 @@ def test_an_agent_runs_a_command(
     assert ANSWER in ended.stdout, ended.stdout + ended.stderr
     turns = [text for text in map(_text, engine.prompts) if "namespace functions" in text]
     assert any("marker-42" in text for text in turns), "the command was not run"
-    assert all(ended in turns[-1] for ended in (call, "marker-42"))
+    called = call.rpartition("<|start|>assistant")[2]  # Copilot sends the reasoning twice
+    assert any(called in text and "marker-42" in text for text in turns), turns[-1][-1500:]
 
 
 def _text(prompt: Sequence[int]) -> str:
