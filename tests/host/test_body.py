@@ -16,15 +16,6 @@ from vllm_mlx_harmony.server import body
 from vllm_mlx_harmony.server.body import LARGE, MOST_VALUES, bounded, parse_body
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Any:
-    body.limit.cache_clear()
-    body.most_values.cache_clear()
-    yield
-    body.limit.cache_clear()
-    body.most_values.cache_clear()
-
-
 def request(*chunks: bytes, **headers: str) -> tuple[Request, list[bytes]]:
     """A request whose body comes in ``chunks``, and those that were not read yet."""
     left = list(chunks)
@@ -93,7 +84,6 @@ def test_too_many_values(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     assert body.VALUES in error.message
     if not sent.startswith(b"[[[["):  # too deep, whatever may be sent
         monkeypatch.setenv(body.VALUES, "200k")
-        body.most_values.cache_clear()
         assert asyncio.run(parse_body(sent)).large
 
 
@@ -122,7 +112,6 @@ def test_what_agents_send_is_far_below(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = json.dumps(conversation()).encode()
     assert len(sent) > 1_000_000
     monkeypatch.setenv(body.VALUES, str(MOST_VALUES * 3 // 4))
-    body.most_values.cache_clear()
     assert asyncio.run(parse_body(sent)).value == conversation()
 
 

@@ -35,7 +35,7 @@ from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, Turn, User
 from vllm_mlx_harmony.host import metrics
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
-from vllm_mlx_harmony.server import enforcement, grammar_checks
+from vllm_mlx_harmony.server import enforcement, generation, grammar_checks
 from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.messages import MESSAGES
 from vllm_mlx_harmony.server.responses.routes import RESPONSES
@@ -337,7 +337,7 @@ async def said(engine: Any, api: Any, document: Body, settings: Settings) -> Sai
     generated = engine.engine.generate(prompt, settings, "tenant", constraint)
     async with aclosing(generated) as steps:
         async for step in steps:
-            enforcement.check(constraint)
+            generation.check(constraint)
             found.ids += step.ids
             finish = step.finish
             deltas += context.append_output(step.ids)
@@ -736,7 +736,7 @@ def test_a_failing_grammar_fails_its_own_answer_and_only_where_it_was_promised(
         generated = scripted.engine.generate(tuple(prompt), FREE, "", constraint)
         async with aclosing(generated) as steps:
             async for step in steps:
-                enforcement.check(constraint)
+                generation.check(constraint)
                 ids += step.ids
         return ids
 
@@ -762,8 +762,8 @@ def test_ended_reasoning_is_counted(
     found = run(said(scripted, api, document, replace(FREE, max_tokens=30)))
     with caplog.at_level(logging.INFO):
         tracker = VllmMlx().tracker("chat_completions", stream=False)
-        enforcement.account(found.constraint, "key", tracker)
-        enforcement.account(found.constraint, "key", tracker)
+        generation.account(found.constraint, "key", tracker)
+        generation.account(found.constraint, "key", tracker)
     assert any("key: reasoning ended by budget" in each for each in caplog.messages)
     page = collector.render_metrics(engine=None, mcp_manager=None)[0].decode()
     assert 'vllm_mlx_harmony_reasoning_ended_total{reason="budget"} 2.0' in page

@@ -375,7 +375,7 @@ class Lent:
     tenant = "somebody"
 
     def __init__(self, engine: Engine, total: float) -> None:
-        self.engine = self.harmony = engine
+        self.engine = self.harmony_engine = engine
         self.deadline = Deadline(total, time.monotonic() + total)
         self.released = 0
 
@@ -507,7 +507,7 @@ class Noted:
 
 
 def answer_to(turn: Job) -> Answer:
-    return Answer(turn, keep=answer.dropped)
+    return Answer(replace(turn, stream=False))
 
 
 def stubborn(computed: asyncio.Event) -> Generate:

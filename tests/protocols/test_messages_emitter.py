@@ -306,7 +306,7 @@ def test_a_failure_in_a_stream_is_an_error_event(begun: int) -> None:
     *before, error = streamed([*deltas, Failed(failure)])
     assert before == streamed(deltas)
     assert error.name == "error"
-    assert json.loads(error.data) == error_body(failure, request_id(INFO))
+    assert json.loads(error.data) == error_body(failure, request_id(INFO.id_seed))
     assert checked(named([*before, error])).error == error_body(failure)["error"]
 
 

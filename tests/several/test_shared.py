@@ -22,12 +22,14 @@ from vllm_mlx_harmony.gateway.settings import load
 from vllm_mlx_harmony.gateway.shared_limit import add, enter, remove, renew
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import encryption
+from vllm_mlx_harmony.server.errors import StoreError
 from vllm_mlx_harmony.server.peers import connection as shared
 from vllm_mlx_harmony.server.peers.answers import Command, Directory
 from vllm_mlx_harmony.server.peers.connection import Connection, PeersError
-from vllm_mlx_harmony.server.peers.stores import SharedStore, SharedTurns
+from vllm_mlx_harmony.server.replay import SharedTurns
 from vllm_mlx_harmony.server.responses import store
-from vllm_mlx_harmony.server.responses.stored import StoredResponse, StoreError
+from vllm_mlx_harmony.server.responses.store import SharedStore
+from vllm_mlx_harmony.server.responses.stored import StoredResponse
 
 KEPT = StoredResponse(
     "resp_1",

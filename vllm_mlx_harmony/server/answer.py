@@ -70,13 +70,14 @@ End: TypeAlias = "Callable[[Finished | Failed], Awaitable[list[Event]]]"
 
 
 class Answer:
-    """The answer to ``job``, from now on until it is read or closed.
+    """The answer to ``job``. Making it starts the generation, which goes on until its end is read.
 
     ``end`` writes the last delta in place of the emitter, and may take time, for example to store a
     response. ``announced``: the client already has the id of the answer, so every failure is an
-    event. ``keep`` takes the events, which then do not go into the buffer. ``deltas`` replaces the
-    generation. The job's ``ping`` is read after a silence, which comments do not break. The first
-    group of events does not count as unread, because it repeats what the client has sent.
+    event. ``keep`` gets the events instead of the buffer. ``deltas`` replaces the generation. After
+    a silence (comments do not count), the reader gets the job's ``ping``. The first group of events
+    does not count as unread, because in Responses it repeats the instructions and tools of the
+    client. An answer that is not streamed has no events: ``whole`` waits for its document.
 
     Iterating yields the events. There is one reader, which uses either ``whole``, or ``begun`` and
     then the iteration.
@@ -96,7 +97,7 @@ class Answer:
         self._lease.taken_over = True
         self._deltas = run(job, self._tracker) if deltas is None else deltas
         self._write_last, self._keep = end, keep
-        self._waits = job.lease.harmony.remote
+        self._is_remote = job.lease.harmony_engine.remote
         self._pings_after: float = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
         self._ping = job.ping if self._pings_after else None
         self._silent_since: float | None = None  # on the loop's clock, as the reader sees it
@@ -121,7 +122,8 @@ class Answer:
 
         self._name = (job.id_seed, job.lease.tenant)
         _running[self._name] = self
-        if keep is None:
+        self._buffered = keep is None and job.stream
+        if self._buffered:
             _being_read.add(self)
         self._task = _referenced(self._run())
 
@@ -157,7 +159,7 @@ class Answer:
         """
         events: list[Event] = []
         size = 0
-        while self._waits and self._unread and size < PIECE:
+        while self._is_remote and self._unread and size < PIECE:
             events.append(self._taken())
             size += len(events[-1].data)
         return events
@@ -302,13 +304,14 @@ class Answer:
         """Puts the events of ``group`` into the buffer. Raises ``HostError`` if it is full."""
         last = group[-1] if group else None
         if isinstance(last, Finished):
-            self._put([event for delta in group[:-1] for event in self._emitter.feed(delta)])
+            group = group[:-1]
+        self._put([event for delta in group for event in self._emitter.feed(delta)])
+        if isinstance(last, Finished):
             self._ended = True
             self._account("success", last)
             self._put(await self._last_events(last))
             return
-        self._put([event for delta in group for event in self._emitter.feed(delta)])
-        if self._waits:
+        if self._is_remote:
             while self._bytes > HIGH_WATER:
                 self._less = asyncio.get_running_loop().create_future()
                 await self._less
@@ -368,7 +371,7 @@ class Answer:
             self._observer.events(events)
         if self._keep is not None:
             self._keep(events)
-        else:
+        elif self._buffered:
             self._announced = True
             self._unread.extend(events)
             self._bytes += sum(len(event.data) for event in events)
@@ -413,10 +416,6 @@ class Answer:
     def _wake(self) -> None:
         if self._more is not None and not self._more.done():
             self._more.set_result(None)
-
-
-def dropped(_: list[Event]) -> None:
-    """``keep`` of an answer that is not streamed: its emitter has all of it."""
 
 
 # --- All answers of this server. Everything runs on the thread of the event loop.

@@ -16,12 +16,26 @@ from vllm_mlx_harmony.server.middleware import OriginCheck, RejectDuringShutdown
 from vllm_mlx_harmony.server.responses import routes as responses
 from vllm_mlx_harmony.server.responses.websocket import converse
 
+
+async def _root(_: Request) -> Response:
+    """``HEAD /``, with which Claude Code checks whether the server is up."""
+    return Response()
+
+
 ENDPOINTS: tuple[Endpoint, ...] = (
     *chat.ENDPOINTS,
     *messages.ENDPOINTS,
     *responses.ENDPOINTS,
     *cancel.ENDPOINTS,
     *ids.ENDPOINTS,
+    Endpoint(
+        "/",
+        ("HEAD",),
+        _root,
+        "Claude Code checks whether the server is up",
+        like=("/health", "GET"),
+        open=True,
+    ),
 )
 
 SOCKETS = (WebSocketRoute("/v1/responses", converse),)

@@ -12,7 +12,6 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from json import loads
 from typing import TypeVar
 
@@ -70,15 +69,13 @@ class Document:
     raw: bytes = b""
 
 
-@lru_cache(maxsize=1)
 def limit() -> int:
-    """The maximum size of a body in bytes. Reads the environment once."""
+    """The maximum size of a body in bytes."""
     return number(VARIABLE, DEFAULT)
 
 
-@lru_cache(maxsize=1)
 def most_values() -> int:
-    """The maximum number of JSON values in a body. Reads the environment once."""
+    """The maximum number of JSON values in a body."""
     return number(VALUES, MOST_VALUES)
 
 
@@ -100,7 +97,7 @@ def bounded(request: Request) -> Request:
             raise too_large()
         return message
 
-    return Request(request.scope, receive, request._send)
+    return Request(request.scope, receive)
 
 
 def too_large() -> RequestError:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.server import answer
-from vllm_mlx_harmony.server.chat import ENDPOINT
+from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.host import host_of, tenant_of
 from vllm_mlx_harmony.server.peers import answers as peers
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
@@ -50,7 +50,7 @@ async def cancel_request(request: Request, request_id: str) -> Response:
 _WHY = "the host does not know the ids of these answers"
 
 ENDPOINTS = tuple(
-    ENDPOINT(path, (method,), cancel_request, _WHY)
+    OpenAIEndpoint(path, (method,), cancel_request, _WHY)
     for path, method in (
         ("/v1/requests/{request_id}/cancel", "POST"),
         ("/v1/requests/{request_id}", "DELETE"),

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.errors import error_response
+from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
 from vllm_mlx_harmony.server.host import host_of, other_names, own_name
 from vllm_mlx_harmony.server.serving import Api, serve
 
 CHAT = Api("chat_completions", lambda body, defaults, tenant: chat.read(body, defaults))
-
-error = partial(error_response, chat.error_body)
-"""The response for an error."""
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -46,18 +40,15 @@ async def list_models(request: Request) -> Response:
     return await retrieve_model(request, "")
 
 
-ENDPOINT = partial(Endpoint, error=error)
-"""An endpoint whose errors have the shape of Chat Completions."""
-
 ENDPOINTS: tuple[Endpoint, ...] = (
-    ENDPOINT(
+    OpenAIEndpoint(
         "/v1/chat/completions",
         ("POST",),
         create_chat_completion,
         "token ids in and out instead of text",
     ),
-    ENDPOINT("/v1/models", ("GET",), list_models, "the host does not list other names"),
-    ENDPOINT(
+    OpenAIEndpoint("/v1/models", ("GET",), list_models, "the host does not list other names"),
+    OpenAIEndpoint(
         "/v1/models/{model_id:path}",
         ("GET",),
         retrieve_model,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.server.errors import reject_odd_key
+from vllm_mlx_harmony.server.errors import openai_error, reject_odd_key
 from vllm_mlx_harmony.server.host import host_of
 
 Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
@@ -62,6 +63,10 @@ class Endpoint:
                 return error(raised)
 
         return answering
+
+
+OpenAIEndpoint = partial(Endpoint, error=openai_error)
+"""An endpoint whose errors have OpenAI's format."""
 
 
 class EndpointRoute(Route):

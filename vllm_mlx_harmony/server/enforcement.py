@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect
 
 from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
-from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
+from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.grammar import (
     Compiled,
     Grammar,
@@ -46,7 +46,6 @@ from vllm_mlx_harmony.server.grammar_checks import (
     check_for,
     checks,
 )
-from vllm_mlx_harmony.server.host import Tracker
 
 _R = TypeVar("_R")
 
@@ -378,18 +377,3 @@ def _reject_unenforceable(turn: Turn) -> None:
         return
     problem = f"{what} cannot be enforced on this server ({GRAMMAR_VARIABLE}=off)"
     raise RequestError(problem, param=where, code="unsupported_value")
-
-
-def check(constraint: Constraint | None) -> None:
-    """Raises ``OutputError`` if the output could not be constrained to the end."""
-    if constraint is not None and constraint.failure:
-        raise OutputError("the answer could not be constrained as requested; see the server's log")
-
-
-def account(constraint: Constraint, id_seed: str, tracker: Tracker) -> None:
-    """Logs and counts that the server ended the reasoning of the answer ``id_seed``."""
-    reason = constraint.reasoning_ended_by
-    logger.info(
-        "%s: reasoning ended by %s, %d tokens", id_seed, reason, constraint.reasoning_tokens
-    )
-    tracker.reasoning_ended(reason)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
 from typing import Any, TypeAlias
 
 from starlette.datastructures import Headers
@@ -18,11 +20,17 @@ from vllm_mlx_harmony.core.errors import (
     OutputError,
     RequestError,
 )
+from vllm_mlx_harmony.protocols.openai_error import error_body
 from vllm_mlx_harmony.server.host import host_of
 
-logger = logging.getLogger(__name__)
 
-TOO_LARGE = 413
+class StoreError(HostError):
+    """The store of responses cannot be read, or cannot be written, at the moment. 503."""
+
+    code = "store_unavailable"
+
+
+logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED = 499
 """nginx's status for a client that has disconnected, as the host uses it."""
@@ -57,9 +65,13 @@ def error_response(body: ErrorBody, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)
     failure = failure_of(error)
     headers = retry_headers(failure)
-    if failure.status == TOO_LARGE:
+    if failure.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         headers["Connection"] = "close"  # what is left of the request is not read
     return JSONResponse(body(failure), status_code=failure.status, headers=headers)
+
+
+openai_error = partial(error_response, error_body)
+"""The response for an error in OpenAI's format, of Chat Completions and Responses."""
 
 
 def failure_of(error: Exception, what: str = "a request failed") -> HarmonyFailure:

@@ -6,6 +6,7 @@ Closing the iterator of deltas frees the engine. `server.answer` owns that itera
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -14,17 +15,19 @@ from typing import Any, Protocol, TypeAlias
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Delta, Finished, ReasoningCut, ToolFinished, ToolStarted
+from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
 from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
 from vllm_mlx_harmony.server.observer import Observer, observed
 from vllm_mlx_harmony.server.replay import remember
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools
+
+logger = logging.getLogger("vllm_mlx_harmony")
 
 Deltas: TypeAlias = AsyncGenerator[list[Delta], None]
 
@@ -70,7 +73,7 @@ async def _cached(job: Job) -> int | None:
     if not (job.reports_cached and job.stream):
         return None
     lease, prompt = job.lease, job.context.render_for_completion()
-    return await lease.harmony.reusable_tokens(prompt, lease.tenant)
+    return await lease.harmony_engine.reusable_tokens(prompt, lease.tenant)
 
 
 async def run(job: Job, tracker: Tracker) -> Deltas:
@@ -86,7 +89,7 @@ async def run(job: Job, tracker: Tracker) -> Deltas:
     """
     context, tools, progress = job.context, job.tools, _Progress()
     settings, constraint = job.settings, job.constraint
-    length = job.lease.harmony.context_length
+    length = job.lease.harmony_engine.context_length
     ended: EndReason = "stop"
     # Calls of the history that were approved meanwhile, or one at which the turn was paused.
     approved = () if tools is None else context.unanswered
@@ -198,7 +201,7 @@ async def _output(
 ) -> Deltas:
     """The deltas of one output, which ends with the turn or with a call."""
     context, prompt = job.context, job.context.render_for_completion()
-    engine = job.lease.harmony
+    engine = job.lease.harmony_engine
     cached = None if progress.started else await _cached(job)
     progress.generated, progress.finish = 0, None
     progress.outputs += 1
@@ -221,7 +224,7 @@ async def _output(
                 if progress.outputs == 1:
                     progress.cached_tokens = max(progress.cached_tokens, step.cached_tokens)
                 tracker.observe_ttft()
-                enforcement.check(constraint)
+                check(constraint)
                 yield context.append_output(step.ids)
                 # A remote engine reports the cached tokens after the last id of a turn, and its
                 # connection can be reused only after that. It does not know stop strings.
@@ -232,7 +235,31 @@ async def _output(
     finally:
         if constraint is not None and constraint.reasoning_ended_by:
             progress.reasoning_ended_by = constraint.reasoning_ended_by
-            enforcement.account(constraint, job.id_seed, tracker)
+            account(constraint, job.id_seed, tracker)
+
+
+def _account(constraint: Constraint, id_seed: str, tracker: Tracker) -> None:
+    """Logs and counts that the server ended the reasoning of the answer ``id_seed``."""
+    reason = constraint.reasoning_ended_by
+    logger.info(
+        "%s: reasoning ended by %s, %d tokens", id_seed, reason, constraint.reasoning_tokens
+    )
+    tracker.reasoning_ended(reason)
+
+
+def check(constraint: Constraint | None) -> None:
+    """Raises ``OutputError`` if the output could not be constrained to the end."""
+    if constraint is not None and constraint.failure:
+        raise OutputError("the answer could not be constrained as requested; see the server's log")
+
+
+def account(constraint: Constraint, id_seed: str, tracker: Tracker) -> None:
+    """Logs and counts that the server ended the reasoning of the answer ``id_seed``."""
+    reason = constraint.reasoning_ended_by
+    logger.info(
+        "%s: reasoning ended by %s, %d tokens", id_seed, reason, constraint.reasoning_tokens
+    )
+    tracker.reasoning_ended(reason)
 
 
 async def stopped(task: asyncio.Future[Any]) -> None:

@@ -74,7 +74,7 @@ class Lease:
     _endings: list[Callable[[], Awaitable[None]]] = field(default_factory=list, init=False)
 
     @property
-    def harmony(self) -> Engine:
+    def harmony_engine(self) -> Engine:
         """The engine of a Harmony model."""
         assert self.engine is not None
         return self.engine
@@ -247,22 +247,19 @@ class Host(Protocol):
         """Makes a ``Context`` (`core.context.StreamingHarmonyContext`)."""
 
 
-_STATE = "vllm_mlx_harmony_host"
-
-
 def install(app: Starlette, host: Host) -> None:
     """Makes ``host`` available to all requests to ``app``."""
-    setattr(app.state, _STATE, host)
+    app.state.vllm_mlx_harmony_host = host
 
 
 def uninstall(app: Starlette) -> None:
     """Undoes ``install``."""
-    delattr(app.state, _STATE)
+    del app.state.vllm_mlx_harmony_host
 
 
 def host_of(connection: HTTPConnection) -> Host:
     """The host that was installed in the application of ``connection``."""
-    host: Host = getattr(connection.app.state, _STATE)
+    host: Host = connection.app.state.vllm_mlx_harmony_host
     return host
 
 

@@ -33,7 +33,7 @@ from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 from vllm_mlx_harmony.protocols.validation import Seed, Wire, checked
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.chat import ENDPOINT
+from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.sampling import Settings, capped
@@ -201,7 +201,7 @@ async def _generate(received: Received) -> Response:
         grammar = await enforcement.checked(parsed.grammar, lease.tenant, received.unless_gone)
     spec = ConstraintSpec(grammar=grammar, min_tokens=parsed.min_tokens, binding=True)
     constraint = Constraint(spec) if spec else None
-    settings = capped(parsed.settings.resolved(), len(prompt), lease.harmony.context_length)
+    settings = capped(parsed.settings.resolved(), len(prompt), lease.harmony_engine.context_length)
     context: Any = IdContext(prompt)  # its emitter takes ids for deltas
     track = partial(received.track, stream=True)
     observer = received.observer(parsed.model or "", stream=True)
@@ -220,7 +220,7 @@ async def _generate(received: Received) -> Response:
 
 
 ENDPOINTS = (
-    ENDPOINT(
+    OpenAIEndpoint(
         PATH,
         ("GET", "POST"),
         answer_ids,

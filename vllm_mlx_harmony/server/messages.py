@@ -10,7 +10,7 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
+from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import messages
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.endpoint import Endpoint
@@ -53,25 +53,20 @@ async def create_message(request: Request) -> Response:
     """``POST /v1/messages``."""
     id_seed = uuid4().hex
     response = await serve(MESSAGES, request, id_seed=id_seed)
-    response.headers[REQUEST_ID] = messages.request_id(ResponseInfo(id_seed, 0, ""))
+    response.headers[REQUEST_ID] = messages.request_id(id_seed)
     return response
 
 
 async def count_tokens(request: Request) -> Response:
     """``POST /v1/messages/count_tokens``: the length of the prompt of the same request."""
     response = await count(COUNT, request, messages.counted)
-    response.headers[REQUEST_ID] = messages.request_id(ResponseInfo(uuid4().hex, 0, ""))
+    response.headers[REQUEST_ID] = messages.request_id(uuid4().hex)
     return response
 
 
-async def root(_: Request) -> Response:
-    """``HEAD /``, with which Claude Code checks whether the server is up."""
-    return Response()
-
-
 def error(raised: Exception) -> Response:
-    """The response for an error, with a request id as any other."""
-    request_id = messages.request_id(ResponseInfo(uuid4().hex, 0, ""))
+    """The response for an error, with a request id like every other response."""
+    request_id = messages.request_id(uuid4().hex)
     response = error_response(partial(messages.error_body, request_id=request_id), raised)
     response.headers[REQUEST_ID] = request_id
     return response
@@ -101,14 +96,6 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/messages/count_tokens",
         ("POST",),
         count_tokens,
-        "the host counts the text, not the prompt",
-    ),
-    Endpoint(
-        "/",
-        ("HEAD",),
-        root,
-        "Claude Code checks whether the server is up",
-        like=("/health", "GET"),
-        open=True,
+        "counts the tokens of the whole prompt",
     ),
 )

@@ -37,31 +37,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
-from vllm_mlx_harmony.server import chat, messages
+from vllm_mlx_harmony.server import messages
 from vllm_mlx_harmony.server.answer import rejection
 from vllm_mlx_harmony.server.endpoint import ErrorResponse
+from vllm_mlx_harmony.server.errors import openai_error
 from vllm_mlx_harmony.server.host import host_of
-from vllm_mlx_harmony.server.responses import routes as responses
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
-ERRORS: tuple[tuple[str, ErrorResponse], ...] = (
-    ("/v1/messages", messages.error),
-    ("/v1/responses", responses.error),
-)
-"""Beginnings of paths and the errors there. Those of other paths have OpenAI's shape, which most
-clients understand."""
-
 
 def error_at(path: str) -> ErrorResponse:
-    """Makes the responses for errors at ``path``."""
-    return next((error for prefix, error in ERRORS if path.startswith(prefix)), chat.error)
+    """Makes the responses for errors at ``path``: in OpenAI's format but for Messages."""
+    return messages.error if path.startswith("/v1/messages") else openai_error
 
 
 async def reject(failure: HarmonyFailure, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers a request or a WebSocket with ``failure``, in the shape of the API of its path."""
     response = error_at(scope["path"])(failure)
-    if rejection() is failure:
+    if rejection() is failure:  # the client is to connect to another server
         response.headers["Connection"] = "close"
     if scope["type"] == "websocket":
         await WebSocket(scope, receive, send).send_denial_response(response)
@@ -82,6 +75,13 @@ _UNOWNED = (".local", ".localhost", ".internal", ".home.arpa")
 2024-07-29, RFC 8375), such as Docker's ``host.docker.internal``."""
 
 
+class _Cors(CORSMiddleware):
+    """Starlette's CORS headers. Only requests of allowed origins get here."""
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        return True
+
+
 class OriginCheck:
     """ASGI middleware: rejects foreign pages with 403, and adds CORS headers for allowed ones.
 
@@ -100,14 +100,7 @@ class OriginCheck:
         self._hosts = _patterns(HOSTS_VARIABLE) if hosts is None else tuple(hosts)
         self._name = (socket.gethostname() if name is None else name).lower()
         self._logged: set[str] = set()
-
-        class Cors(CORSMiddleware):
-            """Starlette's CORS headers. Only requests of allowed origins get here."""
-
-            def is_allowed_origin(self, origin: str) -> bool:
-                return True
-
-        self._cors = Cors(app, allow_methods="*", allow_headers="*", allow_private_network=True)
+        self._cors = _Cors(app, allow_methods="*", allow_headers="*", allow_private_network=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -115,6 +108,7 @@ class OriginCheck:
             return
         headers = Headers(scope=scope)
         origin, host = headers.get("origin"), headers.get("host")
+        allowed = origin is not None and self.may_read(origin, host)
         problem = None
         keyed = host_of(HTTPConnection(scope)).requires_key
         if not keyed and host is not None and not self.is_own(host):
@@ -123,7 +117,7 @@ class OriginCheck:
                 "answers only to names that nobody else can register. "
                 f"Set {HOSTS_VARIABLE}, or an API key"
             )
-        elif not keyed and origin is not None and not self.may_read(origin, host):
+        elif not keyed and origin is not None and not allowed:
             problem = (
                 f"pages of {origin!r} may not use this server, which has no API key. "
                 f"Set {ORIGINS_VARIABLE}, or an API key"
@@ -134,7 +128,7 @@ class OriginCheck:
                 logger.warning("rejected: %s", problem)
             failure = RequestError(problem, status=403, code="origin_not_allowed")
             await reject(failure, scope, receive, send)
-        elif origin is not None and self.may_read(origin, host):
+        elif allowed:
             await self._cors(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from inspect import signature
 
 from vllm_mlx_harmony.core.render import Rendered
-from vllm_mlx_harmony.core.replay import Archive, Replay, ReplayScope
+from vllm_mlx_harmony.core.replay import Archive, GeneratedTurn, Replay, ReplayScope
+from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.core.turn import Message, Turn
 from vllm_mlx_harmony.server.host import Context, Host, Lease
-from vllm_mlx_harmony.server.peers.connection import Connection, server_connection
-from vllm_mlx_harmony.server.peers.stores import SharedTurns
+from vllm_mlx_harmony.server.peers.connection import (
+    Connection,
+    PeersError,
+    key_of,
+    server_connection,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +31,35 @@ VARIABLE = "VLLM_MLX_HARMONY_REPLAY"
 """Environment variable: MiB of generated turns that are kept in memory; 0 disables reuse."""
 
 DEFAULT = 64
+
+
+class SharedTurns:
+    """An archive in the Redis that several servers share, where turns expire."""
+
+    blocks = True
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def put(self, key: bytes, turn: GeneratedTurn) -> None:
+        """Writes the turn, unless Redis is unavailable."""
+        name, content = key_of("turn", key.hex()), written(turn)
+        with suppress(PeersError):
+            self._connection.call(
+                lambda redis: redis.set(name, content, ex=self._connection.seconds)
+            )
+
+    def find(self, keys: Sequence[bytes]) -> list[GeneratedTurn | None]:
+        """The turns; none while Redis is unavailable, so that messages are rendered instead."""
+        names = [key_of("turn", key.hex()) for key in keys]
+        try:
+            found = self._connection.call(lambda redis: redis.mget(names))
+        except PeersError:
+            return [None] * len(keys)
+        return [None if content is None else read(content) for content in found]
+
+    def use(self, key: bytes) -> None:
+        """Has no effect: turns expire by the time at which they were generated."""
 
 
 @lru_cache(maxsize=1)
@@ -50,7 +85,7 @@ def view(host: Host, lease: Lease) -> ReplayScope | None:
     connection = server_connection()
     archive = host.archive if connection is None else _shared_turns(connection)
     turns = replay(archive)  # type: ignore[arg-type]  # by identity, as any object
-    return None if turns is None else turns.view(f"{lease.harmony.model}\0{lease.tenant}")
+    return None if turns is None else turns.view(f"{lease.harmony_engine.model}\0{lease.tenant}")
 
 
 def replaying(

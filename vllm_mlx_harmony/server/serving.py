@@ -1,11 +1,12 @@
-"""A request from its body to its answer, as a line of values that all APIs share.
+"""A request from its body to its response. All APIs share these steps:
 
-    Document ─▶ Received ─▶ Parsed ─▶ Resolved ─▶ Rendered ─▶ Job ─▶ Answer ─▶ Response
-            leased     parse     resolve     render   constrain   respond
+1. ``serve`` parses the body, and leases an engine for it: ``Received``.
+2. ``parse`` has the API read the request: ``Parsed``.
+3. ``prepare`` resolves the sampling settings, renders the prompt and makes the constraint: ``Job``.
+4. ``respond`` starts the ``Answer`` to the job, and reads it.
 
-Each step is a function of the value before it. Until there is an ``Answer``, every step may reject
-the request, and only the lease has to be released, which ``serve`` does. The ``Answer`` owns the
-lease and the metrics of the request.
+Until there is an ``Answer``, every step may reject the request, and only the lease has to be
+released, which ``serve`` does. The ``Answer`` owns the lease and the metrics of the request.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
 from starlette.exceptions import HTTPException
@@ -30,10 +31,9 @@ from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import replay, sampling
-from vllm_mlx_harmony.server.answer import Answer, End, dropped
+from vllm_mlx_harmony.server.answer import Answer, End
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
-from vllm_mlx_harmony.server.errors import CLIENT_CLOSED
 from vllm_mlx_harmony.server.generation import Emitter, Job
 from vllm_mlx_harmony.server.host import (
     Context,
@@ -47,7 +47,6 @@ from vllm_mlx_harmony.server.host import (
 )
 from vllm_mlx_harmony.server.observer import Observed, Observer, observe_of
 from vllm_mlx_harmony.server.peers.answers import BEATING
-from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.streams import EventStream
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
@@ -107,9 +106,6 @@ class Api:
     reports_cached: bool = False
     comments_progress: bool = False
     more_values: int = 0
-
-
-# --- The values
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,38 +170,21 @@ class Parsed:
     servers: Sequence[ToolServer]
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """The request with its sampling settings, for which the server's defaults were applied."""
-
-    parsed: Parsed
-    settings: Settings
-    info: ResponseInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """The rendered prompt. ``replay`` has the generated turns that may be reused in it."""
-
-    resolved: Resolved
-    context: Context
-    replay: ReplayScope | None
-
-
-Respond: TypeAlias = "Callable[[Received], Awaitable[Response]]"
-
-
-# --- A request over HTTP
+async def generate(received: Received) -> Response:
+    """Generates the model's answer."""
+    return await respond(received, await prepare(received))
 
 
 async def serve(
-    api: Api, request: Request, respond: Respond | None = None, id_seed: str = ""
+    api: Api,
+    request: Request,
+    handler: Callable[[Received], Awaitable[Response]] = generate,
+    id_seed: str = "",
 ) -> Response:
-    """The response to a request of ``api``.
+    """The response to a request of ``api``, made by ``handler``.
 
-    ``respond`` replaces the default, ``generate``. The host answers requests for models that are
-    not Harmony models. Raises ``HarmonyFailure``, ``ClientDisconnect``, and ``HTTPException`` of
-    the host (`endpoint.Endpoint.error`).
+    The host answers requests for models that are not Harmony models. Raises ``HarmonyFailure``,
+    ``ClientDisconnect``, and ``HTTPException`` of the host (`endpoint.Endpoint.error`).
     """
     request = bounded(request)
     document = await parse_body(await request.body(), api.more_values)
@@ -218,22 +197,17 @@ async def serve(
                 problem = f"{request.url.path} is not available for this model"
                 raise RequestError(problem, status=404, param="model") from error
         received = Received(api, request, document, lease, id_seed or uuid4().hex)
-        return await (respond or generate)(received)
-
-
-async def generate(received: Received) -> Response:
-    """Generates the model's answer."""
-    return await respond(received, await prepare(received))
+        return await handler(received)
 
 
 async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
-    """The response to a request that counts the tokens of a prompt, written by ``body``."""
+    """The response to a request that counts the tokens of a prompt; ``body`` makes its JSON."""
 
     async def counted(received: Received) -> Response:
         parsed = await parse(received)
-        remembered = replay.view(received.host, received.lease)
-        await received.lease.release()
-        context = await _context(parsed, ResponseInfo("", 0, ""), remembered)
+        turns = replay.view(received.host, received.lease)
+        await received.lease.release()  # rendering may take long, and needs no engine
+        context = await _context(parsed, ResponseInfo("", 0, ""), turns)
         return JSONResponse(body(len(context.render_for_completion())))
 
     return await serve(api, request, counted)
@@ -249,6 +223,7 @@ async def leased(api: Api, request: Request, document: Document) -> AsyncIterato
     host = host_of(request)
     model, timeout = _routing(document.value)
     if model is None and host.model_name is None:  # there are several models
+        # Any other error of the request is reported first: reading it raises that.
         await read(api, document, host.defaults(None), tenant_of(request))
         raise RequestError("model must be a string", param="model")
     own = None if model is None else own_name(model, host.model_name)
@@ -277,15 +252,6 @@ def _routing(document: object) -> tuple[str | None, float | None]:
     return model if isinstance(model, str) else None, timeout if valid else None
 
 
-# --- The line
-
-
-async def prepare(received: Received) -> Job:
-    """All steps before the answer. Raises ``HarmonyFailure`` and ``ClientDisconnect``."""
-    parsed = await parse(received)
-    return await constrain(await render(resolve(parsed)))
-
-
 async def parse(received: Received) -> Parsed:
     """Reads the request in a document. Raises ``RequestError``."""
     api, host, lease = received.api, received.host, received.lease
@@ -311,52 +277,22 @@ async def read(api: Api, document: Document, defaults: Defaults, tenant: str) ->
     return api.read(document.value, defaults, tenant)
 
 
-def resolve(parsed: Parsed) -> Resolved:
-    """Applies the server's defaults. Raises ``RequestError``."""
-    host, turn = parsed.received.host, parsed.turn
+async def prepare(received: Received) -> Job:
+    """Everything before the answer.
+
+    Raises ``HarmonyFailure`` for a request that is invalid, cannot be rendered, does not fit into
+    the context, or cannot be enforced, and ``ClientDisconnect``.
+    """
+    api, host, lease = received.api, received.host, received.lease
+    parsed = await parse(received)
+    request, turn = parsed.request, parsed.turn
     settings = sampling.resolve(
         turn.sampling, turn.limits, host.max_tokens, parsed.defaults.sampling
     )
-    name = response_name(parsed.request.model, host.model_name)
-    return Resolved(parsed, settings, ResponseInfo(parsed.received.id_seed, int(time.time()), name))
-
-
-async def render(resolved: Resolved) -> Rendered:
-    """Renders the prompt. Raises ``RequestError`` for a turn that cannot be rendered."""
-    received = resolved.parsed.received
-    remembered = replay.view(received.host, received.lease)
-    context = await _context(resolved.parsed, resolved.info, remembered)
-    return Rendered(resolved, context, remembered)
-
-
-async def _context(parsed: Parsed, info: ResponseInfo, remembered: ReplayScope | None) -> Context:
-    """Renders the turn, in a thread if that may take long.
-
-    Tools may be large even if the body is small, since a schema can use a ``$ref`` many times.
-    """
-    host, turn = parsed.received.host, parsed.turn
-    renderer = replay.replaying(host.renderer, remembered)
-    waits = remembered is not None and remembered.blocks
-    try:
-        if not (parsed.received.document.large or turn.tools or turn.characters >= LARGE or waits):
-            return host.context(turn, info, renderer)
-        return await in_thread(host.context, turn, info, renderer)
-    except PromptTooLong as error:  # the renderer does not know the window of the engine
-        window = parsed.received.lease.harmony.context_length
-        if window is None:
-            raise
-        raise error.within(window) from error
-
-
-async def constrain(rendered: Rendered) -> Job:
-    """Adds the constraint of the output, its maximum length, and the tools that the server runs.
-
-    Raises ``RequestError`` for what cannot be enforced, and ``PromptTooLong``.
-    """
-    resolved, context = rendered.resolved, rendered.context
-    parsed = resolved.parsed
-    received, turn, request = parsed.received, parsed.turn, parsed.request
-    host, lease = received.host, received.lease
+    name = response_name(request.model, host.model_name)
+    info = ResponseInfo(received.id_seed, int(time.time()), name)
+    turns = replay.view(host, lease)
+    context = await _context(parsed, info, turns)
     names = getattr(context, "names", None) or Names.of(turn)
     constraint = await constraint_for(turn, names, host.reasoning_tokens, received.unless_gone)
     tools = None
@@ -364,24 +300,42 @@ async def constrain(rendered: Rendered) -> Job:
         seconds, budget = lease.deadline.total, host.reasoning_tokens
         tools = TurnTools(host.toolbox, turn, names, seconds, parsed.servers, budget)
     prompt_tokens = len(context.render_for_completion())
-    api = received.api
     return Job(
         lease,
         context,
-        sampling.capped(resolved.settings, prompt_tokens, lease.harmony.context_length),
-        api.emitter(request, resolved.info, context, lease.tenant),
+        sampling.capped(settings, prompt_tokens, lease.harmony_engine.context_length),
+        api.emitter(request, info, context, lease.tenant),
         partial(received.track, stream=request.stream),
         stream=request.stream,
         id_seed=received.id_seed,
         constraint=constraint,
-        replay=rendered.replay,
+        replay=turns,
         echoed=request.echoed,
         tools=tools,
         ping=api.ping,
         comments_progress=api.comments_progress and request.stream,
         reports_cached=api.reports_cached,
-        observer=received.observer(resolved.info.model, stream=request.stream),
+        observer=received.observer(name, stream=request.stream),
     )
+
+
+async def _context(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | None) -> Context:
+    """Renders the turn, in a thread if that may take long.
+
+    Tools may be large even if the body is small, since a schema can use a ``$ref`` many times.
+    """
+    host, turn = parsed.received.host, parsed.turn
+    renderer = replay.replaying(host.renderer, turns)
+    blocks = turns is not None and turns.blocks
+    try:
+        if not (parsed.received.document.large or turn.tools or turn.characters >= LARGE or blocks):
+            return host.context(turn, info, renderer)
+        return await in_thread(host.context, turn, info, renderer)
+    except PromptTooLong as error:  # the renderer does not know the window of the engine
+        window = parsed.received.lease.harmony_engine.context_length
+        if window is None:
+            raise
+        raise error.within(window) from error
 
 
 async def respond(received: Received, job: Job, end: End | None = None) -> Response:
@@ -390,18 +344,21 @@ async def respond(received: Received, job: Job, end: End | None = None) -> Respo
     The headers of a stream are sent with the first event. Errors before that have an HTTP status.
     """
     host, request, deadline = received.host, received.request, job.lease.deadline
-    answer = Answer(job, end=end, keep=None if job.stream else dropped)
+    answer = Answer(job, end=end)
     response: Response | None = None
     result = "client_closed"
     try:
-        # If no time is left, the answer itself raises the error and counts it as a timeout.
+        # If no time is left, the answer itself raises the error and counts it as a timeout. It has
+        # one second to do so.
         seconds = deadline.left or 1.0
         if not job.stream:
             whole = await host.unless_gone(answer.whole(), request, seconds, deadline.total)
-            return Response(status_code=CLIENT_CLOSED) if whole is None else JSONResponse(whole)
-        if await host.unless_gone(answer.begun(), request, seconds, deadline.total):
+            if whole is not None:
+                return JSONResponse(whole)
+        elif await host.unless_gone(answer.begun(), request, seconds, deadline.total):
             response = EventStream(request, answer)
-        return response or Response(status_code=CLIENT_CLOSED)
+            return response
+        raise ClientDisconnect
     except HTTPException:  # the host's, at the deadline
         result = "timeout"
         raise

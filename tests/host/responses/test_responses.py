@@ -49,6 +49,7 @@ from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.mount import FrontEnd
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import answer as answers
+from vllm_mlx_harmony.server.errors import StoreError
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, tenant_of
 from vllm_mlx_harmony.server.responses import references, routes, websocket
@@ -57,7 +58,7 @@ from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
 from vllm_mlx_harmony.server.responses.references import References, read
 from vllm_mlx_harmony.server.responses.routes import COMPACT
 from vllm_mlx_harmony.server.responses.store import MemoryStore
-from vllm_mlx_harmony.server.responses.stored import StoredResponse, StoreError
+from vllm_mlx_harmony.server.responses.stored import StoredResponse
 from vllm_mlx_harmony.server.responses.websocket import (
     MOST_WAITING,
     Conversation,
@@ -83,7 +84,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     store = MemoryStore()
     for module in ("persistence", "references"):
         monkeypatch.setattr(f"{RESPONSES}.{module}.server_store", lambda: store)
-    monkeypatch.setattr("vllm_mlx_harmony.server.peers.responses.server_store", lambda: store)
+    monkeypatch.setattr("vllm_mlx_harmony.server.responses.lookup.server_store", lambda: store)
     return store
 
 
@@ -225,7 +226,6 @@ def test_a_failed_answer_is_kept_if_a_client_knows_it(
             answer(stream=stream),
             deltas(groups, OutputError("x")),
             announced=known,
-            keep=None if stream else answers.dropped,
         )
         if not stream:
             await given.whole()
@@ -295,7 +295,7 @@ def test_a_connection_remembers_more_than_the_store(store: MemoryStore) -> None:
 
 
 class Lent:
-    engine = harmony = SimpleNamespace(remote=False)
+    engine = harmony_engine = SimpleNamespace(remote=False)
     tenant = TENANT
 
     def __init__(self, seconds: float = 0) -> None:
@@ -312,7 +312,7 @@ def job(emitter: StoringEmitter, seconds: float = 0) -> Job:
     """``seconds`` is how long it takes to give the engine back."""
     tracker: Any = SimpleNamespace(finish=lambda **_: None)
     given: Any = (Lent(seconds), None, None)
-    return Job(*given, emitter, lambda: tracker, stream=True, id_seed=KEY)
+    return Job(*given, emitter, lambda: tracker, stream=emitter.request.stream, id_seed=KEY)
 
 
 @pytest.fixture
@@ -450,7 +450,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
     store = Slow()
     for module in ("persistence", "references"):
         monkeypatch.setattr(f"{RESPONSES}.{module}.server_store", lambda: store)
-    monkeypatch.setattr("vllm_mlx_harmony.server.peers.responses.server_store", lambda: store)
+    monkeypatch.setattr("vllm_mlx_harmony.server.responses.lookup.server_store", lambda: store)
     monkeypatch.setattr(routes, "BACKGROUND", Background())
     monkeypatch.setattr(references, "BACKGROUND", routes.BACKGROUND)
     return store

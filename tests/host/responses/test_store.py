@@ -39,6 +39,7 @@ from vllm_mlx_harmony.core.turn import (
     Tool,
     User,
 )
+from vllm_mlx_harmony.server.errors import StoreError
 from vllm_mlx_harmony.server.peers.connection import STORE_VARIABLE
 from vllm_mlx_harmony.server.responses import store as stores
 from vllm_mlx_harmony.server.responses.store import (
@@ -47,7 +48,7 @@ from vllm_mlx_harmony.server.responses.store import (
     Store,
     server_store,
 )
-from vllm_mlx_harmony.server.responses.stored import StoredResponse, StoreError
+from vllm_mlx_harmony.server.responses.stored import StoredResponse
 
 Open = Callable[..., Store]
 TENANT = "the tenant"

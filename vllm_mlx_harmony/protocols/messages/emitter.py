@@ -65,9 +65,9 @@ _TYPES = {
 """The type of an error, by its status; others are those of the caller or of the server."""
 
 
-def request_id(info: ResponseInfo) -> str:
-    """The ``request-id`` of the answer."""
-    return f"req_{info.id_seed[:24]}"
+def request_id(id_seed: str) -> str:
+    """The ``request-id`` of the answer with this seed."""
+    return f"req_{id_seed[:24]}"
 
 
 def error_body(error: HarmonyFailure, request_id: str | None = None) -> Document:
@@ -279,7 +279,7 @@ class Emitter:
                 ]
             case Failed():
                 self._error = delta.error
-                return self._send(**error_body(delta.error, request_id(self._info)))
+                return self._send(**error_body(delta.error, request_id(self._info.id_seed)))
             case Progress():  # in a comment: there is no event for it
                 return []
             case _:

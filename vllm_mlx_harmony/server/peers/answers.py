@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from json import dumps, loads
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import answer as answers
@@ -27,7 +27,9 @@ from vllm_mlx_harmony.server.peers.connection import (
     key_of,
     server_connection,
 )
-from vllm_mlx_harmony.server.responses.background import Running
+
+if TYPE_CHECKING:
+    from vllm_mlx_harmony.server.responses.background import Running
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -185,7 +187,7 @@ class Beat:
                 for ended in [each for each in self._sent if each.done]:
                     del self._sent[ended]
             except Exception:
-                logger.exception("the beat for other servers failed")
+                logger.exception("the heartbeat to the other servers failed")
             await asyncio.sleep(BEAT)
 
     async def _beat(self, known: Directory, running: Sequence[Name]) -> None:

@@ -15,9 +15,10 @@ from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
 from vllm_mlx_harmony.server.body import in_thread
+from vllm_mlx_harmony.server.errors import StoreError
 from vllm_mlx_harmony.server.host import Context
 from vllm_mlx_harmony.server.responses.store import server_store
-from vllm_mlx_harmony.server.responses.stored import StoredResponse, StoreError
+from vllm_mlx_harmony.server.responses.stored import StoredResponse
 
 logger = logging.getLogger("vllm_mlx_harmony")
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults, Message
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
@@ -98,8 +97,6 @@ def read(body: object, defaults: Defaults, references: References) -> ResponsesR
         listed = frozenset(str(each.get("server_label")) for each in tools if each["type"] == "mcp")
     cipher = server_cipher(references.tenant)
     parsed = responses.read(body, defaults, cipher, history, references.item, listed=listed)
-    if parsed.background and not parsed.store:
-        raise RequestError("background needs store to be true", param="background")
     for note in parsed.notes:
         logger.info("responses: %s", note)
     return parsed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,10 @@ from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.body import in_thread
-from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.errors import error_response
+from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
 from vllm_mlx_harmony.server.host import tenant_of
-from vllm_mlx_harmony.server.peers import responses as peers
 from vllm_mlx_harmony.server.peers.answers import BEATING
+from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, written_input
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget, new_id_seed
 from vllm_mlx_harmony.server.responses.references import RESPONSES, References, read
@@ -60,9 +58,6 @@ COMPACT = Api(
     emitter=_CompactionEmitter,
 )
 
-error = partial(error_response, responses.error_body)
-"""The response for an error."""
-
 
 # --- New responses
 
@@ -80,10 +75,10 @@ async def _create(received: Received) -> Response:
         return await respond(received, job, emitter.end)
     try:
         written = await in_thread(written_input, emitter)
-        await peers.announce(emitter)
+        await lookup.announce(emitter)
         running = BACKGROUND.start(job, written)
     except BaseException:
-        await peers.withdraw(emitter)
+        await lookup.withdraw(emitter)
         raise
     BEATING.begin(running)
     if job.stream:
@@ -120,8 +115,8 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
                 raise RequestError("starting_after must be a whole number", param="starting_after")
             start = int(after[:18]) + 1
         if running is None:
-            await peers.find(response_id, tenant)
-            if (events := await peers.follow(response_id, tenant, start)) is not None:
+            await lookup.find(response_id, tenant)
+            if (events := await lookup.follow(response_id, tenant, start)) is not None:
                 return EventStream(request, events)
             raise RequestError(
                 "the events of this response are not available: they are stored for a limited time "
@@ -132,7 +127,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
         return EventStream(request, running.follow(start))
     if running is not None:
         return JSONResponse(running.document())
-    return JSONResponse((await peers.find(response_id, tenant)).document)
+    return JSONResponse((await lookup.find(response_id, tenant)).document)
 
 
 async def delete_response(request: Request, response_id: str) -> Response:
@@ -140,7 +135,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     tenant = tenant_of(request)
     forgotten = await forget(response_id, tenant)
     cancelled = await BACKGROUND.forget(response_id, tenant)
-    deleted = await peers.delete(response_id, tenant)
+    deleted = await lookup.delete(response_id, tenant)
     if not (forgotten or cancelled or deleted):
         raise resource.not_found(response_id)
     return JSONResponse(resource.deleted(response_id))
@@ -151,7 +146,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     tenant = tenant_of(request)
     running = await _running(response_id, tenant)
     if running is None:
-        items = (await peers.find(response_id, tenant)).input_items
+        items = (await lookup.find(response_id, tenant)).input_items
     else:
         items = await in_thread(running.input_items)
     page = resource.page(items, request.query_params)
@@ -166,18 +161,18 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     if running is not None:
         await running.cancel()
         return JSONResponse(running.document())
-    stored = await peers.find(response_id, tenant)
+    stored = await lookup.find(response_id, tenant)
     if not stored.document["background"]:
         raise RequestError(
             "only responses created with background can be cancelled", param="response_id"
         )
-    return JSONResponse((await peers.cancel(stored)).document)
+    return JSONResponse((await lookup.cancel(stored)).document)
 
 
 async def _running(key: str, tenant: str) -> Running | None:
     """The response, if this server has it in memory and no other server has deleted it."""
     running = BACKGROUND.get(key, tenant)
-    return None if running is None else await peers.unless_deleted(running)
+    return None if running is None else await lookup.unless_deleted(running)
 
 
 # --- Paths
@@ -187,31 +182,25 @@ CREATE = ("/v1/responses", "POST")
 _ONE = "/v1/responses/{response_id}"
 
 
-def _route(path: str, methods: str, endpoint: Callable[..., Any], why: str) -> Endpoint:
-    """``methods`` are separated by spaces."""
-    like = None if (path, methods) == CREATE else CREATE
-    return Endpoint(path, tuple(methods.split()), endpoint, why, like, error)
+_endpoint = partial(OpenAIEndpoint, like=CREATE)
 
 
-_HOST_HAS_NONE = "the host stores responses but cannot return them"
+_HOST_HAS_NONE = "the host has no such endpoint"
+_STORED = "reads and deletes stored responses"
+_CONVERSATIONS = "says what to use instead of conversations"
 
 ENDPOINTS: tuple[Endpoint, ...] = (
-    _route(*CREATE, create_response, "items and events from token ids"),
-    _route("/v1/responses/compact", "POST", compact_response, "the host has no such endpoint"),
-    _route(
-        "/v1/responses/input_tokens", "POST", count_input_tokens, "the host has no such endpoint"
+    OpenAIEndpoint(
+        "/v1/responses", ("POST",), create_response, "items and events made from token ids"
     ),
-    _route(_ONE, "GET", retrieve_response, _HOST_HAS_NONE),
-    _route(_ONE, "DELETE", delete_response, _HOST_HAS_NONE),
-    _route(f"{_ONE}/input_items", "GET", list_input_items, _HOST_HAS_NONE),
-    _route(
-        f"{_ONE}/cancel",
-        "POST",
-        cancel_response,
-        "the host has no background responses",
-    ),
+    _endpoint("/v1/responses/compact", ("POST",), compact_response, _HOST_HAS_NONE),
+    _endpoint("/v1/responses/input_tokens", ("POST",), count_input_tokens, _HOST_HAS_NONE),
+    _endpoint(_ONE, ("GET",), retrieve_response, _STORED),
+    _endpoint(_ONE, ("DELETE",), delete_response, _STORED),
+    _endpoint(f"{_ONE}/input_items", ("GET",), list_input_items, _STORED),
+    _endpoint(f"{_ONE}/cancel", ("POST",), cancel_response, "cancels background responses"),
     *(
-        _route(path, "GET POST DELETE", refuse_conversations, "clients try to use them")
+        _endpoint(path, ("GET", "POST", "DELETE"), refuse_conversations, _CONVERSATIONS)
         for path in ("/v1/conversations", "/v1/conversations/{path:path}")
     ),
 )

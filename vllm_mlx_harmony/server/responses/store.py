@@ -19,6 +19,7 @@ import os
 import sqlite3
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -26,9 +27,14 @@ from pathlib import Path
 from typing import Protocol
 
 from vllm_mlx_harmony.core.lru import ByteLRU
-from vllm_mlx_harmony.server.peers.connection import STORE_VARIABLE, server_connection
-from vllm_mlx_harmony.server.peers.stores import SharedStore
-from vllm_mlx_harmony.server.responses.stored import MAX_BYTES, StoredResponse, StoreError
+from vllm_mlx_harmony.server.errors import StoreError
+from vllm_mlx_harmony.server.peers.connection import (
+    STORE_VARIABLE,
+    Connection,
+    key_of,
+    server_connection,
+)
+from vllm_mlx_harmony.server.responses.stored import MAX_BYTES, StoredResponse
 
 MAX_COUNT = 1000
 
@@ -42,10 +48,10 @@ class Store(Protocol):
         Returns false, and stores nothing, if the response is larger than the store.
         """
 
-    def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002 - the field's name for it
-        """The response of ``tenant`` with this id, if it is stored. Counts as a use."""
+    def get(self, key: str, tenant: str) -> StoredResponse | None:
+        """The response of ``tenant`` with the id ``key``, if it is stored. Counts as a use."""
 
-    def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
+    def delete(self, key: str, tenant: str) -> bool:
         """Deletes the response; returns whether ``tenant`` had it."""
 
 
@@ -69,14 +75,14 @@ class MemoryStore:
         self._texts.put(key, text, len(text))
         return True
 
-    def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002
+    def get(self, key: str, tenant: str) -> StoredResponse | None:
         """Implements ``Store``."""
-        text = self._texts.get((tenant, id))
+        text = self._texts.get((tenant, key))
         return None if text is None else StoredResponse.of_text(text)
 
-    def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
+    def delete(self, key: str, tenant: str) -> bool:
         """Implements ``Store``."""
-        return self._texts.discard((tenant, id))
+        return self._texts.discard((tenant, key))
 
 
 # What every use reads and changes is not in the table of the texts, so that the cost of a use does
@@ -153,24 +159,24 @@ class FileStore:
             file.execute(_DROP_OLDEST, (self._max_count, self._max_bytes))
         return True
 
-    def get(self, id: str, tenant: str) -> StoredResponse | None:  # noqa: A002
+    def get(self, key: str, tenant: str) -> StoredResponse | None:
         """Implements ``Store``."""
         with self._failing():
             self._follow()
             with self._reading:
                 row = self._reader.execute(
-                    "SELECT text FROM response_texts WHERE tenant = ? AND id = ?", (tenant, id)
+                    "SELECT text FROM response_texts WHERE tenant = ? AND id = ?", (tenant, key)
                 ).fetchone()
         if row is None:
             return None
-        self._used.pop((tenant, id), None)
-        self._used[tenant, id] = None
+        self._used.pop((tenant, key), None)
+        self._used[tenant, key] = None
         return StoredResponse.of_text(row[0])
 
-    def delete(self, id: str, tenant: str) -> bool:  # noqa: A002
+    def delete(self, key: str, tenant: str) -> bool:
         """Implements ``Store``."""
         try:
-            return self._delete(id, tenant)
+            return self._delete(key, tenant)
         except StoreError as error:
             cause = error.__cause__
             full = isinstance(cause, sqlite3.OperationalError) and "full" in str(cause)
@@ -183,15 +189,15 @@ class FileStore:
             try:
                 self._file.execute("PRAGMA wal_checkpoint(PASSIVE)")
                 self._file.execute("PRAGMA secure_delete=OFF")
-                return self._delete(id, tenant)
+                return self._delete(key, tenant)
             finally:
                 self._file.execute(f"PRAGMA secure_delete={secure}")
                 self._hold_reserve()
 
-    def _delete(self, id: str, tenant: str) -> bool:  # noqa: A002
+    def _delete(self, key: str, tenant: str) -> bool:
         with self._writing() as file:
             deletion = "DELETE FROM responses WHERE tenant = ? AND id = ?"
-            return file.execute(deletion, (tenant, id)).rowcount > 0
+            return file.execute(deletion, (tenant, key)).rowcount > 0
 
     def close(self) -> None:
         """Closes the file. The next call opens it again."""
@@ -279,6 +285,33 @@ class FileStore:
         except OSError:
             with suppress(OSError):
                 self._reserve.unlink()
+
+
+class SharedStore:
+    """A store in Redis, whose setting ``maxmemory-policy`` decides what is dropped."""
+
+    def __init__(self, connection: Connection, max_bytes: int = MAX_BYTES) -> None:
+        self._connection, self._max_bytes = connection, max_bytes
+
+    def put(self, stored: StoredResponse) -> bool:
+        """Implements ``Store``."""
+        text = zlib.compress(stored.text().encode(), 1)
+        if len(text) > self._max_bytes:
+            return False
+        name = key_of("response", stored.tenant, stored.id)
+        self._connection.call(lambda redis: redis.set(name, text, ex=self._connection.seconds))
+        return True
+
+    def get(self, key: str, tenant: str) -> StoredResponse | None:
+        """Implements ``Store``."""
+        name = key_of("response", tenant, key)
+        text = self._connection.call(lambda redis: redis.get(name))
+        return None if text is None else StoredResponse.of_text(zlib.decompress(text).decode())
+
+    def delete(self, key: str, tenant: str) -> bool:
+        """Implements ``Store``."""
+        name = key_of("response", tenant, key)
+        return bool(self._connection.call(lambda redis: redis.delete(name)))
 
 
 _UNUSABLE = f"{STORE_VARIABLE}={{}} cannot be used"

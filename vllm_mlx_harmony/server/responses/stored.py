@@ -9,18 +9,11 @@ from typing import Any, get_args
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 
-from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Message
 from vllm_mlx_harmony.protocols.events import encode, encode_slowly
 
 MAX_BYTES = 256 * 1024 * 1024
 """Maximum bytes of all responses in a store."""
-
-
-class StoreError(HostError):
-    """The store of responses cannot be read, or cannot be written, at the moment. 503."""
-
-    code = "store_unavailable"
 
 
 @dataclass(frozen=True, slots=True)

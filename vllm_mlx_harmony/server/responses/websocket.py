@@ -29,8 +29,8 @@ from vllm_mlx_harmony.server.answer import Answer, counted_as_unread, rejection
 from vllm_mlx_harmony.server.body import Document, limit, parse_body
 from vllm_mlx_harmony.server.errors import (
     admit,
-    error_response,
     failure_of,
+    openai_error,
     retry_headers,
 )
 from vllm_mlx_harmony.server.generation import Deltas, Job, stopped
@@ -64,7 +64,7 @@ async def converse(socket: WebSocket) -> None:
     try:
         await admit(socket)
     except HTTPException as error:
-        await socket.send_denial_response(error_response(responses.error_body, error))
+        await socket.send_denial_response(openai_error(error))
         return
     await socket.accept()
     await Conversation(socket).serve()

@@ -1,4 +1,4 @@
-"""Background responses that other servers generate: find, follow, cancel, delete."""
+"""Finds, follows, cancels and deletes stored responses, whichever server generates them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.protocols.responses import resource
 from vllm_mlx_harmony.server.body import in_thread
+from vllm_mlx_harmony.server.errors import StoreError
 from vllm_mlx_harmony.server.peers.answers import (
     ALIVE,
     BEAT,
@@ -22,7 +23,7 @@ from vllm_mlx_harmony.server.peers.answers import (
 from vllm_mlx_harmony.server.responses.background import Running
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter
 from vllm_mlx_harmony.server.responses.store import server_store
-from vllm_mlx_harmony.server.responses.stored import StoredResponse, StoreError
+from vllm_mlx_harmony.server.responses.stored import StoredResponse
 
 # --- For the server that generates a response
 
@@ -59,7 +60,7 @@ async def unless_deleted(running: Running) -> Running | None:
     return None if known is None else running
 
 
-# --- For other servers
+# --- Stored responses, wherever they are generated
 
 
 async def find(key: str, tenant: str) -> StoredResponse:
@@ -67,13 +68,11 @@ async def find(key: str, tenant: str) -> StoredResponse:
 
     A response is returned as failed if the server that generated it has died.
     """
-    stored = await _read(key, tenant)
-    if not resource.is_running(stored.document) or await _runs(key, tenant):
-        return stored
-    await asyncio.sleep(2 * BEAT)  # it may have just ended, or its beat may be late
-    stored = await _read(key, tenant)
-    if not resource.is_running(stored.document) or await _runs(key, tenant):
-        return stored
+    for pause in (0, 2 * BEAT):  # it may have just ended, or its beat may be late
+        await asyncio.sleep(pause)
+        stored = await _read(key, tenant)
+        if not resource.is_running(stored.document) or await _runs(key, tenant):
+            return stored
     return replace(stored, document=resource.lost(stored.document))
 
 
