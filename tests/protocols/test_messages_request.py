@@ -943,12 +943,12 @@ def test_fields(fields: dict[str, Any], name: str, expected: object) -> None:
 def test_what_is_left_out_is_noted() -> None:
     asked = request(tools=[BARE, {"type": "web_search_20250305", "name": "web_search"}])
     assert asked.notes == (
-        "tools[1] ('web_search_20250305') was left out: the caller does not define it",
+        "tools[1] ('web_search_20250305') was ignored: it is not a tool that the client runs",
     )
     assert request(tools=[BARE]).notes == ()
     elsewhere = {"type": "url", "url": "https://a", "name": "x"}
     assert request(mcp_servers=[elsewhere]).notes == (
-        "mcp_servers was left out: this server runs no tools",
+        "mcp_servers was ignored: this server runs no tools",
     )
     assert request(mcp_servers=[]).notes == ()
 

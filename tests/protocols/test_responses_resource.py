@@ -93,7 +93,7 @@ def test_a_response_whose_server_has_gone() -> None:
         "status": "failed",
         "error": {
             "code": "server_error",
-            "message": "the server that generated this response has stopped",
+            "message": "the server that was generating this response has stopped",
         },
         "output": [],
     }

@@ -73,7 +73,7 @@ runpy.run_module("vllm_mlx_harmony", run_name="__main__")
 """
 """The plugin's command, on a system that buffers little."""
 
-GIVEN_UP = "has not read for"
+GIVEN_UP = "has read nothing for"
 
 ENDED = "total_requests_processed"
 """Of ``/v1/status``: the requests that the engine has ended. One may begin and end between two
@@ -220,7 +220,7 @@ def test_who_reads_too_late_is_told_why_it_ended(server: Server, model: str, pat
     with ask(server, path, {"model": model, **LATE[path]}) as connection:
         wait_until(lambda: status(server)[ENDED] > before)  # and nothing has been read
         read = read_to_the_end(connection)
-    assert b"the answer was not read as fast as it was generated" in read
+    assert b"the client read the answer more slowly than it was generated" in read
     assert len(read) < UNREAD
 
 

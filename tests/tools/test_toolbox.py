@@ -80,7 +80,7 @@ CALLS: list[tuple[str, str, str, bool | None]] = [
     ("weather.now", '{"city": 3}', "Error executing tool now: 1 validation error", True),
     ("weather.now", '{"city": ', "Error: the arguments are not valid JSON", False),
     ("weather.now", "[1]", "Error: the arguments are not a JSON object", False),
-    ("weather.unknown", "{}", "Error: there is no tool weather.unknown; there are: ", False),
+    ("weather.unknown", "{}", "Error: there is no tool weather.unknown; the tools are: ", False),
     ("python", "1 + 1", "2", None),
     ("browser.search", '{"query": "x"}', "[0] Results for x", None),
     ("big.big", "{}", "0123456789abcdef", None),

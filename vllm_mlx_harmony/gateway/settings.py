@@ -258,7 +258,7 @@ class GatewaySettings:
         Help(
             SERVER,
             "SECONDS",
-            "time limit of a request; of a streaming one, the longest time without a token",
+            "time limit of a request; for a streamed one, the longest time without a token",
         ),
     ] = 600.0
     shutdown_grace: Annotated[

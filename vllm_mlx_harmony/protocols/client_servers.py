@@ -17,8 +17,8 @@ from vllm_mlx_harmony.core.errors import RequestError
 class ClientServer:
     """A server at ``url`` that a request calls ``label``; ``where`` is the path of its URL.
 
-    ``headers`` go with every request to it. ``unreachable`` makes the error of an API out of why
-    there are no tools.
+    ``headers`` go with every request to it. ``unreachable`` turns the reason why there are no tools
+    into the API's error.
     """
 
     label: str
@@ -29,15 +29,15 @@ class ClientServer:
 
 
 MOST_SERVERS = 20
-"""Of one request: as many as Anthropic's API takes."""
+"""Maximum per request, the same as in Anthropic's API."""
 
 
 def headers_of(
     given: object, token: object, where: str, token_where: str
 ) -> tuple[tuple[str, str], ...]:
-    """``given`` headers, and ``token`` as the one that HTTP has for it.
+    """The ``given`` headers, and ``token`` as ``Authorization``.
 
-    Raises ``RequestError`` naming the field, and no value, for what can be no header.
+    Raises ``RequestError`` for an invalid header; it names the field but never quotes the value.
     """
     if given is not None and not isinstance(given, Mapping):
         raise RequestError(f"{where} must be an object", param=where, code="invalid_type")
@@ -52,7 +52,9 @@ def headers_of(
         headers[name.lower()] = value
     if token is not None:
         if not _is_value(token):
-            raise RequestError(f"{token_where} must be a token", param=token_where)
+            raise RequestError(
+                f"{token_where} must be a string of printable ASCII characters", param=token_where
+            )
         headers["authorization"] = f"Bearer {token}"
     if len(headers) > _MOST:
         raise RequestError(f"{where} has more than {_MOST} headers", param=where)

@@ -26,7 +26,8 @@ quote: Callable[[str], str] = encode_basestring_ascii
 class Event(NamedTuple):
     """One server-sent event: its ``data`` (one line) and its name, where an API names them.
 
-    ``comment``: clients do not see ``data``. It only shows that the connection is alive.
+    ``comment``: an SSE comment, which clients ignore. It keeps the connection alive, or reports
+    progress.
     """
 
     data: str
@@ -37,7 +38,7 @@ class Event(NamedTuple):
 DONE = Event("[DONE]")
 
 REASONING_ENDED_BY = "reasoning_ended_by"
-"""The field with the reason why the model had to stop thinking (C5), an extension of every API."""
+"""The field that says why reasoning was cut short (C5), an extension in all three APIs."""
 
 
 def encode(document: object) -> str:

@@ -9,7 +9,7 @@ is what gpt-oss was trained to write. So the text is the only member of an objec
 while the text arrives: clients receive the text incrementally, as the API specifies.
 
 **How.** Three states are read in order: the *opening* up to the quote that begins the string, the
-*string*, and what comes behind it. In the string an escape (RFC 8259, section 7) is decoded when it
+*string*, and what comes after it. In the string an escape (RFC 8259, section 7) is decoded when it
 is there whole; ``\\uXXXX`` are halves of UTF-16 and go through a decoder that waits for the second.
 
 Models make two mistakes here, and each has an answer:

@@ -1,4 +1,4 @@
-"""How far a prompt is, as llama.cpp's server writes it (``return_progress``).
+"""The progress of a prompt, in the format of llama.cpp's server (``return_progress``).
 
 https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md: ``processed`` includes
 ``cache``, so ``processed / total`` is the overall progress, and ``time_ms`` counts from where the

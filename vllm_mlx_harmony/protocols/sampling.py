@@ -12,7 +12,10 @@ from vllm_mlx_harmony.protocols.validation import Wire
 
 
 class SamplingFields(Wire):
-    """Base of a request body. Further fields with the name of one of ``Sampling`` are used, too."""
+    """Base of a request body.
+
+    Subclasses may add other fields of ``Sampling``, which are then read as well.
+    """
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)

@@ -32,9 +32,9 @@ def recipient_of(namespaces: Iterable[Namespace], label: str, name: str) -> str:
 
 
 def with_results(messages: Iterable[Message]) -> list[Message]:
-    """``messages`` with each result of a call that the server ran right behind that call.
+    """``messages`` with each result of a server-run call moved right after that call.
 
-    It gets the call's name there. In a history it may stand anywhere behind the call: results of
+    It is given the call's name. In a history it may come anywhere after the call: results of
     parallel calls come after all of them. A result without a call is left out.
     """
     others: list[Message] = []
@@ -104,7 +104,7 @@ class CodeArguments:
         return before + quote(code)[1:-1]
 
     def close(self) -> str:
-        """The JSON behind the last."""
+        """The end of the JSON."""
         return _BEHIND if self._begun else ""
 
 

@@ -55,8 +55,8 @@ class Variants:
     """Annotates a field whose model depends on the ``kind`` of its value; null fields are absent.
 
     A field ``document`` of a model is the whole value, as it was sent. A key ``*_end`` in
-    ``models`` stands for every kind with that end that has no key of its own, ``other`` for all
-    kinds without a key.
+    ``models`` matches every kind with that ending that has no key of its own; ``other`` is for all
+    remaining kinds.
     """
 
     models: Mapping[str, type[Wire]]

@@ -1,5 +1,6 @@
 """The HTTP front end: from a request's body to the last event of its answer.
 
-Three APIs over token ids, for any engine: it sees an `Engine` and its surroundings, a `Host`,
-through the protocols in `engine` and `host`, and imports nothing of what implements them.
+Serves three APIs on top of token ids, for any engine. It knows the engine as an `Engine` and the
+server around it as a `Host` (the protocols in `engine` and `host`), and imports no implementation
+of either.
 """

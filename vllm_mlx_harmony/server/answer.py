@@ -269,7 +269,9 @@ class Answer:
             del failure  # its traceback refers to this frame
 
     async def _generate(self, groups: Deltas) -> None:
-        """Writes all groups. Each may take as long as the whole request, as in the host.
+        """Writes all groups.
+
+        Each may take up to the time limit of the whole request, as in vllm-mlx.
 
         The deadline of the request limits the first group (`serving.respond`). Progress does not
         count as a group here, because that limit is for the whole prompt.
@@ -319,13 +321,16 @@ class Answer:
             self._capacity = self._bytes + self._room
         elif self._bytes > self._capacity:
             logger.info("an answer was ended: %d bytes of it were not read", self._bytes)
-            problem = "the answer was not read as fast as it was generated, and has been ended"
+            problem = (
+                "the client read the answer more slowly than it was generated, so it was ended"
+            )
             raise HostError(problem, code="reader_too_slow")
 
     def _report(self, progress: Progress) -> None:
         """Writes the progress of the prompt, at most twice a second.
 
-        Clients that requested events get the first and the last one at once, as from llama.cpp.
+        Clients that asked for progress events get the first and the last one immediately, as with
+        llama.cpp.
         """
         now = asyncio.get_running_loop().time()
         events = self._emitter.feed(progress)
@@ -467,7 +472,7 @@ def reject_new(failure: HarmonyFailure | None) -> None:
 
 
 def rejection() -> HarmonyFailure | None:
-    """The failure that answers are rejected with at the moment, if they are."""
+    """The failure with which new answers are rejected during a shutdown; otherwise ``None``."""
     return _rejection
 
 

@@ -1,4 +1,7 @@
-"""The front end as an application: all endpoints, whose paths are defined with their APIs."""
+"""The front end as a Starlette application: all endpoints.
+
+Each API's module defines its own paths.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,11 @@ SOCKETS = (WebSocketRoute("/v1/responses", converse),)
 """WebSocket endpoints, which check the API key themselves."""
 
 MIDDLEWARE = (Middleware(OriginCheck), Middleware(RejectDuringShutdown))
-"""Middleware of the whole application, from the outside in."""
+"""Middleware around the whole application, outermost first."""
 
 
 def application(host: Host) -> Starlette:
-    """An application of its own, which uses ``host`` for models, keys and limits."""
+    """A standalone application that gets models, keys and limits from ``host``."""
     app = Starlette(
         routes=[*map(guarded, ENDPOINTS), *SOCKETS],
         middleware=MIDDLEWARE,

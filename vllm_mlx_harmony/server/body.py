@@ -35,11 +35,12 @@ The other limits below are proportional to it."""
 DEFAULT = 32 * 2**20
 
 LARGE = 32_768
-"""Bytes of a body, or characters of a conversation, from which on work is done in a thread."""
+"""A body of this many bytes, or a conversation of this many characters, is processed in a
+thread."""
 
 MOST_VALUES = 50_000
-"""JSON values in a body. A value is a token at least, or one of a few fields. A parser takes 10 to
-15 ms for this many, and a garbage collection that visits the resulting objects about 15."""
+"""JSON values in a body. Parsing this many takes 10 to 15 ms, and a garbage collection that visits
+the resulting objects about 15."""
 
 BARE_EACH = 80
 """Bytes outside strings, per allowed value: a parser takes 6 ms for a megabyte of digits."""
@@ -80,7 +81,7 @@ def most_values() -> int:
 
 
 def bounded(request: Request) -> Request:
-    """``request``, whose body raises ``RequestError`` 413 when it is read beyond the limit.
+    """A copy of ``request`` that raises ``RequestError`` 413 when its body exceeds the limit.
 
     Raises it at once for a ``Content-Length`` above the limit.
     """

@@ -1,7 +1,7 @@
 """``POST /v1/requests/{id}/cancel``: cancels an answer by the id that its client received.
 
-The ids of every API contain the answer's seed: ``chatcmpl-SEED``, ``resp_SEED``, ``msg_SEED``. The
-host answers for ids that are not known here.
+The ids of every API contain the answer's seed: ``chatcmpl-SEED``, ``resp_SEED``, ``msg_SEED``.
+Requests for unknown ids are passed on to the host.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def cancel_request(request: Request, request_id: str) -> Response:
     )
 
 
-_WHY = "the host does not know the ids of these answers"
+_WHY = "cancels answers of this front end"
 
 ENDPOINTS = tuple(
     OpenAIEndpoint(path, (method,), cancel_request, _WHY)

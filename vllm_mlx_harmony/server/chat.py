@@ -45,14 +45,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/chat/completions",
         ("POST",),
         create_chat_completion,
-        "token ids in and out instead of text",
+        "prompt and answer as token ids",
     ),
-    OpenAIEndpoint("/v1/models", ("GET",), list_models, "the host does not list other names"),
+    OpenAIEndpoint("/v1/models", ("GET",), list_models, "lists the model's other names, too"),
     OpenAIEndpoint(
         "/v1/models/{model_id:path}",
         ("GET",),
         retrieve_model,
-        "the host lists its models, but has no endpoint for one",
+        "returns one model of the list",
         like=("/v1/models", "GET"),
     ),
 )

@@ -29,10 +29,11 @@ class Endpoint:
 
     ``answer`` takes the request, and the path parameters by name. It runs behind the dependencies
     (API key, rate limit) of the server's own route for the same path and methods. Where the server
-    has none, ``like`` names the route, by path and method, whose dependencies apply. ``before`` is
-    called first with every request. ``error`` makes the responses for all errors, also those of
-    the dependencies and for other methods; by default the server does. ``open``: no key is
-    required. ``why`` is a short reason, for the log and ``doctor``.
+    has none, ``like`` names the route, by path and method, whose dependencies apply. ``error``
+    turns every exception into a response, including those of the dependencies and 405 for other
+    methods; without it, the server handles them. ``before`` is called first with every request, if
+    there is an ``error``. ``open``: no key is required. ``why`` is a short reason, for the log and
+    ``doctor``.
     """
 
     path: str
@@ -45,9 +46,10 @@ class Endpoint:
     open: bool = False
 
     def with_errors(self, guarded: Handler) -> Handler:
-        """``guarded``, the endpoint behind its dependencies, with all errors answered by ``error``.
+        """``guarded``, wrapped so that ``error`` answers every exception.
 
-        Exception handlers of the application would also catch errors of the host's other routes.
+        ``guarded`` is the endpoint behind its dependencies. Exception handlers of the application
+        would also catch errors of the host's other routes.
         """
         error, before = self.error, self.before
         if error is None:
@@ -70,7 +72,7 @@ OpenAIEndpoint = partial(Endpoint, error=openai_error)
 
 
 class EndpointRoute(Route):
-    """A route that answers other methods than its own with the ``error`` of its endpoint."""
+    """A route whose 405 responses are made by its endpoint's ``error``."""
 
     endpoint_error: ErrorResponse | None = None
 

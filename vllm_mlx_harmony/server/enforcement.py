@@ -1,8 +1,8 @@
 """Constraints on the output of a turn: grammars, reasoning budgets and ``min_tokens``.
 
-Grammars are compiled unless the policy is ``off``. Then requests for what only a grammar can
-guarantee are rejected, while formats and syntaxes that the prompt describes are merely described.
-Reasoning budgets and ``min_tokens`` need no grammar and always apply.
+Grammars are compiled unless the policy is ``off``. With ``off``, requests for what only a grammar
+can guarantee are rejected; formats and syntaxes are only described in the prompt. Reasoning budgets
+and ``min_tokens`` need no grammar and always apply.
 
 A grammar that contains text from a client is first tried in a helper process (`grammar_checks`). If
 it cannot be compiled there, a looser grammar is used, or the request is rejected if it asked for
@@ -118,7 +118,7 @@ def get_ready() -> None:
 
 
 UnlessGone: TypeAlias = "Callable[[Awaitable[Any]], Awaitable[Any]]"
-"""Awaits its argument, and cancels it if the client disconnects; returns ``None`` then."""
+"""Awaits its argument. If the client disconnects first, cancels it and returns ``None``."""
 
 
 async def constraint_for(
@@ -190,7 +190,9 @@ def _grammar(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> C
         if check.cancelled:
             raise
         if _is_strict(turn, policy):
-            problem = f"tools and formats cannot be checked now: {error}"
+            problem = (
+                f"the grammar for these tools and formats cannot be checked right now: {error}"
+            )
             raise HostError(problem, retry_after=1) from error
         problem = str(error)
     else:
@@ -199,7 +201,7 @@ def _grammar(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> C
         problem = known
         if _is_strict(turn, policy):
             where = "tools" if turn.callable_tools else "response_format"
-            refusal = f"tools and formats cannot be enforced: {problem}"
+            refusal = f"the grammar for these tools and formats cannot be used: {problem}"
             raise RequestError(refusal, param=where)
     return _loosened_grammar(turn, names, policy, check, problem)
 
@@ -249,7 +251,10 @@ def _loosened_grammar(
             return found
     if turn.tool_choice.required:
         raise RequestError(f"a call cannot be required: {problem}", param="tool_choice")
-    _note(f"{len(tools)} tools are too large to be enforced: {problem}")
+    _note(
+        f"nothing is enforced in this request: the grammar of its {len(tools)} tools cannot be "
+        f"used: {problem}"
+    )
     return None
 
 

@@ -33,7 +33,7 @@ Steps: TypeAlias = AsyncGenerator[Step, None]
 class Engine(Protocol):
     """A loaded model and what runs it.
 
-    It serves any number of requests at the same time, and has a queue of its own where it cannot.
+    It accepts any number of requests at the same time, and queues those that it cannot run yet.
     """
 
     @property
@@ -65,9 +65,9 @@ class Engine(Protocol):
         With ``max_tokens`` 0 only the prompt is computed and cached. The cache is for ``tenant``
         alone. Closing the iterator (``aclosing``) stops the engine, and returns when it is free.
 
-        All ids satisfy ``constraint``: call ``constraint.start()`` when the output begins, and ask
-        the matcher for the mask of each id. An engine with its own grammars uses the text in
-        ``constraint.spec.grammar.grammar``, which does not cover forced ids and ``min_tokens``.
+        Every id must satisfy ``constraint``: call ``constraint.start()`` when the output begins,
+        and ask the matcher for a mask before each id. An engine with its own grammars uses the text
+        in ``constraint.spec.grammar.grammar``, which does not cover forced ids and ``min_tokens``.
 
         Before the first id, an engine that knows its progress with the prompt reports it, in steps
         of their own (``Step.progress``): when it begins, after every chunk, when the prompt is
@@ -76,8 +76,8 @@ class Engine(Protocol):
 
         The last step has a ``finish``; without one the output counts as complete, so an engine
         whose connection breaks must raise. Raises ``OutputError`` when the engine fails, and
-        ``HostError`` when it does not accept the request. An error that the call itself raises, in
-        place of returning an iterator, is answered with its status.
+        ``HostError`` when it does not accept the request. An exception that the call itself raises,
+        before it returns an iterator, becomes an HTTP status.
         """
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:

@@ -8,7 +8,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import JSONResponse, Response
@@ -36,7 +35,7 @@ CLIENT_CLOSED = 499
 """nginx's status for a client that has disconnected, as the host uses it."""
 
 RETRY_SECONDS = 5
-"""``Retry-After`` of a rejection whose cause gives no better number."""
+"""``Retry-After`` in seconds, if the error does not set one."""
 
 LATER = (429, 503)
 """Statuses of requests that may succeed later. The SDKs of OpenAI and Anthropic wait as long as
@@ -48,7 +47,7 @@ _CODES: dict[int, tuple[str | None, str | None]] = {
     404: ("model_not_found", "model"),
     504: ("timeout", None),
 }
-"""Code and parameter of errors that the host raises with nothing but a status."""
+"""Error code and parameter for errors of the host that have only a status."""
 
 
 def retry_headers(failure: HarmonyFailure) -> dict[str, str]:
@@ -60,13 +59,13 @@ def retry_headers(failure: HarmonyFailure) -> dict[str, str]:
 
 
 def error_response(body: ErrorBody, error: Exception) -> Response:
-    """The response for ``error``, whose document is written by ``body``."""
+    """The response for ``error``; ``body`` makes its JSON."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_CLOSED)
     failure = failure_of(error)
     headers = retry_headers(failure)
     if failure.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-        headers["Connection"] = "close"  # what is left of the request is not read
+        headers["Connection"] = "close"  # the rest of the body is not read
     return JSONResponse(body(failure), status_code=failure.status, headers=headers)
 
 
@@ -106,7 +105,7 @@ def reject_odd_key(connection: HTTPConnection) -> None:
 
     No key is, and vllm-mlx's comparison raises ``TypeError`` for one.
     """
-    key = Headers(scope=connection.scope).get("authorization", "")
+    key = connection.headers.get("authorization", "")
     if host_of(connection).requires_key and not key.strip().isascii():
         raise HTTPException(401, "Invalid API key")  # as the host's own error
 

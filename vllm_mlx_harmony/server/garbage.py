@@ -32,7 +32,11 @@ def give_back() -> None:
 
 
 def without_collections(function: Callable[..., _R], *arguments: object) -> _R:
-    """Calls ``function`` with collections disabled. Of concurrent calls, the first enables them."""
+    """Calls ``function`` with collections disabled.
+
+    If calls overlap, the one that disabled them enables them again, even if others are still
+    running.
+    """
     global _set_aside
     if not _set_aside:
         _set_aside = True

@@ -47,7 +47,7 @@ class Job:
     """A turn to generate, and how its answer is written.
 
     ``track`` starts the metrics. ``id_seed`` is contained in the ids of the answer and identifies
-    it for a cancellation. ``echoed`` maps a message of the answer to how it will be read when the
+    it for a cancellation. ``echoed`` maps a message of the answer to what will be parsed when the
     client sends it back. ``tools`` are those that the server runs in this turn. ``ping``,
     ``comments_progress`` and ``reports_cached``: see `serving.Api`.
     """
@@ -91,7 +91,7 @@ async def run(job: Job, tracker: Tracker) -> Deltas:
     settings, constraint = job.settings, job.constraint
     length = job.lease.harmony_engine.context_length
     ended: EndReason = "stop"
-    # Calls of the history that were approved meanwhile, or one at which the turn was paused.
+    # Calls in the history that have been approved since, or the one at which the turn was paused.
     approved = () if tools is None else context.unanswered
     history = list(approved)
     if history:
@@ -215,7 +215,7 @@ async def _output(
                 yield context.start(cached)
             async for step in steps:
                 if step.progress is not None:
-                    # Behind a tool's answer the client has had its first token, too.
+                    # After a tool's result, too, the client already has its first token.
                     if progress.outputs == 1 and not progress.generated:
                         yield [step.progress]
                     continue

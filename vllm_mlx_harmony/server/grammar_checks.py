@@ -71,7 +71,7 @@ TOO_MUCH = "it takes too much time, memory or depth to compile"
 
 
 Text: TypeAlias = "tuple[str, str]"
-"""A grammar, and the prefix with which an output begins that must match it."""
+"""A grammar, and the text with which the output that has to match it begins."""
 
 
 class Unchecked(Exception):
@@ -115,8 +115,8 @@ class GrammarCheck:
     def try_all(self, texts: Sequence[Text]) -> bool:
         """Whether all of ``texts`` can be compiled.
 
-        Much faster than one by one if they are short. False if they take long together, and may
-        still be compiled one by one. Raises ``Unchecked``.
+        Much faster than one by one if they are short. False also means that they took too long
+        together; each may still be accepted by itself. Raises ``Unchecked``.
         """
         self._begin()
         return self._checks.try_all(texts, self)
@@ -243,7 +243,7 @@ class GrammarChecks:
             if trial.verdict is not None and not request.cancelled:
                 return trial.verdict
             if not request.waits:
-                raise Unchecked("no request waits for it any more")
+                raise Unchecked("the check took too long")
 
     def _tried(
         self, lane: _Lane, texts: Sequence[Text], request: GrammarCheck, trial: _Trial
@@ -292,7 +292,7 @@ class _Turns:
             try:
                 while not is_next():
                     if not wanted():
-                        raise Unchecked("there was not enough time to check it")
+                        raise Unchecked("there was not enough time")
                     self._changed.wait(POLL)
                 self._running.append(tenant)
             finally:
@@ -377,7 +377,7 @@ class _Lane(_Turns):
                     part = worker.recv(size - len(parts))
                 except TimeoutError:
                     if not trial.wanted:
-                        raise Unchecked("no request waits for it any more") from None
+                        raise Unchecked("the check took too long") from None
                     if time.monotonic() > until:
                         raise
                     continue

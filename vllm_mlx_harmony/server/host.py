@@ -37,7 +37,7 @@ TIMED_OUT = 504
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """``total`` seconds for a request, until ``at`` on the monotonic clock."""
+    """A time limit of ``total`` seconds that ends at ``at`` on the monotonic clock."""
 
     total: float
     at: float
@@ -136,10 +136,10 @@ class Tracker(Protocol):
     """The host's metrics of one request."""
 
     def observe_ttft(self) -> None:
-        """The first token has been generated. Later calls have no effect."""
+        """Records the time to the first token. Only the first call counts."""
 
     def reasoning_ended(self, reason: str) -> None:
-        """The server ended the model's reasoning; ``reason`` is ``budget``, for example."""
+        """Counts reasoning that the server cut short; ``reason``: ``budget`` or ``repetition``."""
 
     def finish(
         self,
@@ -150,7 +150,7 @@ class Tracker(Protocol):
         cached_tokens: int = 0,
         reasoning_tokens: int = 0,
     ) -> None:
-        """The request has ended. Later calls have no effect."""
+        """Records the end of the request. Only the first call counts."""
 
 
 class Host(Protocol):
@@ -182,7 +182,10 @@ class Host(Protocol):
         """The deadline of a request that arrives now and may set ``timeout`` in seconds."""
 
     def defaults(self, engine: Engine | None) -> Defaults:
-        """What a request to ``engine`` may override, such as today's date."""
+        """The server's defaults for a request to ``engine``.
+
+        Read for each request, because they contain today's date.
+        """
 
     def max_tokens(self, requested: int | None) -> int:
         """The maximum output tokens. Raises ``HTTPException`` 400 if too many are requested."""
@@ -222,13 +225,16 @@ class Host(Protocol):
     async def unless_gone(
         self, coming: Awaitable[T], request: Request, seconds: float, total: float
     ) -> T | None:
-        """Awaits ``coming``, and cancels it if the client disconnects; returns ``None`` then.
+        """Awaits ``coming``. If the client disconnects first, cancels it and returns ``None``.
 
         Raises ``HTTPException`` 504 after ``seconds``. Its message names ``total``.
         """
 
     def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
-        """``frames`` until the client disconnects. To notice that, a host may insert comments."""
+        """``frames``, until the client disconnects.
+
+        A host may insert SSE comments to notice that.
+        """
 
     def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
         """The transport of the connection; ``None`` if there is none.

@@ -224,7 +224,7 @@ ENDPOINTS = (
         PATH,
         ("GET", "POST"),
         answer_ids,
-        "a gateway in front of this server has ids, not requests",
+        "token ids for a gateway in front of this server",
         like=("/v1/chat/completions", "POST"),
     ),
 )

@@ -5,8 +5,8 @@ can connect to it, and a browser connects on behalf of any page:
 
 - A page may send a POST to any address. With ``Content-Type: text/plain`` the browser sends it
   without a preflight request (https://fetch.spec.whatwg.org/#cors-safelisted-request-header). The
-  page cannot read the response, but the model has generated it, and what the request stored or
-  deleted stays so. A page may also open any WebSocket, and read what it receives.
+  page cannot read the response, but the model has generated it, and whatever the request stored or
+  deleted remains stored or deleted. A page may also open any WebSocket, and read what it receives.
 - A page of ``evil.example`` whose name resolves to this machine (DNS rebinding) has the same origin
   as the server and may read everything. ``Origin`` and ``Host`` both say ``evil.example``.
 
@@ -160,7 +160,7 @@ class OriginCheck:
 
 
 _MOST_LOGGED = 100
-"""Distinct rejections that are logged. Their texts contain what clients send."""
+"""Maximum number of distinct rejections to log: their texts contain what clients send."""
 
 
 def _patterns(variable: str) -> tuple[str, ...]:

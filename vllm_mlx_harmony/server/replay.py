@@ -70,7 +70,7 @@ def replay(archive: Archive | None) -> Replay | None:
     """
     requested = os.environ.get(VARIABLE, "").strip() or str(DEFAULT)
     if not requested.isascii() or not requested.isdigit():
-        logger.warning("%s=%s is not a number of MiB: %d applies", VARIABLE, requested, DEFAULT)
+        logger.warning("%s=%s is not a number of MiB; using %d", VARIABLE, requested, DEFAULT)
         requested = str(DEFAULT)
     return Replay(int(requested) * 2**20, archive) if int(requested) else None
 

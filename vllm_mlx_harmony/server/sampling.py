@@ -12,12 +12,13 @@ from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError
 from vllm_mlx_harmony.core.turn import RECOMMENDED, VOCAB_SIZE, Limits, Sampling
 
 SMALLEST = 1e-6
-"""Any smaller temperature or ``top_p`` selects the likeliest id, and may underflow in float32."""
+"""A smaller temperature or ``top_p`` always selects the likeliest id, and might underflow in
+float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What an engine needs besides the prompt. Without a ``seed`` it chooses one."""
+    """What an engine needs besides the prompt. If ``seed`` is ``None``, the engine chooses one."""
 
     max_tokens: int
     temperature: float

@@ -79,20 +79,20 @@ class ParsedRequest(Protocol):
         """Makes the emitter of the answer."""
 
     def echoed(self, message: Message) -> Message:
-        """``message`` of the answer as it will be read when the client sends it back."""
+        """How ``message`` will be parsed when the client sends the answer back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
     """What is specific to an API.
 
-    ``name`` is used in the host's metrics. ``read`` makes a ``ParsedRequest`` of a document;
-    if it ``blocks`` on a disk or a network, it runs in a thread. ``servers`` returns the tool
-    servers that a document names by URL, given the labels of the operator's. ``emitter`` makes the
-    emitter of the answer. ``ping`` is sent in silent streams. ``reports_cached``: streams begin
-    with the usage of the prompt.
-    ``comments_progress``: until the first token, comments in a stream report the progress of the
-    prompt. ``more_values``: JSON values that a body may have beyond the limit (`body`).
+    ``name`` is used in the host's metrics. ``read`` makes a ``ParsedRequest`` of a document; if it
+    ``blocks`` on a disk or a network, it runs in a thread. ``servers`` returns the tool servers
+    that a document names by URL; its second argument has the labels of the operator's own servers.
+    ``emitter`` makes the emitter of the answer. ``ping`` is sent in silent streams.
+    ``reports_cached``: streams begin with the usage of the prompt. ``comments_progress``: until the
+    first token, comments in a stream report the progress of the prompt. ``more_values``: JSON
+    values that a body may have beyond the limit (`body`).
     """
 
     name: str
@@ -129,7 +129,7 @@ class Received:
         return host_of(self.request)
 
     async def unless_gone(self, coming: Awaitable[T]) -> T | None:
-        """Awaits ``coming``, and cancels it if the client disconnects; returns ``None`` then.
+        """Awaits ``coming``. If the client disconnects first, cancels it and returns ``None``.
 
         Raises ``HostError`` and ``HTTPException`` 504 at the deadline.
         """
@@ -140,7 +140,7 @@ class Received:
         return await self.host.unless_gone(coming, self.request, seconds, deadline.total)
 
     def track(self, *, stream: bool) -> Tracker:
-        """Starts the metrics of the answer, which other servers can cancel from now on."""
+        """Starts the metrics of the answer. From now on, other servers can cancel it."""
         BEATING.begin()
         return self.host.tracker(self.api.name, stream=stream)
 
@@ -246,7 +246,7 @@ def _routing(document: object) -> tuple[str | None, float | None]:
         return None, None
     model, timeout = document.get("model"), document.get("timeout")
     if isinstance(model, str) and len(model) > LONGEST_NAME:
-        problem = f"the name of a model has at most {LONGEST_NAME} characters"
+        problem = f"model must have at most {LONGEST_NAME} characters"
         raise RequestError(problem, param="model", code="model_not_found", status=404)
     valid = isinstance(timeout, (int, float)) and 0 < timeout < LONGEST
     return model if isinstance(model, str) else None, timeout if valid else None

@@ -1,4 +1,4 @@
-"""Numbers and sizes: read from environment variables, which are defined where they are used."""
+"""Reads numbers and sizes from environment variables, which are defined where they are used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _read(variable: str, given: str) -> int | None:
     number = _NUMBER.fullmatch(given.upper())
     if number is None:
         logger.warning(
-            "%s=%r is not a number such as 32 or 64M: the default applies", variable, given
+            "%s=%r is not a number such as 32 or 64M; using the default", variable, given
         )
         return None
     return int(float(number[1]) * _UNITS[number[2]])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm_mlx_harmony")
 
 LONGEST = 30.0
-"""The longest grace period in seconds; shorter if the host's ``--timeout`` is."""
+"""Maximum grace period in seconds. The host's ``--timeout`` may make it shorter."""
 
 LAST_WORDS = 0.8
 """Seconds before the limit at which answers are ended; a quarter of the limit if that is less."""
@@ -98,6 +98,6 @@ async def _answers_end(until: float) -> None:
 
 def _end_process() -> None:
     """Ends the process with the exit code that a shell reports for SIGTERM."""
-    logger.warning("shutting down: the engine is in the middle of a step and is not waited for")
+    logger.warning("shutting down: not waiting for the engine, which is in the middle of a step")
     logging.shutdown()
     os._exit(128 + signal.SIGTERM)

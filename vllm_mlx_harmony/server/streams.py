@@ -35,8 +35,8 @@ T = TypeVar("T")
 class EventStream(StreamingResponse):
     """A response of server-sent ``events``, which are closed when the client disconnects.
 
-    Starlette leaves the iterator to the garbage collector then, which may run much later, and until
-    then the engine would be busy.
+    Starlette would leave the iterator to the garbage collector, which may run much later; the
+    engine would be busy until then.
     """
 
     def __init__(self, request: Request, events: AsyncIterator[Event]) -> None:
@@ -96,7 +96,7 @@ def hang_up(transport: asyncio.WriteTransport | None) -> None:
 
 
 def client_seconds() -> float:
-    """Maximum seconds for which a client may not read."""
+    """Seconds after which a client that reads nothing is disconnected."""
     return number(SECONDS_VARIABLE, DEFAULT_SECONDS)
 
 
@@ -107,7 +107,7 @@ def within(
     loop = asyncio.get_running_loop()
 
     def late() -> None:
-        logger.info("a client has not read for %.0f seconds and is disconnected", seconds)
+        logger.info("disconnecting a client that has read nothing for %.0f seconds", seconds)
         give_up()
 
     async def sending(message: T) -> None:

@@ -37,8 +37,9 @@ from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 
 _REASONING, _CONTENT = "reasoning", "content"
 SERVER_CALLS = "server_tool_calls"
-"""The calls that the server ran: a field of the message, and of a chunk when a call has its answer.
-The API has none for them; clients that do not know it see reasoning and answer."""
+"""The calls that the server ran: a field of the message, and of a chunk when a call has its
+answer. The API has no field for them; clients that do not know this one see the reasoning and
+the answer."""
 
 _OPENINGS = {
     _REASONING: ('{"reasoning":', ',"reasoning_content":', "}"),
@@ -68,9 +69,9 @@ class Emitter:
 
     A stream has a chunk with the role, a chunk for each text or call, the finish reason, the usage
     if ``include_usage``, and ``[DONE]``. The chunk's JSON is written once per message and each
-    delta only quotes its text: its cost does not depend on the length of the answer, and no text
-    is stored. ``freeform`` are the names of the tools that take text. ``shows_progress``: while the
-    prompt is computed, chunks say how far it is.
+    delta only quotes its text: its cost does not depend on the length of the answer, and no text is
+    stored. ``freeform`` are the names of the tools that take text. ``shows_progress``: while the
+    prompt is being processed, chunks report its progress.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class Emitter:
         self._joint = ""
         key = self._info.call_id(delta.index)
         if delta.kind is Kind.SERVER_CALL:
-            # Sent once it has an answer: it is no call that the client has to make.
+            # Sent once its result is known: the client does not have to make this call.
             call = {"id": key, "name": delta.name, "arguments": ""}
             self._ran_calls.append({**call, "output": None, "error": None})
             self._served, self._parts = True, []

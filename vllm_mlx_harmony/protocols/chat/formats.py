@@ -26,7 +26,7 @@ def response_format(body: ChatBody) -> ResponseFormat | None:
     found = list(_formats(body))
     if len(found) > 1:
         (one, _), (other, _), *_ = found
-        problem = f"{other}: {one} is given as well; only one format is possible"
+        problem = f"{other}: {one} is given, too; give only one format"
         raise RequestError(problem, param=other, code="invalid_value")
     return replace(found[0][1], where=found[0][0]) if found else None
 
@@ -98,4 +98,4 @@ def _by_schema(requested: object, where: str) -> ResponseFormat:
 
 
 def _unsupported(where: str, why: str) -> RequestError:
-    return RequestError(f"{where}: not available: {why}", param=where, code=UNSUPPORTED)
+    return RequestError(f"{where} is not available: {why}", param=where, code=UNSUPPORTED)

@@ -54,7 +54,7 @@ class ChatRequest:
     shows_progress: bool = False
 
     def emitter(self, info: ResponseInfo) -> Emitter:
-        """The writer of the answer to this request, which ``info`` is of."""
+        """Makes the emitter of the answer that ``info`` describes."""
         return Emitter(
             info,
             stream=self.stream,
@@ -93,7 +93,7 @@ def read(body: object, defaults: Defaults) -> ChatRequest:
 
 
 def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
-    """What a checked body asks the model for. Raises only ``RequestError``."""
+    """The turn that a validated body asks for. Raises only ``RequestError``."""
     template = body.chat_template_kwargs or schema.ChatTemplateOptions()
     effort, thinking = _reasoning(body, template, defaults)
     messages, prefill = _conversation(body, defaults.attachments)
@@ -107,7 +107,10 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     callable_ = bool(tools or builtin_tools or namespaces)
     tool_choice = _tool_choice(choice, body.tools or (), callable_)
     if tool_choice.required and prefill is not None:
-        problem = "tool_choice: a call cannot continue an answer that has begun"
+        problem = (
+            "tool_choice: no call can be required when the last assistant message is to be "
+            "continued"
+        )
         raise RequestError(problem, param="tool_choice", code=UNSUPPORTED)
     return Turn(
         messages=tuple(messages),
@@ -217,7 +220,7 @@ class _Reader:
     def read_assistant(self, run: _Run, kind: type[Preamble] | type[Answer]) -> list[Message]:
         """One turn of the assistant in the model's own order (A4): its texts are of one ``kind``.
 
-        Calls come last, so that no text stands between them and their results.
+        Calls come last, so that there is no text between them and their results.
         """
         read: list[Message] = []
         for index, message in run:
@@ -333,9 +336,9 @@ def _reasoning(
 ) -> tuple[Effort, bool]:
     """Effort and whether to think (A8); a budget of 0 is no thinking.
 
-    An "off" of ``thinking`` or ``reasoning`` stands over a word for the effort, and that over
-    ``enable_thinking``: templates of other models have it, which know no effort. Of switches that
-    contradict each other, "off" counts.
+    ``thinking`` or ``reasoning`` switched off takes precedence over an effort, and an effort over
+    ``enable_thinking``, which comes from templates of models without efforts. If switches
+    contradict each other, off wins.
     """
     requested = body.reasoning or schema.ReasoningOptions()
     kind = body.thinking.type if body.thinking else None
@@ -356,7 +359,7 @@ def _reasoning(
 
 
 def _reasoning_tokens(body: ChatBody) -> int | None:
-    """The budget for reasoning, however other servers call it; -1 is none."""
+    """The reasoning budget, under any name that other servers use; -1 means no limit."""
     requested = (
         body.thinking_token_budget,  # vLLM
         body.thinking_budget_tokens,  # llama.cpp

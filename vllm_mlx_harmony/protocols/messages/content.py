@@ -31,7 +31,7 @@ _MISPLACED = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 def unreadable(kind: str, where: str) -> RequestError:
-    """The error for a block of type ``kind``, which cannot stand at ``where``."""
+    """The error for a block of type ``kind``, which is not allowed at ``where``."""
     why = "which is not allowed here" if kind in _MISPLACED else "which is not supported"
     return RequestError(f"{where} is of type {quoted(kind)}, {why}", param=where, code=UNSUPPORTED)
 

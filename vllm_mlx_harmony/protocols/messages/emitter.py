@@ -38,9 +38,8 @@ PING = Event('{"type":"ping"}', "ping")
 Display: TypeAlias = Literal["shown", "encrypted", "hidden", "preambles"]
 """Reasoning as blocks with text and signature, with the signature alone, or not at all.
 
-``preambles``: no reasoning, and preambles in its place, as Anthropic's ``between_tools`` has it:
-what the model says between its calls comes as thinking, and the text of an answer is the answer
-alone.
+``preambles``: preambles instead of reasoning, as with Anthropic's ``between_tools``: what the model
+says between its calls is sent as thinking, and a text block is always part of the answer.
 """
 
 UPDATE = "<|channel|>commentary<|message|>"
@@ -224,7 +223,8 @@ class Emitter:
             case Text():
                 return self._show(self._block.take(delta.text)) if self._block else []
             case Started():
-                # Without the parts while they are unknown: a client must not add a guess to them.
+                # The cached part is left out while it is unknown, because clients add up these
+                # numbers.
                 usage: Document = {"input_tokens": delta.prompt_tokens, "output_tokens": 0}
                 if delta.cached_tokens is not None:
                     usage = _usage(Usage(delta.prompt_tokens, cached_tokens=delta.cached_tokens))
@@ -341,8 +341,8 @@ class Emitter:
 def _usage(usage: Usage) -> Document:
     """The three parts of the prompt are disjoint, and their sum is what ``count_tokens`` counts.
 
-    Clients read it so (``Message.usage`` in Anthropic's SDK). Everything is written to the cache,
-    which costs nothing, so it is not counted apart.
+    Clients rely on that (``Message.usage`` in Anthropic's SDK). Every prompt is written to the
+    cache, at no cost, so this is not counted separately.
     """
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,

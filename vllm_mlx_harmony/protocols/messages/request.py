@@ -109,7 +109,7 @@ _OFF: dict[str, Display] = {"disabled": "hidden", "between_tools": "preambles"}
 
 
 def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
-    """What a checked body asks the model for. Raises only ``RequestError``."""
+    """The turn that a validated body asks for. Raises only ``RequestError``."""
     no_tools = body.tool_choice is not None and body.tool_choice.type == "none"
     tools, deferred = ((), {}) if no_tools else _tools(body.tools or ())
     response_format = _response_format(body)
@@ -161,7 +161,7 @@ def notes(body: MessagesBody, defaults: Defaults) -> tuple[str, ...]:
     """A sentence, for the log, for each field that was accepted but has no effect."""
     serves = bool(defaults.namespaces)
     tools = tuple(
-        f"tools[{index}] ({quoted(tool.type)}) was left out: the caller does not define it"
+        f"tools[{index}] ({quoted(tool.type)}) was ignored: it is not a tool that the client runs"
         for index, tool in enumerate(body.tools or ())
         if not (isinstance(tool, schema.ClientTool) or (serves and tool.type == schema.TOOLSET))
     )
@@ -169,7 +169,7 @@ def notes(body: MessagesBody, defaults: Defaults) -> tuple[str, ...]:
         tools = (*tools, "defer_loading was ignored: this server searches no tools for the model")
     if not body.mcp_servers or serves:
         return tools
-    return (*tools, "mcp_servers was left out: this server runs no tools")
+    return (*tools, "mcp_servers was ignored: this server runs no tools")
 
 
 # --- The conversation: runs of messages of one speaker, each read by its role.
@@ -307,9 +307,9 @@ class _Reader:
     def assistant(self, run: _Run, *, answered: bool) -> Iterator[Message]:
         """In the model's own order (A4). Consecutive messages are one turn of the assistant.
 
-        The last text of a message is its answer, unless a call stands behind it, or the turn is not
-        ``answered`` yet. A client's calls come last, so that no text stands between them and their
-        results.
+        The last text of a message is its answer, unless a call follows it, or the turn is not
+        ``answered`` yet. A client's calls come last, so that there is no text between them and
+        their results.
         """
         blocks = [each for message in run for each in message.blocks]
         if not answered or any(each.block.type == "tool_use" for each in blocks):
@@ -391,9 +391,9 @@ class _Reader:
 def _take_prefill(run: _Run, must_call: bool, wants_json: bool) -> tuple[str | None, bool]:
     """The text that the answer continues, taken out of ``run``; or whether ``run`` is an answer.
 
-    It is, when its text cannot become what is asked for: a call, or JSON. A turn of the assistant
-    begins behind it then, as in Chat Completions; LangGraph asks an agent that has answered for a
-    typed answer in this way.
+    It is an answer if its text cannot be continued to what is asked for, a call or JSON. A new turn
+    of the assistant then begins after it, as in Chat Completions; LangGraph asks an agent that has
+    answered for a typed answer in this way.
 
     Raises ``RequestError`` for a call without a result and for white space at the end, as
     Anthropic's API does: the model's next token brings its own.

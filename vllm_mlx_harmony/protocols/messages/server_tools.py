@@ -27,8 +27,8 @@ from vllm_mlx_harmony.protocols.validation import UNSUPPORTED
 def asked_for(body: MessagesBody, available: Sequence[Namespace]) -> tuple[Namespace, ...]:
     """The namespaces that ``body`` names, each with the tools of it that may be called.
 
-    None where the server runs no tools at all. Raises ``RequestError`` naming the field for a
-    server that it cannot use.
+    Empty if the server runs no tools. Raises ``RequestError`` naming the field for a server that
+    cannot be used.
     """
     if not available:
         return ()
@@ -66,9 +66,10 @@ def asked_for(body: MessagesBody, available: Sequence[Namespace]) -> tuple[Names
 
 
 def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer, ...]:
-    """The servers that ``body``, not read yet, names and that are not the operator's ``labels``.
+    """The servers that ``body`` names, except for those with one of the operator's ``labels``.
 
-    What is malformed is left to whoever reads all of it. Raises ``RequestError`` naming the field.
+    Called before ``body`` is validated. Malformed entries are skipped; validation reports them
+    later. Raises ``RequestError`` naming the field.
     """
     servers = body.get("mcp_servers") if isinstance(body, dict) else None
     found: list[ClientServer] = []
@@ -86,13 +87,13 @@ def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer,
 
 
 def _unreachable(name: str, why: str) -> RequestError:
-    """With the status that api.anthropic.com has for it, and why."""
+    """The error that api.anthropic.com returns for an unreachable server, with the reason."""
     problem = f"Connection error while communicating with MCP server {quoted(name)}: {why}"
     return RequestError(problem, param="mcp_servers")
 
 
 def _unknown(name: str, where: str, known: Iterable[str]) -> RequestError:
-    problem = f"{where}: there is no tool server {quoted(name)}; there are: {', '.join(known)}"
+    problem = f"{where}: there is no tool server {quoted(name)}; the tools are: {', '.join(known)}"
     return RequestError(problem, param=where, code=UNSUPPORTED)
 
 

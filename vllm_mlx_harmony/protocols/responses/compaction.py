@@ -1,4 +1,6 @@
-"""Responses: a conversation that the model itself writes a summary of, to go on from.
+"""Responses: compaction.
+
+The model summarizes the conversation, which then continues from the summary.
 
 Two requests ask for it. ``POST /v1/responses/compact`` answers with a document of its own: the
 user's messages and a ``compaction`` item. ``POST /v1/responses`` whose last input item is a
@@ -7,7 +9,7 @@ stored and in the background like any other; Codex compacts that way.
 
 https://developers.openai.com/api/docs/guides/compaction
 
-The summary stands encrypted in the item. Given back, it is read as a message of the user's.
+The item contains the encrypted summary. When a client sends it back, it is read as a user message.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ ORDER = (
 def without_trigger(items: Sequence[Item]) -> Sequence[Item]:
     """``items`` without a ``compaction_trigger`` at their end.
 
-    Raises ``RequestError`` naming one that stands anywhere else: what would follow it was not to be
-    part of the summary, and nothing would answer it.
+    Raises ``RequestError`` naming one that stands anywhere else: items after it would be neither
+    summarized nor answered.
     """
     for at, item in enumerate(items[:-1]):
         if item.type == TRIGGER:
@@ -94,7 +96,7 @@ class CompactionEmitter(Emitter):
         self._answers = False
 
     def feed(self, delta: Delta) -> list[Event]:
-        """What goes on the wire for ``delta``: nothing between the beginning and the end."""
+        """The events for ``delta``: none between the start and the end of the turn."""
         match delta:
             case Started() | Failed():
                 return super().feed(delta)

@@ -39,7 +39,7 @@ def done(index: int, item: Document) -> PendingEvent:
 
 
 def key_of(info: ResponseInfo, index: int) -> str:
-    """The part behind the prefix of the ids of an item."""
+    """The part of an item's ids after the prefix."""
     return f"{info.id_seed[:20]}{index:04x}"
 
 

@@ -96,9 +96,9 @@ class ResponsesRequest:
     _cipher: Cipher
 
     def emitter(self, info: ResponseInfo, now: Callable[[], float] | None = None) -> Emitter:
-        """The writer of the answer to this request, which ``info`` is of.
+        """Makes the emitter of the answer that ``info`` describes.
 
-        ``now`` is the unix time, asked once, for ``completed_at``; without it that is null.
+        ``now`` returns the Unix time for ``completed_at``, which is null without it.
         """
         made = partial(CompactionEmitter, self._cipher) if self.compacts else Emitter
         return made(
@@ -131,13 +131,13 @@ class ResponsesRequest:
     def conversation(
         self, messages: Iterable[Message], *, ended: bool = True
     ) -> tuple[Message, ...]:
-        """What the next response continues, when ``messages`` is the context's conversation.
+        """The conversation that the next response continues, given the context's ``messages``.
 
         ``ended``: it has ended by itself, and was neither cancelled nor failed.
 
-        All but this request's ``instructions``: they hold for this request only. With the tools
-        that were declared, though it may have wanted none (``tool_choice: none``). A call that was
-        not run has no result in it: it may still be approved.
+        Leaves out ``instructions``, which apply to this request only. Keeps declared tools even
+        with ``tool_choice: none``. A call that was not run has no result, because it may still be
+        approved.
         """
         before = {m.call_id for m in self.turn.messages if isinstance(m, ServerResult)}
         ran = self._to_run - before  # calls of the history that were run for this request
@@ -225,7 +225,10 @@ def read(
 
 
 def previous_response_id(body: object) -> str | None:
-    """The response that ``body``, not read yet, continues: what its history is looked up by."""
+    """The id of the response that ``body`` continues.
+
+    Read before ``body`` is validated, because the history is needed for that.
+    """
     key = body.get("previous_response_id") if isinstance(body, dict) else None
     return key if isinstance(key, str) else None
 
@@ -237,7 +240,7 @@ def read_turn(
     tools: Tools,
     server: ServerTools,
 ) -> Turn:
-    """What a checked body asks the model for. Raises only ``RequestError``."""
+    """The turn that a validated body asks for. Raises only ``RequestError``."""
     template = body.chat_template_kwargs or TemplateOptions()
     effort, thinking = defaults.reasoning(*_effort(body, template))
     for message in messages:
@@ -271,7 +274,7 @@ def read_turn(
 
 
 def _effort(body: ResponsesBody, template: TemplateOptions) -> tuple[tuple[str, object], ...]:
-    """Where an effort may stand, and what stands there; the first that is given counts (A8)."""
+    """The fields that may set an effort, and their values; the first that is set counts (A8)."""
     return (
         ("reasoning.effort", body.reasoning.effort if body.reasoning else None),
         ("reasoning_effort", body.reasoning_effort),
@@ -291,9 +294,9 @@ def summary(body: ResponsesBody) -> str | None:
 
 
 def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
-    """The fields of a response that say what was asked, every one that the public schema has.
+    """The fields of the request that a response repeats: all that the public schema has.
 
-    Of sampling, what is used: the server's default where the request gives nothing.
+    Sampling fields have the values that are used, the server's defaults included.
     """
 
     def used(field: str, neutral: float) -> float:
@@ -336,7 +339,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
     if sum(sizes.values()) > MAX_JSON_CHARACTERS:
         longest = max(sizes, key=sizes.__getitem__)
         problem = (
-            f"{longest} is too long: a response repeats it, and has no more than "
+            f"{longest} is too long: a response repeats it, and repeats at most "
             f"{MAX_JSON_CHARACTERS} characters of its request"
         )
         raise RequestError(problem, param=longest, code="string_above_max_length")

@@ -30,7 +30,9 @@ def no_conversations() -> RequestError:
 
 def not_ready(key: str) -> RequestError:
     """The error for a previous response that has not ended, and cannot be continued yet."""
-    problem = f"previous response with id {quoted(key)} has not ended yet: wait until it has"
+    problem = (
+        f"previous response with id {quoted(key)} is still in progress: wait until it has ended"
+    )
     return RequestError(problem, param="previous_response_id", code="previous_response_not_ready")
 
 
@@ -41,7 +43,7 @@ def is_running(document: Mapping[str, object]) -> bool:
 
 def lost(document: Mapping[str, object]) -> Document:
     """A response that will not be continued, because its server has stopped."""
-    problem = "the server that generated this response has stopped"
+    problem = "the server that was generating this response has stopped"
     error = {"code": "server_error", "message": problem}
     return {**document, "status": "failed", "error": error}
 

@@ -408,11 +408,11 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
     ("max_tokens", given, _LENGTH),
     ("max_completion_tokens", given, _LENGTH),
     ("messages", bool, "not a field of Responses: use input"),
-    ("n", lambda n: n != 1, "one answer per request: send the request again"),
+    ("n", lambda n: n != 1, "only one answer per request: send several requests"),
     ("stop", bool, _ELSEWHERE),
     ("logit_bias", bool, _ELSEWHERE),
     ("stop_token_ids", bool, "not available"),
-    ("ignore_eos", bool, "a turn ends where the model ends it"),
+    ("ignore_eos", bool, "not available: the model decides where a turn ends"),
     ("allowed_token_ids", bool, "not available"),
     ("bad_words", bool, "not available"),
 )

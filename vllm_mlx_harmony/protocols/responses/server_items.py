@@ -207,8 +207,8 @@ _MOST_URLS = 100
 def _urls(text: str) -> list[str]:
     """The URLs in what a search has answered, each once, in order.
 
-    Without what a sentence, or brackets around it, put behind one: a bracket that the URL has
-    opened itself belongs to it.
+    Without punctuation or brackets that belong to the surrounding sentence; a bracket that was
+    opened within the URL belongs to the URL.
     """
     found: dict[str, None] = {}
     for match in _URL.finditer(text):

@@ -60,7 +60,7 @@ class ServerTools:
         return replace(self, namespaces=(*self.namespaces, *more))
 
     def served(self, recipient: str) -> Served:
-        """The tool that a call to ``recipient`` is for, also one that there is not."""
+        """The tool that a call to ``recipient`` is for, even if it does not exist."""
         head, _, rest = recipient.partition(".")
         for namespace in self.namespaces:
             if namespace.name != head:
@@ -127,7 +127,7 @@ def read_server_tools(
         if isinstance(tool, McpTool):
             found = [_mcp(tool, where, available)]
             if any(each.label == found[0].label for each in (*listed, *chosen.values())):
-                problem = f"{where}: {quoted(found[0].label)} was asked for twice"
+                problem = f"{where}: {quoted(found[0].label)} is given twice"
                 raise RequestError(problem, param=where)
             listed += found
         else:
@@ -146,7 +146,8 @@ _OF_A_URL = ("authorization", "headers")
 def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer, ...]:
     """The servers that ``body``, not read yet, names by their URLs; the operator's have ``labels``.
 
-    What is malformed is left to whoever reads all of it. Raises ``RequestError`` naming the field.
+    Malformed entries are skipped; validation reports them later. Raises ``RequestError``
+    naming the field.
     """
     tools = body.get("tools") if isinstance(body, dict) else None
     found: list[ClientServer] = []
@@ -159,7 +160,7 @@ def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer,
             continue
         if label in labels:
             problem = (
-                f"{where}: {quoted(label)} is a server of the operator's: leave server_url out"
+                f"{where}: {quoted(label)} is one of the operator's servers: leave server_url out"
             )
             raise RequestError(problem, param=f"{where}.server_url", code="invalid_value")
         token_where = f"{where}.authorization"
@@ -172,7 +173,7 @@ def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer,
 
 
 def _unreachable(label: str, why: str) -> RequestError:
-    """As api.openai.com has it, and why."""
+    """The error that api.openai.com returns for an unreachable server, with the reason."""
     problem = f"Error retrieving tool list from MCP server: {quoted(label)}. {why}"
     return RequestError(problem, status=424, param="tools", code="http_error")
 
@@ -180,7 +181,7 @@ def _unreachable(label: str, why: str) -> RequestError:
 def without_secrets(tool: Mapping[str, object]) -> dict[str, object]:
     """``tool`` as a response repeats it: credentials are only for its server.
 
-    As with api.openai.com, of the URL the part is left that says whose it is.
+    As on api.openai.com, only the scheme and host of the URL are shown.
     """
     shown = {name: value for name, value in tool.items() if name not in _OF_A_URL}
     url = tool.get("server_url")
@@ -207,7 +208,7 @@ def _mcp(tool: McpTool, where: str, available: Iterable[Namespace]) -> Namespace
             problem = f"{where}.server_url: only servers that the operator allows are used"
             raise RequestError(problem, param=f"{where}.server_url", code=UNSUPPORTED)
         known = ", ".join(each.label for each in available if not each.given) or "none"
-        problem = f"there is no tool server {quoted(tool.server_label)}; there are: {known}"
+        problem = f"there is no tool server {quoted(tool.server_label)}; the tools are: {known}"
         raise RequestError(problem, param=f"{where}.server_label", code="invalid_value")
     allowed = _allowed(tool, where, namespace)
     approval = frozenset(each.name for each in allowed if _asks(tool, where, each))
@@ -241,5 +242,5 @@ def _asks(tool: McpTool, where: str, each: Tool) -> bool:
         return rule != "never"
     if rule.never is not None and _fits(rule.never, each):
         return False
-    # With a filter of what to ask about alone, that is all.
+    # If only the filter of calls that need approval is given, no other call needs it.
     return rule.always is None or rule.never is not None or _fits(rule.always, each)

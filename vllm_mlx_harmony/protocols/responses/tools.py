@@ -63,7 +63,7 @@ class Tools:
     _names: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def declared(self, called: str) -> Declared:
-        """The tool that a call to ``called`` is for; an undeclared one is what it is called."""
+        """The tool that a call to ``called`` is for; undeclared, a tool with that name."""
         return self._declared.get(called) or Declared(called)
 
     def echoed(self, call: Call) -> Call:
@@ -78,7 +78,7 @@ class Tools:
 
 
 def joined(namespace: str, name: str) -> str:
-    """``crm``, ``find`` as ``crm__find``; so does a namespace that already ends in ``__``."""
+    """``crm``, ``find`` as ``crm__find``; the same if the namespace already ends in ``__``."""
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 

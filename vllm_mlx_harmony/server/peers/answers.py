@@ -40,7 +40,7 @@ ALIVE = 10
 """Seconds after the last beat at which a background response is lost."""
 
 PATIENCE = 3 * BEAT
-"""Seconds after which no server has an answer that is to be cancelled."""
+"""If no server confirms a cancellation within this many seconds, none has the answer."""
 
 EVENTS_SECONDS = 600
 """Seconds for which events are stored after the last one."""
@@ -158,7 +158,7 @@ async def cancel(id_seed: str, tenant: str) -> bool:
 
 
 class Beat:
-    """The task that beats for the answers of this server, as long as there are any."""
+    """The heartbeat task of this server; runs while there are answers."""
 
     def __init__(self) -> None:
         self._sent: dict[Running, int] = {}  # the number of events in Redis

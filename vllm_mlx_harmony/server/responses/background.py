@@ -1,6 +1,6 @@
 """Background responses, which later requests follow, retrieve, cancel and delete.
 
-All events of a running response are in memory, and those of the last ones that ended. They are
+All events of running responses are in memory, and those of the responses that ended last. They are
 stored as any response is (``responses.persistence``).
 """
 
@@ -68,7 +68,7 @@ class Running:
 
     @property
     def bytes_taken(self) -> int:
-        """Maximum size in bytes at the moment."""
+        """The largest size in bytes that it can currently have."""
         return self.bytes if self.done else TURN_BYTES + 3 * self.bytes
 
     def document(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Running:
         return items
 
     async def follow(self, start: int = 0) -> AsyncGenerator[Event, None]:
-        """The events from number ``start`` to the last, as they come."""
+        """Yields the events from number ``start`` to the last as they arrive."""
         while True:
             while start < len(self.events):
                 yield self.events[start]
@@ -155,7 +155,8 @@ class Background:
         limit = self._most_running
         if bytes_taken > (number(RUNNING_VARIABLE, DEFAULT_RUNNING) if limit is None else limit):
             raise HostError(
-                "the background responses take all the memory that they may; try again later",
+                "background responses already use all the memory reserved for them; "
+                "try again later",
                 code="background_full",
                 retry_after=RETRY_SECONDS,
             )

@@ -88,7 +88,7 @@ async def _runs(key: str, tenant: str) -> bool:
 
 
 async def follow(key: str, tenant: str, start: int) -> AsyncGenerator[Event, None] | None:
-    """The events from number ``start`` to the last, as they come; ``None`` if there are none."""
+    """The events from number ``start`` to the last, as they arrive; ``None`` if there are none."""
     known = directory()
     if known is None:
         return None

@@ -33,7 +33,7 @@ def new_id_seed() -> str:
 class StoringEmitter:
     """An emitter that stores the response before its last events are sent.
 
-    ``request`` is what it answers. ``forgotten``: the response was deleted before that.
+    ``request`` is the parsed request. ``forgotten``: the response was deleted before it was stored.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StoringEmitter:
         return self._last
 
     async def forget(self) -> bool:
-        """Does not store the response, whose readers still get all of it.
+        """Keeps the response from being stored. Its readers still get all of it.
 
         Returns false if it has ended; then it is stored, if it could be.
         """
@@ -125,6 +125,6 @@ _emitters: WeakValueDictionary[str, StoringEmitter] = WeakValueDictionary()
 
 
 async def forget(key: str, tenant: str) -> bool:
-    """Does not store the running response with this id; returns whether ``tenant`` had one."""
+    """Keeps the running response from being stored; returns whether ``tenant`` had one."""
     emitter = _emitters.get(key)
     return emitter is not None and emitter.tenant == tenant and await emitter.forget()

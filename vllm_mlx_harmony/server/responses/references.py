@@ -48,7 +48,7 @@ class References:
     def previous(self, key: str) -> StoredResponse:
         """The response that a request continues.
 
-        Raises ``RequestError``: 404, and 400 if the response is still generated.
+        Raises ``RequestError``: 404 if it is unknown, 400 if it is still being generated.
         """
         running = BACKGROUND.get(key, self.tenant)
         if running is not None and not running.done:
@@ -87,7 +87,7 @@ def read(body: object, defaults: Defaults, references: References) -> ResponsesR
     """Reads the request in ``body``. May block.
 
     Raises ``StoreError``, and ``RequestError``: 404 for a previous response that is not stored, and
-    400 for one that is still generated.
+    400 for one that is still being generated.
     """
     history: tuple[Message, ...] = ()
     listed: frozenset[str] = frozenset()  # tool servers whose tools the conversation lists

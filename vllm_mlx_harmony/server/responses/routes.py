@@ -155,7 +155,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 
 
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """``POST /v1/responses/{response_id}/cancel``, which does not change ended responses."""
+    """``POST /v1/responses/{response_id}/cancel``. Has no effect on a response that has ended."""
     tenant = tenant_of(request)
     running = await _running(response_id, tenant)
     if running is not None:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
-"""Seconds before the first and, after doubling, at most before any later attempt to reconnect."""
+"""Seconds before the first attempt to reconnect, and the most before any later one; the pause
+doubles each time."""
 
 STEADY = 30.0
 """Duration of a connection in seconds after which the pause starts at ``FIRST_PAUSE`` again."""

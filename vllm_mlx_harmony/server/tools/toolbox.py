@@ -163,9 +163,9 @@ class Toolbox:
         from prometheus_client.core import CounterMetricFamily
 
         for field, about in (
-            ("calls", "Calls of tools that the server ran."),
+            ("calls", "Tool calls that the server ran."),
             ("errors", "Calls that failed, timed out or were cancelled."),
-            ("seconds", "Seconds that calls took, including the wait for a free place."),
+            ("seconds", "Seconds spent on tool calls, including the wait for a free slot."),
         ):
             name, labels = f"vllm_mlx_harmony_tool_{field}", ["server", "tool"]
             family = CounterMetricFamily(name, about, labels=labels)
@@ -191,7 +191,7 @@ class Toolbox:
         found = [each for each in namespaces if call.name in each.by_recipient]
         if not found:
             known = ", ".join(name for each in namespaces for name in each.by_recipient)
-            return _failed(call, f"there is no tool {call.name}; there are: {known or 'none'}")
+            return _failed(call, f"there is no tool {call.name}; the tools are: {known or 'none'}")
         namespace, tool = found[0], found[0].by_recipient[call.name]
         label, name = tool.origin
         server = next(
@@ -314,7 +314,10 @@ def code_parameter(tool: Tool) -> str | None:
 
 
 def _shown(name: str, server: ToolServer, tools: Sequence[Tool]) -> Namespace:
-    """The namespace of ``server``; a built-in one only if it has the tools of that."""
+    """The namespace of ``server``.
+
+    It has a built-in name only if the server has that built-in's tools.
+    """
     if name == PYTHON:
         code = [tool for tool in tools if tool.name == PYTHON] or (tools if len(tools) == 1 else [])
         if code and code_parameter(code[0]):

@@ -1,9 +1,9 @@
 """MCP servers that requests name by URL, where the operator allows it. The default is none.
 
-The rest of the server sees ``Toolbox.clients`` and nothing else of this package. Each request has
-connections of its own, which are made when they are needed and closed with the request, so no
-session is shared between clients. Only lists of tools are cached for a short time, by tenant, URL
-and headers.
+`host` and `gateway` make the ``ClientServers``; a request finds them as ``Toolbox.clients``. Each
+request has connections of its own, which are made when they are needed and closed with the request,
+so no session is shared between clients. Only lists of tools are cached for a short time, by tenant,
+URL and headers.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class ClientServers:
 
     def _allowed(self, requested: ClientServer) -> tuple[httpx2.URL, UrlPattern]:
         problem = (
-            f"{requested.where}: the operator allows servers by URL patterns in {VARIABLE}, and "
-            "this URL matches none"
+            f"{requested.where}: this URL matches none of the patterns that the operator "
+            f"allows ({VARIABLE})"
         )
         refused = RequestError(problem, param=requested.where, code=UNSUPPORTED)
         if not self._patterns:
@@ -143,7 +143,7 @@ class ClientServers:
 class ConnectedServer:
     """A server that one request names, as a ``ToolServer``.
 
-    Above debug level, the log has the durations of its calls and nothing else.
+    Above debug level, only the durations of its calls are logged.
     """
 
     def __init__(
