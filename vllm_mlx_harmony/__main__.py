@@ -19,7 +19,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure
 DISTRIBUTION = "vllm-mlx-harmony"
 INTERRUPTED = 130
 MOST_CONTEXT = 2**31 - 1
-PASSED_ON = ("serve", "gateway", "doctor", "launch")
+PASSED_ON = ("serve", "gateway", "doctor", "launch", "service")
 """Commands that parse their own arguments, `--help` included."""
 
 
@@ -108,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     )
 
     commands.add_parser("launch", help="start a coding agent, and a server for it if none runs")
+    commands.add_parser("service", help="run a server whenever you are logged in")
     commands.add_parser("stop", help="end the server that launch has started").set_defaults(
         command="stop"
     )

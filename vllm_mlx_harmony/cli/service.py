@@ -1,0 +1,134 @@
+"""service: a server that runs whenever its user is logged in, by launchd or by systemd.
+
+The file of the service starts `vllm-mlx-harmony serve` with the arguments that `install` is given.
+It is started again after a failure, by systemd not after an exit with code 2, which would only fail
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import plistlib
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_mlx_harmony.cli import background
+from vllm_mlx_harmony.cli.errors import UsageError
+from vllm_mlx_harmony.core.files import write_atomically
+
+LABEL = "vllm-mlx-harmony"
+ACTIONS = ("install", "start", "stop", "status", "logs", "uninstall")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one action. Raises ``UsageError`` if the service manager is missing or fails."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-mlx-harmony service",
+        usage="%(prog)s [-h] {install,start,stop,status,logs,uninstall} [ARGUMENTS OF serve]",
+        description="Runs `vllm-mlx-harmony serve` as a service of this user: launchd on a Mac, "
+        "systemd on Linux. `install` takes the arguments of serve: the model and flags.",
+    )
+    parser.add_argument("action", choices=ACTIONS)
+    given = parser.parse_args(arguments[:1])
+    rest = arguments[1:]
+    if (given.action == "install") != bool(rest):
+        raise UsageError("service install needs the arguments of serve, and only install has any")
+    file = path()
+    if given.action == "install":
+        command = [sys.executable, "-m", "vllm_mlx_harmony", "serve", *rest]
+        background.directory().mkdir(parents=True, exist_ok=True)
+        write_atomically(file, content(command, log()))
+        print(f"{file} written")
+    elif not file.exists():
+        raise UsageError("the service is not installed: vllm-mlx-harmony service install MODEL")
+    codes = [subprocess.run(each, check=False).returncode for each in commands(given.action)]
+    if given.action == "uninstall":
+        file.unlink()
+        print(f"{file} removed")
+        return 0
+    return max(codes, default=0)
+
+
+def log() -> Path:
+    """The log of the service on a Mac; systemd has its journal."""
+    return background.directory() / "service.log"
+
+
+def path() -> Path:
+    """The file of the service."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "systemd" / "user" / f"{LABEL}.service"
+
+
+def content(command: Sequence[str], log: Path) -> bytes:
+    """What is in that file."""
+    return plist(command, log) if sys.platform == "darwin" else unit(command)
+
+
+def plist(command: Sequence[str], log: Path) -> bytes:
+    """A launchd agent: started at login, and again if it fails."""
+    return plistlib.dumps(
+        {
+            "Label": LABEL,
+            "ProgramArguments": list(command),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": 30,
+            "StandardOutPath": str(log),
+            "StandardErrorPath": str(log),
+            "EnvironmentVariables": {"PATH": os.environ.get("PATH", os.defpath)},
+        }
+    )
+
+
+def unit(command: Sequence[str]) -> bytes:
+    """A systemd unit. The journal rotates its log."""
+    # systemd expands % and $ in commands, and reads quotes much as a shell does
+    words = (each.replace("\\", "\\\\").replace('"', '\\"') for each in command)
+    started = " ".join(f'"{each}"'.replace("%", "%%").replace("$", "$$") for each in words)
+    return f"""\
+[Unit]
+Description=gpt-oss on vllm-mlx
+
+[Service]
+ExecStart={started}
+Restart=on-failure
+RestartSec=30
+RestartPreventExitStatus=2
+
+[Install]
+WantedBy=default.target
+""".encode()
+
+
+def commands(action: str) -> list[list[str]]:
+    """The commands of the service manager for an action."""
+    if sys.platform == "darwin":
+        domain = f"gui/{os.getuid()}"
+        service = f"{domain}/{LABEL}"
+        load, unload = f"launchctl bootstrap {domain} {path()}", f"launchctl bootout {service}"
+        lines = {
+            "install": [load],
+            "start": [load],
+            "stop": [unload],
+            "status": [f"launchctl print {service}"],
+            "logs": [f"tail -n 100 -f {log()}"],
+            "uninstall": [unload],
+        }
+    else:
+        user = "systemctl --user"
+        lines = {
+            "install": [f"{user} daemon-reload", f"{user} enable --now {LABEL}"],
+            "start": [f"{user} start {LABEL}"],
+            "stop": [f"{user} stop {LABEL}"],
+            "status": [f"{user} status --no-pager {LABEL}"],
+            "logs": [f"journalctl --user -u {LABEL} -n 100 -f"],
+            "uninstall": [f"{user} disable --now {LABEL}"],
+        }
+    return [shlex.split(line) for line in lines[action]]
