@@ -131,6 +131,7 @@ def test_an_agent_that_is_not_installed(home: Path, became: list[Any], capsys: A
     assert hermes[:6] == ["uvx", "--python", "3.11", "--from", "hermes-agent", "hermes"]
 
 
+@pytest.mark.served  # the memory of the device is asked of mlx
 def test_one_server_for_all(home: Path, became: list[Any], capsys: Any) -> None:
     model = home / "my-gpt-oss"
     model.mkdir()

@@ -403,7 +403,7 @@ def test_off_is_no_grammar() -> None:
     ("asked", "param", "words"),
     [
         (turn(tool_choice=ToolChoice(required=True)), "tool_choice", "no tool"),
-        (turn(tools=TOOLS, tool_choice=ToolChoice(True), prefill="I"), "tool_choice", "begun"),
+        (turn(tools=TOOLS, tool_choice=ToolChoice(True), prefill="I"), "tool_choice", "begins"),
         (turn(tools=TOOLS, tool_choice=ToolChoice(True, ("nobody",))), "tool_choice", "no tool"),
     ],
 )
