@@ -498,7 +498,8 @@ class DiskCache:
             if content is not None and found[-1] is None:
                 self._turns.discard(key)
                 self._counters.damaged += 1
-                self._put(_Job(partial(self._index.remove, key, None)))
+                removal = partial(self._index.remove, key, None)
+                self._put(_Job(removal, nbytes=1))  # so that `flush` waits for it
         return found
 
     def use(self, key: bytes) -> None:
