@@ -373,8 +373,8 @@ def test_a_machine_that_is_too_small_is_said(
     groups = {group.name: group for group in doctor._machine()}
     assert groups.keys() == expected.keys()
     for name, (ok, words) in expected.items():
-        assert groups[name].ok is ok
-        assert words in groups[name].findings[0].detail
+        (finding,) = groups[name].findings
+        assert finding.ok is ok and words in finding.detail
 
 
 def test_every_row_of_the_real_host_is_listed(startup_file: Path) -> None:
