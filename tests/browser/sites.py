@@ -53,6 +53,13 @@ class Site:
         """The response to a message of the user."""
         return self.post({"messages": [{"role": "user", "content": text}], **more})
 
+    @property
+    def recorded(self) -> int:
+        """How many requests the inspector lists."""
+        headers = {"Authorization": f"Bearer {KEY}"}
+        listed = httpx.get(f"{self.url}/harmony/inspector/requests", headers=headers, timeout=60)
+        return len(listed.json()["requests"])
+
 
 Open = Callable[..., "Page"]
 Picture = Callable[["Page", str], None]

@@ -75,7 +75,8 @@ def test_the_key(site: Site, browser: Any) -> None:
 
 def test_the_list_is_live(site: Site, open_page: Open) -> None:
     page = open_page(site)
-    before = page.locator(".list tbody tr").count()
+    before = site.recorded
+    expect(page.locator(".list tbody tr")).to_have_count(before)
     assert site.say("Repair").status_code == 200
     expect(page.locator(".list tbody tr")).to_have_count(before + 1)
     row = page.locator(".list tbody tr").first
@@ -131,7 +132,8 @@ def test_text_is_never_markup(direct: Site, open_page: Open) -> None:
 
 def test_an_answer_grows_and_is_ended(site: Site, open_page: Open) -> None:
     page = open_page(site)
-    before = page.locator(".list tbody tr").count()
+    before = site.recorded
+    expect(page.locator(".list tbody tr")).to_have_count(before)
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(site.say("Tell me a long story")))
     asking.start()
