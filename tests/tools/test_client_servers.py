@@ -269,7 +269,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     (("http://*:9",), {"headers": {"Host": "x"}}, "tools[0].headers", "of the connection"),
     (("http://*:9",), {"headers": {"A": "b\r\nc: d"}}, "tools[0].headers", "an invalid name"),
     (("http://*:9",), {"headers": ["A"]}, "tools[0].headers", "an object"),
-    (("http://*:9",), {"authorization": "a\nb"}, "tools[0].authorization", "a token"),
+    (("http://*:9",), {"authorization": "a\nb"}, "tools[0].authorization", "ASCII"),
     (("http://*:9",), {"connector_id": "c"}, "tools[0].connector_id", "configured"),
 ]
 

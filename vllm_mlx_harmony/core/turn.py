@@ -277,6 +277,7 @@ class FormatUpdate:
 Message: TypeAlias = (
     Instructions
     | User
+    | Summary  # stored responses are read by the names of this union
     | Reasoning
     | Preamble
     | Answer
