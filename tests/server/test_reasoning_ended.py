@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 from fakes import MODEL, Alone, ObedientEngine, Tracker
 from official_clients import clients
 
-from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server import enforcement, generation
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 GRID = ("0 " * 10 + "\n") * 10
@@ -115,7 +115,7 @@ def test_the_answer_the_log_and_the_metrics_say_so(
     monkeypatch.setenv(enforcement.REPETITIONS_VARIABLE, "32")
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     host = Counting(thoughts)
-    with caplog.at_level(logging.INFO, enforcement.__name__):
+    with caplog.at_level(logging.INFO, generation.logger.name):
         assert asyncio.run(ask(host, stream, budget)) == ("Well.", by)
     assert host.ended == ([by] if by else [])
     assert any("reasoning ended by" in each for each in caplog.messages) is bool(by)

@@ -221,5 +221,4 @@ def test_no_request_fails(company: Company) -> None:
             for person in people:
                 person.result()
     assert set(answers) == {TEXT}
-    assert sum(answers.values()) > 100
     assert all(engine.prompts for engine in company.engines)

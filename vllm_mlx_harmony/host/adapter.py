@@ -18,7 +18,7 @@ from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.host import entry_points, metrics, resources, tools
 from vllm_mlx_harmony.host.engine import engine_of
-from vllm_mlx_harmony.host.mount import forward_to_host
+from vllm_mlx_harmony.host.mount import forward_to_host, reject_odd_key
 from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
 from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.engine import Engine
@@ -118,6 +118,7 @@ class VllmMlx:
 
     async def authenticate(self, connection: HTTPConnection) -> None:
         """vllm-mlx's check."""
+        reject_odd_key(connection)
         vllm = server()
         await vllm.verify_api_key(await vllm.security(connection))
 

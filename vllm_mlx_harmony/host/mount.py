@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from fastapi.routing import APIRoute, request_response
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import Message, Receive, Scope, Send
@@ -20,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from vllm_mlx_harmony.host.patching import Undo, find_problem, locate
 from vllm_mlx_harmony.server import app as front_end
 from vllm_mlx_harmony.server.endpoint import Endpoint, EndpointRoute
-from vllm_mlx_harmony.server.host import Host, install, uninstall
+from vllm_mlx_harmony.server.host import Host, host_of, install, uninstall
 from vllm_mlx_harmony.server.responses.websocket import UVICORN, without_traceback
 
 APP = "vllm_mlx.server:app"
@@ -47,7 +48,25 @@ class Mounted(EndpointRoute, APIRoute):
         )
         self.behind = original and without_dependencies(original)
         self.endpoint_error = endpoint.error
-        self.app = request_response(endpoint.with_errors(self.get_route_handler()))
+        behind_key = self.get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            reject_odd_key(request)
+            return await behind_key(request)
+
+        # Errors without a format of ours stay those of vllm-mlx.
+        handler = behind_key if endpoint.error is None else answer
+        self.app = request_response(endpoint.with_errors(handler))
+
+
+def reject_odd_key(connection: HTTPConnection) -> None:
+    """Raises ``HTTPException`` 401 for a key that is not ASCII.
+
+    No key is, and vllm-mlx's comparison raises ``TypeError`` for one.
+    """
+    key = connection.headers.get("authorization", "")
+    if host_of(connection).requires_key and not key.strip().isascii():
+        raise HTTPException(401, "Invalid API key")  # as vllm-mlx's own error
 
 
 @dataclass(frozen=True, slots=True)

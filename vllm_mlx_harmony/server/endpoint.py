@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.server.errors import openai_error, reject_odd_key
+from vllm_mlx_harmony.server.errors import openai_error
 from vllm_mlx_harmony.server.host import host_of
 
 Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
@@ -59,7 +59,6 @@ class Endpoint:
             try:
                 if before is not None:
                     await before(request)
-                reject_odd_key(request)
                 return await guarded(request)
             except Exception as raised:  # noqa: BLE001 - every error gets the API's shape
                 return error(raised)

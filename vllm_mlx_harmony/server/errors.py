@@ -100,17 +100,6 @@ def failure_of(error: Exception, what: str = "a request failed") -> HarmonyFailu
     )
 
 
-def reject_odd_key(connection: HTTPConnection) -> None:
-    """Raises ``HTTPException`` 401 for a key that is not ASCII.
-
-    No key is, and vllm-mlx's comparison raises ``TypeError`` for one.
-    """
-    key = connection.headers.get("authorization", "")
-    if host_of(connection).requires_key and not key.strip().isascii():
-        raise HTTPException(401, "Invalid API key")  # as the host's own error
-
-
 async def admit(connection: HTTPConnection) -> None:
     """Checks the API key of a request or a WebSocket. Raises ``HTTPException``."""
-    reject_odd_key(connection)
     await host_of(connection).authenticate(connection)

@@ -238,15 +238,6 @@ async def _output(
             account(constraint, job.id_seed, tracker)
 
 
-def _account(constraint: Constraint, id_seed: str, tracker: Tracker) -> None:
-    """Logs and counts that the server ended the reasoning of the answer ``id_seed``."""
-    reason = constraint.reasoning_ended_by
-    logger.info(
-        "%s: reasoning ended by %s, %d tokens", id_seed, reason, constraint.reasoning_tokens
-    )
-    tracker.reasoning_ended(reason)
-
-
 def check(constraint: Constraint | None) -> None:
     """Raises ``OutputError`` if the output could not be constrained to the end."""
     if constraint is not None and constraint.failure:

@@ -177,7 +177,7 @@ class GrammarChecks:
         self._lock = threading.Lock()
         self._trials: dict[tuple[str, bytes], _Trial] = {}
         self._verdicts: lru.ByteLRU[tuple[str, bytes], Verdict] = lru.ByteLRU(REMEMBERED)
-        self._quick = _Lane(self._helper, QUICK, width=2, idle=2, nice=10)
+        self._quick = _Lane(self._helper, QUICK, width=2, idle=2, nice=5)
         self.slow = _Lane(self._helper, SLOW, width=2, each_tenant=1, nice=15)
         self.writing, self.compiling = _Turns(1), _Turns(1)
 
