@@ -57,14 +57,36 @@ class Api(Protocol):
         """Raises ``Failed`` if an error does not have the API's shape."""
 
 
+NEW = frozenset({"cache_write_tokens"})
+"""Fields that only the newest SDKs require: the servers that lack them are not wrong."""
+
+
 def validate(name: str, document: object) -> None:
-    """Validates against a type of an SDK, by its name in ``_types``. Raises ``Failed``."""
+    """Validates against a type of an SDK, by its name in ``_types``. Raises ``Failed``.
+
+    Of a union, pydantic reports what is wrong with each member. Here, only the member that has the
+    document's ``type`` counts.
+    """
     try:
         _types()[name].validate_python(document)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise Failed(f"not the SDK's {name}: {first['msg']} at {where or 'the top'}") from error
+        errors = error.errors(include_url=False)
+    else:
+        return
+    of_type = [each for each in errors if each["loc"][-1:] == ("type",)]
+    others = {each["loc"][:-1] for each in of_type if each["type"] == "literal_error"}
+    meant = [
+        each
+        for each in errors
+        if not any(each["loc"][:end] in others for end in range(len(each["loc"]) + 1))
+    ]
+    if not meant:  # no member has the type
+        first = min(of_type, key=lambda each: len(each["loc"]))
+        raise Failed(f"not the SDK's {name}: unknown type {first['input']!r:.80}")
+    for each in meant:
+        if each["type"] != "missing" or each["loc"][-1] not in NEW:
+            where = ".".join(map(str, each["loc"]))
+            raise Failed(f"not the SDK's {name}: {each['msg']} at {where or 'the top'}")
 
 
 Types: TypeAlias = Mapping[str, TypeAdapter[Any]]
