@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -23,6 +24,10 @@ Serving = Callable[..., AbstractContextManager[Running]]
 
 pytestmark = pytest.mark.served
 REPOSITORY = Path(__file__).resolve().parents[2]
+PICTURE = REPOSITORY / "docs" / "pictures" / "demo.svg"
+COLUMNS, DATE = 100, "2026-11-23"
+"""Those of the picture (`scripts/make_picture.py`)."""
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def start(tmp_path: Path) -> subprocess.Popen[str]:
@@ -52,7 +57,7 @@ def servers(home: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "columns"), [((), 80), (("--continuous-batching",), 120)], ids=["simple", "batched"]
+    ("flags", "columns"), [((), 80), (("--continuous-batching",), 100)], ids=["simple", "batched"]
 )
 def test_demo(
     forked: Serving,
@@ -65,11 +70,12 @@ def test_demo(
     client saw what the model said."""
     monkeypatch.setattr(demo, "serving", forked)
     monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("VLLM_MLX_HARMONY_DATE", DATE)
     assert demo.run(batched=bool(flags)) == 0
     out = capsys.readouterr().out
     assert "stand-in" in out
     assert "\x1b" not in out, "no colours in a pipe"
-    assert max(len(line) for line in out.splitlines() if not line.startswith("$ ")) <= columns
+    assert max(map(len, out.splitlines())) <= columns
     right = [
         line[columns // 2 :] for line in out.splitlines()
     ]  # where two boxes stand side by side
@@ -77,6 +83,16 @@ def test_demo(
     for script in (demo.CALLS, demo.ANSWERS):
         for message in parse(demo.ids_of(script))[0]:
             assert re.sub(r"[\s|]+", "", message.text) in said
+    if columns == COLUMNS:
+        texts = (each.text or "" for each in ElementTree.parse(PICTURE).iter(f"{SVG}text"))
+        assert characters("".join(texts)) == characters(out), "run scripts/make_picture.py"
+
+
+def characters(printed: str) -> list[str]:
+    """Those of the turns, but for what differs from run to run: how many deltas a chunk has, and
+    so where a line ends."""
+    turns = printed[printed.index("asks") :]
+    return sorted(re.sub(r"\d+\schunks|[\s|─│╭╮╰╯]", "", turns))
 
 
 @pytest.fixture

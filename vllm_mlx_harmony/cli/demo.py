@@ -7,7 +7,6 @@ import json
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.parse import parse
 from vllm_mlx_harmony.cli.process import serving
 from vllm_mlx_harmony.cli.render import prompt
-from vllm_mlx_harmony.cli.screen import busy, show_log, show_turn
+from vllm_mlx_harmony.cli.screen import show_log, show_turn
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Kind
 from vllm_mlx_harmony.standin import Script
@@ -63,13 +62,13 @@ TOOL: dict[str, Any] = {
 }
 
 
-def run(*, batched: bool = False) -> int:
+def run(*, batched: bool = False, console: Console | None = None) -> int:
     """Shows the conversation. Returns 0 if the client received the scripted output, otherwise 1.
 
     Raises ``UsageError`` if the server cannot run.
     """
     require_host("the demo")
-    console, began = Console(highlight=False), time.monotonic()
+    console = console or Console(highlight=False)
     console.print(
         "[bold]vllm-mlx-harmony demo[/]: the real server, the real HTTP API, and in place of "
         "gpt-oss a [bold]scripted stand-in[/]. There are no weights: the output of the model "
@@ -77,13 +76,12 @@ def run(*, batched: bool = False) -> int:
     )
     with ExitStack() as stack:
         home = stack.enter_context(home_directory())
-        with busy(console, "writing the stand-in"):
+        with console.status("starting the server"):
             model = written("standin", SCRIPTS, home)
-        with busy(console, "starting the server"):
             flags = ["--continuous-batching"] if batched else []
             server = stack.enter_context(serving(model, home, flags))
-        line = shlex.join(["python", *server.command[1:]])
-        console.print(f"$ {line}\n", style="dim", soft_wrap=True)
+        line = shlex.join(["python", *server.command[1:]]).replace(f"{Path.home()}/", "~/")
+        console.print(f"$ {line}\n", style="dim")
         right = False
         try:
             right = _converse(console, server.port, str(model))
@@ -92,8 +90,7 @@ def run(*, batched: bool = False) -> int:
                 show_log(console, server.log)
     if right:
         result = "reasoning, preamble, call and answer each arrived in their own field"
-        took = f"{time.monotonic() - began:.0f} s"
-        console.print(f"\n[green]✓[/] {result}; the server is stopped ({took})")
+        console.print(f"\n[green]✓[/] {result}; the server is stopped")
     else:
         console.print("\n[bold red]✗ the client did not receive the scripted output[/]")
     return 0 if right else 1

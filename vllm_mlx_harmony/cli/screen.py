@@ -55,7 +55,7 @@ def show_turn(
     text = painted(prompt[known:], apart=True)
     if known:
         skipped = f"… the {known} tokens of the previous prompt, and then:\n"
-        text = Text(skipped, "dim italic") + text
+        text = Text.assemble((skipped, "dim italic"), text)
     asked = _box(text, f"the prompt: {len(prompt)} tokens")
     written = _box(painted(output, apart=True), f"the model writes: {len(output)} tokens")
     seen = _box(_fields(answer), f"the client sees: {answer.chunks} chunks")
@@ -83,10 +83,10 @@ def _box(content: Text, title: str) -> Panel:
 
 def _fields(answer: Completion) -> Text:
     """The fields of the answer, with a bar between deltas."""
-    lines = []
+    lines, bar = [], Text.assemble(("|", "dim"))
     for part in answer.parts:
         style = PARTS[part.key]
-        deltas = Text("|", "dim").join(Text(delta, style) for delta in part.deltas)
+        deltas = bar.join(Text(delta, style) for delta in part.deltas)
         name = f"{part.key} {part.name}".strip()
         lines.append(Text.assemble((f"{name}: ", f"underline {style}"), deltas))
     lines.append(Text(f"finish_reason: {answer.finish_reason}"))
