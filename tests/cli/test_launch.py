@@ -42,7 +42,10 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """A program that answers as a server does where `launch` looks."""
 
 
-def fake(model: Path, port: int, flags: Sequence[str]) -> list[str]:
+REAL = background.command
+
+
+def fake(source: str, port: int, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", SERVER, str(port), flags[flags.index("--served-model-name") + 1]]
 
 
@@ -237,9 +240,9 @@ def test_the_stand_in_uses_the_shell_of_any_agent(
     home: Path, became: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real server, started by `launch`: every tool of `SHELLS` is called and answered."""
-    from vllm_mlx_harmony.cli import client, process
+    from vllm_mlx_harmony.cli import client
 
-    monkeypatch.setattr(background, "command", process.command)
+    monkeypatch.setattr(background, "command", REAL)
     launched("codex", "--stand-in")
     server = background.running()
     assert server is not None and server.standin
@@ -258,3 +261,4 @@ def test_the_stand_in_uses_the_shell_of_any_agent(
         body["messages"] += [called.message(), result]
         answer = client.ask(server.port, body)
         assert "It works" in answer.message()["content"]  # type: ignore[operator]
+    assert "vllm-mlx-harmony launch codex" in background.log().read_text("utf-8"), "what to type"

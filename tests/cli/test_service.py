@@ -59,7 +59,9 @@ def test_from_installing_to_uninstalling(
     assert "not installed" in capsys.readouterr().err
     assert main(["service", "install"]) == 2
     assert main(["service", "install", "gpt-oss", "--port", "8000"]) == 0
-    assert b"gpt-oss" in service.path().read_bytes()
+    written = service.path().read_bytes()
+    assert b"gpt-oss" in written
+    assert (b"--log-file" in written) == (platform == "darwin"), "systemd has its journal"
     for action in ("stop", "start", "status", "logs", "uninstall"):
         called.clear()
         assert main(["service", action]) == 0

@@ -2,7 +2,7 @@
 
 The server's process inherits a lock on `server.lock` and holds it for as long as it lives, so that
 nobody takes another process for it, however it ended. `server.json` says what it is, `server.log`
-has its output.
+has its output (see `log_file`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -21,7 +22,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from vllm_mlx_harmony.cli.errors import UsageError
-from vllm_mlx_harmony.cli.process import ADDRESS, STOPPING, command, free_port, is_free
+from vllm_mlx_harmony.cli.process import ADDRESS, STOPPING, free_port, is_free
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.files import write_atomically
 
@@ -82,7 +83,7 @@ def start(
             return running() or start(source, name, flags, standin=standin)
         (directory() / "server.json").unlink(missing_ok=True)
         port = PORT if is_free(PORT) else free_port()
-        arguments = command(Path(source), port, ["--served-model-name", name, *flags])
+        arguments = command(source, port, ["--served-model-name", name, *flags])
         with log().open("wb") as printed:
             process = subprocess.Popen(
                 arguments,
@@ -96,6 +97,13 @@ def start(
         server = Background(process.pid, port, name, standin)
         write_atomically(directory() / "server.json", json.dumps(asdict(server)).encode())
         return server
+
+
+def command(source: str, port: int, flags: Sequence[str]) -> list[str]:
+    """The command of a server, whose output is in `log`."""
+    serve = [sys.executable, "-m", "vllm_mlx_harmony", "serve", source]
+    where = ["--host", ADDRESS, "--port", str(port), "--log-file", str(log())]
+    return [*serve, *where, *flags]
 
 
 def wait(server: Background) -> None:

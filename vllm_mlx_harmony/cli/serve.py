@@ -9,8 +9,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from vllm_mlx_harmony import _startup, host
+from vllm_mlx_harmony.cli import log_file
 from vllm_mlx_harmony.cli.errors import UsageError
 
 ID_FLAG = "--id-endpoint"
@@ -25,12 +27,17 @@ SWITCHES = {
 URLS_FLAG = "--tool-urls"
 """Comma-separated patterns of the tool servers that requests may name by URL."""
 
+LOG_FLAG = "--log-file"
+"""Where all output goes."""
+
 OWN_FLAGS = f"""
 vllm-mlx-harmony:
   {ID_FLAG}         serve POST /harmony/v1/generate (token ids), for a gateway in
                         front of this server; or VLLM_MLX_HARMONY_ID_ENDPOINT=1
   --inspect             show prompts and answers, token by token, at /harmony;
                         or VLLM_MLX_HARMONY_INSPECT=1
+  {LOG_FLAG} FILE       append all output to FILE; at 10 MB it becomes FILE.1, and
+                        so on up to FILE.3
   {URLS_FLAG} PATTERNS  MCP servers that requests may name by URL, comma-separated;
                         or VLLM_MLX_HARMONY_TOOL_URLS"""
 """Added to the host's ``--help``."""
@@ -40,9 +47,20 @@ def main(arguments: Sequence[str]) -> int:
     """Runs ``vllm-mlx serve`` with these arguments until it ends.
 
     ``--tool-call-parser harmony`` comes first, so that ``arguments`` can override it.
-    Raises ``UsageError`` if the plugin is disabled or the host cannot be imported.
+    Raises ``UsageError`` if the plugin is disabled, the host cannot be imported, or the file of
+    ``--log-file`` cannot be opened.
     """
-    arguments = _without_urls(list(arguments))
+    urls, arguments = _value(
+        URLS_FLAG, list(arguments), f"patterns: {URLS_FLAG} 'https://*.example.com'"
+    )
+    if urls is not None:
+        os.environ["VLLM_MLX_HARMONY_TOOL_URLS"] = urls
+    log, arguments = _value(LOG_FLAG, arguments, f"a file: {LOG_FLAG} server.log")
+    if log is not None:
+        try:
+            log_file.redirect(Path(log))
+        except OSError as error:
+            raise UsageError(f"{log} cannot be opened: {error.strerror}") from error
     for switch, variable in SWITCHES.items():
         if switch in arguments:
             arguments = [each for each in arguments if each != switch]
@@ -65,16 +83,15 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _without_urls(arguments: list[str]) -> list[str]:
-    """``arguments`` without the patterns, which go into their environment variable."""
+def _value(flag: str, arguments: list[str], example: str) -> tuple[str | None, list[str]]:
+    """The value of a flag, None if it is not given, and the other arguments."""
     for at, each in enumerate(arguments):
-        flag, equals, given = each.partition("=")
-        if flag != URLS_FLAG:
+        name, equals, given = each.partition("=")
+        if name != flag:
             continue
         if not equals:
             if at + 1 == len(arguments):
-                raise UsageError(f"{URLS_FLAG} needs patterns: {URLS_FLAG} 'https://*.example.com'")
+                raise UsageError(f"{flag} needs {example}")
             given = arguments[at + 1]
-        os.environ["VLLM_MLX_HARMONY_TOOL_URLS"] = given
-        return [*arguments[:at], *arguments[at + (1 if equals else 2) :]]
-    return arguments
+        return given, [*arguments[:at], *arguments[at + (1 if equals else 2) :]]
+    return None, arguments

@@ -2,7 +2,7 @@
 
 The file of the service starts `vllm-mlx-harmony serve` with the arguments that `install` is given.
 It is started again after a failure, by systemd not after an exit with code 2, which would only fail
-again.
+again. systemd has a journal; on a Mac the server itself rotates the file of its output.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     file = path()
     if given.action == "install":
         command = [sys.executable, "-m", "vllm_mlx_harmony", "serve", *rest]
+        if sys.platform == "darwin":
+            command += ["--log-file", str(log())]
         background.directory().mkdir(parents=True, exist_ok=True)
         write_atomically(file, content(command, log()))
         print(f"{file} written")
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def log() -> Path:
-    """The log of the service on a Mac; systemd has its journal."""
+    """The log of the service on a Mac."""
     return background.directory() / "service.log"
 
 
@@ -118,7 +120,7 @@ def commands(action: str) -> list[list[str]]:
             "start": [load],
             "stop": [unload],
             "status": [f"launchctl print {service}"],
-            "logs": [f"tail -n 100 -f {log()}"],
+            "logs": [f"tail -n 100 -F {log()}"],
             "uninstall": [unload],
         }
     else:

@@ -1,0 +1,54 @@
+"""The output of a server in a file that does not grow without end: ``serve --log-file``.
+
+launchd, and a shell that starts a process in the background, open a file for standard output and
+leave it to the process. Rotating such a file by `newsyslog` takes root and a signal that the host
+does not handle, so the process does it itself: it renames the file, and opens a new one in place of
+the old at the file descriptors of standard output and standard error. What is printed by Python,
+loggers and libraries goes there alike, and no line is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+LARGEST = 10_000_000
+"""Bytes after which a file is renamed."""
+
+OLDER = 3
+"""How many older files there are: `server.log.1` is the last one."""
+
+INTERVAL = 5.0
+"""Seconds between two looks at the size."""
+
+
+def redirect(path: Path, largest: int = LARGEST, interval: float = INTERVAL) -> None:
+    """Appends the output of this process to ``path``, and rotates it from a thread.
+
+    Raises ``OSError`` if the file cannot be opened.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = RotatingFileHandler(path, backupCount=OLDER, encoding="utf-8")
+
+    def put_in_place() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if files.stream is not None:
+            for descriptor in (1, 2):
+                os.dup2(files.stream.fileno(), descriptor)
+
+    def rotate() -> None:
+        while True:
+            time.sleep(interval)
+            if os.fstat(1).st_size >= largest:
+                with suppress(OSError):  # a full disk: it is tried again
+                    files.doRollover()
+                    put_in_place()
+
+    put_in_place()
+    threading.Thread(target=rotate, name="log-file", daemon=True).start()
