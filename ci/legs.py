@@ -370,6 +370,15 @@ LEGS: tuple[Leg, ...] = (
         ),
     ),
     Leg(
+        name="release",
+        what="both distributions and a Homebrew formula are built and checked, below dist",
+        install=("packaging", "twine", "uv>=0.9"),
+        absent=HOST,
+        commands=(("python", "ci/release.py"),),
+        python=FORK_PYTHON,
+        group="",
+    ),
+    Leg(
         name="grammar",
         what="500 random outputs of every kind, held to what was asked for",
         install=("-e", ".[cpu,test]", "pytest-xdist"),

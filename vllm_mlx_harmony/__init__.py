@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # `typing` itself would cost more than everything else here
     from vllm_mlx_harmony.core.render import render as render
     from vllm_mlx_harmony.host.activation import install as install
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "Parser": "core.parse",

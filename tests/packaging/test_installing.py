@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -84,8 +85,11 @@ def uv() -> str:
     return found
 
 
+GITHUB = {"GITHUB_SERVER_URL": "https://example.com", "GITHUB_REPOSITORY": "owner/name"}
+
+
 def build(uv: str, project: Path, out: Path) -> Path:
-    succeed(uv, "build", "--wheel", "--out-dir", out, project)
+    succeed(uv, "build", "--wheel", "--out-dir", out, project, **GITHUB)
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -238,6 +242,16 @@ def test_the_wheel_holds_what_it_needs_and_nothing_else(wheel: Path) -> None:
     assert {name for name in held if ".dist-info/" not in name} == sources | startup
     assert "vllm_mlx_harmony/py.typed" in held
     assert "vllm_mlx_harmony/data/o200k_base.xz" in held
+
+
+def test_its_links_lead_to_the_repository(wheel: Path) -> None:
+    (name,) = (each for each in names(wheel) if each.endswith(".dist-info/METADATA"))
+    metadata = zipfile.ZipFile(wheel).read(name).decode()
+    assert "\nProject-URL: Issues, https://example.com/owner/name/issues\n" in metadata
+    links = re.findall(r"\]\(([^)]+)\)", metadata)
+    assert "https://example.com/owner/name/blob/main/docs/README.md" not in links, "a version's own"
+    assert any(link.endswith("/docs/mac.md") for link in links)
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 def test_every_entry_point_can_be_loaded(wheel: Path) -> None:

@@ -1,0 +1,174 @@
+"""Builds and checks what is published, below `dist`: both distributions, and a Homebrew formula.
+
+Run by the leg `release`, whose environment has what this needs. The formula is for a tap. Its
+resources are wheels, since neither mlx nor torch can be built from source there, and they are
+installed after Homebrew has rewritten the load commands of a keg's libraries, in which wheels leave
+no room for longer paths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping
+from email.parser import Parser
+from pathlib import Path
+from typing import Any
+
+from packaging.tags import Tag, compatible_tags, cpython_tags, mac_platforms
+from packaging.utils import parse_wheel_filename
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DIST = REPOSITORY / "dist"
+
+PYTHON = (3, 12)
+MACOS = (14, 0)
+"""The Python of the formula, and the oldest macOS."""
+
+FORMULA = """\
+class VllmMlxHarmony < Formula
+  desc "Serves OpenAI's gpt-oss models correctly on vllm-mlx"
+  homepage "{homepage}"
+  url "{url}",
+      using: :nounzip
+  sha256 "{sha256}"
+  license "Apache-2.0"
+
+  depends_on arch: :arm64
+  depends_on macos: :sonoma
+  depends_on "python@{python}"
+
+{resources}
+  def install
+    (libexec/"wheels").install Dir["*.whl"]
+    resources.each {{ |wheel| wheel.stage(libexec/"wheels") }}
+    bin.write_exec_script libexec/"venv/bin/vllm-mlx-harmony", libexec/"venv/bin/vllm-mlx"
+  end
+
+  def post_install
+    python = Formula["python@{python}"].opt_bin/"python{python}"
+    system python, "-m", "venv", "--clear", libexec/"venv"
+    wheels = Dir[libexec/"wheels/*.whl"]
+    system libexec/"venv/bin/pip", "install", "--no-index", "--no-deps", *wheels
+  end
+
+  test do
+    assert_match version.to_s, shell_output("#{{bin}}/vllm-mlx-harmony --version")
+  end
+end
+"""
+
+RESOURCE = """\
+  resource "{name}" do
+    url "{url}",
+        using: :nounzip
+    sha256 "{sha256}"
+  end
+"""
+
+
+def main() -> int:
+    """Builds and checks. The exit code is 0 only if all of it succeeded."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    run("uv", "build", "--quiet", "--out-dir", str(DIST))
+    run("uv", "build", "--quiet", "--wheel", "--out-dir", str(DIST), "gateway")
+    files = sorted(DIST.glob("vllm_mlx_harmony*"))
+    run("twine", "check", "--strict", *map(str, files))
+    wheel = next(DIST.glob("vllm_mlx_harmony-*.whl"))
+    version = wheel.name.split("-")[1]
+    if not is_dated((REPOSITORY / "CHANGELOG.md").read_text("utf-8"), version):
+        print(f"CHANGELOG.md has no heading `## [{version}]` with a date", file=sys.stderr)
+        return 1
+    tap = DIST / "vllm-mlx-harmony.rb"
+    tap.write_text(formula(wheel, locked()), "utf-8")
+    for path in (*files, tap):
+        print(f"{path.relative_to(REPOSITORY)}: {path.stat().st_size:,} bytes")
+    return 0
+
+
+def run(*command: str) -> None:
+    """Runs a command. Raises ``CalledProcessError`` if it fails."""
+    print(f"$ {' '.join(command)}", flush=True)
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+
+
+def is_dated(changelog: str, version: str) -> bool:
+    """Whether the newest version of a changelog is ``version``, with a date."""
+    newest = re.search(r"^## (.*)$", changelog, re.MULTILINE)
+    form = rf"\[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d"
+    return newest is not None and re.fullmatch(form, newest[1]) is not None
+
+
+def locked() -> list[dict[str, Any]]:
+    """All packages that an installation on a Mac has beside this one, as in a `pylock.toml`."""
+    target = ["--python-platform", "aarch64-apple-darwin", "--python-version", dotted(PYTHON)]
+    command = ["uv", "pip", "compile", "--quiet", "--format", "pylock.toml", *target]
+    ended = subprocess.run(
+        [*command, "pyproject.toml"],
+        cwd=REPOSITORY,
+        env={**os.environ, "MACOSX_DEPLOYMENT_TARGET": dotted(MACOS)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    packages: list[dict[str, Any]] = tomllib.loads(ended.stdout)["packages"]
+    return packages
+
+
+def formula(wheel: Path, packages: Iterable[Mapping[str, Any]]) -> str:
+    """The formula of a wheel that will be on PyPI, and of the packages that it needs."""
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = (each for each in opened.namelist() if each.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(opened.read(name).decode())
+    urls = dict(each.split(", ", 1) for each in metadata.get_all("Project-URL", []))
+    project = metadata["Name"]
+    resources = []
+    for package in packages:
+        chosen = best(package["wheels"])
+        values = {"url": chosen["url"], "sha256": chosen["hashes"]["sha256"]}
+        resources.append(RESOURCE.format(name=package["name"], **values))
+    return FORMULA.format(
+        homepage=urls.get("Homepage", f"https://pypi.org/project/{project}/"),
+        url=f"https://files.pythonhosted.org/packages/py3/{project[0]}/{project}/{wheel.name}",
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        python=dotted(PYTHON),
+        resources="\n".join(resources),
+    )
+
+
+def best(wheels: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The wheel that pip would choose on the formula's oldest macOS."""
+    platforms = list(mac_platforms(MACOS, "arm64"))
+    tags = [
+        *cpython_tags(PYTHON, platforms=platforms),
+        *compatible_tags(PYTHON, "cp312", platforms),
+    ]
+    ranks: dict[Tag, int] = {tag: rank for rank, tag in reversed(list(enumerate(tags)))}
+
+    def rank(wheel: Mapping[str, Any]) -> int:
+        fitting = parse_wheel_filename(wheel["url"].rsplit("/", 1)[1])[3]
+        return min(ranks.get(tag, len(tags)) for tag in fitting)
+
+    chosen = min(wheels, key=rank)
+    if rank(chosen) == len(tags):
+        raise ValueError(f"no wheel for macOS {dotted(MACOS)}: {chosen['url']}")
+    return chosen
+
+
+def dotted(version: tuple[int, int]) -> str:
+    """`3.12`"""
+    return ".".join(map(str, version))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
