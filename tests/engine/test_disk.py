@@ -146,6 +146,8 @@ def test_only_what_memory_has_not_is_read(
     write(disk, pieces)
     assert fetch(disk, known) == expected
     assert (disk.counters().hits, disk.counters().misses) == ((1, 0) if expected else (0, 1))
+    assert fetch(disk, ids=[7, *IDS]) == []  # it has nothing of these
+    assert disk.counters().misses == (1 if expected else 2)
 
 
 def test_the_last_id_is_never_known(disk: DiskCache, pieces: list[Piece]) -> None:

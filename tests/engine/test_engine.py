@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
 from functools import partial
@@ -26,6 +27,8 @@ from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.engine import QUEUE_VARIABLE, MlxEngine, Options
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
+from vllm_mlx_harmony.engine.request import Request
+from vllm_mlx_harmony.engine.sampler import Sampler
 from vllm_mlx_harmony.engine.scheduler import Limits
 from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.sampling import Settings
@@ -603,7 +606,7 @@ def test_what_would_not_fit_waits_until_it_does(tiny: Path, run: Run) -> None:
         budget = engine.budget
         assert budget is not None
         one = budget.layout.nbytes(1000 + 40)
-        room = engine.weights + budget.work + int(one * 1.5)
+        room = device.used() + budget.work + int(one * 1.5)
         engine.budget = type(budget)(room, budget.layout, budget.work)
         most = 0
 
@@ -628,7 +631,7 @@ def test_the_context_is_as_long_as_memory_allows(tiny: Path) -> None:
         assert engine.context_length == 131_072
         budget = engine.budget
         assert budget is not None
-        room = engine.weights + budget.work + budget.layout.nbytes(5000)
+        room = device.weights() + budget.work + budget.layout.nbytes(5000)
         engine.budget = type(budget)(room, budget.layout, budget.work)
         assert engine.context_length is not None and 4600 < engine.context_length <= 5120
     finally:
@@ -644,6 +647,125 @@ def test_a_model_that_leaves_no_room_is_not_loaded(
         engine.load(partial(load, tiny))
     engine.close()
     assert not engine.loaded
+
+
+@pytest.mark.parametrize("weights", [1, 3, 10**9])
+def test_other_models_shorten_the_context_while_they_are_loaded(tiny: Path, weights: int) -> None:
+    before = device.weights()
+    first = opened(tiny)
+    second = opened(tiny)
+    try:
+        assert first.weights == second.weights == (device.weights() - before) // 2 > 10**6
+        budget = first.budget
+        assert budget is not None
+        room = device.weights() + budget.work + budget.layout.nbytes(5120) + weights
+        first.budget = type(budget)(room, budget.layout, budget.work)
+        alone = first.context_length
+        device.add_weights(weights)
+        assert first.context_length == min(alone or 0, 5120)
+        device.add_weights(-weights)
+        assert first.context_length == alone
+    finally:
+        first.close()
+        second.close()
+    assert device.weights() == before and first.weights == 0
+
+
+def waiting_for_memory(engine: MlxEngine, missing: int, since: float) -> Request:
+    """A request for which ``missing`` bytes are missing; it arrived ``since`` seconds ago."""
+    request = Request(99, words(1, 200), GREEDY, "", Sampler(GREEDY), time.perf_counter() - since)
+    engine._requests[99] = request
+    engine._scheduler.add(99, 199, "", request.since)
+    budget = engine.budget
+    assert budget is not None
+    room = device.used() + budget.needed([request.end]) - missing
+    engine.budget = type(budget)(room, budget.layout, budget.work)
+    return request
+
+
+def test_a_prompt_without_memory_waits_from_its_first_attempt(
+    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long ago it arrived; and as long as memory is used and freed."""
+    used = [10**6]
+
+    async def test() -> None:
+        engine = opened(tiny)
+        monkeypatch.setattr(device, "used", lambda: used[0])
+        try:
+            request = waiting_for_memory(engine, 1, 1000.0)
+            assert not engine._fits(99) and 99 in engine._requests
+            monkeypatch.setattr("vllm_mlx_harmony.engine.engine.HOPELESS", -1.0)
+            for change in (1, 2):
+                used[0] += change
+                assert not engine._fits(99) and 99 in engine._requests
+            assert not engine._fits(99) and 99 not in engine._requests
+            engine._deliver()
+            with pytest.raises(HostError) as error:
+                await request.next()
+            assert error.value.code == "out_of_memory"
+        finally:
+            engine.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(("missing", "evicted"), [(1, True), (10**9, False)])
+def test_the_prefix_cache_is_evicted_only_if_that_makes_the_room(
+    tiny: Path, run: Run, missing: int, evicted: bool
+) -> None:
+    async def test() -> None:
+        engine = opened(tiny, cache=reusing())
+        try:
+            await answer(engine, words(1, 300), max_tokens=2)
+            assert engine.cache is not None
+            held = engine.cache.nbytes
+            waiting_for_memory(engine, missing, 0.0)
+            assert held and engine._thread.call(partial(engine._fits, 99)).result() == evicted
+            assert (engine.cache.nbytes < held) == evicted
+        finally:
+            engine.close()
+
+    run(test())
+
+
+def test_an_answer_may_end_in_the_step_in_which_its_event_loop_closes(
+    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those beside it continue. In the last step here, it gets two ids."""
+    engine = opened(tiny)
+    asked, beside = words(1, 50), words(2, 50)
+    expected = of_mlx_lm(engine, beside)
+    gone, step = asyncio.new_event_loop(), Batch.step
+    gone.close()
+    held: list[Any] = []
+
+    def late(batch: Batch, model: Any) -> list[Any]:
+        found = []
+        for request, token in step(batch, model):
+            if request.prompt == asked and request.generated + len(held) == 8:
+                held.append((request, token))
+                request.loop = gone
+            else:
+                found += (
+                    [*held, (request, token)] if request.prompt == asked else [(request, token)]
+                )
+        return found
+
+    monkeypatch.setattr(Batch, "step", late)
+
+    async def both() -> Any:
+        first = asyncio.ensure_future(answer(engine, asked, max_tokens=10))
+        try:
+            return await answer(engine, beside)
+        finally:
+            first.cancel()
+
+    try:
+        assert run(both()) == expected
+        assert held and idle(engine)
+    finally:
+        engine.close()
 
 
 # --- Prefix reuse.
@@ -700,7 +822,7 @@ def test_the_prefix_cache_gives_way_to_a_request(tiny: Path, run: Run) -> None:
         run(answer(engine, words(1, 2000), max_tokens=2))
         budget, cache = engine.budget, engine.cache
         assert budget is not None and cache is not None and cache.status().nbytes > 0
-        room = engine.weights + budget.work + budget.layout.nbytes(2100)
+        room = device.used() - cache.nbytes + budget.work + budget.layout.nbytes(2100)
         engine.budget = type(budget)(room, budget.layout, budget.work)
         assert len(run(answer(engine, words(2, 2000), max_tokens=2))) == 2
         assert run(engine.reusable_tokens(words(1, 2000), "")) == 0

@@ -564,7 +564,7 @@ def test_parameters(
         (Name("vllm_mlx.server:__name__", "", ()), "not a function"),
         (route("/no/such", "GET", print), "no route"),
         (route("/v1/chat/completions", "PUT", print), "no route"),
-        (route("/new", "GET", print, ("/no/such", "GET")), "no route"),
+        (route("/new", "GET", print, ("/no/such", "GET")), "no route GET /no/such"),
     ],
 )
 def test_problems_are_found_before_anything_is_changed(

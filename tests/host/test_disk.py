@@ -18,11 +18,11 @@ import mlx_lm.utils
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli import doctor
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.engine.disk import index
+from vllm_mlx_harmony.engine.disk import identity, index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, DiskCache, Offered
 from vllm_mlx_harmony.engine.disk.safetensors import Tensor
 from vllm_mlx_harmony.engine.prefix_tree import pack
-from vllm_mlx_harmony.host import resources
+from vllm_mlx_harmony.host import metrics, resources
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -70,6 +70,31 @@ def test_a_directory_that_cannot_be_used_costs_the_disk_alone(
     (tmp_path / "file").write_text("")
     assert resources.opened(str(tmp_path / "file"), 1.0) is None
     assert "cannot be used" in caplog.text
+
+
+def test_without_a_disk_no_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is there a warning that the cache is not on disk."""
+    path = standin.write_tiny(tmp_path / "model", width=16)
+    monkeypatch.setattr(resources, "disk", None)
+    monkeypatch.setattr(identity, "of_weights", lambda _: pytest.fail("was read"))
+    engine = HarmonyEngine(str(path))
+    engine.prepare_for_start()
+    asyncio.run(engine.stop())
+    assert "prefix cache" not in caplog.text
+
+
+def test_what_only_grows_is_a_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = filled(tmp_path)
+    monkeypatch.setattr(resources, "disk", disk)
+    kinds = {
+        each.name.removeprefix(f"{metrics.DISK}_"): each.type for each in metrics._Ours().collect()
+    }
+    gauges = {"bytes", "pieces", "turns", "waiting_bytes", "paused"}
+    assert {name for name, kind in kinds.items() if kind == "gauge"} == gauges
+    assert kinds["hits"] == kinds["written_bytes"] == kinds["read_seconds"] == "counter"
+    disk.close(1.0)
 
 
 @pytest.mark.parametrize("changed", [False, True])

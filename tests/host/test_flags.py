@@ -86,7 +86,7 @@ NAMED = [
     ("--use-paged-cache", "--use-paged-cache: "),
     ("--paged-cache-block-size 32", "--paged-cache-block-size: "),
     ("--max-cache-blocks 32", "--max-cache-blocks: "),
-    ("--prefix-trie-cache", "--prefix-trie-cache: the prefix cache is always on"),
+    ("--prefix-trie-cache", "--prefix-trie-cache: the prefix cache always is a tree"),
     ("--prefix-trie-cache-size 3", "--prefix-trie-cache-size: "),
     ("--specprefill", "--specprefill: it leaves tokens of the prompt out"),
     ("--specprefill-threshold 8192", "--specprefill-threshold: "),
@@ -136,6 +136,18 @@ def test_without_any_prefix_cache_nothing_is_on_disk(
     found = given(monkeypatch, "--disable-prefix-cache", *line.split())
     (sentence,) = flags.without_effect(found, enabled=False)
     assert sentence.startswith("--ssd-cache-dir") and sentence.endswith("the prefix cache is off")
+
+
+def test_without_any_prefix_cache_no_sentence_says_that_it_is_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = "--disable-prefix-cache --prefix-trie-cache --ssd-cache-dir d"
+    off, tree = flags.without_effect(given(monkeypatch, *line.split()), enabled=False)
+    assert off == "--ssd-cache-dir: the prefix cache is off"
+    assert (
+        tree
+        == "--prefix-trie-cache: the prefix cache always is a tree (--cache-memory-mb bounds it)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,3 +217,21 @@ def test_every_flag_of_the_host_was_looked_at() -> None:
 def test_a_text_only_model_has_no_mllm(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HostError, match="--mllm: gpt-oss takes text only"):
         activation._check(parsed("--mllm"))
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "url"),
+    [
+        ("127.0.0.1", 8000, ""),
+        ("localhost", 8000, ""),
+        ("0.0.0.0", 8000, ""),
+        ("::", 9, " --url http://127.0.0.1:9"),
+        ("127.0.0.1", 9, " --url http://127.0.0.1:9"),
+        ("::1", 8000, " --url http://[::1]:8000"),
+        ("192.168.1.5", 8000, " --url http://192.168.1.5:8000"),
+        ("192.168.1.5", 9, " --url http://192.168.1.5:9"),
+    ],
+)
+def test_next_names_an_address_that_the_server_listens_on(host: str, port: int, url: str) -> None:
+    summary.set_flags((), key=False, rate=0, host=host, port=port)
+    assert dict(summary._common())["next"] == f"vllm-mlx-harmony launch codex{url}"

@@ -273,7 +273,7 @@ def test_start_stats_and_metrics_show_it(loops: Loops) -> None:
     assert counters["bytes_read"] > 0 < counters["read_seconds"]
     assert counters["last_error"] == ""
     metrics = httpx.get(f"{loops.server.base_url}/metrics", timeout=30).text
-    found = re.search(r"^vllm_mlx_harmony_prefix_disk_hits ([\d.]+)$", metrics, re.MULTILINE)
+    found = re.search(r"^vllm_mlx_harmony_prefix_disk_hits_total ([\d.]+)$", metrics, re.MULTILINE)
     assert found and float(found[1]) >= 1
     assert "vllm_mlx_harmony_prefix_disk_bytes" in metrics
     modes = {stat.S_IMODE(path.stat().st_mode) for path in Path(line[3]).rglob("*")}

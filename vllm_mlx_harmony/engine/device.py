@@ -1,8 +1,12 @@
-"""The device: how much memory a model may use on it, how much is used, what can be given back."""
+"""The device: how much memory models may use on it, and how much they use.
+
+Metal has one limit for the whole process, however many models are loaded.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,32 +19,52 @@ VARIABLE = "VLLM_MLX_HARMONY_MEMORY"
 
 _CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
+_weights = 0
+_wired_before = 0
+_lock = threading.Lock()
+
 
 def has_metal() -> bool:
     """Whether models run on the machine's GPU."""
     return bool(mx.metal.is_available())
 
 
-def memory() -> int:
-    """Bytes that the device recommends to use; without Metal, those of the machine or container."""
-    if mx.metal.is_available():
-        return int(mx.device_info()["max_recommended_working_set_size"])
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def machine() -> int:
+    """Bytes of memory of the machine, or of the container if that has less."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _CONTAINERS:
         with suppress(OSError, ValueError):  # ``max``: no limit
-            machine = min(machine, int(Path(path).read_text()))
-    return number(VARIABLE, machine)
+            found = min(found, int(Path(path).read_text()))
+    return found
 
 
-def wire() -> int | None:
-    """Lets Metal keep in memory what it recommends; what was before, or ``None`` without Metal."""
-    return mx.set_wired_limit(memory()) if mx.metal.is_available() else None
+def memory() -> int:
+    """Bytes that the device recommends to use at most."""
+    if has_metal():
+        return int(mx.device_info()["max_recommended_working_set_size"])
+    return number(VARIABLE, machine())
 
 
-def unwire(limit: int | None) -> None:
-    if limit is not None:
-        mx.synchronize()
-        mx.set_wired_limit(limit)
+def add_weights(nbytes: int) -> None:
+    """Counts the weights of a model that was loaded, or, if negative, of one that is unloaded.
+
+    While there are any, Metal keeps arrays in memory up to the recommended size.
+    """
+    global _weights, _wired_before
+    with _lock:
+        before, _weights = _weights, _weights + nbytes
+        if not has_metal() or bool(before) == bool(_weights):
+            return
+        if _weights:
+            _wired_before = mx.set_wired_limit(memory())
+        else:
+            mx.synchronize()
+            mx.set_wired_limit(_wired_before)
+
+
+def weights() -> int:
+    """Bytes of the weights of all models of this process."""
+    return _weights
 
 
 def used() -> int:

@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
 from mlx.nn import Module
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_mlx_harmony.core import vocab
@@ -54,7 +55,8 @@ from vllm_mlx_harmony.server.settings import number
 logger = logging.getLogger(__name__)
 
 QUEUE_VARIABLE = "VLLM_MLX_HARMONY_QUEUE"
-"""Environment variable: requests whose prompts may wait; more are rejected with 503."""
+"""Environment variable: requests whose prompts may wait. Later ones are rejected with 503; requests
+that arrive at the same moment may exceed it."""
 
 WAITING = 256
 """The default of this variable."""
@@ -66,7 +68,7 @@ PROBE = 64
 """Ids of the chunk that measures the memory of a chunk when a model is loaded."""
 
 HOPELESS = 10.0
-"""Seconds after which a prompt fails that finds no memory although no request runs."""
+"""Seconds for which a prompt may lack memory while none is used or freed; then it fails."""
 
 REPORTED = 0.5
 """Seconds between two progress reports of prompts that wait."""
@@ -153,7 +155,6 @@ class MlxEngine:
         self._numbers = count(1)
         self._out: defaultdict[asyncio.AbstractEventLoop, list[tuple[Request, Item]]]
         self._out = defaultdict(list)
-        self._wired: int | None = None
         self._computed = 0
         self._reported = 0.0
         self._stopped = "the engine was stopped"
@@ -176,7 +177,7 @@ class MlxEngine:
         known = length_of(self.model)
         if self.budget is None:
             return known
-        longest = self.budget.longest(self.weights)
+        longest = self.budget.longest(device.weights())
         return longest if known is None else min(known, longest)
 
     def load(self, load: Load) -> None:
@@ -274,20 +275,21 @@ class MlxEngine:
 
     def _load(self, load: Load) -> None:
         module, self.tokenizer = load()
-        self._wired = device.wire()
-        self.weights = device.used()
+        self.weights = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
         self.module = module
+        device.add_weights(self.weights)
         limit = int(device.memory() * self.options.utilization)
         layers = make_prompt_cache(module)
         mx.reset_peak_memory()
+        before = device.used()
         module(mx.array([[vocab.ENDOFTEXT] * PROBE]), cache=layers)
         evaluate(layers)
-        work_per_id = max(0, mx.get_peak_memory() - self.weights) / PROBE
+        work_per_id = max(0, mx.get_peak_memory() - before) / PROBE
         work = int(work_per_id * self.options.limits.chunk)
         self.budget = Budget(limit, Layout.of(layers), work)
-        if self.budget.longest(self.weights) < 1:
+        if self.budget.longest(device.weights()) < 1:
             raise HostError(
-                f"{self.weights:,} bytes of weights leave no room for a prompt in the "
+                f"{device.weights():,} bytes of weights leave no room for a prompt in the "
                 f"{limit:,} bytes that may be used; take a smaller model, or more of the memory "
                 "(--gpu-memory-utilization)",
                 code="out_of_memory",
@@ -304,8 +306,8 @@ class MlxEngine:
             self.cache.close()
         self.cache = self.budget = None
         self.module = self.tokenizer = None
-        device.unwire(self._wired)
-        self._wired = None
+        device.add_weights(-self.weights)
+        self.weights = 0
         mx.clear_cache()
 
     def _abandon(self, error: BaseException | None = None) -> None:
@@ -362,8 +364,9 @@ class MlxEngine:
             try:
                 loop.call_soon_threadsafe(_hand_over, items)
             except RuntimeError:  # the loop is closed
-                for request, _ in items:
-                    self._forget(request)
+                for request, _ in items:  # later: a step may be using its row now
+                    with suppress(Stopped):
+                        self._thread.call(partial(self._forget, request))
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
         """``requests``, and answers that are in no batch any more, end with ``error``.
@@ -428,12 +431,16 @@ class MlxEngine:
         holders: list[Request | Batch] = [*running, *self._batches]
         own = sum(layer.nbytes for each in holders for layer in each.layers or ())
         ends = [*(each.end for each in running), request.end]
-        missing = budget.missing(device.used() - own, ends)
-        if missing and self.cache is not None:
+        others, now = device.used() - own, time.perf_counter()
+        missing = budget.missing(others, ends)
+        if self.cache is not None and 0 < missing <= self.cache.nbytes:
             self.cache.evict(missing)
             mx.clear_cache()
-            missing = budget.missing(device.used() - own, ends)
-        if missing and not running and time.perf_counter() - request.since > HOPELESS:
+            others = device.used() - own
+            missing = budget.missing(others, ends)
+        if running or others != request.others:
+            request.others, request.hopeless = others, now + HOPELESS
+        elif missing and now > request.hopeless:
             self._fail([request], MemoryError(f"{missing} bytes are missing"))
         return not missing
 

@@ -1,4 +1,4 @@
-"""How much memory a request takes to its end, and whether there is as much: arithmetic, no mlx.
+"""The memory that a request needs until its end, and whether there is enough: arithmetic, no mlx.
 
 A Mac on which mlx allocates more than Metal can keep in memory swaps, kills the process, or panics
 (https://github.com/ml-explore/mlx/issues/2312, https://github.com/ml-explore/mlx-lm/issues/883).
@@ -11,7 +11,8 @@ So nothing is computed that would not fit:
     + the work of a chunk                                 measured when a model is loaded
     ≤ limit                                               device × ``--gpu-memory-utilization``
 
-A request's end is its prompt and its ``max_tokens``.
+A request's end is its prompt and its ``max_tokens``. The requests of other models count with what
+they hold now. What was read ahead from the disk is in plain memory and is not counted.
 """
 
 from __future__ import annotations

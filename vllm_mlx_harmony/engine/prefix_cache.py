@@ -135,7 +135,7 @@ class PrefixCache:
         loaded: tuple[Loaded, ...] = ()
         in_memory = match.in_memory
         with _logged("a prompt could not be read from the disk"):
-            if self._disk is not None and match.on_disk:
+            if self._disk is not None:
                 known = partial(self._tree.reach, *self._place(match))
                 loaded = await self._disk.load(match.on_disk, known)
             in_memory, _ = self._tree.find(*self._place(match))
@@ -198,6 +198,11 @@ class PrefixCache:
     def computing(self) -> AbstractContextManager[None]:
         """While the engine computes: the disk writes slowly."""
         return nullcontext() if self._disk is None else self._disk.computing()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all models in memory, with those that are being written."""
+        return self._tree.counters().nbytes
 
     def evict(self, nbytes: int) -> int:
         """Evicts the least recently used pieces, of any model, from memory; returns their bytes.

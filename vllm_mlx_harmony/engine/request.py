@@ -39,6 +39,10 @@ class Request:
     # stored at ``marks``. An answer is a row of a batch, whose layers hold ``ids`` (prompt and
     # answer), or will after the step that is being computed; ``joined`` after its first step.
     begun: float = 0.0
+    others: int = -1
+    """Bytes of everything else when it last found no memory; it fails if they are the same at
+    ``hopeless``."""
+    hopeless: float = 0.0
     layers: Layers | None = None
     marks: deque[int] = field(default_factory=deque)
     at: int = 0

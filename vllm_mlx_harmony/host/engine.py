@@ -46,8 +46,7 @@ NAME = "harmony_prefix_reuse"
 CLEARED = {NAME: True}
 """What vllm-mlx shows of caches that were emptied."""
 
-_GIB = 1e9
-"""What vllm-mlx calls a gigabyte in its status."""
+_GB = 1e9
 
 _Decoder = getincrementaldecoder("utf-8")
 
@@ -159,10 +158,11 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
 
     def _load(self) -> tuple[Any, Any]:
         trusted = self._trust_remote_code or is_standin(Path(self.path))
-        found, self._weights = identity.while_loading(
-            self.path, partial(load, self.path, trust_remote_code=trusted)
-        )
-        module, tokenizer = found
+        loading = partial(load, self.path, trust_remote_code=trusted)
+        if resources.disk is None:
+            module, tokenizer = loading()
+        else:
+            (module, tokenizer), self._weights = identity.while_loading(self.path, loading)
         if not is_harmony(tokenizer):
             raise NotHarmony(self.model_name)
         return module, tokenizer
@@ -284,9 +284,9 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
             "running": self._loaded and self.is_healthy(),
             "num_running": running,
             "num_waiting": len(requests) - running,
-            "metal_active_memory_gb": round(device.used() / _GIB, 2),
-            "metal_peak_memory_gb": round(mx.get_peak_memory() / _GIB, 2),
-            "metal_cache_memory_gb": round(mx.get_cache_memory() / _GIB, 2),
+            "metal_active_memory_gb": round(device.used() / _GB, 2),
+            "metal_peak_memory_gb": round(mx.get_peak_memory() / _GB, 2),
+            "metal_cache_memory_gb": round(mx.get_cache_memory() / _GB, 2),
             "requests": requests,
             "steps_executed": totals.steps,
             "num_requests_processed": totals.requests,

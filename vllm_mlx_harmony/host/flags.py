@@ -51,7 +51,7 @@ IDLE: Mapping[str, tuple[str, ...]] = {
         "paged_cache_block_size",
         "max_cache_blocks",
     ),
-    "the prefix cache is always on (--cache-memory-mb bounds it)": (
+    "the prefix cache always is a tree (--cache-memory-mb bounds it)": (
         "prefix_trie_cache",
         "prefix_trie_cache_size",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import Counter, Metric
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from vllm_mlx_harmony.host import resources, tools
@@ -13,7 +13,7 @@ from vllm_mlx_harmony.host.server_globals import server
 
 REASONING_ENDED = Counter(
     "vllm_mlx_harmony_reasoning_ended",
-    "Answers that the model was made to begin, by what ended its reasoning.",
+    "Answers whose reasoning was cut short, by reason.",
     ["reason"],
     registry=None,
 )
@@ -21,21 +21,21 @@ REASONING_ENDED = Counter(
 DISK = "vllm_mlx_harmony_prefix_disk"
 
 OF_DISK = (
-    ("bytes", "nbytes", "Bytes of the prefix cache on disk."),
-    ("pieces", "pieces", "Pieces of prompts on disk."),
-    ("turns", "turns", "Generated turns on disk."),
-    ("waiting_bytes", "waiting", "Bytes to be written."),
-    ("hits", "hits", "Prompts that continued from the disk."),
-    ("misses", "misses", "Prompts of which the disk had no more than memory."),
-    ("read_bytes", "bytes_read", "Bytes read."),
-    ("read_seconds", "read_seconds", "Seconds spent reading."),
-    ("written_bytes", "bytes_written", "Bytes written."),
-    ("write_seconds", "write_seconds", "Seconds spent writing."),
-    ("dropped", "dropped", "Pieces that were not written in time."),
-    ("damaged", "damaged", "Pieces and turns that could not be read."),
-    ("paused", "paused", "1 while the disk is not used after a failure."),
+    (GaugeMetricFamily, "bytes", "nbytes", "Bytes of the prefix cache on disk."),
+    (GaugeMetricFamily, "pieces", "pieces", "Pieces of prompts on disk."),
+    (GaugeMetricFamily, "turns", "turns", "Generated turns on disk."),
+    (GaugeMetricFamily, "waiting_bytes", "waiting", "Bytes to be written."),
+    (GaugeMetricFamily, "paused", "paused", "1 while nothing is written after a failure."),
+    (CounterMetricFamily, "hits", "hits", "Prompts that continued from the disk."),
+    (CounterMetricFamily, "misses", "misses", "Prompts with no more on disk than in memory."),
+    (CounterMetricFamily, "read_bytes", "bytes_read", "Bytes read."),
+    (CounterMetricFamily, "read_seconds", "read_seconds", "Seconds spent reading."),
+    (CounterMetricFamily, "written_bytes", "bytes_written", "Bytes written."),
+    (CounterMetricFamily, "write_seconds", "write_seconds", "Seconds spent writing."),
+    (CounterMetricFamily, "dropped", "dropped", "Pieces and turns that were not written."),
+    (CounterMetricFamily, "damaged", "damaged", "Pieces, turns and indexes that were damaged."),
 )
-"""Name, field of ``Counters`` and meaning."""
+"""Kind, name, field of ``disk.cache.Counters`` and meaning. Counters get the suffix ``_total``."""
 
 
 class _Ours(Collector):
@@ -47,8 +47,8 @@ class _Ours(Collector):
             yield from tools.running.collect()
         if resources.disk is not None:
             now = resources.disk.counters()
-            for name, field, about in OF_DISK:
-                yield GaugeMetricFamily(f"{DISK}_{name}", about, float(getattr(now, field)))
+            for kind, name, field, about in OF_DISK:
+                yield kind(f"{DISK}_{name}", about, float(getattr(now, field)))
 
 
 def show() -> None:

@@ -92,7 +92,7 @@ class Route:
             original, model = self._originals(locate(APP).router.routes)
         except (ImportError, AttributeError, TypeError) as error:
             return f"{APP} has no routes ({error})"
-        wanted = self.endpoint.like or self.label
+        wanted = "{1} {0}".format(*like) if (like := self.endpoint.like) else self.label
         return None if original or model else f"{APP} has no route {wanted}"
 
     def apply(self) -> Undo:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
-import os
 from functools import lru_cache
 from pathlib import Path
 
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.disk.cache import DiskCache, Failed
 from vllm_mlx_harmony.engine.engine import Options
 from vllm_mlx_harmony.engine.pieces import Piece
@@ -54,8 +54,7 @@ def budget() -> int:
     """Size of the prefix cache in bytes: by flags, the environment, or the machine's memory."""
     if _budget is not None:
         return _budget
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return number(VARIABLE, machine // MEMORY_DIVISOR)
+    return number(VARIABLE, device.machine() // MEMORY_DIVISOR)
 
 
 @lru_cache(maxsize=1)

@@ -34,7 +34,10 @@ def set_flags(idle: Sequence[str], *, key: bool, rate: int, host: str, port: int
     _access += ", API key required" if key else ", open to all clients: no --api-key"
     if rate > 0:
         _access += f", {rate} requests a minute"
-    url = "" if port == DEFAULT_PORT else f" --url http://127.0.0.1:{port}"
+    address = LOCAL[0] if host in (*LOCAL[:2], "0.0.0.0", "::") else host
+    address = f"[{address}]" if ":" in address else address
+    default = (address, port) == (LOCAL[0], DEFAULT_PORT)
+    url = "" if default else f" --url http://{address}:{port}"
     _next = f"vllm-mlx-harmony launch codex{url}"
 
 

@@ -409,6 +409,9 @@ class DiskCache:
         read for other prompts, and not yet used, exceeds ``patience``; then asks how much is
         ``known``, on the reader's thread.
         """
+        if not rows:
+            self._counters.misses += 1
+            return ()
         loop = asyncio.get_running_loop()
         async with self._line:
             while self.read_ahead > self._patience:
