@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +35,7 @@ from bench_reuse import (
 from bench_table import Row, printed
 
 from vllm_mlx_harmony.engine.disk import index
-from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Offered
+from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache
 from vllm_mlx_harmony.engine.prefix_tree import pack
 from vllm_mlx_harmony.host import resources
 
@@ -210,8 +209,7 @@ async def _streams(model: Path, directory: Path) -> tuple[list[float], list[floa
             if number % 2:
                 _put_below(engine, disk)
                 for n in range(200):
-                    offered = Offered(4096, piece.nbytes, partial(exported, piece))
-                    disk.offer(b"%d" % n, pack(range(4096)), [offered])
+                    disk.offer(b"%d" % n, pack(range(4096)), [(4096, piece)], exported)
             else:
                 _put_below(engine, None)
             prompts = [filler(seed, 40) for seed in range(STREAMS)]

@@ -9,11 +9,11 @@ import os
 import shutil
 import sqlite3
 import stat
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.core.turn import Answer, Call, Reasoning
 from vllm_mlx_harmony.engine.disk import cache as disks
 from vllm_mlx_harmony.engine.disk import identity, index
-from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Loaded, Offered
+from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Loaded
 from vllm_mlx_harmony.engine.disk.safetensors import Damaged, decoded
 from vllm_mlx_harmony.engine.pieces import (
     WHOLE,
@@ -48,16 +48,14 @@ IDS = list(range(1000, 1600))
 PLACES = [150, 400, 600]
 
 
-def offered(pieces: list[Piece], places: list[int] = PLACES) -> list[Offered]:
-    return [
-        Offered(end, piece.nbytes, partial(exported, piece))
-        for end, piece in zip(places, pieces, strict=False)
-    ]
+def offered(pieces: list[Piece], places: list[int] = PLACES) -> Any:
+    """The last arguments of ``offer``."""
+    return list(zip(places, pieces, strict=False)), exported
 
 
 def write(disk: DiskCache, pieces: list[Piece], root: bytes = ROOT, ids: list[int] = IDS) -> None:
     places = PLACES[: len(pieces)]
-    disk.offer(root, pack(ids[: places[-1]]), offered(pieces, places))
+    disk.offer(root, pack(ids[: places[-1]]), *offered(pieces, places))
     assert disk.flush(10)
 
 
@@ -159,7 +157,7 @@ def test_the_last_id_is_never_known(disk: DiskCache, pieces: list[Piece]) -> Non
 def test_of_two_cuts_the_longer_is_found(disk: DiskCache, model: Any, pieces: list[Piece]) -> None:
     write(disk, pieces[:1])
     longer = join(model, pieces[:2])
-    disk.offer(ROOT, pack(IDS[:400]), offered([cut(longer, 0, 400)], [400]))
+    disk.offer(ROOT, pack(IDS[:400]), *offered([cut(longer, 0, 400)], [400]))
     assert disk.flush(10)
     assert fetch(disk) == [(0, 400)]
 
@@ -225,11 +223,11 @@ def test_ends_go_before_beginnings_and_the_least_used_first(
     assert len(files(disk)) == 5
     assert fetch(disk) == ALL and disk.flush(10)  # used last
     small = open_disk(budget=both)
-    small.offer(ROOT, pack(list(range(7000, 7150))), offered(pieces[:1], [150]))
+    small.offer(ROOT, pack(list(range(7000, 7150))), *offered(pieces[:1], [150]))
     assert small.flush(10) and small.counters().evictions == 1
     assert reach(small, ROOT, [*other, 1]) == 400
     smaller = open_disk(budget=one + 2 * pieces[0].nbytes + 2000)
-    smaller.offer(ROOT, pack(list(range(8000, 8150))), offered(pieces[:1], [150]))
+    smaller.offer(ROOT, pack(list(range(8000, 8150))), *offered(pieces[:1], [150]))
     assert smaller.flush(10)
     assert fetch(smaller) == ALL  # its own beginning is the other's, too
     assert reach(smaller, ROOT, [*other, 1]) == 150
@@ -245,9 +243,9 @@ def test_what_would_not_fit_is_not_written(open_disk: Open, pieces: list[Piece])
 
 
 def test_no_more_waits_than_may(open_disk: Open, pieces: list[Piece]) -> None:
-    disk = open_disk(patience=pieces[0].nbytes + pieces[1].nbytes - 1)
+    disk = open_disk(buffer=pieces[0].nbytes + pieces[1].nbytes - 1)
     with disk._changing:  # the writer waits
-        disk.offer(ROOT, pack(IDS), offered(pieces))
+        disk.offer(ROOT, pack(IDS), *offered(pieces))
     assert disk.flush(10) and disk.counters().dropped == 1
     assert fetch(disk) == ALL[:1]
     for _ in range(2):  # what was dropped is offered again
@@ -295,10 +293,7 @@ class Clock:
         return getattr(time, name)
 
     def sleep(self, seconds: float) -> None:
-        if seconds == 0.005:  # `flush`
-            time.sleep(seconds)
-        else:
-            self._slept.append(seconds)
+        self._slept.append(seconds)
 
 
 def test_emptied(disk: DiskCache, pieces: list[Piece]) -> None:
@@ -306,7 +301,7 @@ def test_emptied(disk: DiskCache, pieces: list[Piece]) -> None:
     disk.put(b"k", TURN)
     assert disk.flush(10)
     with disk.computing():
-        disk.offer(b"other", pack(IDS), offered(pieces))
+        disk.offer(b"other", pack(IDS), *offered(pieces))
         disk.clear()
     assert disk.flush(10)
     assert files(disk) == [] and fetch(disk) == [] and disk.find([b"k"]) == [None]
@@ -398,26 +393,35 @@ def test_what_another_process_throws_out_meanwhile_is_not_damaged(
     assert not disk.counters().last_error and len(files(disk)) == 3
 
 
-def test_a_file_that_cannot_be_read(
+@pytest.mark.parametrize(
+    ("code", "damaged"),
+    [(errno.EACCES, False), (errno.EMFILE, False), (errno.ENOMEM, False), (errno.EIO, True)],
+)
+def test_a_file_that_cannot_be_read_now_stays(
     disk: DiskCache,
     pieces: list[Piece],
+    code: int,
+    damaged: bool,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As root, who may read everything, too."""
+    """As root, who may read everything, too. A block that the disk cannot read stays unreadable."""
     write(disk, pieces)
-    unreadable, real = files(disk)[2].name, os.open
+    (*_, unreadable), real = files(disk), os.open
 
     def refusing(path: Any, flags: int, *more: Any) -> int:
-        if Path(path).name == unreadable and not flags & os.O_CREAT:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        if Path(path) == unreadable and not flags & os.O_CREAT:
+            raise OSError(code, os.strerror(code), str(path))
         return real(path, flags, *more)
 
-    monkeypatch.setattr(os, "open", refusing)
-    with caplog.at_level(logging.WARNING):
-        assert fetch(disk) == ALL[:2]
-    assert len(caplog.records) == 1
-    write(disk, pieces)
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(os, "open", refusing)
+        for _ in range(2):
+            assert fetch(disk) == ALL[:2]
+    assert len(caplog.records) == 1 and os.strerror(code) in disk.counters().last_error
+    assert (disk.counters().damaged, unreadable.exists()) == (damaged, not damaged)
+    if damaged:
+        write(disk, pieces)
     assert fetch(disk) == ALL
 
 
@@ -710,6 +714,61 @@ def test_turns_are_read_beside_what_is_being_written(
         other.execute("ROLLBACK")
     disk.put(b"last", TURN)
     assert disk.flush(10) and disk.counters().turns == 2
+
+
+def test_turns_are_read_while_all_rows_are_summed(
+    disk: DiskCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the event loop; a large directory takes a second."""
+    disk.put(b"k", TURN)
+    assert disk.flush(10)
+    summing, may_end = threading.Event(), threading.Event()
+
+    def slow() -> int:
+        summing.set()
+        return int(may_end.wait(10))
+
+    for connection in (disk._index._file, disk._index._reader):
+        connection.create_function("slow", 0, slow)
+    monkeypatch.setattr(index, "_FOUND", "SELECT slow(), 0, 0, 0")
+    with ThreadPoolExecutor(2) as threads:
+        sums = threads.submit(disk._index.found)
+        assert summing.wait(5)
+        try:
+            assert threads.submit(disk.find, [b"k"]).result(5) == [TURN]
+        finally:
+            may_end.set()
+        assert sums.result(5).nbytes == 1
+
+
+@pytest.mark.parametrize("kind", ["piece", "turn"])
+def test_what_fails_at_once_is_written_when_it_is_offered_again(
+    disk: DiskCache, pieces: list[Piece], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer may be quicker than the thread that queues the job."""
+    put = disk._queue.put
+
+    def put_and_wait(job: Any) -> None:
+        put(job)
+        disk.flush(10)
+
+    def full(*_: object) -> list[str]:
+        raise sqlite3.OperationalError("disk is full")
+
+    def offer() -> None:
+        if kind == "piece":
+            write(disk, pieces[:1])
+        else:
+            disk.put(b"k", TURN)
+
+    monkeypatch.setattr(disk._queue, "put", put_and_wait)
+    monkeypatch.setattr(disks, "PAUSE", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(index.Index, "add" if kind == "piece" else "put", full)
+        offer()
+    assert not disk._written and not disk._turns
+    offer()
+    assert disk.counters().pieces + disk.counters().turns == 1
 
 
 @pytest.mark.parametrize("at", [0, 5, 20, -1])

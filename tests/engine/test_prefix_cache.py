@@ -167,7 +167,7 @@ def test_what_waits_for_its_turn_is_bounded(
     for person in range(4):
         compute(model, first, [person, *IDS])
     assert first._disk is not None and first._disk.flush(10)
-    disk = open_disk(patience=1000)
+    disk = open_disk(buffer=1000)
     cache = new(model, disk)
     turns: list[int] = []
 

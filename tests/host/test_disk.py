@@ -7,6 +7,7 @@ import os
 import shutil
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli import doctor
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine.disk import identity, index
-from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, DiskCache, Offered
+from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, DiskCache
 from vllm_mlx_harmony.engine.disk.safetensors import Tensor
 from vllm_mlx_harmony.engine.prefix_tree import pack
 from vllm_mlx_harmony.host import metrics, resources
@@ -31,8 +32,9 @@ def filled(directory: Path) -> DiskCache:
     """A disk with one conversation of three pieces."""
     disk = DiskCache(directory, 1 << 30)
     tensor = Tensor("F32", (4,), memoryview(bytes(16)))
-    offered = [Offered(end, 16, lambda: {"whole": tensor}) for end in (1, 2, 3)]
-    disk.offer(b"root", pack([7, 8, 9]), offered)
+    piece = SimpleNamespace(nbytes=16)
+    offered = [(end, piece) for end in (1, 2, 3)]
+    disk.offer(b"root", pack([7, 8, 9]), offered, lambda _: {"whole": tensor})
     assert disk.flush(10)
     return disk
 

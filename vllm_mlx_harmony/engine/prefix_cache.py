@@ -32,7 +32,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine import pieces
 from vllm_mlx_harmony.engine.disk import cache as disk_cache
 from vllm_mlx_harmony.engine.disk import identity
-from vllm_mlx_harmony.engine.disk.cache import DiskCache, Loaded, Offered
+from vllm_mlx_harmony.engine.disk.cache import DiskCache, Loaded
 from vllm_mlx_harmony.engine.disk.index import Row
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
 from vllm_mlx_harmony.engine.pieces import Misaligned, Piece
@@ -189,11 +189,7 @@ class PrefixCache:
             known = pack(ids[:-1] if ids[-1] in vocab.LAST else ids)
             found = self._tree.add((self._id, tenant), known, partial(pieces.cut, layers, row=row))
             if found and self._disk is not None:
-                offered = [
-                    Offered(end, piece.nbytes, partial(pieces.exported, piece))
-                    for end, piece in found
-                ]
-                self._disk.offer(self._root(tenant), known, offered)
+                self._disk.offer(self._root(tenant), known, found, pieces.exported)
 
     def computing(self) -> AbstractContextManager[None]:
         """While the engine computes: the disk writes slowly."""

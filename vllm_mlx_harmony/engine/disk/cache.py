@@ -5,14 +5,14 @@ Threads:
 - The engine's thread offers pieces (`DiskCache.offer`): keys and where their bytes are, no copies.
 - The writer writes them, one at a time. While the engine computes, it uses ``SHARE`` of a
   processor's time.
-- The reader reads (`DiskCache.load`) before the engine's turn: it verifies every byte and leaves
-  them in plain memory. What was read and not yet used is bounded: the next prompt waits.
-- The event loop waits for neither. It reads turns, which are rows, beside what is being written.
+- A thread reads (`DiskCache.load`) before the engine's turn: it verifies every byte and leaves them
+  in plain memory. When more was read than may wait, the next prompt waits.
+- The event loop waits for none of them. It reads turns, which are rows, on a connection of its own.
 
 **No failure here fails a request.** A file that differs from what was written is removed, with all
 pieces that continue it, and computed again. When the disk fails as a whole (full, read-only,
-removed), one warning is logged and nothing is written for ``PAUSE`` seconds; the cache in memory
-continues.
+removed), or a file cannot be read for another reason, one warning is logged; after a failed write,
+nothing is written for ``PAUSE`` seconds. The cache in memory continues.
 
 **The process may end at any moment.** A file is written first, then its row, in one transaction; a
 later process removes files without a row. What waits to be written is lost.
@@ -31,25 +31,25 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
+from typing import TypeVar
 from weakref import WeakValueDictionary
 from zlib import crc32
 
 from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.core.serialization import read, written
-from vllm_mlx_harmony.engine.disk.index import NAME, Index, Row, key_of
-from vllm_mlx_harmony.engine.disk.safetensors import SLICE, Damaged, Tensors, decoded, encoded
-from vllm_mlx_harmony.engine.prefix_tree import WIDTH
+from vllm_mlx_harmony.engine.disk.index import NAME, Found, Index, Row, key_of
+from vllm_mlx_harmony.engine.disk.safetensors import Damaged, Tensors, encoded, verified
+from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Sized
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
 DIRECTORY = "vllm-mlx-harmony"
-"""Below the directory that was named, in which vllm-mlx may have files of its own."""
+"""Our directory below the given one, where vllm-mlx may have files of its own."""
 
 PIECES = "pieces"
 
@@ -72,32 +72,22 @@ _FILES = "[0-9a-f]" * 32 + "-" + "[0-9a-f]" * 8 + ".safetensors"
 
 Failed = (OSError, sqlite3.Error)
 
-
-@dataclass(frozen=True, slots=True)
-class Offered:
-    """A piece in memory, up to ``end`` ids; ``export`` gives its ``nbytes`` bytes."""
-
-    end: int
-    nbytes: int
-    export: Callable[[], Tensors]
+T = TypeVar("T", bound=Sized)
 
 
 @dataclass(frozen=True, eq=False)  # without slots: weakly referenced
 class Loaded:
-    """A piece that was read: the ids from ``start`` to ``end``."""
+    """A piece that was read: the ids from ``start`` to ``end``, in ``nbytes`` bytes."""
 
     start: int
     end: int
+    nbytes: int
     tensors: Tensors
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.data.nbytes for tensor in self.tensors.values())
 
 
 @dataclass(slots=True)
-class Counters:
-    """What the disk did for this process, and what it holds now, whichever process wrote it.
+class Counters(Found):
+    """What the disk did for this process, and what it held when this process last changed it.
 
     ``hits`` and ``misses`` are prompts of which the disk had more, or no more, than memory;
     ``dropped`` pieces and turns were not written; ``damaged`` ones differ from what was written.
@@ -106,10 +96,6 @@ class Counters:
 
     directory: str = ""
     budget: int = 0
-    nbytes: int = 0
-    pieces: int = 0
-    turns: int = 0
-    conversations: int = 0
     waiting: int = 0
     hits: int = 0
     misses: int = 0
@@ -128,7 +114,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Work of the writer. ``nbytes`` of what is stored under ``key`` are in memory until then."""
+    """Work of the writer. Until it is done, ``nbytes`` bytes under ``key`` stay in memory."""
 
     run: Callable[[], object]
     key: bytes = b""
@@ -138,18 +124,18 @@ class _Job:
 class DiskCache:
     """Pieces and turns in ``directory``, at most ``budget`` bytes of them.
 
-    ``patience``: bytes that may wait to be written, and bytes that may be read ahead. Creation
-    raises ``OSError`` and ``sqlite3.Error``. No other call does.
+    ``buffer``: bytes that may wait to be written, and bytes that may be read ahead. Creation raises
+    ``OSError`` and ``sqlite3.Error``. No other call does.
     """
 
-    def __init__(self, directory: Path, budget: int, patience: int = 1 << 30) -> None:
+    def __init__(self, directory: Path, budget: int, buffer: int = 1 << 30) -> None:
         self.directory, self.budget = directory, budget
         self._home = directory / DIRECTORY
-        self._patience = patience
-        self._counters = Counters(str(directory), budget)
+        self._buffer = buffer
+        self._counters = Counters(directory=str(directory), budget=budget)
         self._failing = False
         self._paused_until = 0.0
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._queue: Queue[_Job | None] = Queue()
         self._waiting = 0
         self._used: dict[bytes, None] = {}
         """Keys of pieces and turns that were used, in this order."""
@@ -159,24 +145,24 @@ class DiskCache:
         self._turns: set[bytes] = set()
         self._computing, self._computed = 0, 0.0
         self._lock = threading.Lock()
-        """Guards the numbers and keys above. Engines' threads take it: it is held only briefly."""
+        """Guards ``_waiting``, ``_used`` and ``_computing``. Engines' threads take it: it is held
+        only briefly. Sets are changed one key at a time, and counters may miss an event."""
         self._changing = threading.RLock()
         """Guards which index is open, and clearing it."""
         self._cleared = 0
-        """How often everything was removed: a job from before that writes nothing."""
+        """Generation of the content. A job remembers the one that it was queued in, and writes
+        nothing in a later one."""
         self._closing = False
         self._recent: WeakValueDictionary[bytes, Loaded] = WeakValueDictionary()
         """What was read and is still held by a prompt."""
         self._line = asyncio.Lock()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._index = self._opened()
-        self._found = self._index.found()
-        self._reader = ThreadPoolExecutor(1, "prefix-cache-reader")
+        self._queue.put(_Job(self._sweep))
         self._writer = threading.Thread(
             target=self._write_on, name="prefix-cache-writer", daemon=True
         )
         self._writer.start()
-        self._queue.put(_Job(self._sweep))
 
     # --- Faults
 
@@ -192,7 +178,7 @@ class DiskCache:
             self._set_index_aside(error)
             index = Index(self._home)
         self._written.clear()
-        self._turns = index.turns()
+        self._turns, self._found = index.turns(), index.found()
         return index
 
     def _set_index_aside(self, error: Exception) -> None:
@@ -214,7 +200,7 @@ class DiskCache:
             if not self._failing:
                 self._failing = True
                 logger.warning(
-                    "prefix cache: %s failed (%s: %s); it stays in memory until that is over",
+                    "prefix cache: %s failed (%s: %s); only memory is used until it works again",
                     *(self.directory, what, error),
                 )
             if type(error) is sqlite3.DatabaseError:  # the file is no database
@@ -252,38 +238,46 @@ class DiskCache:
                 self._computing -= 1
                 self._computed = time.monotonic()
 
-    def offer(self, root: bytes, sequence: bytes, pieces: Sequence[Offered]) -> None:
+    def offer(
+        self,
+        root: bytes,
+        sequence: bytes,
+        pieces: Sequence[tuple[int, T]],
+        export: Callable[[T], Tensors],
+    ) -> None:
         """Queues the pieces that are not on the disk; the others count as used. Never waits.
 
-        ``pieces`` are all those of ``sequence`` (packed), first to last. A piece is written only
-        after those before it, and only if all of them fit together.
+        ``pieces`` are all those of ``sequence`` (packed), first to last, each with its end;
+        ``export`` returns the bytes of one. A piece is written only after those before it, and only
+        if all of them fit together.
         """
         if self._refuses:
             return
         ids = memoryview(sequence)
         key, start, nbytes, last = root, 0, 0, None
-        for piece in pieces:
-            parent, key = key, key_of(key, ids[start * WIDTH : piece.end * WIDTH])
+        for end, piece in pieces:
+            parent, key = key, key_of(key, ids[start * WIDTH : end * WIDTH])
             nbytes += piece.nbytes
             if nbytes > self.budget:
                 break
             if key not in self._written:
                 name = f"{key.hex()}-{secrets.token_hex(4)}.safetensors"
-                row = Row(key, parent, piece.end - start, start, name, 0, 0)
-                write = partial(self._write, row, piece.export(), self._cleared)
-                if not self._put(_Job(write, key, piece.nbytes)):
-                    self._counters.dropped += 1
+                row = Row(key, parent, end - start, start, name, 0, 0)
+                write = partial(self._write, row, export(piece), self._cleared)
+                if not self._put(_Job(write, key, piece.nbytes), self._written):
                     break
-                self._written.add(key)
-            start, last = piece.end, key
+            start, last = end, key
         if last is not None:
             self._use(last)
 
-    def _put(self, job: _Job) -> bool:
+    def _put(self, job: _Job, known: set[bytes]) -> bool:
+        """Queues ``job``, unless too much waits, and adds its key to ``known``."""
         with self._lock:
-            if self._waiting + job.nbytes > self._patience:
+            if self._waiting + job.nbytes > self._buffer:
+                self._counters.dropped += 1
                 return False
             self._waiting += job.nbytes
+        known.add(job.key)  # first: the writer removes it when the job fails
         self._queue.put(job)
         return True
 
@@ -291,13 +285,13 @@ class DiskCache:
         with self._lock:
             first = not self._used
             self._used[key] = None
-        if first:  # what follows until this runs is part of it
+        if first:  # it takes all keys that are added before it runs
             self._queue.put(_Job(self._touch))
 
     def _touch(self) -> None:
         with self._lock:
             used, self._used = self._used, {}
-        if not self._index.touch(used) and not self._waiting:
+        if not self._index.touch(used):
             self._written.clear()
 
     def _write_on(self) -> None:
@@ -308,7 +302,6 @@ class DiskCache:
                     with self._trying("writing"):
                         self._follow()
                         job.run()
-                        self._found = self._index.found()
                         done = True
             except Exception:
                 logger.exception("the prefix cache on disk failed")
@@ -320,9 +313,10 @@ class DiskCache:
                     self._turns.discard(job.key)
                     self._counters.dropped += bool(job.key)
             del job  # its buffers are the engine's memory
+            self._queue.task_done()
 
     def _write(self, row: Row, tensors: Tensors, cleared: int) -> None:
-        if cleared != self._cleared or self._index.has(row.key):  # another process was quicker
+        if cleared != self._cleared or self._index.has(row.key):  # another process has written it
             return
         if row.start and not self._index.has(row.parent):
             self._written.clear()
@@ -345,7 +339,8 @@ class DiskCache:
             logger.warning("prefix cache: %s can be used again", self.directory)
         self._counters.pieces_written += 1
         self._counters.bytes_written += size
-        self._evicted(gone)
+        self._counters.evictions += len(gone)
+        self._changed(gone)
 
     def _write_file(self, path: Path, tensors: Tensors, row: Row) -> tuple[int, int]:
         """Size and checksum of a new file, written as fast as the engine permits."""
@@ -368,16 +363,13 @@ class DiskCache:
                     time.sleep(min(spent / SHARE, 1.0))
         return size, crc
 
-    def _evicted(self, names: Sequence[str]) -> None:
-        self._counters.evictions += len(names)
-        self._remove(names)
-
-    def _remove(self, names: Sequence[str]) -> None:
-        """Removes files whose rows are gone."""
-        for name in names:
+    def _changed(self, gone: Sequence[str]) -> None:
+        """After each change of the index: removes the files whose rows are gone."""
+        for name in gone:
             self._written.discard(bytes.fromhex(name.partition("-")[0]))
-            with suppress(OSError):  # `_sweep` removes it one day
+            with suppress(OSError):  # a later `_sweep` removes it
                 (self._home / PIECES / name).unlink()
+        self._found = self._index.found()
 
     def _sweep(self) -> None:
         """Removes files that a process left behind when it ended."""
@@ -405,18 +397,17 @@ class DiskCache:
     async def load(self, rows: Sequence[Row], known: Callable[[], int]) -> tuple[Loaded, ...]:
         """The pieces of ``rows`` that end after ``known`` ids, read and verified; first to last.
 
-        The first may begin before that; what follows a damaged one is missing. Waits while what was
-        read for other prompts, and not yet used, exceeds ``patience``; then asks how much is
-        ``known``, on the reader's thread.
+        The first may begin before that; what follows one that cannot be read is missing. Waits
+        while what was read for other prompts, and not yet used, exceeds ``buffer``; then asks how
+        much is ``known``, on another thread.
         """
         if not rows:
             self._counters.misses += 1
             return ()
-        loop = asyncio.get_running_loop()
         async with self._line:
-            while self.read_ahead > self._patience:
+            while self.read_ahead > self._buffer:
                 await asyncio.sleep(RETRY)
-            return await loop.run_in_executor(self._reader, self._load, rows, known)
+            return await asyncio.to_thread(self._load, rows, known)
 
     @property
     def read_ahead(self) -> int:
@@ -436,37 +427,27 @@ class DiskCache:
         self._counters.hits += bool(found)
         self._counters.misses += not found
         self._counters.tokens_read += sum(each.end - max(each.start, before) for each in found)
-        if rows:
-            self._use(rows[-1].key)
+        self._use(rows[-1].key)
         return tuple(found)
 
     def _read(self, row: Row) -> Loaded | None:
-        began, at, crc = time.perf_counter(), 0, 0
-        try:
-            opened = os.open(self._home / PIECES / row.file, os.O_RDONLY | os.O_NOFOLLOW)
-            with os.fdopen(opened, "rb", buffering=0) as file:
-                size = os.fstat(opened).st_size
-                view = memoryview(bytearray(size if size == row.size else 0))
-                while count := file.readinto(view[at : at + SLICE]):
-                    crc = crc32(view[at : at + count], crc)
-                    at += count
-                if at < row.size or crc != row.crc:
-                    raise Damaged("its size or its checksum differs")
-            piece = Loaded(row.start, row.end, decoded(view))
-        except (OSError, Damaged) as error:  # it goes, with all pieces that continue it
-            if not isinstance(error, FileNotFoundError):  # another process evicted it
-                self._counters.damaged += 1
-                self._counters.last_error = f"{row.file}: {error}"
-                logger.warning("prefix cache: %s is set aside: %s", row.file, error)
-            self._written.discard(row.key)
-            with self._trying("setting a piece aside"):
+        began, piece = time.perf_counter(), None
+        with self._trying("reading"):
+            try:
+                tensors = verified(self._home / PIECES / row.file, row.size, row.crc)
+                piece = Loaded(row.start, row.end, row.size, tensors)
+                self._recent[row.key] = piece  # prompts that come together share it
+                self._counters.read_seconds += time.perf_counter() - began
+                self._counters.bytes_read += row.size
+            except (Damaged, FileNotFoundError) as error:
+                if isinstance(error, Damaged):  # otherwise another process has evicted it
+                    self._counters.damaged += 1
+                    self._counters.last_error = f"{row.file}: {error}"
+                    problem = "prefix cache: %s is damaged and was removed: %s"
+                    logger.warning(problem, row.file, error)
+                self._written.discard(row.key)
                 self._follow()
-                self._remove(self._index.remove(row.key, row.file))
-                self._found = self._index.found()
-            return None
-        self._recent[row.key] = piece  # prompts that come together share it
-        self._counters.read_seconds += time.perf_counter() - began
-        self._counters.bytes_read += row.size
+                self._changed(self._index.remove(row.key, row.file))
         return piece
 
     # --- Generated turns: a `core.replay.Archive`, on the event loop, where nothing may wait
@@ -480,10 +461,12 @@ class DiskCache:
         def write() -> None:
             with self._changing:
                 if cleared == self._cleared:
-                    self._evicted(self._index.put(key, content, self.budget))
+                    gone = self._index.put(key, content, self.budget)
+                    self._counters.evictions += len(gone)
+                    self._changed(gone)
 
-        if not self._refuses and self._put(_Job(write, key, len(content))):
-            self._turns.add(key)
+        if not self._refuses:
+            self._put(_Job(write, key, len(content)), self._turns)
 
     def find(self, keys: Sequence[bytes]) -> list[GeneratedTurn | None]:
         """The turns with these keys; ``None`` for one that is missing or damaged.
@@ -491,19 +474,22 @@ class DiskCache:
         Faults of the index are reported by the threads that write and read pieces.
         """
         found: list[GeneratedTurn | None] = []
+        there = self._index.is_there()
         for key in keys:
             content = None
             with suppress(*Failed):
-                if key in self._turns and self._index.is_there():
+                if there and key in self._turns:
                     self._use(key)
                     content = self._index.turn(key)
             found.append(None if content is None else read(content))
             if content is not None and found[-1] is None:
                 self._turns.discard(key)
                 self._counters.damaged += 1
-                removal = partial(self._index.remove, key, None)
-                self._put(_Job(removal, nbytes=1))  # so that `flush` waits for it
+                self._queue.put(_Job(partial(self._remove_turn, key)))
         return found
+
+    def _remove_turn(self, key: bytes) -> None:
+        self._changed(self._index.remove(key, None))
 
     def use(self, key: bytes) -> None:
         if key in self._turns:
@@ -524,8 +510,7 @@ class DiskCache:
                 for path in self._home.glob(f"{NAME}*"):
                     path.unlink()
                 self._follow()
-            self._remove([path.name for path in (self._home / PIECES).glob(_FILES)])
-            self._found = self._index.found()
+            self._changed([path.name for path in (self._home / PIECES).glob(_FILES)])
 
     def counters(self) -> Counters:
         """The counters now, without waiting for another thread."""
@@ -535,16 +520,15 @@ class DiskCache:
 
     def flush(self, patience: float) -> bool:
         """Waits until everything is written, at most ``patience`` seconds; whether it is."""
-        until = time.monotonic() + patience
-        while (self._waiting or self._used) and time.monotonic() < until:
-            time.sleep(0.005)
-        return not self._waiting
+        with self._queue.all_tasks_done:
+            return self._queue.all_tasks_done.wait_for(
+                lambda: not self._queue.unfinished_tasks, patience
+            )
 
     def close(self, patience: float = 0.0) -> None:
         """Writes for ``patience`` seconds what still waits, at full speed, and ends."""
         self._closing = True
         self._queue.put(None)
         self._writer.join(patience)
-        self._reader.shutdown(wait=False)
         if not self._writer.is_alive():
             self._index.close()

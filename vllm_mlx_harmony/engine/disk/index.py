@@ -69,6 +69,14 @@ WITH RECURSIVE below (key) AS (
 ) DELETE FROM entries WHERE key IN below RETURNING file
 """
 
+# Removes the least recently used rows beyond a number of bytes.
+_EVICT = """
+DELETE FROM entries WHERE key IN (SELECT key FROM (
+    SELECT key, SUM(size) OVER (ORDER BY used DESC, start ROWS UNBOUNDED PRECEDING) AS nbytes
+    FROM entries
+) WHERE nbytes > ?) RETURNING file
+"""
+
 _FOUND = """
 SELECT COALESCE(SUM(size), 0), COUNT(file), COUNT(*) - COUNT(file), COALESCE(SUM(
     file IS NOT NULL AND NOT EXISTS (SELECT 1 FROM entries WHERE parent = one.key)
@@ -97,7 +105,7 @@ class Row:
         return self.start + self.tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Found:
     """What the directory holds. A conversation is a piece that no other piece continues."""
 
@@ -222,14 +230,14 @@ class Index:
             (used,) = file.execute(_NEXT).fetchone()
             file.execute(_ADD, (*astuple(row), used, None))
             file.execute(_TOUCH, (used, row.key))
-            return _evict(file, budget)
+            return _files(file.execute(_EVICT, (budget,)))
 
     def put(self, key: bytes, content: bytes, budget: int) -> list[str]:
         """Adds a turn; returns the files to remove to stay within ``budget`` bytes."""
         with self.writing() as file:
             (used,) = file.execute(_NEXT).fetchone()
             file.execute(_ADD, (key, None, 0, 0, None, len(content), 0, used, content))
-            return _evict(file, budget)
+            return _files(file.execute(_EVICT, (budget,)))
 
     def turn(self, key: bytes) -> bytes | None:
         for (content,) in self._read("content FROM entries WHERE key = ?", key):
@@ -256,7 +264,7 @@ class Index:
         stays.
         """
         with self.writing() as file:
-            return [gone for (gone,) in file.execute(_REMOVE, (key, name)).fetchall() if gone]
+            return _files(file.execute(_REMOVE, (key, name)))
 
     def clear(self) -> None:
         """Removes everything, from the log as well."""
@@ -266,8 +274,8 @@ class Index:
             self._file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def found(self) -> Found:
-        with self._reading:
-            return Found(*self._reader.execute(_FOUND).fetchone())
+        with self._lock:  # not on the connection for reading: it reads all rows
+            return Found(*self._file.execute(_FOUND).fetchone())
 
 
 def looked_at(directory: Path) -> Found | None:
@@ -285,16 +293,6 @@ def looked_at(directory: Path) -> Found | None:
         return Found(*file.execute(_FOUND).fetchone())
 
 
-def _evict(file: sqlite3.Connection, budget: int) -> list[str]:
-    """Removes the least recently used rows beyond ``budget`` bytes; returns their files."""
-    (nbytes,) = file.execute("SELECT COALESCE(SUM(size), 0) FROM entries").fetchone()
-    gone: list[tuple[bytes, str | None]] = []
-    if nbytes > budget:
-        oldest = "SELECT key, file, size FROM entries ORDER BY used, start DESC"
-        for key, name, size in file.execute(oldest):
-            gone.append((key, name))
-            nbytes -= size
-            if nbytes <= budget:
-                break
-    file.executemany("DELETE FROM entries WHERE key = ?", [(key,) for key, _ in gone])
-    return [name for _, name in gone if name is not None]
+def _files(removed: Iterable[tuple[str | None]]) -> list[str]:
+    """The files of rows that were removed; turns have none."""
+    return [name for (name,) in removed if name is not None]
