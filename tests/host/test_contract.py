@@ -660,26 +660,67 @@ def test_an_attribute_that_objects_have_is_found(
     assert found is None if problem is None else problem in (found or "")
 
 
-def imported(file: Path) -> Iterator[str]:
-    """Targets that a file of ours imports from vllm-mlx and mlx-lm."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-            ("vllm_mlx.", "mlx_lm.")
+def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Names that a file of ours imports from vllm-mlx and mlx-lm, each with its target."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            for each in node.names:
+                if module in HOSTS:  # a module
+                    yield each.name, f"{module}.{each.name}"
+                elif module.startswith(tuple(f"{host}." for host in HOSTS)):
+                    yield each.name, f"{module}:{each.name}"
+
+
+HOSTS = ("vllm_mlx", "mlx_lm")
+
+
+def without_row(file: Path) -> Iterator[str]:
+    """What a file of ours imports, and the arguments that it passes, for which there is no row."""
+    rows = {row.target: row for row in contract.NAMES}
+    tree = ast.parse(file.read_text())
+    names = dict(imported(tree))
+    for target in names.values():
+        if not any(
+            name == target or name.startswith((f"{target}.", f"{target}:")) for name in rows
         ):
-            yield from (f"{node.module}:{name.name}" for name in node.names)
-
-
-BASE_CLASS = "vllm_mlx.tool_parsers.abstract_tool_parser"  # its absence cannot be overlooked
+            yield target
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).split(".")
+            target = ":".join([names.get(called[0], ""), *called[1:]])
+            if target in rows and (allowed := rows[target].parameters) is not None:
+                unknown = {each.arg for each in node.keywords} - {None, *allowed}
+                if unknown or len(node.args) > len(set(allowed) - {patching.OTHERS}):
+                    yield f"{target} with {ast.unparse(node)}"
 
 
 def test_whatever_is_used_of_the_host_is_in_the_table() -> None:
     """The globals of its server are: mypy knows no others than those of the table."""
-    checked = {row.target for row in contract.NAMES}
-    for file in sorted([*PACKAGE.glob("host/*.py"), *PACKAGE.rglob("engine/*.py")]):
-        for target in imported(file):
-            assert target.startswith(BASE_CLASS) or any(
-                name == target or name.startswith(f"{target}.") for name in checked
-            ), f"{file.name} uses {target}"
+    for file in sorted([*PACKAGE.glob("host/*.py"), *PACKAGE.rglob("engine/**/*.py")]):
+        assert list(without_row(file)) == [], file.name
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("from vllm_mlx.engine.base import GenerationOutput as a", None),
+        ("from vllm_mlx.engine.base import NoRow", "vllm_mlx.engine.base:NoRow"),
+        ("from vllm_mlx import server", None),
+        ("from vllm_mlx import speculative", "vllm_mlx.speculative"),
+        ("from mlx_lm import utils\nutils.load(path, tokenizer_config=x, **more)", None),
+        ("from mlx_lm import utils\nutils.load(path, lazy=True)", "mlx_lm.utils:load with"),
+        (
+            "from vllm_mlx.engine.base import GenerationOutput\nGenerationOutput('', prompt=1)",
+            "prompt",
+        ),
+        ("from vllm_mlx.api.utils import clean_output_text\nclean_output_text('', 1)", "'', 1"),
+    ],
+)
+def test_what_has_no_row_is_found(tmp_path: Path, source: str, problem: str | None) -> None:
+    (tmp_path / "ours.py").write_text(source)
+    found = list(without_row(tmp_path / "ours.py"))
+    assert found == [] if problem is None else problem in "".join(found)
 
 
 def test_every_global_in_the_table_is_used() -> None:

@@ -1,4 +1,4 @@
-"""The answers that are being generated: a row of a batch each, one id or more of them per step.
+"""The answers that are being generated: each is a row of a batch and gets one id or more per step.
 
 mlx-lm's caches come in two kinds: of one sequence, and of a batch, whose rows are padded on the
 left to the longest. A step of a padded batch computes the padding, too, and masks it. So a single
@@ -9,8 +9,9 @@ answer has caches of one sequence, those that its prompt was computed with, and 
 Steps run one ahead: while Python looks at the ids of one step, the device computes the next. The
 first id of a new row is the last of its prompt. Everything runs on the engine's thread.
 
-**Several ids in one step.** A step reads all weights for one id; several cost little more. An
-answer that is alone computes with its next id
+**Several ids in one step** (``Options.speculate``, off by default). A step reads all weights for
+one id; several cost little more. An answer that is alone in its batch computes, together with its
+next id,
 
 - *forced* ids: the grammar, a budget or the like allows no other (`masks`). They are not drawn.
 - a *draft*: ids that it may copy (`drafts`). The next id is drawn at each place as if all before
@@ -20,11 +21,11 @@ answer that is alone computes with its next id
   draws it (Leviathan et al., https://arxiv.org/abs/2211.17192), and the same seed gives the same
   answer. The caches forget what was wrong.
 
-For a draft Python has to know the next id before the step, so the device waits for Python. It does
-so only where a draft is likely to pay for it, or few ids are allowed, as in headers.
+With a draft, Python has to know the next id before the step, so the device waits for Python. It
+does so only where a draft is likely to pay for it, or few ids are allowed, as in headers.
 
-A batch that cannot be changed has no rows left: some of its layers have another row by then, and
-others have not.
+`join` and `remove` take the rows out first: when one of them fails, some layers are changed and
+others are not, and a batch without rows is not used any more.
 """
 
 from __future__ import annotations

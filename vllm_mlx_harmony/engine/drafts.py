@@ -91,7 +91,7 @@ class Drafts:
         self._all = [WEIGHT] * len(EXPECTED)
 
     def _index(self) -> None:
-        """Enters all ids at once, as ``add`` would one by one."""
+        """Enters all ids at once, as ``_add`` would one by one."""
         ids = np.frombuffer(self._ids, dtype=np.int32).astype(np.uint32)
         if len(ids) <= GRAM:
             return

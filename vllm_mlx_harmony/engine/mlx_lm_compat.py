@@ -3,7 +3,8 @@
 - *Custom code.* `config.json` may name a Python file of the model's directory (``model_file``).
   0.31 always runs it, 0.32 only with ``trust_remote_code``.
 - *Caches.* ``state`` has keys and values in 0.31; in 0.32 it has numbers as well, which
-  ``meta_state`` had before. The engine uses neither, only ``keys``, ``values`` and ``offset``.
+  ``meta_state`` had before. The engine uses neither: it reads ``keys``, ``values``, ``offset`` and
+  the few private attributes that `host.contract` lists.
 - *Batches.* What ``BatchGenerator`` takes (``state_machines``, now ``stop_sequences``) and makes
   (``_make_new_cache``) has changed, too: the engine has batches of its own.
 """
@@ -37,10 +38,10 @@ def evaluate(layers: Layers) -> None:
 
 
 def forget(layers: Layers, ids: int) -> None:
-    """Removes the last ``ids`` of those that the last step has added, which must have added more.
+    """Removes the last ``ids`` ids. The last step must have added more than that.
 
-    mlx-lm does not trim a window, since it overwrites what has left it. But when it adds several
-    ids, it keeps all of them, with the window of the first.
+    mlx-lm does not trim a window, because it overwrites what falls out of it. But when it adds
+    several ids, it keeps all of them, with the window of the first.
     """
     for layer in layers:
         if isinstance(layer, RotatingKVCache):

@@ -11,8 +11,8 @@ A prompt takes four steps::
     layers, cached = cache.restore(match)        # engine: layers that hold ids[:cached]
     cache.store(ids[:end], layers, tenant)       # engine: at boundaries(), and after the answer
 
-No step fails: errors are logged, and cost only the reuse. The tree and the disk may be shared by
-several models; nothing is ever found for another model or another tenant.
+No failure of the cache fails a request: errors are logged, and cost only the reuse. The tree and
+the disk may be shared by several models; nothing is found for another model or another tenant.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class Sampler:
 
     ``prompt`` is what the sequence continues: it decides whether a header or text comes first.
     ``processor`` restricts which ids may come next. It is called once per step, in order, and once
-    more after the last id, because an engine runs one step ahead.
+    more after the last id, because an engine runs one step ahead; ``draw_ahead`` takes masks
+    instead and does not call it.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One id for every answer."""
+    """One step of all answers: an id for each, or more."""
 
 
 Decision: TypeAlias = "Chunk | Step | None"

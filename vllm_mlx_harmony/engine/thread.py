@@ -1,4 +1,4 @@
-"""The thread that makes every call to mlx for one model.
+"""The thread that loads a model, computes with it and frees it.
 
 Arrays and caches of mlx belong to the stream of the thread that created them, so a model is loaded,
 computed with and freed on one thread

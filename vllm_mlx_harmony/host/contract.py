@@ -1,21 +1,19 @@
 """The table: every name of vllm-mlx and mlx-lm that is used or replaced, and supported versions.
 
 vllm-mlx has no interface for what this package does: functions of it are replaced, and more are
-called. None of them is promised to stay. A plugin that finds out in the middle of a request that
-one has changed is worse than none, so every name is a row, with the parameters it must take and
-what it is for, and the whole table is checked before anything is changed. If a required row does
-not fit, nothing is changed and the start ends with an error that names it. An optional row that
-does not fit is left out with a warning. ``vllm-mlx-harmony doctor --verbose`` prints all rows.
+called. None of them is promised to stay. A change must not be noticed in the middle of a request,
+so every name is a row, with the parameters it must take and what it is for, and the whole table is
+checked before anything is changed. If a required row does not fit, nothing is changed and the start
+ends with an error that names it. An optional row that does not fit is left out with a warning.
+``vllm-mlx-harmony doctor --verbose`` prints all rows.
 
 **Invariants.** Changes are made in order and reverted in reverse, all or none; activating twice
 changes nothing. When they are reverted, every attribute is the very object that it was before.
-Without ``--tool-call-parser harmony`` nothing is changed. A name that is used and has no row fails
-a test: ``tests/host/test_contract.py`` reads the source for imports from vllm-mlx and mlx-lm, and
-for attributes of what is typed ``Any``, which are their objects.
-
-The shape is that of OpenTelemetry's instrumentors
-(https://opentelemetry-python-contrib.readthedocs.io): idempotent, reversible, versions as data.
-How to support a new version of vllm-mlx: docs/architecture.md.
+Without ``--tool-call-parser harmony`` nothing is changed. ``tests/host/test_contract.py`` reads the
+source: it fails for imports from vllm-mlx and mlx-lm without a row, for arguments that the row of a
+class or function does not list, and for attributes of mlx-lm's caches without a row (found by the
+names that variables for caches have in `engine`). mypy knows no other names of `vllm_mlx.server`
+than those of `server_globals`. How to support a new version of vllm-mlx: docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -72,34 +70,51 @@ NAMES: tuple[Name, ...] = (
     ),
     Patch(
         "vllm_mlx.prompt_warmup:warm_prefix_cache",
-        "--warm-prompts renders prompts that no request begins with",
+        "computes --warm-prompts as requests render them",
         ("engine", "prompts", "max_tokens"),
         required=False,
         replacement=f"{_OURS}.warmup:warm_prefix_cache",
     ),
     Patch(
         "uvicorn.main:Server",
-        "running answers end in time, WebSockets with an error",
+        "lets running answers finish at shutdown; closes WebSockets with an error",
         ("config",),
         replacement=f"{_OURS}.adapter:draining",
     ),
     Name("uvicorn.server:Server.shutdown", "running answers end first", ("self", "sockets")),
     Name(
         "uvicorn.server:Server.handle_exit",
-        "the time of SIGTERM, and a second one that ends the process",
+        "notes when SIGTERM came; a second one ends the process",
         ("self", "sig", "frame"),
         required=False,
     ),
     *server_globals.names(),
-    Name("vllm_mlx.cli:create_parser", "tells the given flags from defaults", ()),
+    Name("vllm_mlx.cli:create_parser", "tells flags that were given from defaults", ()),
     Name(
         "vllm_mlx.memory_cache:MemoryCacheConfig",
         "--cache-memory-percent",
         ("max_memory_percent", OTHERS),
     ),
     Name("vllm_mlx.engine.base:BaseEngine", "the base class of our engine", ()),
-    Name("vllm_mlx.engine.base:GenerationOutput", "an output as text", ("text", OTHERS)),
-    Name("vllm_mlx.api.utils:clean_output_text", "cleans an output as text", ("text",)),
+    Name(
+        "vllm_mlx.engine.base:GenerationOutput",
+        "an output in text form",
+        (
+            *("text", "tokens", "prompt_tokens", "completion_tokens", "finish_reason", "new_text"),
+            *("finished", OTHERS),
+        ),
+    ),
+    Name("vllm_mlx.api.utils:clean_output_text", "cleans the text of an output", ("text",)),
+    Name(
+        "vllm_mlx.tool_parsers.abstract_tool_parser:ToolParser",
+        "the base class of our tool parser",
+        ("tokenizer", OTHERS),
+    ),
+    Name(
+        "vllm_mlx.tool_parsers.abstract_tool_parser:ExtractedToolCallInformation",
+        "the tool calls and the content of an answer",
+        ("tools_called", "tool_calls", "content"),
+    ),
     Name(
         "vllm_mlx.model_registry:LoadedModel", "one of several models", ("config", "engine", OTHERS)
     ),
@@ -133,6 +148,7 @@ NAMES: tuple[Name, ...] = (
                 "keys values offset nbytes keep max_size _idx",
             ),
             ("BatchKVCache", "state of a batch", "keys values nbytes left_padding _idx"),
+            ("BatchRotatingKVCache", "state of a batch", "keys values nbytes"),
         )
         for name in names.split()
     ),

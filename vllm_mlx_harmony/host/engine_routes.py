@@ -2,8 +2,9 @@
 
 vllm-mlx's `/v1/cache/stats` and `DELETE /v1/cache` import mlx_vlm, and torch with it, on the event
 loop, which blocks all requests for seconds. A Harmony model has nothing in the caches of mlx_vlm:
-unless it is imported already, the answer here is that of vllm-mlx without mlx_vlm. Drop this when
-vllm-mlx no longer imports it there. Its `/health` is healthy even if the engine's thread has died.
+while one is a server's only model, the answer is that of vllm-mlx without mlx_vlm, unless that is
+imported already. Drop this when vllm-mlx no longer imports it there. Its `/health` reports healthy
+even if the engine's thread has died.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ VISION = "mlx_vlm.utils"
 
 
 async def caches(request: Request) -> Response:
-    """``GET /v1/cache/stats``, and ``DELETE /v1/cache``: of all models, whichever is loaded."""
+    """``GET /v1/cache/stats``, and ``DELETE /v1/cache``, which empties the caches of all models."""
     clears = request.method == "DELETE"
     if clears:
         await resources.clear()
