@@ -31,8 +31,12 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import render, vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
+from vllm_mlx_harmony.inspector.record import Log
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.protocols.events import frame
+from vllm_mlx_harmony.protocols.events import Event, frame
+from vllm_mlx_harmony.server.body import Document
+from vllm_mlx_harmony.server.engine import Step
+from vllm_mlx_harmony.server.observer import Observed, Observer, observed
 
 STREAMED = (1_000, 4_000, 16_000, 64_000, 128_000)
 """Tokens of the streamed answers."""
@@ -42,6 +46,7 @@ HALF = 0.5
 FLAT = 1.25
 """How much dearer a token may be at the longest answer than at 4k, noise included."""
 START_MS = 1.0
+SEEN_US = 1.0
 
 PROSE = Path(__file__).resolve().parents[1] / "docs" / "semantics.md"
 NAME = "bench"
@@ -64,12 +69,16 @@ def main() -> int:
 def measured(runs: int) -> Iterator[Row]:
     """All rows, each as soon as it is there."""
     yield from streaming(runs)
+    yield inspected(runs)
     yield from prompting(runs)
     yield startup(runs * 15)
 
 
 def medians(
-    runs: int, *functions: Callable[[], object], before: Callable[[], object] = gc.collect
+    runs: int,
+    *functions: Callable[[], object],
+    before: Callable[[], object] = gc.collect,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Seconds each function takes: the median of ``runs``. ``before`` each is not counted.
 
@@ -79,9 +88,9 @@ def medians(
     for _ in range(runs):
         for function, seconds in zip(functions, taken, strict=True):
             before()
-            began = time.perf_counter()
+            began = clock()
             function()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(clock() - began)
     return [median(seconds) for seconds in taken]
 
 
@@ -202,6 +211,30 @@ def host_stream(ids: Sequence[int]) -> Callable[[], int]:
         return asyncio.run(_drain(server.stream_chat_completion(Engine(), [], request)))
 
     return run
+
+
+def inspected(runs: int) -> Row:
+    """What the inspector adds to a streamed token. Switched off, it is not called (`observed`)."""
+    ids, event = answer(STREAMED[2]), Event("x" * 200)
+    request = Observed("", "", Document(None), NAME, True, "", "", "")
+
+    async def steps() -> AsyncIterator[Step]:
+        for token in ids:
+            yield Step((token,))
+
+    async def run(observer: Observer | None) -> None:
+        async for _ in observed(steps(), observer, (), None):  # type: ignore[arg-type]
+            events = [event]
+            if observer is not None:
+                observer.events(events)
+
+    def on() -> None:
+        asyncio.run(run(Log().observe(request)))
+
+    off, seen = medians(3 * runs, lambda: asyncio.run(run(None)), on, clock=time.process_time)
+    cost = (seen - off) / len(ids) * 1e6
+    goal = f"at most {SEEN_US:.0f} µs"
+    return Row("a token in the inspector", "µs", None, cost, goal, cost <= SEEN_US)
 
 
 async def _drain(frames: AsyncIterator[str]) -> int:

@@ -173,8 +173,8 @@ tool server is started by `uvx`, which is part of uv."""
 
 
 FRONT_ENDS = (
-    *("-e", ".[redis,tools,verify]", *TEST_TOOLS, *GATEWAY, *CHECKERS),
-    *("openai-agents>=0.3", REDIS),
+    *("-e", ".[redis,tools,traces,verify]", *TEST_TOOLS, *GATEWAY, *CHECKERS),
+    *("openai-agents>=0.3", "opentelemetry-sdk>=1.27", REDIS),
 )
 """No host, and all optional packages of the front end."""
 

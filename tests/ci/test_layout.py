@@ -61,6 +61,7 @@ EXTRAS = {
     "mcp",
     "mcp_types",
     "openai",
+    "opentelemetry",
     "redis",
 }
 """What an extra brings: imported where it is asked for."""

@@ -140,14 +140,24 @@ def test_a_name_as_long_as_a_header_can_carry_is_called() -> None:
     assert said(deltas_of(parser, [ids_of(output)])) == ((CALL, name, "{}"),)
 
 
-def test_reasoning_tokens_are_body_ids_of_reasoning() -> None:
-    output = (
-        "<|channel|>analysis<|message|>One two three.<|end|>"
-        "<|channel|>final<|message|>Hi.<|return|>"
-    )
+THINKS = "<|channel|>analysis<|message|>One two three.<|end|><|start|>assistant"
+CALLS = '<|channel|>commentary to=%s<|constrain|>json<|message|>{"a":1}<|call|>'
+
+
+@pytest.mark.parametrize(
+    ("output", "reasoning", "calls"),
+    [
+        (f"{THINKS}<|channel|>final<|message|>Hi.<|return|>", "One two three.", ""),
+        (f"{THINKS}{CALLS % 'functions.f'}", "One two three.", '{"a":1}'),
+        (f"{THINKS}{CALLS % 'python'}", "One two three.", '{"a":1}'),
+        ("<|channel|>final<|message|>Hi.<|return|>", "", ""),
+    ],
+)
+def test_tokens_of_a_kind_are_body_ids(output: str, reasoning: str, calls: str) -> None:
     finished = deltas_of(Parser(), [ids_of(output)])[-1]
     assert isinstance(finished, Finished)
-    assert finished.usage.reasoning_tokens == len(ids_of("One two three."))
+    assert finished.usage.reasoning_tokens == len(ids_of(reasoning))
+    assert finished.usage.call_tokens == len(ids_of(calls))
     assert finished.usage.completion_tokens == len(ids_of(output))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -258,7 +259,8 @@ def test_a_websocket_is_limited_and_logged(caplog: pytest.LogCaptureFixture) -> 
     ]
     assert all(each["output"] > 0 for each in lines[:2])
     used = sum(each["output"] for each in lines)
-    assert f'vllm_mlx_harmony_tokens_total{{key="alice",kind="answer"}} {used}.0' in metrics
+    counted = re.findall(r'generation_tokens_total{channel="\w+",key="alice"} (.*)', metrics)
+    assert len(counted) == 3 and sum(map(float, counted)) == used
     assert 'key="alice",result="success",stream="true"} 2.0' in metrics
 
 
@@ -270,7 +272,7 @@ def test_metrics_have_no_keys_unless_asked() -> None:
         base = stack.enter_context(served(gateway(settings)))
         assert ask(base).status_code == 200
         metrics = httpx.get(f"{base}/metrics").text
-    assert 'vllm_mlx_harmony_tokens_total{kind="answer"}' in metrics and "alice" not in metrics
+    assert 'generation_tokens_total{channel="content"}' in metrics and "alice" not in metrics
 
 
 def test_a_revoked_key_ends_on_an_open_websocket() -> None:

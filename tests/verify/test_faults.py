@@ -67,9 +67,9 @@ def each(change: Callable[[Any], None]) -> Callable[[Reply], Reply]:
     return reply
 
 
-def swapped(old: str, new: str) -> Callable[[Reply], Reply]:
-    """Replaces a pattern in the text of a response."""
-    return lambda given: Reply(given.status, re.sub(old, new, given.text))
+def swapped(old: str, new: str, count: int = 0) -> Callable[[Reply], Reply]:
+    """Replaces a pattern in the text of a response, everywhere or the first times."""
+    return lambda given: Reply(given.status, re.sub(old, new, given.text, count=count))
 
 
 def ended(document: Any) -> None:
@@ -170,6 +170,9 @@ FAULTS: dict[str, Fault | type[Deaf]] = {
 """By check, of every API that has it."""
 
 OF_ONE: dict[str, Fault] = {
+    "chat.stream, created": Fault(
+        asked(wire.PLAIN, streamed=True), reply=swapped(r'"created": ?\d+', '"created":1', 1)
+    ),
     "chat.stop": Fault(posted(stop=...), request=forget("stop")),
     "messages.stop": Fault(posted(stop_sequences=...), request=forget("stop_sequences")),
     "chat.models": Fault(at("GET", "/v1/models"), reply=swapped('"created": ?0', '"created":"x"')),

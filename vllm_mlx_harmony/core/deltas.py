@@ -34,8 +34,9 @@ class Kind(Enum):
 class Usage:
     """Token counts of one turn; ``cached_tokens`` of the prompt were cached, not computed again.
 
-    ``tool_tokens`` are the results of tools that the server ran within the turn. They count neither
-    as prompt nor as completion.
+    ``reasoning_tokens`` and ``call_tokens`` are those in bodies of reasoning and of calls, and part
+    of ``completion_tokens``, as are headers. ``tool_tokens`` are the results of tools that the
+    server ran within the turn. They count neither as prompt nor as completion.
     """
 
     prompt_tokens: int = 0
@@ -43,6 +44,7 @@ class Usage:
     reasoning_tokens: int = 0
     cached_tokens: int = 0
     tool_tokens: int = 0
+    call_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

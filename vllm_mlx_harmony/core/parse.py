@@ -180,6 +180,7 @@ class Parser:
         """The number of ids up to the end of the last complete message."""
         self.reading: Kind | None = None
         """The kind of the message whose body is being read; ``None`` in a header."""
+        self._calls = False  # whether that body is a call
         self._began = 0  # the number of ids before the header that is being read
         self._names = names or Names()
         self._stop_strings = tuple(stop)
@@ -192,6 +193,7 @@ class Parser:
         self._answered = False  # content or a call has been visible
         self.reasoning_tokens = 0
         """The number of ids in bodies of reasoning so far."""
+        self._call_tokens = 0  # the same of calls
         self._out: list[Delta] = []
         self._pending: list[bytes] = []
         self._begin_header(after_start=False)
@@ -216,6 +218,7 @@ class Parser:
                 self._control(sign or Sign.OTHER)
             elif self.state is State.BODY:
                 self.reasoning_tokens += self.reading is Kind.REASONING
+                self._call_tokens += self._calls
                 self._pending.append(vocab.token_bytes(token))
                 if self._finder is None:
                     continue
@@ -261,7 +264,11 @@ class Parser:
         ended: FinishReason = "tool_calls" if self._called else "stop"
         if cut or reason == "pause":
             ended = reason
-        usage = Usage(completion_tokens=self.tokens, reasoning_tokens=self.reasoning_tokens)
+        usage = Usage(
+            completion_tokens=self.tokens,
+            reasoning_tokens=self.reasoning_tokens,
+            call_tokens=self._call_tokens,
+        )
         self._out.append(Finished(ended, self._stopped_by, usage))
         return self._take()
 
@@ -358,6 +365,7 @@ class Parser:
             self._began = loose.began
             self._begin_body(loose.header)
             self.reasoning_tokens += loose.ids if self.reading is Kind.REASONING else 0
+            self._call_tokens += loose.ids if self._calls else 0
             self._show(loose.text)
 
     # Bodies
@@ -365,6 +373,7 @@ class Parser:
     def _begin_body(self, header: Header) -> None:
         tool = self._names.addressee(header.recipient)
         self.reading = Kind.CALL if tool else _CHANNEL_KINDS.get(header.channel, Kind.ANSWER)
+        self._calls = bool(tool)
         if self._stop_strings and self.reading in (Kind.PREAMBLE, Kind.ANSWER):
             self._finder = StopStrings(self._stop_strings)
         if self.reading is Kind.CALL:

@@ -1,7 +1,8 @@
 """The metrics at ``/metrics``: requests, times, tokens and the state of the engines.
 
-Names follow https://prometheus.io/docs/practices/naming/. ``by_key`` adds the name of the key to
-requests and tokens; no metric contains a key.
+What vLLM measures, too, has its name (https://docs.vllm.ai/en/latest/usage/metrics.html) after a
+prefix of our own: with that of vLLM, an engine and the gateway in front of it would be counted
+together. ``by_key`` adds the name of the key to requests and tokens; no metric contains a key.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from vllm_mlx_harmony.gateway.routing import Why
 
 _NAME = "vllm_mlx_harmony"
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_PER_TOKEN = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 
 
 class Metrics:
@@ -38,21 +40,38 @@ class Metrics:
         )
         self.running = Gauge("requests_running", "Requests in progress.", **options)
         self.seconds = Histogram(
-            "request_seconds",
+            "e2e_request_latency_seconds",
             "Time from reading a request to its last token.",
             ["api"],
             buckets=_SECONDS,
             **options,
         )
         self.first = Histogram(
-            "first_token_seconds",
+            "time_to_first_token_seconds",
             "Time from reading a request to its first token.",
             ["api"],
             buckets=_SECONDS,
             **options,
         )
-        self.tokens = Counter(
-            "tokens", "Prompt tokens and generated tokens.", ["kind", *labels], **options
+        self.per_token = Histogram(
+            "request_time_per_output_token_seconds",
+            "Time between two tokens of an answer, on average.",
+            ["api"],
+            buckets=_PER_TOKEN,
+            **options,
+        )
+        self.prompt = Counter("prompt_tokens", "Prompt tokens.", labels, **options)
+        self.queries = Counter(
+            "prefix_cache_queries", "Prompt tokens that may have been cached.", **options
+        )
+        self.hits = Counter(
+            "prefix_cache_hits", "Prompt tokens that engines reported as cached.", **options
+        )
+        self.generated = Counter(
+            "generation_tokens",
+            "Generated tokens: in reasoning, in calls, and content, which includes all headers.",
+            ["channel", *labels],
+            **options,
         )
         self.reasoning_ended = Counter(
             "reasoning_ended",
@@ -124,14 +143,14 @@ class RequestTracker:
         self._api = api
         self._stream = "true" if stream else "false"
         self._begun = time.monotonic()
-        self._has_first = self._finished = False
+        self._first: float | None = None
+        self._finished = False
         metrics.running.inc()
 
     def observe_ttft(self) -> None:
-        if not self._has_first:
-            self._has_first = True
-            seconds = time.monotonic() - self._begun
-            self._metrics.first.labels(self._api).observe(seconds)
+        if self._first is None:
+            self._first = time.monotonic()
+            self._metrics.first.labels(self._api).observe(self._first - self._begun)
             if self._access is not None:
                 self._access.first = time.monotonic() - self._access.begun
 
@@ -146,6 +165,7 @@ class RequestTracker:
         completion_tokens: int = 0,
         cached_tokens: int = 0,
         reasoning_tokens: int = 0,
+        call_tokens: int = 0,
     ) -> None:
         if self._finished:
             return
@@ -153,9 +173,20 @@ class RequestTracker:
         metrics = self._metrics
         metrics.running.dec()
         metrics.requests.labels(self._api, self._stream, result, *self._key).inc()
-        metrics.seconds.labels(self._api).observe(time.monotonic() - self._begun)
-        metrics.tokens.labels("prompt", *self._key).inc(prompt_tokens)
-        metrics.tokens.labels("answer", *self._key).inc(completion_tokens)
+        now = time.monotonic()
+        metrics.seconds.labels(self._api).observe(now - self._begun)
+        if self._first is not None and completion_tokens > 1:
+            between = (now - self._first) / (completion_tokens - 1)
+            metrics.per_token.labels(self._api).observe(between)
+        (metrics.prompt.labels(*self._key) if self._key else metrics.prompt).inc(prompt_tokens)
+        metrics.queries.inc(prompt_tokens)
+        metrics.hits.inc(cached_tokens)
+        for channel, tokens in (
+            ("reasoning", reasoning_tokens),
+            ("calls", call_tokens),
+            ("content", completion_tokens - reasoning_tokens - call_tokens),
+        ):
+            metrics.generated.labels(channel, *self._key).inc(tokens)
         self._spend(prompt_tokens + completion_tokens)
         if (access := self._access) is not None:
             access.result, access.generating = result, False

@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Progress, Usage
+from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.engine import Step
@@ -64,7 +65,8 @@ class Record:
         self.progress: Progress | None = None
         self.grammar = False
         self.reasoning_ended_by = ""
-        self.frames: list[str] = []
+        self._events: list[Event] = []
+        self._whole = ""
         self.dropped = 0
         self.finish = ""
         self.result = ""
@@ -98,11 +100,15 @@ class Record:
             self._cached = step.cached_tokens
         self.finish = step.finish or self.finish
         if ids := step.ids:
-            now = time.perf_counter() - self._since
+            now = time.perf_counter()
             self.output.extend(ids)
-            self.times.extend([now] * len(ids))
-            self._log.generated(len(ids))
+            for _ in ids:
+                self.times.append(now - self._since)
+            self._log.generated(len(ids), now)
         self._log.changed(self)
+
+    def tool(self, call: ServerCall) -> None:
+        """The result is in the next prompt."""
 
     def events(self, events: Sequence[Event]) -> None:
         """Events as they are sent."""
@@ -111,13 +117,13 @@ class Record:
                 self.dropped += 1
             else:
                 self._characters += len(event.data)
-                self.frames.append(frame(event))
+                self._events.append(event)
 
     def whole(self, document: dict[str, Any]) -> None:
         """The answer, if it is not streamed."""
         text = dumps(document)
         if len(text) <= LONGEST_ANSWER:
-            self.frames, self._characters = [text], len(text)
+            self._whole, self._characters = text, len(text)
         else:
             self.dropped = 1
         self._log.changed(self)
@@ -160,6 +166,12 @@ class Record:
     def generated(self) -> int:
         """Ids that the model generated."""
         return len(self.output) - sum(end - start for start, end in self.results)
+
+    def frames(self, first: int = 0) -> list[str]:
+        """The answer as its API has it: events from the one at ``first`` on, or one document."""
+        if self._whole:
+            return [self._whole][first:]
+        return [frame(event) for event in self._events[first:]]
 
     def summary(self) -> dict[str, Any]:
         """A row of the list. ``speed`` is in tokens per second, after the first token."""
@@ -252,8 +264,8 @@ class Log:
         self.failures: deque[Failure] = deque(maxlen=MOST_FAILURES)
         self.finished = self.prompt_tokens = self.cached_tokens = 0
         self._records: dict[str, Record] = {}
-        self._minutes: deque[tuple[int, int]] = deque(maxlen=MINUTES)
-        self._minute = self._tokens = 0
+        self._minutes: deque[tuple[float, int]] = deque(maxlen=MINUTES)
+        self._minute, self._tokens = 0.0, 0
 
     def observe(self, observed: Observed) -> Record:
         """A record of a new request."""
@@ -278,9 +290,9 @@ class Log:
             self.failures.append(Failure(time.time(), "", path, 0, record.failure, owner))
         self._trim()
 
-    def generated(self, tokens: int) -> None:
-        """Counts tokens in the current minute."""
-        minute = int(time.monotonic() // 60)
+    def generated(self, tokens: int, now: float) -> None:
+        """Counts tokens in the current minute; ``now`` as ``time.perf_counter`` has it."""
+        minute = now // 60
         if minute != self._minute:
             if self._tokens:
                 self._minutes.append((self._minute, self._tokens))
@@ -289,7 +301,7 @@ class Log:
 
     def minutes(self) -> list[int]:
         """Tokens generated in each of the last minutes, the current one last."""
-        now = int(time.monotonic() // 60)
+        now = time.perf_counter() // 60
         counted = dict([*self._minutes, (self._minute, self._tokens)])
         return [counted.get(now - ago, 0) for ago in reversed(range(MINUTES))]
 

@@ -13,7 +13,6 @@ from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from importlib.resources import files
-from itertools import islice
 from json import loads
 from typing import TypeAlias
 
@@ -219,7 +218,7 @@ def _output(record: Record, tokens: int, events: int) -> bytes:
         "texts": texts,
         "times": [round(each, 5) for each in record.times[tokens : tokens + len(texts)]],
         "results": record.results,
-        "events": list(islice(record.frames, events, None)),
+        "events": record.frames(events),
         "dropped": record.dropped,
     }
     return encode(found).encode()

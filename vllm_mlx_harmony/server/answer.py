@@ -414,6 +414,7 @@ class Answer:
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
             reasoning_tokens=usage.reasoning_tokens,
+            call_tokens=usage.call_tokens,
         )
         if self._observer is not None:
             self._observer.ended(result, usage, failure)

@@ -108,7 +108,8 @@ async def run(job: Job, tracker: Tracker) -> Deltas:
             ended = "pause"
             break
         earlier = calls[0] in approved
-        async with aclosing(_answered(context, tools, calls, length, earlier=earlier)) as answers:
+        answered = _answered(context, tools, calls, length, job.observer, earlier=earlier)
+        async with aclosing(answered) as answers:
             async for deltas in answers:
                 yield deltas
         if history:
@@ -143,6 +144,7 @@ async def _answered(
     tools: TurnTools,
     calls: list[ServerCall],
     context_length: int | None,
+    observer: Observer | None,
     *,
     earlier: bool,
 ) -> Deltas:
@@ -151,6 +153,8 @@ async def _answered(
     prompt_tokens = len(context.render_for_completion())
     for call in calls:
         yield [ToolStarted(call if earlier else None)]
+        if observer is not None:
+            observer.tool(call)
         answered = await tools.run(call, prompt_tokens, context_length)
         results.append(ServerResult(call.id, call.name, answered.text))
         finished = ToolFinished(answered.text, answered.failure)

@@ -149,6 +149,7 @@ class Tracker(Protocol):
         completion_tokens: int = 0,
         cached_tokens: int = 0,
         reasoning_tokens: int = 0,
+        call_tokens: int = 0,
     ) -> None:
         """Records the end of the request. Only the first call counts."""
 

@@ -1,14 +1,14 @@
 """``Observer``: what sees an answer from its prompt to its end, without taking part in it.
 
 An application has at most one function that makes observers, set with ``install``, such as that of
-`vllm_mlx_harmony.inspector`. Without one, nothing is called.
+`vllm_mlx_harmony.inspector`; `server.traces` has another. Without them, nothing is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from starlette.applications import Starlette
@@ -16,6 +16,7 @@ from starlette.requests import HTTPConnection
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Usage
+from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.engine import Step, Steps
@@ -26,7 +27,8 @@ class Observed:
     """A request whose prompt is rendered.
 
     ``owner`` is the tenant of its API key, and ``tenant`` that of its lease. The two differ if a
-    gateway sent the request for one of its own tenants.
+    gateway sent the request for one of its own tenants. ``trace`` has the headers of a trace that
+    the request is part of (https://www.w3.org/TR/trace-context/).
     """
 
     api: str
@@ -37,6 +39,7 @@ class Observed:
     id_seed: str
     tenant: str
     owner: str
+    trace: Mapping[str, str] = field(default_factory=dict)
 
 
 class Observer(Protocol):
@@ -48,6 +51,9 @@ class Observer(Protocol):
     def step(self, step: Step) -> None:
         """The engine has reported its progress, or generated ids."""
 
+    def tool(self, call: ServerCall) -> None:
+        """The server begins to run a tool, which ends before the next ``tool`` or ``prompt``."""
+
     def events(self, events: Sequence[Event]) -> None:
         """Events were written for the client."""
 
@@ -56,6 +62,38 @@ class Observer(Protocol):
 
     def ended(self, result: str, usage: Usage, failure: Exception | None) -> None:
         """The answer has ended, as in ``Tracker.finish``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """Two observers of one answer."""
+
+    first: Observer
+    second: Observer
+
+    def prompt(self, ids: tuple[int, ...], constraint: Constraint | None) -> None:
+        self.first.prompt(ids, constraint)
+        self.second.prompt(ids, constraint)
+
+    def step(self, step: Step) -> None:
+        self.first.step(step)
+        self.second.step(step)
+
+    def tool(self, call: ServerCall) -> None:
+        self.first.tool(call)
+        self.second.tool(call)
+
+    def events(self, events: Sequence[Event]) -> None:
+        self.first.events(events)
+        self.second.events(events)
+
+    def whole(self, document: dict[str, Any]) -> None:
+        self.first.whole(document)
+        self.second.whole(document)
+
+    def ended(self, result: str, usage: Usage, failure: Exception | None) -> None:
+        self.first.ended(result, usage, failure)
+        self.second.ended(result, usage, failure)
 
 
 def observed(

@@ -30,7 +30,7 @@ from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.server import replay, sampling
+from vllm_mlx_harmony.server import replay, sampling, traces
 from vllm_mlx_harmony.server.answer import Answer, End
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
@@ -45,7 +45,7 @@ from vllm_mlx_harmony.server.host import (
     response_name,
     tenant_of,
 )
-from vllm_mlx_harmony.server.observer import Observed, Observer, observe_of
+from vllm_mlx_harmony.server.observer import Both, Observed, Observer, observe_of
 from vllm_mlx_harmony.server.peers.answers import BEATING
 from vllm_mlx_harmony.server.streams import EventStream
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
@@ -145,15 +145,17 @@ class Received:
         return self.host.tracker(self.api.name, stream=stream)
 
     def observer(self, model: str, *, stream: bool) -> Observer | None:
-        """The observer of the answer, if there is one."""
-        observe, request = observe_of(self.request), self.request
-        if observe is None:
+        """The observer of the answer, if there is one: the application's, a trace, or both."""
+        observe, request, traced = observe_of(self.request), self.request, traces.recording()
+        if observe is None and not traced:
             return None
         path, seed, tenant = request.url.path, self.id_seed, self.lease.tenant
-        owner = tenant_of(request)
-        return observe(
-            Observed(self.api.name, path, self.document, model, stream, seed, tenant, owner)
-        )
+        trace = {name: request.headers[name] for name in traces.HEADERS if name in request.headers}
+        owner, api = tenant_of(request), self.api.name
+        seen = Observed(api, path, self.document, model, stream, seed, tenant, owner, trace)
+        if observe is None:
+            return traces.Trace(seen)
+        return Both(observe(seen), traces.Trace(seen)) if traced else observe(seen)
 
 
 @dataclass(frozen=True, slots=True)

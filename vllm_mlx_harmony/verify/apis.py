@@ -217,8 +217,6 @@ class Chat(OpenAi):
         for chunk in chunks:
             require("error" not in chunk, f"an error in the stream: {chunk.get('error')}")
             validate("ChatCompletionChunk", chunk)
-            same = all(chunk[name] == chunks[0][name] for name in ("id", "model", "created"))
-            require(same, "a chunk whose id, model or created is not the first one's")
             usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
                 require(finish is None, "a delta after finish_reason")

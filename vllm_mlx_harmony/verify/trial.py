@@ -109,8 +109,12 @@ class Trial:
 
     async def streamed(self, ask: Ask) -> Answer:
         """The answer to a streamed request. Raises ``Failed``."""
+        return self.api.read(self.api.assemble(await self.collected(ask)))
+
+    async def collected(self, ask: Ask) -> list[Event]:
+        """All events of a streamed request. Raises ``Failed``."""
         async with aclosing(self.events(ask)) as events:
-            return self.api.read(self.api.assemble([event async for event in events]))
+            return [event async for event in events]
 
     async def events(self, ask: Ask) -> AsyncGenerator[Event, None]:
         """The events of a streamed request. Raises ``Failed`` unless they are server-sent events.

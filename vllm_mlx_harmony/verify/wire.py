@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from http import HTTPStatus
 
-from vllm_mlx_harmony.verify.apis import APIS, Messages, validate
+from vllm_mlx_harmony.verify.apis import APIS, DONE, Messages, parsed, validate
 from vllm_mlx_harmony.verify.checks import Check, Run
 from vllm_mlx_harmony.verify.trial import Reply, Trial
 from vllm_mlx_harmony.verify.values import Answer, Ask, Document, Tool, Unsupported, require
@@ -59,9 +59,15 @@ async def whole(trial: Trial) -> None:
 
 
 async def stream(trial: Trial) -> None:
-    answer = await trial.streamed(PLAIN)
+    events = await trial.collected(PLAIN)
+    answer = trial.api.read(trial.api.assemble(events))
     require(answer.text, "the deltas have no text")
     require(answer.finish == "stop", f"the answer ended with {answer.finish!r}")
+    if trial.api.name == "chat":
+        chunks = [parsed(event.data) for event in events if event.data != DONE]
+        for name in ("id", "model", "created"):
+            values = [*dict.fromkeys(chunk[name] for chunk in chunks)]
+            require(len(values) == 1, f"chunks with {len(values)} values of {name}: {values[:2]}")
 
 
 async def same(trial: Trial) -> None:
