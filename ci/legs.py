@@ -385,7 +385,7 @@ LEGS: tuple[Leg, ...] = (
         present=(*HOST, "openai-harmony", "jsonschema", "pytest-xdist"),
         commands=(
             (*PYTEST, "-n", "2", "tests/core/test_grammar.py"),
-            (*PYTEST, "-n", "2", "-rP", "tests/host/test_enforcement.py"),
+            (*PYTEST, "-n", "2", "--dist", "worksteal", "-rP", "tests/host/test_enforcement.py"),
         ),
         variables=(("GRAMMAR_SEEDS", "500"),),
         group="",

@@ -257,7 +257,8 @@ def written() -> Iterator[Written]:
     for number, (name, dialect) in enumerate(chance.sample(of_libraries, count)):
         value = fitting(SHAPES[name], dialect, chance)
         schema = schema_of(SHAPES[name], dialect)
-        yield Written(f"{name}_{number}", schema, respelled(value, chance))
+        # Not by the name of the shape: the model calls a tool whose name is not ASCII by an alias.
+        yield Written(f"tool_{number}", schema, respelled(value, chance))
 
 
 CALLS = list(written())
@@ -550,7 +551,8 @@ def test_valid_calls_arrive_as_they_were_written(scripted: Any, run: Run) -> Non
             function = {"name": one.name, "parameters": one.schema}
             tools = [{"type": "function", "function": function}]
         document = {"model": "m", "max_tokens": 4000, "messages": asked, "tools": tools}
-        found = run(said(scripted, api, document, replace(FREE, max_tokens=4000)))
+        # Without the bias of FREE, which can end a call before its last white space.
+        found = run(said(scripted, api, document, replace(FREE, max_tokens=4000, logit_bias=())))
         assert found.last[1:] == (one.name, one.arguments, True)
         assert found.constraint is not None and not found.constraint.failure
 
