@@ -9,7 +9,7 @@ import pty
 import sys
 import threading
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -19,7 +19,7 @@ pytest.importorskip("vllm_mlx")
 
 from vllm_mlx_harmony.engine.engine import RequestStatus
 from vllm_mlx_harmony.host import status_line
-from vllm_mlx_harmony.host.status_line import ERASE, StatusLine
+from vllm_mlx_harmony.host.status_line import StatusLine
 
 
 def request(state: Any, place: int, **changed: Any) -> RequestStatus:
@@ -83,14 +83,15 @@ class Terminal:
 
 
 def screen(written: str) -> list[str]:
-    """The lines that are left to see."""
-    lines = [""]
-    for piece in written.replace(ERASE, "\0").replace("\r\n", "\n"):
-        if piece == "\n":
+    """The lines that are left to see, on a terminal that overwrites what follows a ``\\r``."""
+    lines, column = [""], 0
+    for each in written.replace("\r\n", "\n"):
+        if each == "\n":
             lines.append("")
-        else:
-            lines[-1] = "" if piece == "\0" else lines[-1] + piece
-    return lines
+        elif each != "\r":
+            lines[-1] = lines[-1][:column] + each + lines[-1][column + 1 :]
+        column = 0 if each in "\r\n" else column + 1
+    return [line.rstrip() for line in lines]
 
 
 @pytest.fixture
@@ -111,42 +112,60 @@ def logger(terminal: Terminal) -> Iterator[logging.Logger]:
     del logging.root.manager.loggerDict["of a terminal"]
 
 
+Show = Callable[[str], None]
+
+
+def shown(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Show:
+    """Shows a line on ``terminal``, which is this process's from now on."""
+    monkeypatch.setattr(sys, "stderr", terminal.stream)  # pytest replaces it after the fixtures
+    return StatusLine(terminal.stream).show
+
+
 def test_what_is_logged_appears_above_the_line(
     terminal: Terminal, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", terminal.stream)
-    handler = logger.handlers[0]
-    assert isinstance(handler, logging.StreamHandler)
-    line = StatusLine(terminal.stream)
+    handlers = list(logger.handlers)
+    show = shown(terminal, monkeypatch)
     logger.warning("before")
-    line.show("10 %")
+    show("10 %")
     logger.warning("one\ntwo")
-    line.show("20 %")
-    print("pri", end="")
-    line.show("30 %")
-    print("nted")
-    line.show("40 %")
+    show("20 %")
     logger.warning("three")
-    assert handler.stream is not terminal.stream
-    line.show("")
+    assert logger.handlers != handlers
+    show("")
     logger.warning("after")
-    assert handler.stream is terminal.stream and sys.stdout is terminal.stream
-    assert screen(terminal.written()) == ["before", "one", "two", "printed", "three", "after", ""]
+    assert logger.handlers == handlers
+    assert screen(terminal.written()) == ["before", "one", "two", "three", "after", ""]
+
+
+def test_a_log_file_is_left_alone(
+    terminal: Terminal, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = io.StringIO()
+    logger.addHandler(logging.StreamHandler(log))
+    show = shown(terminal, monkeypatch)
+    show("10 %")
+    logger.warning("one")
+    show("")
+    assert (log.getvalue(), screen(terminal.written())) == ("one\n", ["one", ""])
 
 
 def test_the_line_stays_below_and_within_the_terminal(
-    terminal: Terminal, logger: logging.Logger
+    terminal: Terminal, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = StatusLine(terminal.stream)
-    line.show("x" * 100)
+    show = shown(terminal, monkeypatch)
+    show("x" * 100)
     logger.warning("logged")
     logger.warning("again")
     assert screen(terminal.written()) == ["logged", "again", "x" * 39]
+    show("")
 
 
-def test_many_threads_leave_every_line_whole(terminal: Terminal, logger: logging.Logger) -> None:
-    line = StatusLine(terminal.stream)
-    line.show("0 %")
+def test_many_threads_leave_every_line_whole(
+    terminal: Terminal, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show = shown(terminal, monkeypatch)
+    show("0 %")
 
     def log(name: str) -> None:
         for number in range(50):
@@ -156,10 +175,10 @@ def test_many_threads_leave_every_line_whole(terminal: Terminal, logger: logging
     for thread in threads:
         thread.start()
     for percent in range(100):
-        line.show(f"{percent} %")
+        show(f"{percent} %")
     for thread in threads:
         thread.join()
-    line.show("")
+    show("")
     found = screen(terminal.written())
     assert sorted(found) == sorted(["", *(f"{name} {n}" for name in "abcd" for n in range(50))])
 

@@ -34,7 +34,7 @@ from vllm_mlx_harmony.core.vocab import clean
 
 MAX_DEPTH = 100
 MAX_SCHEMAS = 10_000
-CACHE_BYTES = 16 * 2**20
+CACHE_BYTES = 8 * 2**20
 
 _WHITE_SPACE = r"\r?\n[ \t]{0,80}|[ \t]{1,4}"
 """Between two JSON tokens: a line end with its indentation, or some blanks; at most once."""

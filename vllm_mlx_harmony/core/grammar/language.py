@@ -396,10 +396,10 @@ def _alone(value: Rules) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-_fitting: lru.ByteLRU[tuple[str, str], tuple[str, tuple[str, ...]]] = lru.ByteLRU(2**24)
+_fitting: lru.ByteLRU[tuple[str, str], tuple[str, tuple[str, ...]]] = lru.ByteLRU(2**23)
 """By tenant and grammar: the strongest grammar that fits, and notes on what it does not enforce."""
 
-_syntaxes: lru.ByteLRU[tuple[str, Syntax, bool], str] = lru.ByteLRU(2**23, most=64)
+_syntaxes: lru.ByteLRU[tuple[str, Syntax, bool], str] = lru.ByteLRU(2**22, most=64)
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 

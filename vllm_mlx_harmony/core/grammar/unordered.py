@@ -69,7 +69,7 @@ MAX_ORDER = 30
 """Powers of ten of bounds of numbers, to either side."""
 
 BITS = 64
-CACHE_BYTES = 16 * 2**20
+CACHE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
