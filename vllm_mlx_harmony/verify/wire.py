@@ -196,7 +196,12 @@ async def _until_idle(trial: Trial) -> None:
 
 
 async def at_once(trial: Trial) -> None:
-    one, other = await asyncio.gather(trial.streamed(PLAIN), trial.streamed(OTHER))
+    asked = trial.streamed(PLAIN), trial.streamed(OTHER)
+    found = await asyncio.gather(*asked, return_exceptions=True)  # if one fails, the other ends
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    one, other = (each for each in found if isinstance(each, Answer))
     require(one.text and other.text, "an answer without text")
     require(one.id != other.id, f"two answers with the id {one.id}")
 
