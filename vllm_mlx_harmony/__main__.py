@@ -201,6 +201,14 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "may be repeated",
     )
     verify.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="check the request that the inspector saved in FILE, in place of the others; "
+        "may be repeated",
+    )
+    verify.add_argument(
         "--repeat",
         type=_positive,
         default=1,

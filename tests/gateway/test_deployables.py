@@ -256,8 +256,10 @@ def test_rules_say_what_to_do() -> None:
     assert job["job_name"] == "gateway" and set(gateways["names"]) <= COMPOSE["services"].keys()
 
 
-def test_the_dashboard_fits_together() -> None:
-    panels, taken = DASHBOARD["panels"], set()
+@pytest.mark.parametrize("name", ["dashboard", "server"])
+def test_a_dashboard_fits_together(name: str) -> None:
+    panels = json.loads((EXAMPLES / f"monitoring/{name}.json").read_text())["panels"]
+    taken: set[tuple[int, int]] = set()
     assert len({panel["id"] for panel in panels}) == len(panels)
     for panel in panels:
         at = panel["gridPos"]

@@ -15,6 +15,7 @@ from rich.console import Console
 from vllm_mlx_harmony.cli.errors import UsageError, read_text
 
 if TYPE_CHECKING:
+    from vllm_mlx_harmony.verify.checks import Check
     from vllm_mlx_harmony.verify.report import Screen
     from vllm_mlx_harmony.verify.values import Document
 
@@ -30,6 +31,7 @@ def run(
     model: str | None,
     key: str | None,
     only: Sequence[str],
+    case: Sequence[str],
     repeat: int,
     timeout: float,
     stand_in: bool,
@@ -54,7 +56,8 @@ def run(
         return int(not right)
     if stand_in == (url is not None):
         raise UsageError("give the URL of a server, or --stand-in")
-    if not (checks := chosen(suite.CHECKS, only)):
+    cases = tuple(_case(name) for name in case)
+    if not (checks := cases or chosen(suite.CHECKS, only)):
         raise UsageError(f"no check is called {' or '.join(only)}: see docs/verify.md")
     with ExitStack() as stack:
         if stand_in:
@@ -68,6 +71,16 @@ def run(
     if html:
         Path(html).write_text(report.html(checks, results, screen.outcomes), "utf-8")
     return int(any(each.state == "failed" for each in screen.outcomes))
+
+
+def _case(name: str) -> Check:
+    """The check of a file that the inspector saved."""
+    from vllm_mlx_harmony.verify import saved
+
+    try:
+        return saved.check(Path(name).stem, read_text(name))
+    except ValueError as error:
+        raise UsageError(f"{name} is not a case of the inspector: {error}") from error
 
 
 def _results(name: str) -> Document:

@@ -103,7 +103,11 @@ class Trial:
 
     async def document(self, ask: Ask) -> Document:
         """The response to a request that is not streamed. Raises ``Failed`` unless it is 200."""
-        reply = await self.send("POST", self.api.path, self.api.body(self.server.model, ask))
+        return await self.post(self.api.body(self.server.model, ask))
+
+    async def post(self, body: Document) -> Document:
+        """The response to a body. Raises ``Failed`` unless it is 200."""
+        reply = await self.send("POST", self.api.path, body)
         require(reply.status == OK, f"status {reply.status}, not 200")
         return reply.document
 
@@ -116,14 +120,18 @@ class Trial:
         async with aclosing(self.events(ask)) as events:
             return [event async for event in events]
 
-    async def events(self, ask: Ask) -> AsyncGenerator[Event, None]:
-        """The events of a streamed request. Raises ``Failed`` unless they are server-sent events.
-
-        Closing the iterator closes the connection.
-        """
+    def events(self, ask: Ask) -> AsyncGenerator[Event, None]:
+        """The events of a streamed request, as ``stream`` has them."""
         body = {**self.api.body(self.server.model, ask), "stream": True}
         if self.api.name == "chat":
             body = {"stream_options": {"include_usage": True}, **body}
+        return self.stream(body)
+
+    async def stream(self, body: Document) -> AsyncGenerator[Event, None]:
+        """The response to a body. Raises ``Failed`` unless it is of server-sent events.
+
+        Closing the iterator closes the connection.
+        """
         exchange = self._exchange("POST", self.api.path, json.dumps(body, ensure_ascii=False))
         async with self.server.client.stream("POST", self.api.path, json=body) as response:
             exchange.add(f"{response.status_code}\n")
