@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """What the gateway costs per request, token and stream, beside the same engine asked directly.
 
-    python ci/bench_gateway.py [--quick] [--json FILE]
+    python ci/bench_gateway.py [--quick] [--litellm] [--json FILE]
 
 Three processes: an engine that speaks vLLM's completions and spends next to nothing on it, the
 gateway, pinned to one processor, and this one, which asks both in turn. The gateway checks a key,
 counts all its limits and writes an access log. A plain reverse proxy (aiohttp), which only copies
-bytes, is measured beside it, in the same way. The engine writes the time
-into what it says (microseconds of the monotonic clock, as digits), so that every step's way to the
-client is measured by itself. Requests alternate: what else the machine does hits both alike.
+bytes, is measured beside it, in the same way; so is LiteLLM's proxy with ``--litellm``, which is
+installed into an environment of its own. The engine writes the time into its answers (microseconds
+of the monotonic clock, as digits), so that the way of every step to the client is measured.
+Requests alternate, so that anything else on the machine affects all alike. Processor time is that
+of the server's process: other work hardly changes it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,12 @@ DIGITS = 9
 
 WRAP = 10**DIGITS
 CHAT = "/v1/chat/completions"
+CHAT_STREAM = (
+    {"delta": {"role": "assistant", "content": "000000000"}, "finish_reason": None},
+    {"delta": {}, "finish_reason": "stop"},
+)
+"""What the engine answers to LiteLLM, which uses its chat completions."""
+
 COMPLETIONS = "/v1/completions"
 KEY = "key-of-the-bench"
 LIMITS = ("requests-per-minute", "tokens-per-minute", "requests-per-day", "tokens-per-day")
@@ -160,6 +168,13 @@ class Connection(asyncio.Protocol):
         if path == COMPLETIONS:
             self._answer(json.loads(body[:length]))
             return
+        if path == CHAT:
+            about = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+            events = ({**about, "choices": [{"index": 0, **each}]} for each in CHAT_STREAM)
+            text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+            end = b"data: [DONE]\n\n"
+            self._transport.write(STREAM + _chunk(text.encode() + end) + b"0\r\n\r\n")
+            return
         answer = json.dumps(KNOWN.get(path, {"detail": "Not Found"})).encode()
         status = b"200 OK" if path in KNOWN else b"404 Not Found"
         kind = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(answer)
@@ -281,16 +296,23 @@ def _spoken(events: bytes) -> list[int]:
 
 @dataclass
 class Figures:
-    """What one run found. Times of requests in ms, of tokens in µs, memory in KiB."""
+    """What one run found. Times of requests in ms, of tokens in µs, memory in KiB. ``processor``:
+    processor time of the server, in the same units."""
 
     request_direct_p50: float = 0.0
     request_added_p50: float = 0.0
     request_added_p99: float = 0.0
     request_proxy_added_p50: float = 0.0
+    request_litellm_added_p50: float = 0.0
+    request_processor: float = 0.0
+    request_proxy_processor: float = 0.0
+    request_litellm_processor: float = 0.0
     token_paced_direct_p50: float = 0.0
     token_paced_added_p50: float = 0.0
     token_paced_added_p99: float = 0.0
     token_at_once_added: float = 0.0
+    token_paced_processor: float = 0.0
+    streams_per_core_by_processor: int = 0
     streams_per_core: int = 0
     gaps_p99_ms: dict[str, dict[str, float]] | None = None
     memory_idle_connection: float = 0.0
@@ -369,9 +391,48 @@ def resident(pid: int) -> float:
 # --- the run
 
 
+def processor_seconds(pid: int) -> float:
+    """Seconds of processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+LITELLM = Path("build/litellm")
+"""The environment of LiteLLM."""
+
+LITELLM_CONFIG = """\
+model_list:
+  - model_name: m
+    litellm_params: {{model: hosted_vllm/m, api_base: "http://127.0.0.1:{port}/v1", api_key: none}}
+general_settings: {{master_key: {key}}}
+litellm_settings: {{telemetry: false}}
+"""
+
+
 @contextmanager
-def processes(pace: float, port: int) -> Iterator[int]:
-    """An engine on ``port`` and a gateway on the next one; the gateway's process id."""
+def litellm(port: int, engine_port: int) -> Iterator[int]:
+    """LiteLLM's proxy with a key, without limits and log; its process id."""
+    command = LITELLM / "bin" / "litellm"
+    if not command.exists():
+        subprocess.run([sys.executable, "-m", "venv", LITELLM], check=True)
+        packages = ["litellm[proxy]", "uvloop"]
+        subprocess.run([LITELLM / "bin" / "pip", "install", "-q", *packages], check=True)
+    config = LITELLM / "config.yaml"
+    config.write_text(LITELLM_CONFIG.format(port=engine_port, key=KEY))
+    words = [str(command), "--config", str(config), "--port", str(port), "--host", "127.0.0.1"]
+    environment = {**os.environ, "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        _wait(port, "/health/liveliness")
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait(40)
+
+
+@contextmanager
+def processes(pace: float, port: int) -> Iterator[tuple[int, int]]:
+    """An engine on ``port``, a gateway and a proxy on the next ones; the process ids of both."""
     context = multiprocessing.get_context("spawn")
     behind = context.Process(target=engine, args=(port, pace), daemon=True)
     behind.start()
@@ -394,7 +455,7 @@ def processes(pace: float, port: int) -> Iterator[int]:
             os.sched_setaffinity(0, processors[1:])
             os.sched_setaffinity(behind.pid or 0, processors[1:])
             os.sched_setaffinity(proxied.pid or 0, processors[:1])
-        yield server.pid
+        yield server.pid, proxied.pid or 0
     finally:
         os.sched_setaffinity(0, processors)
         server.terminate()
@@ -404,25 +465,37 @@ def processes(pace: float, port: int) -> Iterator[int]:
             process.join(10)
 
 
-def _wait(port: int) -> None:
+def _wait(port: int, path: str = "/ready") -> None:
     import urllib.request
 
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         with suppress(OSError):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close()
+            urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).close()
             return
         time.sleep(0.2)
-    raise SystemExit("the gateway does not come up")
+    raise SystemExit(f"nothing answers on port {port}")
 
 
-async def fast(port: int, quick: bool, figures: Figures) -> None:
+async def fast(port: int, pids: list[int], quick: bool, figures: Figures) -> None:
+    """``pids`` are those of the gateway, of the proxy, and of LiteLLM if it is measured."""
     direct, gateway = Client(port, COMPLETIONS), Client(port + 1, CHAT)
-    proxied = Client(port + 2, COMPLETIONS)
-    asked, answered, copied = await requests(30 if quick else 1000, direct, gateway, proxied)
+    proxied, other = Client(port + 2, COMPLETIONS), Client(port + 6, CHAT)
+    clients = [direct, gateway, proxied, other][: len(pids) + 1]
+    await requests(10, *clients)  # warms up
+    used, count = [processor_seconds(pid) for pid in pids], 30 if quick else 1000
+    asked, answered, *others = await requests(count, *clients)
+    processor = [
+        (processor_seconds(pid) - before) / count * 1e3
+        for pid, before in zip(pids, used, strict=True)
+    ]
     figures.request_direct_p50 = statistics.median(asked)
-    figures.request_proxy_added_p50 = statistics.median(copied) - figures.request_direct_p50
     figures.request_added_p50 = statistics.median(answered) - figures.request_direct_p50
+    figures.request_processor = processor[0]
+    for name, mine, times in zip(("proxy", "litellm"), processor[1:], others, strict=False):
+        added = statistics.median(times) - figures.request_direct_p50
+        setattr(figures, f"request_{name}_added_p50", added)
+        setattr(figures, f"request_{name}_processor", mine)
     figures.request_added_p99 = percentile(answered, 0.99) - percentile(asked, 0.99)
     steps, rounds = (200, 2) if quick else (5000, 7)
     figures.token_at_once_added = await at_once(direct, gateway, steps, rounds)
@@ -444,7 +517,11 @@ async def slow(port: int, pid: int, quick: bool, figures: Figures) -> None:
     length = 50 if quick else 250
     for count in (1, 5) if quick else (1, 25, 50, 100, 150, 200, 300, 400, 600):
         asked = await crowd(partial(Client, port, COMPLETIONS), count, length)
+        used = processor_seconds(pid)
         answered = await crowd(partial(Client, port + 1, CHAT), count, length)
+        each = (processor_seconds(pid) - used) / (count * length)
+        figures.token_paced_processor = each * 1e6
+        figures.streams_per_core_by_processor = int(STEP / each)
         found = {"direct": percentile(asked, 0.99), "gateway": percentile(answered, 0.99)}
         figures.gaps_p99_ms[str(count)] = found
         limit = limit or 2 * found["gateway"]
@@ -475,17 +552,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0; figures on standard output, and in a file where one is named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="whether it works, not how fast it is")
+    parser.add_argument("--litellm", action="store_true", help="measure LiteLLM's proxy, too")
     parser.add_argument("--json", metavar="FILE", help="the figures as JSON")
-    parser.add_argument("--port", type=int, default=18400, help="and the five behind it")
+    parser.add_argument(
+        "--port", type=int, default=18400, help="this and the six after it are used"
+    )
     parsed = parser.parse_args(argv)
     from vllm_mlx_harmony.core import vocab
 
     _NUMBERS.update({vocab.encode(f"{number:03}")[0]: f"{number:03}" for number in range(1000)})
     PROMPT.extend(vocab.encode("What time is it? " * 15))
     figures = Figures()
-    with processes(0.0, parsed.port):
-        _with_uvloop(fast(parsed.port, parsed.quick, figures))
-    with processes(STEP, parsed.port + 3) as pid:
+    with ExitStack() as stack:
+        pids = [*stack.enter_context(processes(0.0, parsed.port))]
+        if parsed.litellm:
+            pids.append(stack.enter_context(litellm(parsed.port + 6, parsed.port)))
+        _with_uvloop(fast(parsed.port, pids, parsed.quick, figures))
+    with processes(STEP, parsed.port + 3) as (pid, _):
         _with_uvloop(slow(parsed.port + 3, pid, parsed.quick, figures))
     for name, value in asdict(figures).items():
         print(f"{name:26} {value if isinstance(value, (dict, int)) else f'{value:.3f}'}")

@@ -81,7 +81,7 @@ def test_an_engine_that_comes_back_with_another_key_stays() -> None:
         (other, "down"),
     ]
     text = Metrics(fleet).text().decode()
-    assert text.count(f'engine_requests{{engine="{A.url}"}} 1.0') == 1
+    assert text.count(f'engine_up{{engine="{A.url}"}} 0.0') == 1
     first.in_flight = 0
     fleet.drained()
     assert [(each.spec, each.health) for each in fleet.backends] == [(B, "down"), (other, "down")]

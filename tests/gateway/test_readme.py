@@ -55,7 +55,7 @@ def test_commands_of_the_runbook() -> None:
     commands = re.findall(r"^vllm-mlx-harmony gateway (.*)$", text, re.MULTILINE)
     assert len(commands) == 6
     for command in commands:
-        words = shlex.split(command.partition(" > ")[0], comments=True)
+        words = shlex.split(command.partition(" >")[0], comments=True)
         if words[0] == "keys":
             gateway_keys.parser().parse_args(words[1:])
         else:

@@ -27,6 +27,7 @@ from in_process import MODEL, Watched
 from starlette.applications import Starlette
 
 from vllm_mlx_harmony.__main__ import main
+from vllm_mlx_harmony.cli.gateway import parser
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.gateway import access_log, app
@@ -638,6 +639,14 @@ def test_a_key_may_end_in_an_equals_sign(given: str, expected: tuple[str, str]) 
 
 
 SECRET = "s3cret-9f2e"
+
+
+@pytest.mark.parametrize("name", ["inspect", "metrics_by_key"])
+def test_flags_without_a_value(name: str) -> None:
+    word = name.replace("_", "-")
+    for given, value in ((f"--{word}", True), (f"--no-{word}", False)):
+        flags = vars(parser().parse_args(["--model", "m", "--engine", "http://a", given]))
+        assert flags.pop("config") is None and getattr(load(flags, {}), name) is value
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
-from fake_engines import FakeEngine, Fault, served, until
+from fake_engines import EXCHANGES, FakeEngine, Fault, compact, served, until
 from in_process import MODEL, Watched
 
 from vllm_mlx_harmony.gateway import router
@@ -39,6 +39,10 @@ class Setting:
         self.host = Watched("", *zip(engines, urls, strict=True), **{"rule": QUICK, **options})
         self.url = stack.enter_context(served(_Outer(self.host, application(self.host))))
         self.healthy = urls[-1]
+
+    @property
+    def retried(self) -> float | None:
+        return self.host.metrics.registry.get_sample_value("vllm_mlx_harmony_retried_total")
 
     def ask(
         self, numbers: Sequence[int], *, stream: bool = False, at_once: bool = True
@@ -126,7 +130,7 @@ def test_a_clients_own_time_limit_takes_no_engine_down(stream: bool) -> None:
             body = {"model": MODEL, "messages": messages, "timeout": timeout, "stream": stream}
             httpx.post(setting.url + CHAT, json=body, timeout=30)
             assert backend.health == "up"
-        assert setting.host.fleet.retried
+        assert setting.retried
         assert setting.ask(numbers[1:]) == [200] * 3
 
 
@@ -143,7 +147,34 @@ def test_a_prompt_that_takes_long_is_waited_for() -> None:
         before = len(slow.prompts)
         assert setting.ask([first, second]) == [200, 200]
         assert len(slow.prompts) == before + 2
-        assert setting.host.fleet.retried == 0 and setting.host.fleet.backends[0].up
+        assert setting.retried == 0 and setting.host.fleet.backends[0].up
+
+
+@pytest.mark.parametrize("advances", [True, False])
+def test_progress_that_advances_ends_a_silence(
+    advances: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that takes several times longer than expected, on an engine that reports it."""
+    exchange = EXCHANGES["llamacpp"]
+
+    def events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+        for number in range(1, 13):
+            done = number if advances else 1
+            report = {"total": 100, "cache": 0, "processed": done, "time_ms": number}
+            event = {"content": "", "tokens": [], "stop": False, "prompt_progress": report}
+            yield compact({**event, "tokens_predicted": 0})
+        yield from exchange.events(prompt, said, finish)
+
+    with ExitStack() as stack:
+        slow, other = FakeEngine("llamacpp", SCRIPTS), FakeEngine("llamacpp", SCRIPTS)
+        setting = Setting(stack, slow, other, rule=replace(QUICK, slack=0.0, slowest=0.0))
+        (number,) = setting.home(1)
+        monkeypatch.setitem(EXCHANGES, "llamacpp", replace(exchange, events=events))
+        slow.pause, before = 0.5, len(other.prompts)  # three times the patience, in all
+        assert setting.ask([number]) == [200]
+        assert setting.retried == (0 if advances else 1)
+        assert len(other.prompts) == before + (not advances)
+        assert setting.host.fleet.backends[0].up is advances
 
 
 def test_an_only_engine_is_waited_for() -> None:

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         flags = made.add_argument_group(group)
         for each, about in settings:
             default = each.default not in (MISSING, None, "", ())
-            if each.type == "bool":
+            if isinstance(each.default, bool):
                 yes_or_no = argparse.BooleanOptionalAction
                 flags.add_argument(flag(each.name), action=yes_or_no, help=about.text)
                 continue
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
         return gateway_keys.main(arguments[1:])
     parsed = parser().parse_args(arguments)
-    from vllm_mlx_harmony.gateway import app
+    from vllm_mlx_harmony.gateway import app, workers
     from vllm_mlx_harmony.gateway.settings import load
     from vllm_mlx_harmony.server import defaults
     from vllm_mlx_harmony.server.responses.store import server_store
@@ -82,6 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         settings = load(flags, file=parsed.config)
         defaults.read(settings.template_options)  # validates environment variables at the start
         server_store()  # opens the store, which may fail
+        workers.check(settings)
     except HostError as error:
         raise UsageError(error.message) from error
     return app.run(settings, partial(load, flags, file=parsed.config))

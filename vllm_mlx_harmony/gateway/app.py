@@ -16,7 +16,9 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from multiprocessing.connection import Connection
+from socket import socket
+from typing import Any, TypeVar
 
 import uvicorn
 from aiohttp import ClientSession
@@ -32,7 +34,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
-from vllm_mlx_harmony.gateway import access_log, limits
+from vllm_mlx_harmony.gateway import access_log, limits, workers
 from vllm_mlx_harmony.gateway.access_log import Access, logged
 from vllm_mlx_harmony.gateway.engines import http as engine_http
 from vllm_mlx_harmony.gateway.engines.detection import detect, first_id, get
@@ -43,6 +45,7 @@ from vllm_mlx_harmony.gateway.router import NOT_FOUND, Backend, Fleet, FleetEngi
 from vllm_mlx_harmony.gateway.routing import Health, Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
 from vllm_mlx_harmony.gateway.shared_limit import Limiter
+from vllm_mlx_harmony.gateway.workers import Reload
 from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.server import defaults, enforcement
 from vllm_mlx_harmony.server.answer import rejection
@@ -63,12 +66,6 @@ T = TypeVar("T")
 TICK = 0.1
 """Seconds between two checks for engines whose probe is due."""
 
-AT_THE_START = (
-    *("model", "host", "port", "mcp_config", "shutdown_grace", "inspect", "metrics_by_key"),
-    "log_level",
-)
-"""Settings that change only with a restart."""
-
 _TRANSPORT = "vllm_mlx_harmony.transport"
 
 
@@ -84,7 +81,7 @@ class Gateway:
         self.fleet = Fleet(settings.model, settings.engines, rule, limit=settings.timeout)
         self.metrics = Metrics(self.fleet, by_key=settings.metrics_by_key)
         self.limiter = Limiter()
-        self._use_keys(settings)
+        self._use(settings)
         self._created = int(time.time())
         self.toolbox = _toolbox(settings)
 
@@ -94,22 +91,18 @@ class Gateway:
         Raises ``HostError``, without changing anything, if all keys were removed: the gateway would
         be open to everyone.
         """
-        if self._keys and not settings.keys:
-            raise HostError("all keys were removed: to run without keys, restart the gateway")
-        kept = {name: getattr(self.settings, name) for name in AT_THE_START}
-        changed = [name for name in AT_THE_START if getattr(settings, name) != kept[name]]
-        if changed:
-            logger.warning(
-                "%s: changed, but this takes effect only after a restart", ", ".join(changed)
-            )
-        self.settings = replace(settings, **kept)
-        self._use_keys(settings)
+        self.settings = self.settings.reloaded(settings)
+        self._use(settings)
         self.fleet.limit = self.settings.timeout
         self.fleet.update(settings.engines)
         urls = ", ".join(each.url for each in settings.engines)
         logger.warning("settings reloaded: %d keys, engines: %s", len(settings.keys), urls)
 
-    def _use_keys(self, settings: GatewaySettings) -> None:
+    def _use(self, settings: GatewaySettings) -> None:
+        """Computes what requests read from the settings."""
+        flags = Sampling(temperature=settings.temperature, top_p=settings.top_p)
+        read = defaults.read(settings.template_options)
+        self._defaults = replace(read, sampling=defaults.sampling(flags, {}))
         self._keys = {key.digest: key for key in settings.keys}
         self._limits_of = {"": settings.limits()}
         self._limits_of |= {key.name: settings.limits(key) for key in settings.keys}
@@ -154,10 +147,7 @@ class Gateway:
         return Deadline(seconds, time.monotonic() + seconds)
 
     def defaults(self, engine: Engine | None) -> Defaults:
-        settings = self.settings
-        flags = Sampling(temperature=settings.temperature, top_p=settings.top_p)
-        read = defaults.read(settings.template_options)
-        return replace(read, sampling=defaults.sampling(flags, {}))
+        return replace(self._defaults, date=defaults.current_date())
 
     def max_tokens(self, asked: int | None) -> int:
         if asked is None:
@@ -287,10 +277,6 @@ async def _gone(request: Request) -> None:
 # --- The application
 
 
-Reload: TypeAlias = Callable[[], GatewaySettings]
-"""Reloads the settings. Raises ``HostError``."""
-
-
 def gateway(
     settings: GatewaySettings, rule: Rule | None = None, reload: Reload | None = None
 ) -> ASGIApp:
@@ -329,6 +315,7 @@ class _Outer:
         if self._reload is not None:  # first: without a handler, SIGHUP kills the process
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGHUP, self._reloaded, self._reload)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # of a worker
         enforcement.get_ready()
         async with contextlib.AsyncExitStack() as stack:
             http = await stack.enter_async_context(engine_http.client())
@@ -337,7 +324,8 @@ class _Outer:
                 stack.push_async_callback(toolbox.stop)
                 for line in toolbox.lines:
                     logger.info("tools %s", line)
-                self.host.metrics.registry.register(toolbox)
+                if self.host.settings.workers == 1:
+                    self.host.metrics.registry.register(toolbox)
             stack.push_async_callback(self.host.limiter.close)
             for task in (watch(http, self.host.fleet), self.host.limiter.renew()):
                 stack.push_async_callback(stopped, asyncio.ensure_future(task))
@@ -406,14 +394,15 @@ async def probe(http: ClientSession, backend: Backend, model: str) -> None:
 
 
 async def _generates(backend: Backend, engine: HttpEngine) -> None:
-    """Raises ``EngineSilent`` if no id comes, for the probe or any other request. Other failures
-    are raised unless the engine is down: another one may have taken its place."""
+    """Raises ``EngineSilent`` if no id comes for the probe, and neither ids nor progress for any
+    other request. Other failures are raised unless the engine is down: another one may have taken
+    its place."""
     began = time.monotonic()
     seconds = max(backend.routing.rule.patience / 2, backend.expected())
     try:
         await first_id(engine, seconds)
     except EngineSilent:
-        if backend.generated_at <= began:
+        if backend.alive_at <= began:
             raise
     except EngineUnavailable:
         if backend.routing.health(backend) in (Health.UP, Health.DRAINING):
@@ -465,11 +454,28 @@ ENDPOINTS: dict[str, Callable[[Gateway], Response]] = {
 # --- The process
 
 
-def run(settings: GatewaySettings, reload: Reload | None = None) -> int:
+def run(settings: GatewaySettings, reload: Reload) -> int:
     """Serves until SIGTERM or SIGINT; returns the process's exit code.
 
     On SIGHUP, ``reload`` reads the settings again (``Gateway.reload``).
     """
+    if settings.open:
+        logger.warning(
+            "no keys are set: everyone who can reach %s:%d can use the engines (set --key)",
+            settings.host,
+            settings.port,
+        )
+    return workers.run(settings, reload, serve) if settings.workers > 1 else serve(settings, reload)
+
+
+def serve(
+    settings: GatewaySettings,
+    reload: Reload,
+    listener: socket | None = None,
+    ending: Connection | None = None,
+) -> int:
+    """Serves in this process; as a worker, on ``listener`` until ``ending`` is closed."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     config = uvicorn.Config(
         gateway(settings, reload=reload),
         host=settings.host,
@@ -481,12 +487,8 @@ def run(settings: GatewaySettings, reload: Reload | None = None) -> int:
     )
     logging.getLogger("vllm_mlx_harmony").setLevel(settings.log_level.upper())
     access_log.to_standard_output()
-    if settings.open:
-        logger.warning(
-            "no keys are set: everyone who can reach %s:%d can use the engines (set --key)",
-            settings.host,
-            settings.port,
-        )
     server = draining(uvicorn.Server, lambda: settings.shutdown_grace)(config)
-    server.run()
+    if ending is not None:
+        workers.stop_with(ending, server)
+    server.run(None if listener is None else [listener])
     return 0 if server.started else 1

@@ -3,23 +3,28 @@
 What vLLM measures, too, has its name (https://docs.vllm.ai/en/latest/usage/metrics.html) after a
 prefix of our own: with that of vLLM, an engine and the gateway in front of it would be counted
 together. ``by_key`` adds the name of the key to requests and tokens; no metric contains a key.
+
+With several workers (`workers`), prometheus_client writes every value to a file, and the worker
+that is scraped sums them up. What a ``Collector`` reads from its own process cannot be summed:
+whether engines are up is what this worker knows, and calls of tools are not shown.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from vllm_mlx_harmony.gateway.access_log import Access
-from vllm_mlx_harmony.gateway.router import Backend, Fleet
-from vllm_mlx_harmony.gateway.routing import Why
+from vllm_mlx_harmony.gateway.router import NAMESPACE, Fleet
+from vllm_mlx_harmony.gateway.workers import METRICS_VARIABLE
 
-_NAME = "vllm_mlx_harmony"
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _PER_TOKEN = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 
@@ -31,14 +36,16 @@ class Metrics:
         self.by_key = by_key
         labels = ["key"] if by_key else []
         self.registry = CollectorRegistry()
-        options: dict[str, Any] = {"namespace": _NAME, "registry": self.registry}
+        options: dict[str, Any] = {"namespace": NAMESPACE, "registry": self.registry}
         self.requests = Counter(
             "requests",
             "Finished requests, by API and result.",
             ["api", "stream", "result", *labels],
             **options,
         )
-        self.running = Gauge("requests_running", "Requests in progress.", **options)
+        self.running = Gauge(
+            "requests_running", "Requests in progress.", multiprocess_mode="livesum", **options
+        )
         self.seconds = Histogram(
             "e2e_request_latency_seconds",
             "Time from reading a request to its last token.",
@@ -82,44 +89,34 @@ class Metrics:
         self.refused = Counter(
             "refused", "Requests rejected for their key or the rate limit.", ["reason"], **options
         )
-        self.registry.register(_Engines(fleet))
+        for metric in (fleet.routed, fleet.retried, fleet.requests):
+            self.registry.register(metric)
+        self.shown = self.registry
+        if METRICS_VARIABLE in os.environ:
+            self.shown = CollectorRegistry()
+            MultiProcessCollector(self.shown)  # type: ignore[no-untyped-call]
+        self.shown.register(_Engines(fleet))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self.shown)
 
 
 class _Engines(Collector):
-    """Metrics of the engines, read when they are scraped."""
+    """The state of the engines, read when it is scraped."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def collect(self) -> Iterator[Metric]:
-        rows: tuple[tuple[str, str, Callable[[Backend], float]], ...] = (
-            ("up", "1 while the engine gets requests.", lambda each: float(each.up)),
-            ("requests", "Requests in progress on the engine.", lambda each: float(each.in_flight)),
-        )
-        for name, about, value in rows:
-            family = GaugeMetricFamily(f"{_NAME}_engine_{name}", about, labels=["engine"])
-            sums: dict[str, float] = {}
-            for each in self._fleet.backends:  # one URL may be both draining and configured again
-                sums[each.spec.url] = sums.get(each.spec.url, 0.0) + value(each)
-            for url, number in sums.items():
-                family.add_metric([url], number)
-            yield family
-        routed = CounterMetricFamily(
-            f"{_NAME}_routed",
-            "Requests by the reason for their engine: it has the prefix, the conversation moved "
-            "from an engine that is down or overloaded, or it is new.",
-            labels=["why"],
-        )
-        for why in get_args(Why):
-            routed.add_metric([why], self._fleet.routed[why])
-        yield routed
-        yield CounterMetricFamily(
-            f"{_NAME}_retried", "Retries on another engine.", value=self._fleet.retried
-        )
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        about = "1 while the engine gets requests."
+        family = GaugeMetricFamily(f"{NAMESPACE}_engine_up", about, labels=["engine"])
+        up: dict[str, bool] = {}
+        for each in self._fleet.backends:  # one URL may be both draining and configured again
+            up[each.name] = up.get(each.name, False) or each.up
+        for name, is_up in up.items():
+            family.add_metric([name], float(is_up))
+        yield family
 
 
 class RequestTracker:

@@ -16,23 +16,27 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, get_args
+
+from prometheus_client import Counter, Gauge
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.engines.http import EngineSilent, EngineUnavailable, HttpEngine
-from vllm_mlx_harmony.gateway.routing import Health, Routing, Rule, conversation
+from vllm_mlx_harmony.gateway.routing import Health, Routing, Rule, Why, conversation
 from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.generation import stopped
 from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.server.sampling import Settings
 
 logger = logging.getLogger("vllm_mlx_harmony")
+
+NAMESPACE = "vllm_mlx_harmony"
+"""The prefix of all metrics."""
 
 NOT_FOUND = "not found yet"
 
@@ -65,8 +69,8 @@ class Backend:
     in_flight: int = 0
     waiting: dict[object, int] = field(default_factory=dict)
     """The requests without an id so far, with the lengths of their prompts."""
-    generated_at: float = 0.0
-    """The time of its last id, on the monotonic clock."""
+    alive_at: float = 0.0
+    """The time of its last id or progress, on the monotonic clock."""
     busy_until: float = 0.0
     """The time until which it is full, on the monotonic clock."""
     problem: str = NOT_FOUND
@@ -149,18 +153,26 @@ class _Try:
     began: float
     first_at: float = 0.0
     cached: int = 0
+    progress: tuple[int, int] = (-1, -1)
+    """What it reported last: the tokens of the prompt that are computed, its place in the queue."""
+    progress_at: float = 0.0
 
     def silence(self, now: float) -> float:
-        """Seconds for which the engine has generated nothing, for this request or any other."""
-        return now - max(self.began, self.backend.generated_at)
+        """Seconds without an id or progress of the engine, for this request or any other."""
+        return now - max(self.began, self.backend.alive_at)
 
     def took(self, step: Step) -> None:
         """Records a generated step."""
         self.cached = max(self.cached, step.cached_tokens)
+        if step.progress is not None:
+            progress = step.progress.processed, step.progress.place
+            if progress != self.progress:
+                self.progress = progress
+                self.progress_at = self.backend.alive_at = time.monotonic()
         if step.ids:
-            self.backend.generated_at = time.monotonic()
+            self.backend.alive_at = time.monotonic()
             if not self.first_at:
-                self.first_at = self.backend.generated_at
+                self.first_at = self.backend.alive_at
                 self.backend.waiting.pop(self, None)
                 self.backend.routing.went(self.key, self.backend)
                 self.backend.succeeded()
@@ -188,10 +200,24 @@ class Fleet:
         self.limit = limit
         self.routing: Routing[Backend] = Routing((), rule, name=lambda backend: backend.name)
         self.backends: tuple[Backend, ...] = ()
-        self.routed: Counter[str] = Counter()
-        """Requests by the reason for their engine (`routing.Why`)."""
-        self.retried = 0
-        """The number of retries on another engine."""
+        metric: dict[str, Any] = {"namespace": NAMESPACE, "registry": None}
+        self.routed = Counter(
+            "routed",
+            "Requests by the reason for their engine: it has the prefix, the conversation moved "
+            "from an engine that is down or overloaded, or it is new.",
+            ["why"],
+            **metric,
+        )
+        for why in get_args(Why):
+            self.routed.labels(why)
+        self.retried = Counter("retried", "Retries on another engine.", **metric)
+        self.requests = Gauge(
+            "engine_requests",
+            "Requests in progress on the engine.",
+            ["engine"],
+            multiprocess_mode="livesum",
+            **metric,
+        )
         self.update(specs)
 
     def update(self, specs: Sequence[Spec]) -> None:
@@ -209,6 +235,7 @@ class Fleet:
         new = [Backend(spec, self.routing) for spec in specs if spec not in known]
         for backend in new:
             self.routing.add(backend, up=False)
+            self.requests.labels(backend.name)
         self.backends = (*self.backends, *new)
         self.drained()
 
@@ -250,7 +277,7 @@ class Fleet:
                 waits.append(probe)
             seconds = max(BUSY_SECONDS, math.ceil(min(waits, default=0.0)))
             raise EngineUnavailable(problem, retry_after=seconds)
-        self.routed[choice.why] += 1
+        self.routed.labels(choice.why).inc()
         assert choice.engine.engine is not None
         return choice.engine, choice.engine.engine
 
@@ -296,6 +323,7 @@ class FleetEngine:
                 last = len(tried) >= min(MOST_TRIES, len(fleet.backends))
                 running = _Try(backend, key, len(prompt), time.monotonic())
                 backend.in_flight += 1
+                fleet.requests.labels(backend.name).inc()
                 backend.waiting[running] = len(prompt)
                 try:
                     generated = engine.generate(prompt, settings, tenant, constraint)
@@ -315,9 +343,10 @@ class FleetEngine:
                     raise
                 finally:
                     backend.in_flight -= 1
+                    fleet.requests.labels(backend.name).dec()
                     backend.waiting.pop(running, None)
                     running.observed()
-                fleet.retried += 1
+                fleet.retried.inc()
         finally:
             for failing, failure in held_back:
                 failing.failed(failure.message)
@@ -385,7 +414,7 @@ class FleetEngine:
         """The client disconnected, or the deadline passed, while the engine generated nothing."""
         backend, now, deadline = running.backend, time.monotonic(), self.deadline
         silence = running.silence(now)
-        waited = silence if running.first_at else now - running.began
+        waited = silence if running.first_at else now - max(running.began, running.progress_at)
         early = deadline.total - silence if running.first_at else deadline.at - now
         over = early <= LATE
         counts = silence >= self.fleet.patience or (over and deadline.total >= self.fleet.limit)

@@ -49,9 +49,11 @@ neither (``router``), and the probes show whether it has broken them.
 
 When an engine is silent
 ------------------------
-An engine that computes a long prompt is as silent as one that hangs. Two rules tell them apart:
+An engine that computes a long prompt is as silent as one that hangs, unless it reports its progress
+(llama.cpp and this project's engine do). Two rules tell them apart:
 
-1. Silence belongs to the engine, not to a request: any id for any request ends it.
+1. Silence belongs to the engine, not to a request: any id for any request ends it, and so does
+   progress with a prompt, as long as it advances.
 2. The silence allowed is a multiple (``slack``) of the expected time of the request's prompt and of
    the prompts before it that have no id yet. The expectation uses two medians of the last
    ``observed`` requests: the time to the first id of requests with few tokens to compute, and the
@@ -63,6 +65,10 @@ An engine that computes a long prompt is as silent as one that hangs. Two rules 
 
 A silent engine is taken down at once, and its requests without an id are retried on another engine.
 If there is no other, a request waits until its deadline, which then counts as one failure.
+Prompts of other gateways are unknown here. An engine that computes one prompt after the other and
+reports no progress can be taken down for another gateway's prompt, if that takes longer than
+``patience`` and than what is expected of the own ones. It costs the move of conversations: requests
+are retried on another engine, and a probe brings the engine back once it generates again.
 ``ci/simulate_routing.py --silent`` counts false alarms: there are none (docs/simulation.md).
 """
 

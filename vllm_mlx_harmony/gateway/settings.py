@@ -253,6 +253,11 @@ class GatewaySettings:
     engine_key: Annotated[str, Help(ENGINES, "KEY", "API key that the engines require")] = ""
     host: Annotated[str, Help(SERVER, "HOST", "address to listen on")] = "127.0.0.1"
     port: Annotated[Count, Field(le=65_535), Help(SERVER, "PORT", "port to listen on")] = 8000
+    workers: Annotated[
+        Count,
+        Field(ge=1, le=256),
+        Help(SERVER, "NUMBER", "processes that share the port; more than one requires a Redis"),
+    ] = 1
     timeout: Annotated[
         Number,
         Help(
@@ -339,6 +344,20 @@ class GatewaySettings:
         every = {each.name: getattr(self, each.name) for each in fields(Limits)}
         return Limits(**{**every, **(key.limits if key else {})})
 
+    def reloaded(self, new: GatewaySettings) -> GatewaySettings:
+        """The ``new`` settings, except for those that change only with a restart.
+
+        Raises ``HostError`` if all keys were removed: the gateway would be open to everyone.
+        """
+        if self.keys and not new.keys:
+            raise HostError("all keys were removed: to run without keys, restart the gateway")
+        kept = {name: getattr(self, name) for name in AT_THE_START}
+        if changed := [name for name in AT_THE_START if getattr(new, name) != kept[name]]:
+            logger.warning(
+                "%s: changed, but this takes effect only after a restart", ", ".join(changed)
+            )
+        return replace(new, **kept)
+
     @property
     def open(self) -> bool:
         """Whether other machines can use the gateway without a key."""
@@ -357,6 +376,12 @@ class GatewaySettings:
             "builtin_tools": list(self.builtin_tools),
         }
 
+
+AT_THE_START = (
+    *("model", "host", "port", "workers", "mcp_config", "shutdown_grace", "inspect"),
+    *("metrics_by_key", "log_level"),
+)
+"""Settings that change only with a restart."""
 
 FLAGS = {"engines": "engine", "keys": "key", "builtin_tools": "builtin-tool"}
 """The flags of lists, each occurrence of which adds one value."""

@@ -76,11 +76,12 @@ def draining(server: type[uvicorn.Server], limit: Callable[[], float]) -> type[u
                 answer.reject_new(None)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if self.should_exit:
+            if self._signalled is not None:
                 signal.signal(sig, signal.SIG_DFL)
                 signal.raise_signal(sig)
             self._signalled = time.monotonic()
-            super().handle_exit(sig, frame)
+            if not self.should_exit:  # or uvicorn takes it for the second signal
+                super().handle_exit(sig, frame)
 
     return Draining
 
