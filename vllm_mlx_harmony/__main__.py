@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 
 from vllm_mlx_harmony import __version__
 from vllm_mlx_harmony.cli.errors import UsageError
@@ -75,14 +75,6 @@ def _fail(error: Exception) -> int:
     return 2
 
 
-def version() -> str:
-    """The version of the installed package, or else of the source."""
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return __version__
-
-
 def _positive(text: str) -> int:
     number = int(text) if text.isascii() and text.isdigit() else 0
     if number < 1:
@@ -96,9 +88,11 @@ def parser() -> argparse.ArgumentParser:
     ``command`` is the name of the module, and everything else an argument of its ``run``.
     """
     top = argparse.ArgumentParser(
-        prog=DISTRIBUTION, description="Serves gpt-oss (the Harmony format) correctly on vllm-mlx."
+        prog=DISTRIBUTION,
+        description="Serves gpt-oss (the Harmony format) correctly on vllm-mlx.",
+        epilog=f"Begin with `{DISTRIBUTION} doctor`, and then `{DISTRIBUTION} launch codex`.",
     )
-    top.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version()}")
+    top.add_argument("--version", action="version", version=f"{DISTRIBUTION} {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser(
         "serve", help="run vllm-mlx serve with this plugin; takes the same arguments"

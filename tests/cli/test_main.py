@@ -152,6 +152,18 @@ def test_serve_puts_the_flag_before_what_is_given(
     assert command_line == [["vllm-mlx", "serve", "--tool-call-parser", "harmony", *given]]
 
 
+def test_serve_knows_the_models_of_launch(
+    command_line: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "install", lambda: None)
+    assert main(["serve", "20b", "--port", "1"]) == 0
+    assert main(["serve", "--port", "20b"]) == 0
+    first, second = command_line
+    model = ["mlx-community/gpt-oss-20b-MXFP4-Q8", "--served-model-name", "gpt-oss-20b"]
+    assert first[4:] == [*model, "--port", "1"]
+    assert second[4:] == ["--port", "20b"]
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -196,7 +208,7 @@ def test_the_help_of_serve_has_the_flags_that_the_host_does_not_know(
     assert ended.value.code == code
     shown = capsys.readouterr().out
     assert ("--tool-call-parser" in shown) is (code == 0)
-    for flag in ("--id-endpoint ", "--tool-urls PATTERNS", "--inspect "):
+    for flag in ("--id-endpoint ", "--log-file FILE ", "--tool-urls PATTERNS", "--inspect "):
         assert (f"\n  {flag}" in shown) is (code == 0)
 
 

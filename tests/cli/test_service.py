@@ -62,6 +62,9 @@ def test_from_installing_to_uninstalling(
     written = service.path().read_bytes()
     assert b"gpt-oss" in written
     assert (b"--log-file" in written) == (platform == "darwin"), "systemd has its journal"
+    called.clear()
+    assert main(["service", "install", "20b"]) == 0
+    assert called == [*service.commands("stop"), *service.commands("install")]
     for action in ("stop", "start", "status", "logs", "uninstall"):
         called.clear()
         assert main(["service", action]) == 0

@@ -49,7 +49,9 @@ def test_what_needs_no_mlx_works(tmp_path: Path, command: str, content: str, sho
     assert shown in ended.stdout
 
 
-def test_doctor_runs() -> None:
+def test_doctor_has_one_problem_and_its_remedy() -> None:
     ended = run("doctor")
     assert "Traceback" not in ended.stderr
-    assert "vllm-mlx" in ended.stdout + ended.stderr
+    wrong = [line for line in ended.stdout.splitlines() if line.startswith("✗")]
+    assert len(wrong) == 1 and "mlx cannot be imported" in wrong[0], ended.stdout
+    assert "→ pip install 'vllm-mlx-harmony[cpu]'" in ended.stdout

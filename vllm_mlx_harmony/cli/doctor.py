@@ -146,7 +146,9 @@ def doctor(
     servers of an ``--mcp-config``, each of which is started and asked for its tools."""
     python = _one("python", True, f"{platform.python_version()} ({sys.executable})")
     listening = _port(port)
-    groups = [python, *_machine(), _packages(), _loading(), _vocabulary(), *_host(), listening]
+    mlx = _mlx()
+    groups = [python, *_machine(), _packages(), mlx, _loading(), _vocabulary()]
+    groups += [*(_host() if mlx.ok else ()), listening]
     if cache is not None:
         groups.append(_cache(Path(cache).expanduser()))
     if tools is not None:
@@ -225,7 +227,7 @@ def _machine() -> Iterator[Group]:
     try:
         from huggingface_hub import constants, try_to_load_from_cache
 
-        from vllm_mlx_harmony.cli.launch import GIGABYTE, MODELS
+        from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS
         from vllm_mlx_harmony.engine import device
     except ImportError:  # the packages that are missing have lines of their own
         return
@@ -265,6 +267,18 @@ def _packages() -> Group:
     findings.extend(_clashes())
     summary = ", ".join(f"{name} {version}" for name, version in found.items())
     return Group("packages", tuple(findings), summary)
+
+
+def _mlx() -> Group:
+    """Whether mlx has a backend. Without one, nothing of the host can be looked at."""
+    try:
+        import mlx.core  # noqa: F401
+    except ImportError as error:
+        linux = sys.platform == "linux"
+        wanted = "'vllm-mlx-harmony[cpu]'" if linux else "--force-reinstall mlx mlx-metal"
+        message = f"mlx cannot be imported ({error})"
+        return _one("mlx", False, message, f"pip install {wanted}")
+    return Group("mlx", (Finding(True, "mlx", "can be imported"),), internal=True)
 
 
 def _clashes() -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -22,42 +22,13 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli import background, connect
 from vllm_mlx_harmony.cli.agents import AGENTS, KEY_VARIABLE, Agent, Served
 from vllm_mlx_harmony.cli.errors import UsageError
+from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS, Weights
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.standin import Script
-
-GIGABYTE = 10**9
 
 LOCAL_KEY = "local"
 """What agents that insist on a key send to a server without one."""
 
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A model on Hugging Face: ``source`` is its repository, ``size`` its bytes.
-
-    ``needed`` is the memory in bytes that it needs with a few long conversations.
-    """
-
-    name: str
-    source: str
-    size: int
-    needed: int
-
-    @property
-    def gigabytes(self) -> str:
-        """The memory that it needs."""
-        return f"{self.needed / GIGABYTE:.0f}"
-
-
-MODELS = {
-    "120b": Weights(
-        "gpt-oss-120b", "mlx-community/gpt-oss-120b-MXFP4-Q8", 63 * GIGABYTE, 73 * GIGABYTE
-    ),
-    "20b": Weights(
-        "gpt-oss-20b", "mlx-community/gpt-oss-20b-MXFP4-Q8", 12 * GIGABYTE, 15 * GIGABYTE
-    ),
-}
-"""The largest first. The sizes are the parameters at 4.25 and 8.5 bits."""
 
 STANDIN = "gpt-oss-standin"
 

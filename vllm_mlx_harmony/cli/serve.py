@@ -14,6 +14,7 @@ from pathlib import Path
 from vllm_mlx_harmony import _startup, host
 from vllm_mlx_harmony.cli import log_file
 from vllm_mlx_harmony.cli.errors import UsageError
+from vllm_mlx_harmony.cli.models import MODELS
 
 ID_FLAG = "--id-endpoint"
 """Enables the id endpoint, for a gateway in front of this server."""
@@ -46,25 +47,12 @@ vllm-mlx-harmony:
 def main(arguments: Sequence[str]) -> int:
     """Runs ``vllm-mlx serve`` with these arguments until it ends.
 
+    As the first argument, ``20b`` and ``120b`` are the models that ``launch`` downloads.
     ``--tool-call-parser harmony`` comes first, so that ``arguments`` can override it.
     Raises ``UsageError`` if the plugin is disabled, the host cannot be imported, or the file of
     ``--log-file`` cannot be opened.
     """
-    urls, arguments = _value(
-        URLS_FLAG, list(arguments), f"patterns: {URLS_FLAG} 'https://*.example.com'"
-    )
-    if urls is not None:
-        os.environ["VLLM_MLX_HARMONY_TOOL_URLS"] = urls
-    log, arguments = _value(LOG_FLAG, arguments, f"a file: {LOG_FLAG} server.log")
-    if log is not None:
-        try:
-            log_file.redirect(Path(log))
-        except OSError as error:
-            raise UsageError(f"{log} cannot be opened: {error.strerror}") from error
-    for switch, variable in SWITCHES.items():
-        if switch in arguments:
-            arguments = [each for each in arguments if each != switch]
-            os.environ[variable] = "1"
+    arguments = _without_own(list(arguments))
     if _startup.switched_off():
         raise UsageError(
             f"{_startup.SWITCH} disables the plugin: unset it, or run `vllm-mlx serve`"
@@ -81,6 +69,27 @@ def main(arguments: Sequence[str]) -> int:
             print(OWN_FLAGS)
         raise
     return 0
+
+
+def _without_own(arguments: list[str]) -> list[str]:
+    """The arguments of the host; what is for this command alone takes effect."""
+    urls, arguments = _value(URLS_FLAG, arguments, f"patterns: {URLS_FLAG} 'https://*.example.com'")
+    if urls is not None:
+        os.environ["VLLM_MLX_HARMONY_TOOL_URLS"] = urls
+    log, arguments = _value(LOG_FLAG, arguments, f"a file: {LOG_FLAG} server.log")
+    if log is not None:
+        try:
+            log_file.redirect(Path(log))
+        except OSError as error:
+            raise UsageError(f"{log} cannot be opened: {error.strerror}") from error
+    if arguments and arguments[0] in MODELS:
+        weights = MODELS[arguments[0]]
+        arguments[:1] = [weights.source, "--served-model-name", weights.name]
+    for switch, variable in SWITCHES.items():
+        if switch in arguments:
+            arguments = [each for each in arguments if each != switch]
+            os.environ[variable] = "1"
+    return arguments
 
 
 def _value(flag: str, arguments: list[str], example: str) -> tuple[str | None, list[str]]:

@@ -31,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         usage="%(prog)s [-h] {install,start,stop,status,logs,uninstall} [ARGUMENTS OF serve]",
         description="Runs `vllm-mlx-harmony serve` as a service of this user: launchd on a Mac, "
         "systemd on Linux. `install` takes the arguments of serve: the model and flags.",
+        epilog="example: vllm-mlx-harmony service install 20b --api-key KEY",
     )
     parser.add_argument("action", choices=ACTIONS)
     given = parser.parse_args(arguments[:1])
@@ -42,17 +43,24 @@ def main(arguments: Sequence[str]) -> int:
         command = [sys.executable, "-m", "vllm_mlx_harmony", "serve", *rest]
         if sys.platform == "darwin":
             command += ["--log-file", str(log())]
+        if file.exists():  # it may run with other arguments
+            _run("stop")
         background.directory().mkdir(parents=True, exist_ok=True)
         write_atomically(file, content(command, log()))
         print(f"{file} written")
     elif not file.exists():
-        raise UsageError("the service is not installed: vllm-mlx-harmony service install MODEL")
-    codes = [subprocess.run(each, check=False).returncode for each in commands(given.action)]
+        raise UsageError("the service is not installed: vllm-mlx-harmony service install 20b")
+    codes = _run(given.action)
     if given.action == "uninstall":
         file.unlink()
         print(f"{file} removed")
         return 0
     return max(codes, default=0)
+
+
+def _run(action: str) -> list[int]:
+    """Runs the commands of an action. Returns their exit codes."""
+    return [subprocess.run(each, check=False).returncode for each in commands(action)]
 
 
 def log() -> Path:
