@@ -409,3 +409,37 @@ def test_an_unsupported_host_is_compared_all_the_same(
     # What does not fit is what has to be changed for it.
     assert found(report, "requirement load_model").ok
     assert not report.ok
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "ok"),
+    [(100, None, True), (70, 100, True), (59, 100, False), (120, 100, True)],
+)
+def test_a_machine_that_is_slower_than_before(
+    now: float, before: float | None, ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = pytest.importorskip("vllm_mlx_harmony.cli.prefill")
+    monkeypatch.setattr(prefill.vocab, "cache_dir", lambda: tmp_path / "cache")
+    if before is not None:
+        assert prefill.usual(before, "M4") == before
+    assert prefill.usual(1_000_000, "M5") == 1_000_000, "another chip is another machine"
+    usual = prefill.usual(now, "M4")
+    group = doctor._rate(now, usual)
+    assert group.ok is ok
+    assert ("100 before on this chip" in group.findings[0].detail) is not ok
+    assert prefill.usual(0, "M4") == max(now, before or 0)
+
+
+def test_damaged_rates_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = pytest.importorskip("vllm_mlx_harmony.cli.prefill")
+    monkeypatch.setattr(prefill.vocab, "cache_dir", lambda: tmp_path)
+    for damaged in ("", "[]", "[1]", '{"M4": "fast"}', "{", "7"):
+        (tmp_path / "prefill.json").write_text(damaged)
+        assert prefill.usual(5, "M4") == 5
+        assert prefill.usual(4, "M4") == 5
+
+
+def test_the_rate_is_measured() -> None:
+    """Small ones, on the processor: that the two layers are a model that mlx-lm has."""
+    prefill = pytest.importorskip("vllm_mlx_harmony.cli.prefill")
+    assert prefill.rate(width=64, tokens=8) > 0

@@ -1,7 +1,8 @@
 """doctor: checks what is installed, loaded and supported, and names fixes.
 
-It changes and downloads nothing. A check that passes is one line, or part of one; a check that
-fails is a line of its own and what to do about it.
+It downloads nothing, and writes nothing but the highest rate of prompts that it has measured. A
+check that passes is one line, or part of one; a check that fails is a line of its own and what to
+do about it.
 """
 
 from __future__ import annotations
@@ -149,6 +150,8 @@ def doctor(
     mlx = _mlx()
     groups = [python, *_machine(), _packages(), mlx, _loading(), _vocabulary()]
     groups += [*(_host() if mlx.ok else ()), listening]
+    if mlx.ok and listening.findings[0].ok:  # a server would be disturbed, and the measurement, too
+        groups += _prefill()
     if cache is not None:
         groups.append(_cache(Path(cache).expanduser()))
     if tools is not None:
@@ -279,6 +282,34 @@ def _mlx() -> Group:
         message = f"mlx cannot be imported ({error})"
         return _one("mlx", False, message, f"pip install {wanted}")
     return Group("mlx", (Finding(True, "mlx", "can be imported"),), internal=True)
+
+
+def _prefill() -> Iterator[Group]:
+    """Whether the GPU computes prompts as fast as it did before."""
+    try:
+        import mlx.core as mx
+
+        from vllm_mlx_harmony.cli import prefill
+
+        if mx.metal.is_available():
+            now = prefill.rate()
+            yield _rate(now, prefill.usual(now, str(mx.device_info()["device_name"])))
+    except Exception as error:
+        yield _one("prefill", None, f"not measured: {_message(error)}")
+
+
+def _rate(now: float, usual: float) -> Group:
+    """What a rate in tokens per second means on a machine that has reached ``usual``."""
+    from vllm_mlx_harmony.cli.prefill import SLOW
+
+    measured = f"{now:,.0f} tokens/s through two small layers"
+    fix = (
+        "end what else uses the GPU, switch off Low Power Mode, and let the machine cool; if that "
+        "does not help: pip install --force-reinstall mlx mlx-metal"
+    )
+    if now < SLOW * usual:
+        return _one("prefill", False, f"{measured}, and {usual:,.0f} before on this chip", fix)
+    return _one("prefill", True, measured)
 
 
 def _clashes() -> Iterator[Finding]:
