@@ -72,7 +72,8 @@ class Access:
         values = {name: getattr(self, name) for name in (*names, *counts)}
         values = {"time": now, **values, "seconds": seconds}
         if self.form == "json":
-            return json.dumps(values, ensure_ascii=True)
+            rounded = {n: round(v, 4) if isinstance(v, float) else v for n, v in values.items()}
+            return json.dumps(rounded, ensure_ascii=True)
         return " ".join(f"{name}={_text(value)}" for name, value in values.items())
 
 
