@@ -26,7 +26,7 @@ from bench_table import Row, printed
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
-from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine.engine import MlxEngine
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.server.sampling import Settings
@@ -49,23 +49,26 @@ def main() -> int:
 
 def rows(long: int) -> Iterator[Row]:
     """All measurements, as they are made, with a prefix cache as a server has one."""
-    options = Options(cache=lambda model: PrefixCache(model, PrefixTree(1 << 30)))
     with tempfile.TemporaryDirectory() as directory:
         tiny = standin.write_tiny(Path(directory, "tiny"))
-        engine = MlxEngine(str(tiny), options)
-        engine.load(lambda: loaded(tiny))
+        engine = MlxEngine(str(tiny))
+        engine.load(lambda: loaded(tiny), reusing)
         try:
             yield from asyncio.run(beside(engine, long))
             yield from decoding("tiny", engine)
             tokenizer = engine.tokenizer
         finally:
             engine.close()
-        engine = MlxEngine("12 layers of 256", options)
-        engine.load(lambda: (wide(), tokenizer))
+        engine = MlxEngine("12 layers of 256")
+        engine.load(lambda: (wide(), tokenizer), reusing)
         try:
             yield from decoding("12 layers of 256", engine)
         finally:
             engine.close()
+
+
+def reusing(model: Any) -> PrefixCache:
+    return PrefixCache(model, PrefixTree(1 << 30))
 
 
 def loaded(directory: Path) -> tuple[Any, Any]:

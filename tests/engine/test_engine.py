@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.batch import Batch
-from vllm_mlx_harmony.engine.engine import QUEUE_VARIABLE, MlxEngine, Options
+from vllm_mlx_harmony.engine.engine import QUEUE_VARIABLE, MlxEngine, Options, no_cache
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Request
@@ -45,8 +45,9 @@ def load(directory: Path) -> tuple[Any, Any]:
 
 
 def opened(directory: Path, **options: Any) -> MlxEngine:
+    cache = options.pop("cache", no_cache)
     engine = MlxEngine(str(directory), Options(**options))
-    engine.load(partial(load, directory))
+    engine.load(partial(load, directory), cache)
     return engine
 
 

@@ -43,8 +43,8 @@ def engine(tiny: Path) -> Iterator[MlxEngine]:
     def cache(model: Any) -> PrefixCache:
         return PrefixCache(model, PrefixTree(PLENTY))
 
-    made = MlxEngine(str(tiny), Options(Limits(chunk=CHUNK, prompts=1), cache=cache))
-    made.load(lambda: (load_module(tiny), None))
+    made = MlxEngine(str(tiny), Options(Limits(chunk=CHUNK, prompts=1)))
+    made.load(lambda: (load_module(tiny), None), cache)
     yield made
     made.close()
 

@@ -15,6 +15,7 @@ from vllm_mlx_harmony.engine.scheduler import (
     FIRST_CHUNK,
     GRAIN,
     PATIENCE,
+    SHARE,
     Chunk,
     Decision,
     Limits,
@@ -70,7 +71,7 @@ def beside_an_answer_and_behind_a_chunk(scheduler: Scheduler) -> None:
 
 def the_debt_is_paid(scheduler: Scheduler) -> None:
     beside_an_answer_and_behind_a_chunk(scheduler)
-    owed = 0.192 * Limits().share / (1 - Limits().share)
+    owed = 0.192 * SHARE / (1 - SHARE)
     scheduler.stepped(owed - 0.015)
     assert scheduler.next(0) == Step()
     scheduler.stepped(0.015)

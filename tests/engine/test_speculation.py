@@ -180,8 +180,8 @@ def engines() -> Iterator[tuple[MlxEngine, MlxEngine]]:
 
     def opened(**options: Any) -> MlxEngine:
         cache = lambda model: PrefixCache(model, PrefixTree(1 << 30))  # noqa: E731
-        engine = MlxEngine("recall", Options(cache=cache, **options))
-        engine.load(lambda: (Recall(), None))  # type: ignore[arg-type, return-value]
+        engine = MlxEngine("recall", Options(**options))
+        engine.load(lambda: (Recall(), None), cache)  # type: ignore[arg-type, return-value]
         return engine
 
     both = opened(speculate="auto"), opened()

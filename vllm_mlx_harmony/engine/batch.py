@@ -50,17 +50,17 @@ WIDTHS = (1, 2, 4, 8, 16)
 """Ids of an answer in one step."""
 
 REPEATED = 5
-"""Measurements of each of them; the fastest one counts."""
+"""Measurements per width; the fastest counts."""
 
 FEW = 8
-"""Where no more ids than this are allowed, forced ones often follow."""
+"""When at most so many ids are allowed, forced ones often follow."""
 
 Model: TypeAlias = "Callable[..., mx.array]"
 
 
 class Batch:
-    """Rows that are computed together. ``pending`` (rows,) are the ids of the next step; ``known``
-    is the same of a single row, where it need not be waited for."""
+    """Rows that are computed together. ``pending`` (rows,) has the ids of the next step; ``known``
+    is the one of a single row, if Python knows it without waiting."""
 
     def __init__(self, request: Request, layers: Layers, costs: Costs | None = None) -> None:
         self.rows, self.layers, self.costs = [request], layers, costs
@@ -87,10 +87,8 @@ class Batch:
         self.rows = [*rows, request]
 
     def step(self, model: Model) -> list[tuple[Request, int]]:
-        """The next ids of each row, but for the rows that have just joined.
-
-        The caches hold the ids that are returned.
-        """
+        """The ids of each row that were computed; the caches hold them. A row's first step, which
+        computes the last id of its prompt, has none."""
         if self.costs is not None and len(self.rows) == 1 and self._knows_next(self.costs):
             (request,) = self.rows
             found = [(request, token) for token in self._step_ahead(model, self.costs)]
@@ -187,7 +185,7 @@ class Batch:
 def measured_costs(model: Model, layers: Layers) -> Costs:
     """What steps of several ids cost on this machine, behind what ``layers`` hold.
 
-    With what a draft costs beside them: Python waits for its ids, and the device for Python.
+    Includes what a draft costs besides: Python waits for the ids, and the device for Python.
     """
     sampler = Sampler(Settings(max_tokens=1, temperature=1.0, top_p=1.0))
     token, seconds = vocab.ENDOFTEXT, list[float]()

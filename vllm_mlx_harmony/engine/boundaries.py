@@ -8,7 +8,7 @@ from contextlib import suppress
 from vllm_mlx_harmony.core import vocab
 
 SHORTEST = 32
-"""Ids that a piece of a prompt has as a rule: each costs a pass of its own."""
+"""Fewest ids of a piece, as a rule: each piece costs a pass of its own."""
 
 
 def boundaries(ids: Sequence[int], after: int = 0) -> list[int]:
@@ -16,8 +16,8 @@ def boundaries(ids: Sequence[int], after: int = 0) -> list[int]:
 
     Behind the system and developer messages, which conversations share; before the last message of
     the user, which may be edited; before the last id, so that the prompt can be repeated, and since
-    a later turn may drop the reasoning that follows (semantics A6). None makes a piece too short to
-    be worth a pass, except that what follows the system and developer messages may be short.
+    a later turn may drop the reasoning that follows (semantics A6). No piece is too short to be
+    worth a pass, except that the one after the system and developer messages may be.
     """
     last = len(ids) - 1
     found, before = [], after
@@ -36,7 +36,7 @@ def boundaries(ids: Sequence[int], after: int = 0) -> list[int]:
 def _messages(ids: Sequence[int], after: int = 0) -> Iterator[tuple[int, int]]:
     """Where each message begins, and the first id of its role."""
     place = after - 1
-    with suppress(ValueError):  # there is no more
+    with suppress(ValueError):  # no message is left
         while True:
             place = ids.index(vocab.START, place + 1, len(ids) - 1)
             yield place, ids[place + 1]

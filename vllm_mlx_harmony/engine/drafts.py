@@ -8,7 +8,7 @@ step, and each id is drawn as if it had been computed alone (`sampler`): a draft
 of an answer, never its content.
 
 **Look-up.** A hash table maps the last ``GRAM`` ids to the place of their last occurrence, and each
-place to the one before it with the same hash: adding an id takes constant time, an id eight bytes.
+place to the one before it with the same hash: adding an id takes constant time and eight bytes.
 Of ``CANDIDATES`` places the one with the longest common text wins. From there a pointer follows the
 answer, as long as it copies. Where the answer departs from its source, an edit, the pointer waits
 nearby, and two ids of the source in a row are enough to continue.
@@ -30,7 +30,7 @@ import numpy as np
 from vllm_mlx_harmony.core import vocab
 
 GRAM = 3
-"""Ids that are looked up."""
+"""Length of the text that is looked up, in ids."""
 
 CANDIDATES = 8
 """Earlier places of the same gram that are compared."""
@@ -39,14 +39,14 @@ LONGEST = 32
 """Ids of common text that are compared at each of them."""
 
 NEARBY = 48
-"""Ids behind an edit within which the source continues, as a rule."""
+"""Ids after an edit within which the source usually continues."""
 
 MEMORY = 64
 """Ids over which the accuracy of the pointer is averaged."""
 
 EXPECTED = (0.6, 0.75, 0.85, 0.9, 0.98)
-"""Accuracy of the pointer behind a common text of 2 to 3, 4 to 7, 8 to 15, … ids, before it is
-known of a request: as in the edits that ``ci/bench_speculate.py`` replays."""
+"""Assumed accuracy of the pointer after a common text of 2 to 3, 4 to 7, 8 to 15, … ids, until a
+request has shown its own: as in the edits that ``ci/bench_speculate.py`` replays."""
 
 WEIGHT = 8.0
 """Ids that it takes to outweigh this expectation."""
@@ -83,12 +83,12 @@ class Drafts:
         self._table = array("i", bytes(4 << _BITS))
         self._before = array("i", bytes(4 * len(source)))
         self._index()
-        self._at = 0  # the source of the next id; 0: none
+        self._source = 0  # the source of the next id; 0: none
         self._common = 0
-        self._left = 0  # where the answer left its source
-        self._left_at = 0
-        self._right = [WEIGHT * each for each in EXPECTED]
-        self._all = [WEIGHT] * len(EXPECTED)
+        self._departed_from = 0  # where the answer left its source
+        self._departed_at = 0
+        self._correct = [WEIGHT * each for each in EXPECTED]
+        self._seen = [WEIGHT] * len(EXPECTED)
 
     def _index(self) -> None:
         """Enters all ids at once, as ``_add`` would one by one."""
@@ -113,16 +113,16 @@ class Drafts:
             self._add(token)
 
     def _add(self, token: int) -> None:
-        ids, at = self._ids, self._at
+        ids, at = self._ids, self._source
         if at:
             right = ids[at] == token
             kind = self._kind
-            self._all[kind] += 1 - self._all[kind] / MEMORY
-            self._right[kind] += right - self._right[kind] / MEMORY
+            self._seen[kind] += 1 - self._seen[kind] / MEMORY
+            self._correct[kind] += right - self._correct[kind] / MEMORY
             self._common += 1
-            self._at = at + 1 if right else 0
+            self._source = at + 1 if right else 0
             if not right:
-                self._left, self._left_at = at, len(ids)
+                self._departed_from, self._departed_at = at, len(ids)
         place = len(ids)
         if place >= GRAM:
             slot = self._slot()
@@ -131,7 +131,7 @@ class Drafts:
         else:
             self._before.append(0)
         ids.append(token)
-        if not self._at and len(ids) > GRAM:
+        if not self._source and len(ids) > GRAM:
             self._look_up()
 
     @property
@@ -155,28 +155,29 @@ class Drafts:
             while common < most and ids[place - 1 - common] == tail[common]:
                 common += 1
             # Of equals the nearest to where the answer left its source, or else the last.
-            score = (common, -abs(place - self._left) if self._left else 0)
+            score = (common, -abs(place - self._departed_from) if self._departed_from else 0)
             if common >= GRAM and score > best:
-                best, self._at, self._common = score, place, common
+                best, self._source, self._common = score, place, common
             place = self._before[place]
-        if not self._at and self._left and len(ids) - self._left_at <= NEARBY:
+        if not self._source and self._departed_from and len(ids) - self._departed_at <= NEARBY:
             first, last = ids[-2:]
-            for place in range(max(2, self._left - 4), min(self._left + NEARBY, self._left_at)):
+            near = self._departed_from
+            for place in range(max(2, near - 4), min(near + NEARBY, self._departed_at)):
                 if ids[place - 1] == last and ids[place - 2] == first:
-                    self._at, self._common = place, 2
+                    self._source, self._common = place, 2
                     break
 
     def next(self, costs: Costs, most: int) -> list[int]:
         """The ids to try in the next step, no more than ``most``; empty where none would pay.
 
-        No control id is among them: they are few, and decide what is going on.
+        No control id is among them: they are few, and each changes what is being written.
         """
-        if not self._at:
+        if not self._source:
             return []
-        accuracy = self._right[self._kind] / self._all[self._kind]
+        accuracy = self._correct[self._kind] / self._seen[self._kind]
         draft: list[int] = []
         for _ in range(costs.length(accuracy, most)):
-            at = self._at + len(draft)
+            at = self._source + len(draft)
             token = self._ids[at] if at < len(self._ids) else draft[at - len(self._ids)]
             if token >= vocab.CONTROL.start:
                 break

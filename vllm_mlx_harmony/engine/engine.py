@@ -7,7 +7,7 @@ tenant and a constraint. What it passes through:
     thread        admitted ─▶ begun: memory, cached beginning ─▶ chunks ─▶ row of a batch ─▶ ended
 
 What the thread does next is the scheduler's decision (`scheduler`), how much fits is `memory`'s. An
-error of the model ends the requests that were being computed together, and no others. An error of
+error of the model ends the requests that were being computed together, and no others. An error in
 this file ends the thread: all requests fail, and the engine reports that it is not healthy.
 """
 
@@ -61,11 +61,14 @@ that arrive at the same moment may exceed it."""
 WAITING = 256
 """The default of this variable."""
 
-FREED = 2048
-"""Ids of prompts, and an eighth as many steps, after which mlx releases the buffers it caches."""
+FREED, STEP_COUNTS = 2048, 8
+"""Ids of prompts after which mlx releases the buffers that it caches; a step counts as some."""
 
 PROBE = 64
 """Ids of the chunk that measures the memory of a chunk when a model is loaded."""
+
+HEADROOM = 64
+"""Ids of an answer for which caches have room from the start."""
 
 HOPELESS = 10.0
 """Seconds for which a prompt may lack memory while none is used or freed; then it fails."""
@@ -74,8 +77,9 @@ REPORTED = 0.5
 """Seconds between two progress reports of prompts that wait."""
 
 Load: TypeAlias = "Callable[[], tuple[Module, Any]]"
-"""Loads a model and its tokenizer, on the engine's thread."""
+"""Loads a model and its tokenizer."""
 
+MakeCache: TypeAlias = "Callable[[Module], PrefixCache]"
 
 Speculate: TypeAlias = Literal["off", "forced", "auto"]
 
@@ -86,20 +90,18 @@ class Options:
 
     ``interval``: ids of an answer in one ``Step``. ``speculate``: whether several ids of an answer
     may be computed at once; with ``forced`` those that a constraint leaves no choice for, with
-    ``auto`` also those that may be copied, where that is faster. ``cache`` makes the prefix cache
-    of a loaded model, on its thread; the default has no room.
+    ``auto`` also those that may be copied, where that is faster.
     """
 
     limits: Limits = field(default_factory=Limits)
     utilization: float = 0.9
     interval: int = 1
     speculate: Speculate = "off"
-    cache: Callable[[Module], PrefixCache] = lambda model: PrefixCache(model, PrefixTree(0))
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStatus:
-    """A request now. ``place`` counts from 1 among the prompts that are not computed, else 0.
+    """The state of a request. ``place`` is its place in the queue, from 1; 0 once it generates.
 
     ``computed`` of the ``total`` ids of the prompt are done, the ``cached`` ones included.
     ``seconds`` since it arrived. ``speed`` in ids per second: of the answer while it generates, of
@@ -120,7 +122,7 @@ class RequestStatus:
 
 @dataclass(slots=True)
 class Totals:
-    """What an engine has done since it was loaded. Those of drafts are numbers of ids."""
+    """What an engine has done since it was loaded; drafts are counted in ids."""
 
     steps: int = 0
     requests: int = 0
@@ -128,6 +130,11 @@ class Totals:
     completion_tokens: int = 0
     drafts_accepted: int = 0
     drafts_rejected: int = 0
+
+
+def no_cache(model: Module) -> PrefixCache:
+    """A prefix cache without room."""
+    return PrefixCache(model, PrefixTree(0))
 
 
 class MlxEngine:
@@ -172,18 +179,21 @@ class MlxEngine:
 
     @property
     def context_length(self) -> int | None:
-        """Ids of prompt and answer together: as many as the model can see, and as there is memory
-        for when a request is alone."""
+        """Maximum ids of prompt and answer together: what the model can attend to, or what fits in
+        memory while a request is alone, if that is less."""
         known = length_of(self.model)
         if self.budget is None:
             return known
         longest = self.budget.longest(device.weights())
         return longest if known is None else min(known, longest)
 
-    def load(self, load: Load) -> None:
-        """Loads the model. Raises what that raises, and ``HostError`` when it does not fit."""
+    def load(self, load: Load, cache: MakeCache = no_cache) -> None:
+        """Loads the model and makes its prefix cache, on the engine's thread.
+
+        Raises what ``load`` raises, and ``HostError`` if the model does not fit.
+        """
         if not self.loaded:
-            self._thread.call(partial(self._load, load)).result()
+            self._thread.call(partial(self._load, load, cache)).result()
 
     def close(self) -> None:
         """Ends all requests, frees everything, ends the thread."""
@@ -194,7 +204,8 @@ class MlxEngine:
             self._free()
 
     def status(self) -> list[RequestStatus]:
-        """All requests: those that generate, then in the order in which they will be served."""
+        """All requests: those that generate first, then the others in the order in which they will
+        be served."""
         now, scheduler = time.perf_counter(), self._scheduler
         places = {key: place for place, key in enumerate(scheduler.order(), start=1)}
         requests = [
@@ -247,7 +258,7 @@ class MlxEngine:
         return self._generated(Request(next(self._numbers), prompt, settings, tenant, sampler))
 
     async def _generated(self, request: Request) -> Steps:
-        # From now on, so that it ends with the engine, whatever it waits for.
+        # Registered before the first wait, so that it ends when the engine does.
         self._requests[request.number] = request
         try:
             if self.cache is not None:
@@ -273,7 +284,7 @@ class MlxEngine:
 
     # --- On the thread: loading and freeing
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: Load, cache: MakeCache) -> None:
         module, self.tokenizer = load()
         self.weights = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
         self.module = module
@@ -297,7 +308,7 @@ class MlxEngine:
         if self.options.speculate == "auto":
             self.costs = measured_costs(module, layers)
         mx.clear_cache()
-        self.cache = self.options.cache(module)
+        self.cache = cache(module)
 
     def _free(self) -> None:
         """Ends all requests, in the same call: one that arrived in between would never end."""
@@ -331,7 +342,7 @@ class MlxEngine:
         self._scheduler.add(request.number, rest, request.tenant, request.since)
 
     def _forget(self, request: Request) -> None:
-        """Nothing is computed for it any more."""
+        """Removes a request, wherever it is."""
         if self._requests.pop(request.number, None) is None:
             return
         self._scheduler.remove(request.number)
@@ -369,17 +380,14 @@ class MlxEngine:
                         self._thread.call(partial(self._forget, request))
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        """``requests``, and answers that are in no batch any more, end with ``error``.
+        """Ends ``requests``, and answers that are no longer in a batch, with ``error``.
 
-        When memory has run out, the prefix cache is released.
+        When memory has run out, the prefix cache is emptied.
         """
         failure: HarmonyFailure
-        exhausted = device.exhausted(error)
-        if exhausted:
+        if exhausted := device.exhausted(error):
             logger.error("memory has run out: %s", error)
-            problem = (
-                "the memory for this request has run out; try again later, or a shorter prompt"
-            )
+            problem = "not enough memory for this request: try again later, or shorten the prompt"
             failure = HostError(problem, code="out_of_memory", retry_after=5)
         else:
             logger.error("the engine failed", exc_info=error)
@@ -445,11 +453,11 @@ class MlxEngine:
         return not missing
 
     def _begin(self, request: Request, cache: PrefixCache) -> None:
-        """Its caches, with what is cached of the prompt."""
+        """Makes the request's caches, with as much of the prompt as is cached."""
         started = time.perf_counter()
         match, request.match = request.match, None
         assert match is not None
-        room = len(request.prompt) + min(request.settings.max_tokens, PROBE)
+        room = len(request.prompt) + min(request.settings.max_tokens, HEADROOM)
         request.layers, known = cache.restore(match, room)
         last = len(request.prompt) - 1
         request.marks = deque(boundaries(request.prompt, known)) if cache.enabled else deque([last])
@@ -463,8 +471,7 @@ class MlxEngine:
     def _compute(self, request: Request, layers: Layers, ids: int, cache: PrefixCache) -> None:
         """A chunk of its prompt, up to the next place where it is stored."""
         assert self.module is not None
-        # Answers are computed one step ahead: that is not the prompt's time. Nor is it the
-        # answers': what they lose by taking turns is not taken from their share.
+        # Waits for the step that is being computed, so that its time does not count as the chunk's.
         mx.eval([batch.pending for batch in self._batches])
         end = min(request.at + ids, request.marks[0])
         chunk = request.prompt[request.at : end]
@@ -501,11 +508,8 @@ class MlxEngine:
         self._batches.append(Batch(request, layers, self.costs))
 
     def _step(self, cache: PrefixCache) -> None:
-        """An id or more for every answer.
-
-        An answer that ends is stored before its last ids are sent: a client that asks again at once
-        finds it cached.
-        """
+        """An id or more for every answer. One that ends is stored before its last ids are sent: a
+        client that asks again at once finds it cached."""
         assert self.module is not None
         started = time.perf_counter()
         for batch in list(self._batches):
@@ -535,7 +539,7 @@ class MlxEngine:
                 batch.rows = []  # its caches may be broken
                 self._fail((), error)
         self.totals.steps += 1
-        self._release(8)
+        self._release(STEP_COUNTS)
         self._scheduler.stepped(time.perf_counter() - started)
 
     def _release(self, computed: int) -> None:

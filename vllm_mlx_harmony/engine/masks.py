@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class LogitsMask:
-    """Allows what ``constraint`` does, in one sequence.
+    """Allows what ``constraint`` allows, in one sequence.
 
     Never raises, because that would fail every row of the batch. An error is logged and becomes the
     matcher's ``error``; from then on everything is allowed.
@@ -58,7 +58,7 @@ class LogitsMask:
         return self._choices
 
     def advance(self, *tokens: int) -> None:
-        """Takes in the ids that have been drawn."""
+        """Consumes the ids that have been drawn."""
         for token in tokens:
             self._guarded(partial(self._started().consume, token))
         self._current = False
@@ -68,7 +68,7 @@ class LogitsMask:
         return self._mask.first() if self.choices == 1 and self._mask is not None else None
 
     def follow(self, most: int) -> list[int]:
-        """Takes in the next ids as long as only one is allowed, no more than ``most``."""
+        """Consumes the next ids as long as only one is allowed, at most ``most``."""
         found: list[int] = []
         while len(found) < most and (token := self.forced()) is not None:
             self.advance(token)
@@ -77,7 +77,7 @@ class LogitsMask:
 
     def after(self, draft: Sequence[int]) -> list[Masking]:
         """What masks the logits (1, vocabulary) of the next id, and of the id after each of
-        ``draft`` that is allowed; nothing is taken in."""
+        ``draft`` that is allowed; nothing is consumed."""
         allowed = self._next()
         matcher = self._started()
         more = self._guarded(lambda: matcher.after(allowed, draft)) or []
@@ -106,7 +106,7 @@ class LogitsMask:
         except Exception as error:  # noqa: BLE001 - the other rows must go on
             matcher.error = f"{type(error).__name__}: {error}"
         if matcher.error:
-            logger.error("an output is no longer held to its grammar: %s", matcher.error)
+            logger.error("a grammar is no longer enforced: %s", matcher.error)
             return None
         return result
 

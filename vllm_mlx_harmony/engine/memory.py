@@ -29,14 +29,14 @@ WASTE = 0.25
 """Part of a batch that may be padding."""
 
 SMALL = 2048
-"""Ids that a batch may always have as padding: another batch would cost more than they do."""
+"""Padding that a batch may always have, in ids: another batch would cost more."""
 
 STEP = 256
 """Ids by which a cache grows."""
 
 
 def may_be_padded(lengths: Sequence[int]) -> bool:
-    """Whether sequences of so many ids may be padded to the longest of them."""
+    """Whether sequences of these lengths may be padded to the longest."""
     whole = len(lengths) * max(lengths)
     return whole - sum(lengths) <= max(SMALL, WASTE * whole)
 
@@ -80,15 +80,18 @@ class Layout:
 def layout_of(config: Mapping[str, Any]) -> Layout | None:
     """The layout of a gpt-oss by its ``config.json``, in two bytes an element; ``None``: unknown.
 
-    A model that is loaded says more exactly what it takes.
+    For a loaded model, ``Layout.of`` is exact.
     """
-    layers, window = config.get("layer_types"), config.get("sliding_window")
-    heads, width = config.get("num_key_value_heads"), config.get("head_dim")
-    if not layers or not all(isinstance(each, int) for each in (window, heads, width)):
-        return None
-    each = 2 * int(heads or 0) * int(width or 0) * 2
-    whole = sum(kind == "full_attention" for kind in layers)
-    return Layout(whole * each, ((int(window or 0), (len(layers) - whole) * each),))
+    match config:
+        case {
+            "layer_types": [_, *_] as layers,
+            "sliding_window": int(window),
+            "num_key_value_heads": int(heads),
+            "head_dim": int(width),
+        }:
+            each, whole = 4 * heads * width, layers.count("full_attention")
+            return Layout(whole * each, ((window, (len(layers) - whole) * each),))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class Budget:
         return whole + self.work
 
     def missing(self, others: int, ends: Iterable[int]) -> int:
-        """Bytes too many for all of them beside ``others``; 0 when they fit."""
+        """Bytes by which all of them exceed the limit, beside ``others``; 0 if they fit."""
         return max(0, others + self.needed(ends) - self.limit)
 
     def longest(self, weights: int) -> int:

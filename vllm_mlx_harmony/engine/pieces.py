@@ -2,7 +2,7 @@
 
 A layer keeps either every token (`KVCache`) or the tokens of a sliding window (`RotatingKVCache`).
 gpt-oss alternates the two, with one window of 128; in other models the window differs by layer. A
-piece therefore has one buffer for each window that occurs, with its last tokens, no more than the
+piece therefore has one buffer for each window size, with its last tokens, at most as many as the
 window holds. A long window makes a piece no larger than keeping every token would: the state at the
 end of a piece takes what is missing from the pieces before it.
 
@@ -30,7 +30,7 @@ from vllm_mlx_harmony.engine.disk.safetensors import WIDTHS, Tensor, Tensors
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layer, Layers, evaluate
 
 Windows: TypeAlias = tuple[int, ...]
-"""Of each layer, how many tokens it keeps; ``WHOLE`` if it keeps every token."""
+"""How many tokens each layer keeps; ``WHOLE`` for all."""
 
 WHOLE = 0
 
@@ -87,8 +87,8 @@ def cut(cache: Layers, start: int, end: int, row: int = 0) -> Piece:
     """The piece from ``start`` to ``end`` (in tokens) of what ``cache`` holds in ``row``.
 
     Raises ``Misaligned`` unless the cache holds ``end`` tokens, or one more: a window that has
-    moved on cannot be moved back. By one it can: a token looks at itself and, with a window of n,
-    at the n - 1 before it.
+    moved on cannot be moved back. One step back is possible: a token looks at itself and, with a
+    window of n, at the n - 1 before it.
     """
     cuts: dict[int, list[mx.array]] = {}
     for layer in cache:
@@ -98,7 +98,7 @@ def cut(cache: Layers, start: int, end: int, row: int = 0) -> Piece:
         else:
             part = slice(keys.shape[2] - min(end - start, window), None)
         cuts.setdefault(window, []).extend((keys[:, :, part], values[:, :, part]))
-    # One buffer instead of two per layer: Metal limits how many there may be, too.
+    # One buffer instead of two per layer: Metal limits the number of buffers as well.
     return Piece(
         end - start, {window: mx.concatenate(cuts[window], axis=0) for window in sorted(cuts)}
     )
@@ -129,8 +129,8 @@ def _row(layer: Layer, row: int, end: int) -> tuple[mx.array, mx.array, int]:
         if min(ordered.shape[2], window) != min(held, window):
             raise Misaligned(f"a window of {ordered.shape[2]} tokens does not end at {held}")
         ordered = ordered[:, :, : ordered.shape[2] - (held - end)]
-        # In the place of a token that is lost the oldest stands twice: the next token does not
-        # look there.
+        # The window of ``end`` ids has lost its oldest token to the id that is left out. The next
+        # token does not look at that place; the oldest one that is left fills it.
         missing = min(end, window) - ordered.shape[2]
         if missing > 0:
             ordered = mx.concatenate([ordered[:, :, :missing], ordered], axis=2)
@@ -173,8 +173,8 @@ def imported(tokens: int, tensors: Tensors) -> Piece:
 def join(model: Module, pieces: Sequence[Piece], headroom: int = 0) -> Layers:
     """A new cache for ``model`` that holds what the pieces do, one after another.
 
-    Using it changes nothing in them. There is ``headroom`` for so many tokens more before the
-    layers that keep everything have to grow.
+    Using it changes nothing in them. There is room for ``headroom`` more tokens before the layers
+    that keep everything have to grow.
     """
     cache: Layers = make_prompt_cache(model)
     used = dict.fromkeys(pieces[0].parts, 0)  # rows of each window's buffers

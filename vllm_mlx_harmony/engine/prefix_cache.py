@@ -1,8 +1,8 @@
 """The prefix cache of one loaded model: what it computed for a prompt is not computed again.
 
 In memory it is a tree of pieces (`prefix_tree`, `pieces`). Below it, if a directory was named, is a
-disk (`disk.cache`): what is added in memory is written in the background, and what the disk has
-more of a prompt is read before its turn. See docs/reuse.md.
+disk (`disk.cache`): what is added in memory is written in the background, and what only the disk
+has of a prompt is read before its turn. See docs/reuse.md.
 
 A prompt takes four steps::
 
@@ -48,7 +48,7 @@ EVERYBODY = "*"
 class Match:
     """How much of a prompt is cached. ``sequence`` has its ids, packed.
 
-    ``loaded`` are pieces that were read from the disk; they are in memory as long as this is.
+    ``loaded`` are pieces that were read from the disk, in memory as long as the match is.
     """
 
     sequence: bytes
@@ -66,7 +66,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Status(Counters):
-    """What this model reused, and what is in memory, and on ``disk``, of all models."""
+    """What this model reused; and what memory and ``disk`` hold, of all models."""
 
     hits: int = 0
     misses: int = 0
@@ -92,7 +92,7 @@ class PrefixCache:
     ) -> None:
         self._model, self._tree = model, tree
         self._id = object()
-        """In place of the model among the owners of the tree, which would keep it alive."""
+        """Stands for the model among the owners of the tree, which would keep it alive."""
         windows = pieces.windows(model) if tree.counters().budget else None
         self.enabled = windows is not None
         """Whether there is any room, and all of the model's layers can be cut."""
@@ -125,7 +125,7 @@ class PrefixCache:
         return await asyncio.to_thread(self.lookup, ids, tenant)
 
     async def load(self, match: Match) -> Match:
-        """Reads what the disk has more of the prompt than memory; the match holds it.
+        """Reads the part of the prompt that is on disk and not in memory; the result holds it.
 
         Waits while too much is in memory that was read for other prompts, whose turn has not come.
         What memory has of the prompt counts as used: it is evicted last.
@@ -207,13 +207,10 @@ class PrefixCache:
         """
         return self._tree.evict(nbytes)
 
-    def clear(self) -> None:
-        self._tree.forget(lambda owner: isinstance(owner, tuple) and owner[0] is self._id)
-
     def close(self) -> None:
         """Removes everything of this model from memory, and stores nothing any more."""
         self.enabled = False
-        self.clear()
+        self._tree.forget(lambda owner: isinstance(owner, tuple) and owner[0] is self._id)
 
     def status(self) -> Status:
         """The counters now, without waiting for another thread."""

@@ -6,14 +6,14 @@ in RadixAttention (https://arxiv.org/abs/2312.07104, section 3) or by hashes of 
 (https://docs.vllm.ai/en/latest/design/prefix_caching.html). Two differences:
 
 - *Pieces, not blocks.* A piece ends where another prompt may diverge (`boundaries`): after the
-  system message, before the last message of the user, before what a later turn drops. It holds the
-  whole sliding window at its end, so cutting every 16 tokens would cost a window every 16 tokens.
-  A node is never split; prompts that diverge within a piece share what is before it.
+  system message, before the last message of the user, before what a later turn drops. It holds up
+  to a whole sliding window at its end: short pieces would keep every token of the layers with
+  windows, too. A node is never split; prompts that diverge within a piece share what is before it.
 - *Owners.* Each tenant has a tree of its own: the time that a prompt takes shows whether its
   beginning is cached, which no other tenant may learn (SECURITY.md). What the operator had computed
   for all tenants is ``shared``: a tenant that uses it gets nodes of its own with the same values.
 
-**Order.** Using a node uses all nodes before it, and puts them behind it in the order of use. So
+**Order.** Using a node uses all nodes before it, and counts them as used after it. So
 the least recently used node is always a leaf, and no eviction orphans another node.
 
 **Invariants.** The bytes of all values, each counted once, are within the budget. A child begins
@@ -141,7 +141,7 @@ class PrefixTree(Generic[T]):
         """Adds ``sequence``; ``cut(start, end)`` gives the value for its last piece.
 
         Returns the values of all of its pieces, first to last, each with its end. ``cut`` is called
-        without a lock, as a rule once, and not at all when the sequence is known. Returns ``()``
+        without the lock, usually once, and not at all when the sequence is known. Returns ``()``
         when the piece does not fit together with those it continues: then nothing is evicted.
         """
         end = len(sequence) // WIDTH

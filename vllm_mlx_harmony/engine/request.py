@@ -22,8 +22,8 @@ Item: TypeAlias = "Step | HarmonyFailure"
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """``prompt``, ``settings`` and so on never change. Of the rest, the last two groups below
-    belong to one thread each."""
+    """The first group never changes, ``match`` excepted; the second belongs to the engine's thread,
+    the third to the event loop."""
 
     number: int
     prompt: tuple[int, ...]
@@ -97,13 +97,11 @@ class Request:
             self.arrived.clear()
             await self.arrived.wait()
         step = self.items.popleft()
-        while isinstance(step, Step) and step.progress is None and self.items:
-            more = self.items[0]
-            if not isinstance(more, Step):
-                break
+        if isinstance(step, HarmonyFailure):
+            self.ended = True
+            raise step
+        while step.progress is None and self.items and isinstance(more := self.items[0], Step):
             step = replace(more, ids=step.ids + more.ids)
             self.items.popleft()
-        self.ended = isinstance(step, HarmonyFailure) or step.finish is not None
-        if isinstance(step, HarmonyFailure):
-            raise step
+        self.ended = step.finish is not None
         return step

@@ -60,7 +60,7 @@ class Sampler:
     ) -> None:
         self.settings = settings
         self.processor = processor
-        # A text, because `Random` takes -1 for 1.
+        # As text: `Random` treats -1 and 1 as the same seed.
         self._random = Random(None if settings.seed is None else str(settings.seed))
         last_control = next((each for each in prompt[::-1] if each >= vocab.CONTROL.start), None)
         self._opens_with_text = last_control == vocab.MESSAGE
@@ -173,9 +173,9 @@ def draw_ahead(
     """The id after ``run`` and the id after each id of ``draft``, as if all before it were drawn.
 
     ``run`` is the id that was drawn last, or the prompt's, and those forced after it. ``logits``
-    (places, vocabulary) and ``masks`` are those of the ids that are returned (places,). Each comes
-    with the state of the sampler after it: an id that was drawn after a wrong one is to be
-    forgotten, by assigning the state before it.
+    (places, vocabulary) and ``masks`` are those of the ids that are returned (places,). With each
+    comes the state of the sampler after it: assign the state before a wrong id to forget what was
+    drawn after it.
     """
     size = logits.shape[-1]
     for token in run[:-1]:
@@ -219,7 +219,7 @@ def _drawn(
 
 def _allowed(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     """Which ids (rows, vocabulary) the filters leave."""
-    # Of the likeliest the weight is exactly 1: whatever is left out, it is not.
+    # The likeliest id has weight 1 exactly, so it always stays.
     weights = mx.exp(logits - mx.max(logits, axis=-1, keepdims=True))
     bits = weights.view(mx.uint32)
     lowest = mx.zeros((len(samplers), 1), dtype=mx.uint32)
@@ -244,7 +244,7 @@ _ONE = 0x3F80_0000
 def _threshold(bits: mx.array, weights: mx.array | None, wanted: mx.array) -> mx.array:
     """The largest bits (rows, 1) such that what reaches them comes to ``wanted`` (rows, 1).
 
-    Counted are the ``weights``, or the ids when there are none. Sums are taken in the same order
+    Sums ``weights``, or counts ids if it is ``None``. Sums are taken in the same order
     each time and only lose summands, so a higher threshold never sums up to more.
     """
     low = mx.zeros(wanted.shape, dtype=mx.uint32)  # reached: by all of them

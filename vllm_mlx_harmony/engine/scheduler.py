@@ -14,18 +14,19 @@ mlx-lm's models cannot do. So the two alternate, and two numbers bound what each
   because attention within it grows with its square. So chunks of a prompt grow by no more than
   ``GROWTH`` from one to the next.
 - *Share.* A chunk that took ``c`` seconds is followed by steps that take
-  ``c * share / (1 - share)`` seconds together. Answers get ``share`` of the time, and a prompt
-  takes ``1 / (1 - share)`` times as long as it would alone. A step that takes longer than answers
+  ``c * SHARE / (1 - SHARE)`` seconds together. Answers get ``SHARE`` of the time, and a prompt
+  takes ``1 / (1 - SHARE)`` times as long as it would alone. A step that takes longer than answers
   were owed gives waiting prompts more time before the next one.
 
 While no answer runs, prompts are computed in full chunks.
 
-**Order.** The prompt with the shortest rest goes first, which minimizes the sum of all waits; a
-prompt that has begun can be overtaken between two chunks. That rule alone starves a long prompt
-under a steady load of short ones. So a part of the time (``BY_AGE``) belongs to the prompt that
-came first, whatever its length: once it is the oldest, it takes no longer than ``1 / BY_AGE`` times
-its own time. **Tenants** take turns, chunk by chunk: the one whose last chunk is longest ago is
-next. A tenant that sends ten prompts gets no more of the time than one that sends a single prompt.
+**Order.** The prompt with the least left to compute goes first, which minimizes the sum of all
+waits; a prompt that has begun can be overtaken between two chunks. That rule alone starves a long
+prompt under a steady load of short ones. So a part of the time (``BY_AGE``) belongs to the prompt
+that came first, whatever its length: once it is the oldest, it takes no longer than ``1 / BY_AGE``
+times its own time. **Tenants** take turns, chunk by chunk: the one whose last chunk is longest ago
+is next. A tenant that sends ten prompts gets no more of the time than one that sends a single
+prompt.
 
 **Admission.** A prompt begins when it is its turn, there is memory for it (``fits``), and not too
 many others are running. Of the places for prompts, the last one is for those that take a single
@@ -43,20 +44,23 @@ from typing import TypeAlias
 PATIENCE = 10.0
 """Seconds after which a prompt that lacks memory is no longer overtaken by later ones."""
 
+SHARE = 0.32
+"""Part of the time that answers get while prompts are computed, too."""
+
 BY_AGE = 0.25
-"""Part of the time of prompts that the oldest of a tenant has."""
+"""Share of the time for prompts that goes to a tenant's oldest prompt."""
 
 GRAIN = 32
-"""Ids. Chunks are multiples of it, where there is more to compute: each is a pass of its own."""
+"""Chunks are multiples of so many ids, except a prompt's last one."""
 
 FIRST_CHUNK = 256
 """Ids of a prompt's first chunk beside an answer, at most."""
 
 GROWTH = 1.5
-"""How many times as long as the last chunk of its prompt a chunk beside an answer may be."""
+"""Largest ratio of a chunk beside an answer to the chunk of the same prompt before it."""
 
 AIM = 0.8
-"""Part of the pause that a chunk is cut for: no two chunks take exactly the same time."""
+"""Part of the pause that a chunk is planned to take; the rest is a margin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,7 @@ class Limits:
 
     ``sequences``: prompts that have begun and answers, together. ``prompts``: prompts that have
     begun. ``answers``: rows of a step. ``chunk``: ids of a prompt, while no answer runs.
-    ``chunk_beside``: the same while one does; 0 leaves it to ``pause``, in seconds. ``share``: the
-    part of the time that answers get, less than 1.
+    ``chunk_beside``: the same while one does; 0 leaves it to ``pause``, in seconds.
     """
 
     sequences: int = 256
@@ -75,7 +78,6 @@ class Limits:
     chunk: int = 2048
     chunk_beside: int = 0
     pause: float = 0.25
-    share: float = 0.32
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Tenant:
-    """``turn``: when it was served last. ``owed``: seconds that its oldest prompt has to come."""
+    """``turn``: when it was served last. ``owed``: seconds that its oldest prompt is owed."""
 
     turn: int = 0
     owed: float = 0.0
@@ -128,11 +130,11 @@ class Scheduler:
     # --- What happens
 
     def add(self, request: int, ids: int, tenant: str, now: float) -> None:
-        """A prompt with so many ids to compute has come."""
+        """A prompt with ``ids`` ids to compute has arrived."""
         self._prompts[request] = _Prompt(request, tenant, ids, now)
 
     def begin(self, request: int, rest: int) -> None:
-        """The prompt has memory of its own from now on; ``rest`` of its ids are to be computed."""
+        """The prompt has its own caches from now on; ``rest`` of its ids are left to compute."""
         prompt = self._prompts[request]
         prompt.begun, prompt.rest = True, rest
 
@@ -151,8 +153,7 @@ class Scheduler:
             self._pace = prompt.pace if not self._pace else (self._pace + prompt.pace) / 2
         prompt.chunk = ids
         if self._answers:
-            share = self.limits.share
-            self._owed += seconds * share / (1 - share)
+            self._owed += seconds * SHARE / (1 - SHARE)
 
     def answers(self, request: int) -> None:
         """All of its prompt is computed: from now on each step brings it an id."""
@@ -178,7 +179,8 @@ class Scheduler:
     def next(self, now: float, fits: Callable[[int], bool] = lambda request: True) -> Decision:
         """A chunk or a step; ``None`` when there is nothing to do now.
 
-        ``fits`` says of a prompt that has not begun whether there is memory for it.
+        ``fits`` says of a prompt that has not begun whether there is memory for it; it may call
+        ``remove``.
         """
         if self._answers and self._owed > 0:
             return Step()
@@ -212,11 +214,12 @@ class Scheduler:
         if prompt is None or not prompt.rest:
             return 0.0
         pace = prompt.pace or self._pace
-        share = self.limits.share if self._answers else 0.0
+        share = SHARE if self._answers else 0.0
         return prompt.rest * pace / (1 - share) if pace else None
 
     def _forget_tenants(self) -> None:
-        """Those whose turn would come first in any case."""
+        """Forgets tenants that wait for nothing and were served before all that do: a new entry
+        ranks the same."""
         waiting = {each.tenant for each in self._prompts.values()}
         turns = [self._tenants[each].turn if each in self._tenants else 0 for each in waiting]
         first = min(turns, default=self._turn + 1)

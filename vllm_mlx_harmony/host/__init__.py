@@ -1,4 +1,4 @@
-"""The integration into vllm-mlx: activation by flag, the table of its names, our engine in it.
+"""The integration into vllm-mlx: activation by a flag, the table of names, and our engine.
 
 Importing this package imports and changes nothing of vllm-mlx; `install()` adds a hook to its
 `serve_command`.

@@ -99,7 +99,7 @@ def status() -> Status:
 
 
 def _activate(args: argparse.Namespace) -> None:
-    """Changes vllm-mlx; leaves it as it is without the Harmony library, or after a bug of ours.
+    """Changes vllm-mlx. Without the Harmony library, or after a bug of ours, it stays as it is.
 
     Raises HostError if it cannot serve what the flags ask for.
     """
@@ -134,8 +134,8 @@ def _activate(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises HostError for options that no request can be served with, and for an unusable store
-    and unusable settings of tool servers.
+    """Raises HostError for options that no request could be served with, an unusable store, and
+    unusable settings of tool servers.
 
     With several models, the template options may be those of another model.
     """
@@ -156,7 +156,7 @@ def _check(args: argparse.Namespace) -> None:
         return
     path = getattr(args, "mcp_config", None)
     if not path:
-        raise HostError(f"{config.VARIABLE}={use.value} needs --mcp-config: which servers to run")
+        raise HostError(f"{config.VARIABLE}={use.value} needs --mcp-config, which names servers")
     if config.read(path).servers:
         from vllm_mlx_harmony.server.tools.mcp_server import check_package
 
@@ -182,7 +182,7 @@ def _apply(args: argparse.Namespace) -> None:
         port=getattr(args, "port", summary.DEFAULT_PORT),
     )
     if path := getattr(args, "models_config", None):
-        summary.show(("models", f"{path}, loaded on demand; gpt-oss among them"))
+        summary.show(("models", f"{path}, loaded on demand"))
 
 
 def _warn(message: str) -> None:

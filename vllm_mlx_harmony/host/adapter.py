@@ -60,7 +60,7 @@ class VllmMlx:
     async def acquire(
         self, request: Request, model: str | None, deadline: Deadline
     ) -> Lease | None:
-        """An engine of vllm-mlx, which records it under the request and releases it by that."""
+        """An engine of vllm-mlx, which records it with the request and releases it with that."""
         vllm = server()
         if model is not None:
             vllm._validate_model_name(model)
@@ -144,7 +144,7 @@ class VllmMlx:
 
     def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
         """That of uvicorn's connection, if vllm-mlx finds it."""
-        protocol = server()._find_uvicorn_cycle(connection)  # a WebSocket's looks like a request's
+        protocol = server()._find_uvicorn_cycle(connection)  # a WebSocket has the same attributes
         return None if protocol is None else protocol.transport
 
     @property

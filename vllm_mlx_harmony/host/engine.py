@@ -1,8 +1,8 @@
 """vllm-mlx's engine for a Harmony model: its `BaseEngine` over an engine of our own.
 
-Our routes take the ``engine`` within, which takes and returns ids. Whatever else of vllm-mlx meets
-an engine goes through the methods here: raw completions, its own chat path, warm-up, metrics,
-status, caches, loading and unloading.
+`HarmonyEngine` is what vllm-mlx sees; its ``engine``, an `MlxEngine`, is what computes. Our routes
+use that, which takes and returns ids. Everything else in vllm-mlx that uses an engine calls the
+methods here: raw completions, its own chat path, warm-up, metrics, status, caches, loading.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.disk import identity
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options, Totals
+from vllm_mlx_harmony.engine.memory import Budget
 from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.host import metrics, resources, status_line
@@ -41,7 +42,7 @@ from vllm_mlx_harmony.server.sampling import SMALLEST, Settings, capped
 from vllm_mlx_harmony.standin import is_standin
 
 NAME = "harmony_prefix_reuse"
-"""Of our counters among vllm-mlx's."""
+"""The name of our counters among vllm-mlx's."""
 
 CLEARED = {NAME: True}
 """What vllm-mlx shows of caches that were emptied."""
@@ -52,7 +53,7 @@ _Decoder = getincrementaldecoder("utf-8")
 
 
 class NotHarmony(HostError):
-    """The model of this name is not a Harmony model, although the flag says so."""
+    """The model is not a Harmony model, although the flag asks for one."""
 
     code = "not_harmony"
 
@@ -64,13 +65,16 @@ class NotHarmony(HostError):
 
 
 loaded: WeakSet[HarmonyEngine] = WeakSet()
-"""Those of this process whose model is loaded."""
+"""The engines whose model is loaded."""
 
 
-def serving() -> list[tuple[str, MlxEngine]]:
-    """The engines of the models that are loaded, with their names."""
-    models = sorted(loaded, key=lambda each: each.model_name)
-    return [(each.model_name, each.engine) for each in models if each.engine is not None]
+def serving() -> list[tuple[str, MlxEngine, Budget]]:
+    """The engines of the models that are loaded, with their names and budgets."""
+    return [
+        (each.model_name, each.engine, each.engine.budget)
+        for each in sorted(loaded, key=lambda each: each.model_name)
+        if each.engine is not None and each.engine.budget is not None
+    ]
 
 
 def shown(engine: MlxEngine) -> list[dict[str, object]]:
@@ -92,8 +96,8 @@ def engine_of(engine: object) -> MlxEngine | None:
 class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
     """A Harmony model in vllm-mlx. ``model_name`` is what it is called, ``model_path`` where it is.
 
-    ``options`` are those of the process, but for what its entry in a models config sets. ``others``
-    are those of vllm-mlx's engines, which have no effect.
+    ``options`` are those of the process, unless its entry in a models config sets others.
+    ``others``, the options of vllm-mlx's engines, have no effect.
     """
 
     model_name = ""
@@ -136,25 +140,19 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         return None if self.engine is None else self.engine.tokenizer
 
     def prepare_for_start(self) -> None:
-        """Loads the model; blocks. Raises ``NotHarmony`` when it is another one."""
+        """Loads the model; blocks. Raises ``NotHarmony`` for any other model."""
         if self._loaded:
             return
-        options = replace(
-            self._options,
-            cache=lambda module: PrefixCache(
-                module, resources.tree(), resources.disk, self._weights
-            ),
-        )
-        engine = MlxEngine(self.path, options)
+        engine = MlxEngine(self.path, self._options)
         try:
-            engine.load(self._load)
+            engine.load(self._load, self._cache)
         except BaseException:
             engine.close()
             raise
         self.engine = engine
         loaded.add(self)
         metrics.show()
-        status_line.start(lambda: [(name, engine.status()) for name, engine in serving()])
+        status_line.start(lambda: [(name, engine.status()) for name, engine, _ in serving()])
 
     def _load(self) -> tuple[Any, Any]:
         trusted = self._trust_remote_code or is_standin(Path(self.path))
@@ -167,8 +165,11 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
             raise NotHarmony(self.model_name)
         return module, tokenizer
 
+    def _cache(self, module: Any) -> PrefixCache:
+        return PrefixCache(module, resources.tree(), resources.disk, self._weights)
+
     async def start(self) -> None:
-        """Loads the model, not on the event loop. One that is cancelled waits for that."""
+        """Loads the model in a thread. If cancelled, it still waits until that has ended."""
         loading = asyncio.ensure_future(asyncio.to_thread(self.prepare_for_start))
         await end_of(loading)
         loading.result()
@@ -246,7 +247,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
     async def generate(
         self, prompt: str | Sequence[int], *args: Any, **keywords: Any
     ) -> GenerationOutput:
-        """The same, as a whole."""
+        """``stream_generate``, as one output."""
         return await _last(self.stream_generate(prompt, *args, **keywords))
 
     def stream_chat(  # noqa: PLR0917 - vllm-mlx's own signature
@@ -265,7 +266,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         return self.stream_generate(prompt, max_tokens, temperature, top_p, **others)
 
     async def chat(self, messages: Messages, *args: Any, **keywords: Any) -> GenerationOutput:
-        """The same, as a whole, cleaned as vllm-mlx cleans it."""
+        """``stream_chat``, as one output, cleaned as vllm-mlx cleans it."""
         last = await _last(self.stream_chat(messages, *args, **keywords))
         return replace(last, text=clean_output_text(last.text))
 
@@ -315,5 +316,5 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
 async def _last(outputs: AsyncGenerator[GenerationOutput, None]) -> GenerationOutput:
     async with aclosing(outputs):
         async for output in outputs:
-            last = output
+            last = output  # there is always one: an answer ends with a finish
     return last

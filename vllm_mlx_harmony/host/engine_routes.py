@@ -44,11 +44,9 @@ async def caches(request: Request) -> Response:
 async def status(_: Request) -> Response:
     """``GET /harmony/status``: all requests, with the progress of their prompts."""
     models = []
-    for name, engine in serving():
-        if engine.budget is None:  # it is being unloaded
-            continue
+    for name, engine, budget in serving():
         memory = {
-            "limit": engine.budget.limit,
+            "limit": budget.limit,
             "used": device.used(),
             "weights": engine.weights,
             "longest_request": engine.context_length,

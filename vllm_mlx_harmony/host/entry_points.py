@@ -81,13 +81,13 @@ _in_use: Extensions | None = None
 
 
 def use(parts: Extensions | None) -> None:
-    """Sets what ``in_use`` returns; with ``None``, what would be found."""
+    """Sets the parts that ``in_use`` returns; ``None`` for those that would be found."""
     global _in_use
     _in_use = parts
 
 
 def in_use() -> Extensions:
-    """The parts of the installation; without one, those that it would have."""
+    """The parts in use, or those that activation would find."""
     return _in_use or find(FLAGS[0])
 
 

@@ -2,7 +2,7 @@
 
 vllm-mlx's size and directory of its prefix cache are those of ours (`resources`); its other cache
 flags have no effect, and neither have flags for text prompts and for what gpt-oss cannot do. Only
-flags that were *given* are reported: a default is nothing that a user expects.
+flags that were *given* are reported: nobody expects anything of a default.
 """
 
 from __future__ import annotations
@@ -72,9 +72,6 @@ IDLE: Mapping[str, tuple[str, ...]] = {
 }
 """Flags without effect, by their names in the parsed arguments, and the reasons."""
 
-OF_DISK = ("ssd_cache_dir", "ssd_cache_max_gb")
-"""Flags without effect if there is no prefix cache."""
-
 
 def given(args: argparse.Namespace) -> Given:
     """The flags that were given on the command line of this process, by name.
@@ -105,7 +102,7 @@ def _parsed(line: list[str], default: str | None) -> Given:
     try:
         with redirect_stderr(StringIO()):
             return dict(vars(parser.parse_args(line)))
-    except SystemExit:  # vllm-mlx has parsed another line
+    except SystemExit:  # this is not the command line that vllm-mlx parsed
         return {}
 
 
@@ -132,7 +129,7 @@ def budget(flags: Given) -> int | None:
 
 
 def of_engine(args: argparse.Namespace | ResolvedModelConfig, default: Options) -> Options:
-    """How engines run, by the flags or settings in ``args`` that there are, and the environment."""
+    """Options of engines, from flags or settings in ``args``, if any, and the environment."""
     limits = default.limits
 
     def of(name: str, otherwise: int, least: int = 1) -> int:
@@ -156,12 +153,10 @@ def of_engine(args: argparse.Namespace | ResolvedModelConfig, default: Options) 
 
 def _speculate(default: Speculate) -> Speculate:
     word = os.environ.get(SPECULATE_VARIABLE, "").strip().lower() or default
-    for known in get_args(Speculate):
-        if word == known:
-            return cast("Speculate", known)
-    raise HostError(
-        f"{SPECULATE_VARIABLE}: {word!r} is not one of {', '.join(get_args(Speculate))}"
-    )
+    if word not in get_args(Speculate):
+        known = ", ".join(get_args(Speculate))
+        raise HostError(f"{SPECULATE_VARIABLE}: {word!r} is not one of {known}")
+    return cast("Speculate", word)
 
 
 def without_effect(flags: Given, *, enabled: bool) -> list[str]:
@@ -170,7 +165,8 @@ def without_effect(flags: Given, *, enabled: bool) -> list[str]:
     ``enabled``: whether there is a prefix cache.
     """
     sentences = []
-    idle = IDLE if enabled else {"the prefix cache is off": OF_DISK, **IDLE}
+    off = {"the prefix cache is off": ("ssd_cache_dir", "ssd_cache_max_gb")}
+    idle = IDLE if enabled else {**off, **IDLE}
     for why, names in idle.items():
         if found := [f"--{name.replace('_', '-')}" for name in names if name in flags]:
             sentences.append(f"{', '.join(found)}: {why}")

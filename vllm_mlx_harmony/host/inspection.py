@@ -15,10 +15,10 @@ from vllm_mlx_harmony.inspector.routes import Section
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """The row of the table for it."""
+    """Its row in the table."""
 
     label: str = f"GET {inspector.PAGE}"
-    why: str = "the inspector, which was asked for"
+    why: str = "shows the inspector, which was switched on"
     required: bool = True
 
     def problem(self) -> str | None:
@@ -31,9 +31,7 @@ class Inspection:
 def status() -> list[Section]:
     """Memory and the queue of each model, and what the prefix cache holds."""
     sections: list[Section] = []
-    for name, engine in serving():
-        if engine.budget is None:  # it is being unloaded
-            continue
+    for name, engine, budget in serving():
         requests = engine.status()
         waiting = sum(each.place > 0 for each in requests)
         sections.append(
@@ -42,7 +40,7 @@ def status() -> list[Section]:
                 [
                     ("weights", engine.weights, "bytes"),
                     ("in use", device.used(), "bytes"),
-                    ("limit", engine.budget.limit, "bytes"),
+                    ("limit", budget.limit, "bytes"),
                     ("longest request", engine.context_length, "tokens"),
                     ("waiting", waiting, ""),
                     ("answering", len(requests) - waiting, ""),

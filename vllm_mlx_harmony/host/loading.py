@@ -20,11 +20,12 @@ from vllm_mlx_harmony.server.model_files import is_harmony_model
 
 
 def load_model(original: Callable[..., object]) -> Callable[..., object]:
-    """vllm-mlx's ``load_model``: of a server's only model, which has to be a Harmony model.
+    """Replaces ``load_model``, which loads a server's only model: it has to be a Harmony model.
 
-    With ``use_batching`` the host makes an engine and leaves the loading to its start: it is loaded
-    here, so that a model that cannot be loaded ends the start. What is loaded then is not looked at
-    by Python's collector of garbage again (`server.garbage`). Raises ``NotHarmony``.
+    ``use_batching`` is always set: without it the host would load an engine of its own. With it,
+    the host leaves the loading to the engine's start. The model is loaded here, so that one that
+    cannot be loaded ends the start; it is left out of garbage collection from then on
+    (`server.garbage`). Raises ``NotHarmony``.
     """
 
     @wraps(original)
@@ -44,7 +45,7 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def batched_engine(_: object) -> type[HarmonyEngine]:
-    """The class that ``load_model`` makes its engine of."""
+    """The class of the engine that ``load_model`` makes."""
     return HarmonyEngine
 
 
@@ -56,7 +57,7 @@ def build_engine(_: object) -> Callable[[ModelSpec], HarmonyEngine]:
 def instantiate_model(
     original: Callable[[ModelManager, object, str], Awaitable[object]],
 ) -> Callable[[ModelManager, object, str], Awaitable[object]]:
-    """``ModelManager._instantiate_model``: of one of several models."""
+    """Replaces ``ModelManager._instantiate_model``, which loads one of several models."""
 
     @wraps(original)
     async def instantiate(manager: ModelManager, entry: object, resolved_source: str) -> object:

@@ -1,4 +1,4 @@
-"""Metrics of ours among those that vllm-mlx shows with ``--enable-metrics``."""
+"""Our metrics among those of vllm-mlx (``--enable-metrics``)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OF_DISK = (
 
 
 class _Ours(Collector):
-    """What there is of ended reasoning, tool calls and the disk when Prometheus asks."""
+    """Reasoning that was cut short, tool calls and the disk, whenever Prometheus asks."""
 
     def collect(self) -> Iterator[Metric]:
         yield from REASONING_ENDED.collect()

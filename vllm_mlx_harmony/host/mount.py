@@ -30,7 +30,7 @@ APP = "vllm_mlx.server:app"
 class Mounted(EndpointRoute, APIRoute):
     """A route of ours. `behind` is the one of vllm-mlx that it stands in front of, if any.
 
-    It has the dependencies of `model`.
+    Requests pass the dependencies of `model` (API key, rate limit).
     """
 
     def __init__(
@@ -122,13 +122,13 @@ def _find(present: list[BaseRoute], path: str, methods: set[str]) -> APIRoute | 
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """What the routes of the front end need of the application: its host, middleware, WebSockets.
+    """What our routes need in the application: the host, middleware and WebSockets.
 
     The middleware is around that of vllm-mlx.
     """
 
     host: Host
-    why: str = "requests find their host; middleware and WebSockets are around the routes"
+    why: str = "gives requests their host, middleware and WebSockets"
     required: bool = True
     label: str = "app"
 

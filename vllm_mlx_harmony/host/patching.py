@@ -1,7 +1,7 @@
 """Names of another program: checked all at once, replaced in order, restored in reverse.
 
-Works on modules, classes and signatures in general. The names of vllm-mlx are in `contract`, which
-has the theory; routes and middleware are added in `mount`.
+Works on modules, classes and signatures in general. `contract` has the names of vllm-mlx, and
+explains why and when; routes and middleware are added in `mount`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Requirement(Protocol):
         """Why this host does not meet the requirement, or None. Changes nothing."""
 
     def apply(self) -> Undo | None:
-        """Changes the host, if that is what the row is for, and returns a function that reverts
-        the change, restoring the same objects."""
+        """Makes the row's change, if it has one, and returns a function that restores the same
+        objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Attribute(Name):
             name
             for each in found.__mro__
             if (code := getattr(vars(each).get("__init__"), "__code__", None))
-            for name in code.co_names  # those that it sets among them
+            for name in code.co_names  # includes those that it sets
         ]
         annotated = (inspect.get_annotations(each) for each in found.__mro__)
         there = hasattr(found, name) or name in used or any(name in each for each in annotated)

@@ -1,4 +1,4 @@
-"""Prompts for vllm-mlx's own chat messages, rendered as those of our routes."""
+"""Prompts for vllm-mlx's own chat messages, rendered as our routes render them."""
 
 from __future__ import annotations
 

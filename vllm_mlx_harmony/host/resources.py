@@ -34,7 +34,7 @@ LAST = 5.0
 """Seconds to write what is pending when the process exits."""
 
 options = Options()
-"""Those of all engines."""
+"""Options of all engines."""
 
 disk: DiskCache | None = None
 """The prefix cache on disk, if any."""
@@ -68,7 +68,7 @@ def opened(directory: str, gigabytes: float) -> DiskCache | None:
     Raises ``HostError`` for an invalid size.
     """
     if not gigabytes > 0:
-        raise HostError(f"--ssd-cache-max-gb {gigabytes:g}: it must be more than 0")
+        raise HostError(f"--ssd-cache-max-gb {gigabytes:g}: must be more than 0")
     path = Path(directory).expanduser()
     try:
         found = DiskCache(path, int(gigabytes * BYTES_PER_GB), budget())
@@ -80,7 +80,7 @@ def opened(directory: str, gigabytes: float) -> DiskCache | None:
 
 
 async def clear() -> None:
-    """Empties the prefix cache of all models: memory first, as it would be written to the disk."""
+    """Empties the prefix cache of all models: memory first, which would be written again."""
     tree().forget(lambda _: True)
     if disk is not None:
         await asyncio.to_thread(disk.clear)

@@ -46,14 +46,14 @@ def of_model(path: str, engine: MlxEngine | None) -> None:
     name, given = server()._model_name, server()._model_path
     window = length_of(path)
     context = "unknown: no config.json" if window is None else f"{window:,} tokens"
-    facts = [("model", f"{name}" if name == given else f"{name} ({given})")]
+    facts = [("model", str(name) if name == given else f"{name} ({given})")]
     if engine is None or engine.budget is None:
         facts.append(("engine", "loaded on demand"))
     else:
         limits = engine.options.limits
         facts += [
             ("engine", f"up to {min(limits.answers, limits.sequences)} answers at once"),
-            ("memory", f"{size(engine.weights)} used, of {size(engine.budget.limit)}"),
+            ("memory", f"{size(engine.weights)} of {size(engine.budget.limit)} used"),
         ]
         fits = engine.context_length
         if window is not None and fits is not None and fits < window:
@@ -62,7 +62,7 @@ def of_model(path: str, engine: MlxEngine | None) -> None:
 
 
 def show(*facts: tuple[str, str]) -> None:
-    """Prints ``facts``, and those that do not depend on the model."""
+    """Prints ``facts``, then those that do not depend on a model."""
     found = versions()
     ours = f"vllm-mlx-harmony {found.pop('vllm-mlx-harmony')}"
     others = ", ".join(f"{name} {version}" for name, version in found.items())

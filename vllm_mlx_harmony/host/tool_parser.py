@@ -28,7 +28,7 @@ _BEGUN = re.compile(r"<(?:\|\w*\|?)?\Z")
 
 
 class HarmonyToolParser(ToolParser):  # type: ignore[misc]
-    """Reads tool calls and content from the text of an answer, without its reasoning.
+    """Reads tool calls and content from an answer's text; drops its reasoning.
 
     An instance parses one answer at a time: until `reset()`, or a first piece of text.
     """
@@ -117,7 +117,7 @@ def _encode(text: str) -> list[int]:
 
 
 def _names(request: object) -> Names:
-    """The names of the request's tools; vllm-mlx has not validated them."""
+    """The names of the request's tools; vllm-mlx does not validate them."""
     tools = request.get("tools") if isinstance(request, Mapping) else None
     functions = [tool.get("function") for tool in tools or () if isinstance(tool, Mapping)]
     names = [function.get("name") for function in functions if isinstance(function, Mapping)]

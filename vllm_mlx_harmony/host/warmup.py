@@ -60,7 +60,7 @@ _NOTHING = Settings(max_tokens=0, temperature=0.0, top_p=1.0)
 
 
 def _beginning(messages: Messages) -> tuple[int, ...]:
-    """What all prompts with ``messages`` have in common, whatever the last user message is."""
+    """The ids that all prompts with ``messages`` begin with, whatever the last user message is."""
     last = messages[-1] if messages else {}
     ends_with_user = isinstance(last, Mapping) and last.get("role") == "user"
     before = messages[: -1 if ends_with_user else None]

@@ -6,7 +6,7 @@ The key that a look-up begins with is a digest of everything that makes a piece 
   modification time and parts of its content: the whole safetensors header, and ``SAMPLES`` blocks
   spread evenly from the first byte to the last. This tells a fine-tune from the original of the
   same shapes, even if a copy or an archive has set its times. Hashing all of 65 GB would take
-  longer than what the cache saves; these reads take milliseconds.
+  longer than the cache saves; these reads take milliseconds.
 - The layout of a piece: which windows the layers have, the format of the files.
 - mlx-lm, whose caches pieces are cut from: it has no version of their format, so its own version
   counts, up to the second number.
@@ -42,7 +42,7 @@ SAMPLES = 16
 """Blocks of a file that are read, the first at its beginning, the last at its end."""
 
 BLOCK = 1 << 12
-"""Bytes of each."""
+"""Bytes of a block."""
 
 LONGEST_HEADER = 1 << 24
 """Bytes of a safetensors header that are read; gpt-oss-120b's largest has under 64 KiB."""
@@ -59,7 +59,7 @@ def of_weights(model: str) -> bytes | None:
         for path in sorted(config.parent.iterdir()):
             if path.suffix in WEIGHTS:
                 parts.extend(_content(path))
-    except (OSError, ValueError):  # a path that is not there is no repository id either
+    except (OSError, ValueError):  # neither a path nor the id of a repository
         return None
     return key_of(*parts)
 
@@ -69,7 +69,7 @@ def _content(path: Path) -> Iterator[bytes]:
 
     Links are followed: a repository in the Hugging Face cache consists of them. Raises ``OSError``.
     """
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe has no writer
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe may have no writer
     try:
         state = os.fstat(opened)
         if not stat.S_ISREG(state.st_mode):
@@ -89,17 +89,17 @@ def while_loading(model: str, load: Callable[[], T]) -> tuple[T, bytes | None]:
     """What ``load`` returns, and the digest of the files that it read; ``None`` if that is unknown.
 
     Compares the files before and after: a directory may get other weights at any moment (``hf
-    download --local-dir``), and what the old ones compute must not be found for the new ones.
+    download --local-dir``), and what was computed with old ones must not be found with new ones.
     """
     before = of_weights(model)
     loaded = load()
     weights = of_weights(model)
     # In the Hugging Face cache, files of a repository do not change: others are added.
     if weights != before and Path(model).is_dir():
-        logger.warning("prefix cache: not on disk, the files in %s are changing", model)
+        logger.warning("prefix cache: not on disk: files in %s changed during loading", model)
         return loaded, None
     if weights is None:
-        logger.warning("prefix cache: not on disk, not all weights in %s can be read", model)
+        logger.warning("prefix cache: not on disk: some weights in %s cannot be read", model)
     return loaded, weights
 
 

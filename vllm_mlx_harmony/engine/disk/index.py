@@ -35,8 +35,8 @@ BUSY = 2.0
 
 NAME = "index.sqlite"
 
-# A turn has no parent and no file. The index by use covers eviction and all sums: they read no
-# content.
+# A turn has no parent and no file. The index by use serves eviction and all sums, which then read
+# no content.
 _SCHEMA = """
 DROP TABLE IF EXISTS pieces;
 DROP TABLE IF EXISTS turns;
@@ -192,8 +192,8 @@ class Index:
     def chain(self, roots: Sequence[bytes], sequence: bytes, limit: int) -> tuple[Row, ...]:
         """The pieces, first to last, of the longest known beginning of at most ``limit`` ids.
 
-        ``sequence`` is packed. The same ids may be stored in pieces of different lengths, and below
-        several roots, of which the first counts then.
+        The same ids may be stored in pieces of different lengths, and below several roots, of which
+        the first counts then: hence a search. ``sequence`` is packed.
         """
         ids = memoryview(sequence)
         best: tuple[Row, ...] = ()
@@ -286,7 +286,7 @@ def looked_at(directory: Path) -> Found | None:
     path = directory / NAME
     if not path.exists():
         return None
-    # Without a log no process has it open, and a reader would create one.
+    # Without a log, no process has the database open, and reading it would create one.
     how = "mode=ro" if path.with_name(f"{NAME}-wal").exists() else "immutable=1"
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as file:
         _checked_version(file, path)
