@@ -91,7 +91,7 @@ class Drafts:
         self._seen = [WEIGHT] * len(EXPECTED)
 
     def _index(self) -> None:
-        """Enters all ids at once, as ``_add`` would one by one."""
+        """Enters all ids at once, as ``extend`` would one by one."""
         ids = np.frombuffer(self._ids, dtype=np.int32).astype(np.uint32)
         if len(ids) <= GRAM:
             return
@@ -109,30 +109,27 @@ class Drafts:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Records the next ids of the answer."""
+        ids = self._ids
         for token in tokens:
-            self._add(token)
-
-    def _add(self, token: int) -> None:
-        ids, at = self._ids, self._source
-        if at:
-            right = ids[at] == token
-            kind = self._kind
-            self._seen[kind] += 1 - self._seen[kind] / MEMORY
-            self._correct[kind] += right - self._correct[kind] / MEMORY
-            self._common += 1
-            self._source = at + 1 if right else 0
-            if not right:
-                self._departed_from, self._departed_at = at, len(ids)
-        place = len(ids)
-        if place >= GRAM:
-            slot = self._slot()
-            self._before.append(self._table[slot])
-            self._table[slot] = place
-        else:
-            self._before.append(0)
-        ids.append(token)
-        if not self._source and len(ids) > GRAM:
-            self._look_up()
+            if at := self._source:
+                right = ids[at] == token
+                kind = self._kind
+                self._seen[kind] += 1 - self._seen[kind] / MEMORY
+                self._correct[kind] += right - self._correct[kind] / MEMORY
+                self._common += 1
+                self._source = at + 1 if right else 0
+                if not right:
+                    self._departed_from, self._departed_at = at, len(ids)
+            place = len(ids)
+            if place >= GRAM:
+                slot = self._slot()
+                self._before.append(self._table[slot])
+                self._table[slot] = place
+            else:
+                self._before.append(0)
+            ids.append(token)
+            if not self._source and len(ids) > GRAM:
+                self._look_up()
 
     @property
     def _kind(self) -> int:

@@ -41,7 +41,7 @@ from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
-from vllm_mlx_harmony.engine.request import Item, Request
+from vllm_mlx_harmony.engine.request import Item, Request, hand_over
 from vllm_mlx_harmony.engine.sampler import Sampler
 from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
 from vllm_mlx_harmony.engine.scheduler import Step as NextStep
@@ -373,7 +373,7 @@ class MlxEngine:
         out, self._out = self._out, defaultdict(list)
         for loop, items in out.items():
             try:
-                loop.call_soon_threadsafe(_hand_over, items)
+                loop.call_soon_threadsafe(hand_over, items)
             except RuntimeError:  # the loop is closed
                 for request, _ in items:  # later: a step may be using its row now
                     with suppress(Stopped):
@@ -547,9 +547,3 @@ class MlxEngine:
         if self._computed >= FREED:
             self._computed = 0
             mx.clear_cache()
-
-
-def _hand_over(items: list[tuple[Request, Item]]) -> None:
-    """On the event loop of the requests."""
-    for request, item in items:
-        request.put(item)

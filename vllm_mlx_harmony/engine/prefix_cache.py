@@ -152,7 +152,12 @@ class PrefixCache:
             with _logged("a prefix could not be reused"):
                 known, found = self._tree.find(*self._place(match))
                 if match.loaded and match.loaded[-1].end > known:
-                    self._take_in(match)
+                    with suppress(Misaligned):  # what they continue was evicted
+                        for piece in match.loaded:
+                            sequence = match.sequence[: piece.end * WIDTH]
+                            cut = partial(_cut_from, piece)
+                            if not self._tree.add((self._id, match.tenant), sequence, cut):
+                                break
                     known, found = self._tree.find(*self._place(match))
                 if known:
                     layers = pieces.join(self._model, found, max(0, capacity - known))
@@ -161,21 +166,6 @@ class PrefixCache:
             self._reused.update({"hits" if cached else "misses": 1})
             self._reused.update(tokens_reused=cached, tokens_new=new)
         return layers or make_prompt_cache(self._model), cached
-
-    def _take_in(self, match: Match) -> None:
-        """Adds what was loaded to the tree, as far as it continues what is there."""
-        with suppress(Misaligned):
-            for piece in match.loaded:
-
-                def cut(start: int, end: int, piece: Loaded = piece) -> Piece:
-                    if start < piece.start:
-                        raise Misaligned("what the piece continues was evicted")
-                    whole = pieces.imported(piece.end - piece.start, piece.tensors)
-                    return whole.last(end - start)
-
-                sequence = match.sequence[: piece.end * WIDTH]
-                if not self._tree.add((self._id, match.tenant), sequence, cut):
-                    return
 
     def store(self, ids: Sequence[int], layers: Layers, tenant: str, row: int = 0) -> None:
         """Adds ``ids``, which are exactly those that ``layers`` hold in ``row``.
@@ -229,3 +219,10 @@ def _logged(problem: str) -> Iterator[None]:
         yield
     except Exception:
         logger.exception(problem)
+
+
+def _cut_from(piece: Loaded, start: int, end: int) -> Piece:
+    """The ids from ``start`` to ``end`` of a piece that was read and ends there."""
+    if start < piece.start:
+        raise Misaligned("what the piece continues was evicted")
+    return pieces.imported(piece.end - piece.start, piece.tensors).last(end - start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -83,11 +84,6 @@ class Request:
             return Progress(total, known, known, place=place)
         return Progress(total, self.cached, self.at, now - self.begun)
 
-    def put(self, item: Item) -> None:
-        """Adds a step, or the error that ends the request."""
-        self.items.append(item)
-        self.arrived.set()
-
     async def next(self) -> Step:
         """All ids since the last call as one step, or a report of progress.
 
@@ -105,3 +101,10 @@ class Request:
             self.items.popleft()
         self.ended = step.finish is not None
         return step
+
+
+def hand_over(items: Iterable[tuple[Request, Item]]) -> None:
+    """Gives requests their steps, or the errors that end them; on their event loop."""
+    for request, item in items:
+        request.items.append(item)
+        request.arrived.set()

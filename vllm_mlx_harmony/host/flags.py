@@ -72,6 +72,9 @@ IDLE: Mapping[str, tuple[str, ...]] = {
 }
 """Flags without effect, by their names in the parsed arguments, and the reasons."""
 
+OF_DISK = ("ssd_cache_dir", "ssd_cache_max_gb")
+"""Flags without effect if there is no prefix cache."""
+
 
 def given(args: argparse.Namespace) -> Given:
     """The flags that were given on the command line of this process, by name.
@@ -165,8 +168,7 @@ def without_effect(flags: Given, *, enabled: bool) -> list[str]:
     ``enabled``: whether there is a prefix cache.
     """
     sentences = []
-    off = {"the prefix cache is off": ("ssd_cache_dir", "ssd_cache_max_gb")}
-    idle = IDLE if enabled else {**off, **IDLE}
+    idle = IDLE if enabled else {"the prefix cache is off": OF_DISK, **IDLE}
     for why, names in idle.items():
         if found := [f"--{name.replace('_', '-')}" for name in names if name in flags]:
             sentences.append(f"{', '.join(found)}: {why}")
