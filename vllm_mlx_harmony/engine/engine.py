@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
 from mlx.nn import Module
-from mlx.utils import tree_flatten
+from mlx.utils import tree_reduce
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_mlx_harmony.core import vocab
@@ -286,7 +286,9 @@ class MlxEngine:
 
     def _load(self, load: Load, cache: MakeCache) -> None:
         module, self.tokenizer = load()
-        self.weights = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
+        self.weights = tree_reduce(
+            lambda nbytes, each: nbytes + getattr(each, "nbytes", 0), module, 0
+        )
         self.module = module
         device.add_weights(self.weights)
         limit = int(device.memory() * self.options.utilization)
