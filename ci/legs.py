@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PYTEST = ("python", "-m", "pytest")
+MARKDOWN = ("CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "docs")
 
 TEST_TOOLS = (
     "anthropic>=0.40",
@@ -365,6 +366,7 @@ LEGS: tuple[Leg, ...] = (
         commands=(
             ("ruff", "check", "."),
             ("ruff", "format", "--check", "."),
+            ("mdformat", "--check", *MARKDOWN),
             ("mypy", "vllm_mlx_harmony", "scripts", "ci"),
             ("lint-imports",),
         ),
