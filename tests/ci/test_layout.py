@@ -141,3 +141,16 @@ def _within(path: Path) -> set[str]:
                 found.add(inner if inner in known else base)
     # The package's own name is there before any of its modules, and imports nothing by itself.
     return (found & known) - {own, PACKAGE.name}
+
+
+PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_no_row_of_a_table_loses_cells(path: Path) -> None:
+    """GitHub and mdformat drop what follows a ``|`` that is not escaped, even in code."""
+    columns = 0
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        cells = len(re.findall(r"(?<!\\)\|", line)) - 1 if line.startswith("|") else 0
+        columns = columns if columns and cells else cells
+        assert cells == columns, f"{path.name}:{number} has {cells} cells, not {columns}"
