@@ -189,7 +189,8 @@ class Deaf:
             message = await receive()
             if message["type"] == "http.disconnect" and len(times) > 1:
                 rest = (times[-1] - times[0]) / len(times) * 1000
-                self.busy_until = time.monotonic() + rest
+                # Long enough to be told from an answer on a machine that does other things, too.
+                self.busy_until = time.monotonic() + max(rest, 3.0)
             return message
 
         async def sending(message: Any) -> None:
