@@ -184,17 +184,20 @@ class Deaf:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(max(0.0, self.busy_until - time.monotonic()))
         times: list[float] = []
+        ended = False
 
         async def receiving() -> Any:
             message = await receive()
-            if message["type"] == "http.disconnect" and len(times) > 1:
+            if message["type"] == "http.disconnect" and len(times) > 1 and not ended:
                 rest = (times[-1] - times[0]) / len(times) * 1000
                 # Long enough to be told from an answer on a machine that does other things, too.
                 self.busy_until = time.monotonic() + max(rest, 3.0)
             return message
 
         async def sending(message: Any) -> None:
+            nonlocal ended
             times.append(time.monotonic())
+            ended = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
         await self.app(scope, receiving, sending)
