@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs legs of the CI matrix in fresh virtual environments: `leg.py NAME…` or `leg.py all`.
+"""Runs legs of the CI matrix in virtual environments of its own: `leg.py NAME…` or `leg.py all`.
 
 Three legs run at a time unless `--jobs` is given, which suits two processors: tests of servers wait
 part of the time. Legs that install the same packages share an environment. Only this Python has to

@@ -59,7 +59,7 @@ HARMONY = ("openai-harmony", "oss-harmony")
 
 @dataclass(frozen=True)
 class Leg:
-    """A fresh virtual environment and the commands that must succeed in it.
+    """A virtual environment, new in each run unless kept, and the commands that must succeed in it.
 
     ``install`` has the arguments of ``uv pip install``; packages in ``without`` are left out even
     if others depend on them. ``present`` and ``absent`` are checked afterwards: they distinguish

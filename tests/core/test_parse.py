@@ -1,4 +1,4 @@
-"""The state machine against every row of semantics B, cut in every way, and its invariants (C)."""
+"""The state machine against every row of semantics B, cut in every way, and its invariants (D)."""
 
 from __future__ import annotations
 

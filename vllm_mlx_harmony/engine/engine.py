@@ -1,10 +1,10 @@
 """The engine: requests from any event loop, computed on one thread, answered id by id.
 
-A request is parsed, rendered and admitted by `server`; here it is a prompt of ids, its settings, a
-tenant and a constraint. What it passes through:
+`server` has parsed, validated and rendered a request before it gets here: as a prompt of ids, its
+settings, a tenant and a constraint. What it passes through:
 
-    event loop    generate ─▶ what the disk has of the prompt is read ─▶ wait for steps ─▶ yield
-    thread        admitted ─▶ begun: memory, cached beginning ─▶ chunks ─▶ row of a batch ─▶ ended
+    event loop    generate ─▶ read cached pieces from disk ─▶ wait for steps ─▶ yield
+    thread        queued ─▶ admitted: memory, cached prefix ─▶ chunks ─▶ row of a batch ─▶ ended
 
 What the thread does next is the scheduler's decision (`scheduler`), how much fits is `memory`'s. An
 error of the model ends the requests that were being computed together, and no others. An error in
@@ -55,23 +55,24 @@ from vllm_mlx_harmony.server.settings import number
 logger = logging.getLogger(__name__)
 
 QUEUE_VARIABLE = "VLLM_MLX_HARMONY_QUEUE"
-"""Environment variable: requests whose prompts may wait. Later ones are rejected with 503; requests
-that arrive at the same moment may exceed it."""
+"""Environment variable: maximum number of requests waiting to begin. Further ones are rejected with
+503; requests that arrive at the same moment may exceed it."""
 
 WAITING = 256
 """The default of this variable."""
 
 FREED, STEP_COUNTS = 2048, 8
-"""Ids of prompts after which mlx releases the buffers that it caches; a step counts as some."""
+"""Prompt ids between two calls of ``mx.clear_cache``; a step counts as ``STEP_COUNTS`` ids."""
 
 PROBE = 64
-"""Ids of the chunk that measures the memory of a chunk when a model is loaded."""
+"""Length of the probe chunk whose peak memory is measured when a model is loaded."""
 
 HEADROOM = 64
-"""Ids of an answer for which caches have room from the start."""
+"""Ids of an answer for which its caches are allocated in advance."""
 
 HOPELESS = 10.0
-"""Seconds for which a prompt may lack memory while none is used or freed; then it fails."""
+"""Seconds after which a prompt without enough memory fails, if meanwhile no other request runs and
+no memory is freed."""
 
 REPORTED = 0.5
 """Seconds between two progress reports of prompts that wait."""
@@ -88,9 +89,9 @@ Speculate: TypeAlias = Literal["off", "forced", "auto"]
 class Options:
     """How an engine runs. ``utilization``: part of the device's memory that it may use.
 
-    ``interval``: ids of an answer in one ``Step``. ``speculate``: whether several ids of an answer
-    may be computed at once; with ``forced`` those that a constraint leaves no choice for, with
-    ``auto`` also those that may be copied, where that is faster.
+    ``interval``: ids of an answer in one ``Step``. ``speculate``: which ids of an answer may be
+    computed along with the next one. ``forced``: ids for which a constraint leaves no alternative;
+    ``auto``: copied ids as well, where that is faster.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -313,7 +314,8 @@ class MlxEngine:
         self.cache = cache(module)
 
     def _free(self) -> None:
-        """Ends all requests, in the same call: one that arrived in between would never end."""
+        """Ends all requests and unloads in one call; a request arriving between two calls would
+        never end."""
         self._abandon()
         if self.cache is not None:
             self.cache.close()
@@ -382,7 +384,7 @@ class MlxEngine:
                         self._thread.call(partial(self._forget, request))
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        """Ends ``requests``, and answers that are no longer in a batch, with ``error``.
+        """Ends ``requests``, and answers whose batch has failed, with ``error``.
 
         When memory has run out, the prefix cache is emptied.
         """
@@ -434,7 +436,10 @@ class MlxEngine:
         return IDLE if self._requests else None
 
     def _fits(self, key: int) -> bool:
-        """Whether a request's keys and values to its end have room. What is cached is evicted."""
+        """Whether there is memory for the request to its end.
+
+        Evicts cached pieces if that suffices, and fails the request if it is hopeless (`HOPELESS`).
+        """
         budget, request = self.budget, self._requests[key]
         assert budget is not None
         running = [each for each in self._requests.values() if each.begun]
@@ -471,7 +476,8 @@ class MlxEngine:
             self._join(request, request.layers)
 
     def _compute(self, request: Request, layers: Layers, ids: int, cache: PrefixCache) -> None:
-        """A chunk of its prompt, up to the next place where it is stored."""
+        """Computes up to ``ids`` ids of the prompt, stopping at the next boundary, where the prefix
+        is stored."""
         assert self.module is not None
         # Waits for the step that is being computed, so that its time does not count as the chunk's.
         mx.eval([batch.pending for batch in self._batches])
@@ -510,8 +516,8 @@ class MlxEngine:
         self._batches.append(Batch(request, layers, self.costs))
 
     def _step(self, cache: PrefixCache) -> None:
-        """An id or more for every answer. One that ends is stored before its last ids are sent: a
-        client that asks again at once finds it cached."""
+        """An id or more for every answer. A finished answer is stored before its last ids are sent,
+        so that an immediate follow-up request finds it cached."""
         assert self.module is not None
         started = time.perf_counter()
         for batch in list(self._batches):

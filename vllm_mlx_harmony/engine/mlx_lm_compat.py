@@ -3,8 +3,9 @@
 - *Custom code.* `config.json` may name a Python file of the model's directory (``model_file``).
   0.31 always runs it, 0.32 only with ``trust_remote_code``.
 - *Caches.* ``state`` has keys and values in 0.31; in 0.32 it has numbers as well, which
-  ``meta_state`` had before. The engine uses neither: it reads ``keys``, ``values``, ``offset`` and
-  the few private attributes that `host.contract` lists.
+  ``meta_state`` had before. The engine uses neither: it reads the attributes that `host.contract`
+  lists, and writes four of them: ``keys``, ``values``, ``offset`` and ``_idx`` (`forget`,
+  `pieces.join`).
 - *Batches.* What ``BatchGenerator`` takes (``state_machines``, now ``stop_sequences``) and makes
   (``_make_new_cache``) has changed, too: the engine has batches of its own.
 """

@@ -1,8 +1,8 @@
 """The prefix cache of one loaded model: what it computed for a prompt is not computed again.
 
-In memory it is a tree of pieces (`prefix_tree`, `pieces`). Below it, if a directory was named, is a
-disk (`disk.cache`): what is added in memory is written in the background, and what only the disk
-has of a prompt is read before its turn. See docs/reuse.md.
+In memory it is a tree of pieces (`prefix_tree`, `pieces`). With a cache directory, pieces are also
+written to disk in the background (`disk.cache`); pieces found only there are loaded before the
+prompt's turn. See docs/reuse.md.
 
 A prompt takes four steps::
 
@@ -41,7 +41,8 @@ from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Counters, PrefixTree, pac
 logger = logging.getLogger(__name__)
 
 EVERYBODY = "*"
-"""The tenant whose prompts all others may continue: what the operator had computed at the start."""
+"""The tenant whose prompts all others may continue: prompts that the operator warmed up at start
+(`--warm-prompts`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Match:
 
     @property
     def cached(self) -> int:
-        """How many ids `PrefixCache.restore` would find now, once all is loaded."""
+        """How many ids `PrefixCache.restore` will find after `load`, if nothing is evicted."""
         ends = *(row.end for row in self.on_disk), *(piece.end for piece in self.loaded)
         return max(self.in_memory, *ends, 0)
 
@@ -92,7 +93,7 @@ class PrefixCache:
     ) -> None:
         self._model, self._tree = model, tree
         self._id = object()
-        """Stands for the model among the owners of the tree, which would keep it alive."""
+        """Identifies the model in the tree; a reference to the model itself would keep it alive."""
         windows = pieces.windows(model) if tree.counters().budget else None
         self.enabled = windows is not None
         """Whether there is any room, and all of the model's layers can be cut."""
@@ -127,7 +128,7 @@ class PrefixCache:
     async def load(self, match: Match) -> Match:
         """Reads the part of the prompt that is on disk and not in memory; the result holds it.
 
-        Waits while too much is in memory that was read for other prompts, whose turn has not come.
+        Waits while too much data read ahead for other prompts is still unused.
         What memory has of the prompt counts as used: it is evicted last.
         """
         if not self.enabled:
@@ -152,7 +153,7 @@ class PrefixCache:
             with _logged("a prefix could not be reused"):
                 known, found = self._tree.find(*self._place(match))
                 if match.loaded and match.loaded[-1].end > known:
-                    with suppress(Misaligned):  # what they continue was evicted
+                    with suppress(Misaligned):  # raised if the piece before them was evicted
                         for piece in match.loaded:
                             sequence = match.sequence[: piece.end * WIDTH]
                             cut = partial(_cut_from, piece)
@@ -170,8 +171,8 @@ class PrefixCache:
     def store(self, ids: Sequence[int], layers: Layers, tenant: str, row: int = 0) -> None:
         """Adds ``ids``, which are exactly those that ``layers`` hold in ``row``.
 
-        The last id is left out where it ended an answer in a way that no later prompt has. Nothing
-        happens if the layers hold something else.
+        The last id is left out if it is `<|return|>` or `<|endoftext|>`, which later prompts do not
+        contain. Nothing happens if the layers hold something else.
         """
         if not self.enabled:
             return

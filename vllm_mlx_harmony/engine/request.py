@@ -36,9 +36,12 @@ class Request:
     match: Match | None = None
     """What is cached of the prompt, until it begins."""
 
-    # On the engine's thread. A prompt has ``layers``, which hold its first ``at`` ids and are
-    # stored at ``marks``. An answer is a row of a batch, whose layers hold ``ids`` (prompt and
-    # answer), or will after the step that is being computed; ``joined`` after its first step.
+    # On the engine's thread. ``begun`` is when the prompt was given ``layers``, its caches. While
+    # it is computed, they hold its first ``at`` ids. They are stored whenever they hold as many as
+    # the next of ``marks``. The first ``cached`` ids were found in the prefix cache. ``ids`` are
+    # prompt and answer, once it is a row of a batch. The layers of the batch hold them, or will
+    # after the step that is being computed. ``joined`` becomes true with the first step of the row.
+    # ``first`` is when the first id came. ``held`` are ids that have not been sent.
     begun: float = 0.0
     others: int = -1
     """Bytes of everything else when it last found no memory; it fails if they are the same at

@@ -9,30 +9,32 @@ answer gets a token. Sarathi-Serve (https://arxiv.org/abs/2403.02310) names it: 
 answers, or answers starve prompts. There, chunk and step are fused into one computation, which
 mlx-lm's models cannot do. So the two alternate, and two numbers bound what each does to the other:
 
-- *Pause.* While an answer runs, a chunk takes no longer than ``pause`` seconds, by the speed that
-  this prompt, or else the last one, was computed with. That speed falls with the length of a chunk,
-  because attention within it grows with its square. So chunks of a prompt grow by no more than
-  ``GROWTH`` from one to the next.
+- *Pause.* While an answer runs, a chunk is planned to take at most ``AIM * pause`` seconds, by the
+  speed of this prompt's last chunk, or else an average of all chunks in which recent ones weigh
+  most. It may take longer if even ``GRAIN`` ids do, if no speed is known yet, or if the estimate is
+  wrong. Speed falls with the length of a chunk, since attention within it grows with its square. So
+  beyond ``FIRST_CHUNK`` ids, a chunk has at most ``GROWTH`` times as many as the same prompt's
+  chunk before it.
 - *Share.* A chunk that took ``c`` seconds is followed by steps that take
   ``c * SHARE / (1 - SHARE)`` seconds together. Answers get ``SHARE`` of the time, and a prompt
-  takes ``1 / (1 - SHARE)`` times as long as it would alone. A step that takes longer than answers
-  were owed gives waiting prompts more time before the next one.
+  takes ``1 / (1 - SHARE)`` times as long as it would alone. If a step overruns what answers were
+  owed, the excess is credited to prompts before the next step.
 
 While no answer runs, prompts are computed in full chunks.
 
 **Order.** The prompt with the least left to compute goes first, which minimizes the sum of all
 waits; a prompt that has begun can be overtaken between two chunks. That rule alone starves a long
-prompt under a steady load of short ones. So a part of the time (``BY_AGE``) belongs to the prompt
-that came first, whatever its length: once it is the oldest, it takes no longer than ``1 / BY_AGE``
-times its own time. **Tenants** take turns, chunk by chunk: the one whose last chunk is longest ago
-is next. A tenant that sends ten prompts gets no more of the time than one that sends a single
-prompt.
+prompt under a steady load of short ones. So of a tenant's prompt time, the fraction ``BY_AGE``
+belongs to its oldest prompt, whatever its length: once a prompt is the oldest, it takes about
+``1 / BY_AGE`` times its own time at most, if no answers run and no other tenant waits. **Tenants**
+take turns, chunk by chunk: the one whose last chunk is longest ago is next. A tenant that sends ten
+prompts gets no more of the time than one that sends a single prompt.
 
 **Admission.** A prompt begins when it is its turn, there is memory for it (``fits``), and not too
-many others are running. Of the places for prompts, the last one is for those that take a single
-chunk: otherwise long prompts in all places would block a short one until one of them is done. When
-there is no memory for the oldest prompt and it has waited for ``PATIENCE`` seconds, no other one
-begins: otherwise small ones would take all memory that becomes free, forever.
+many others are running. The last prompt slot is reserved for single-chunk prompts: otherwise long
+prompts in all slots would block a short one until one of them is done. When there is no memory for
+the oldest prompt and it has waited for ``PATIENCE`` seconds, no other one begins: otherwise small
+ones would take all memory that becomes free, forever.
 """
 
 from __future__ import annotations
@@ -45,30 +47,30 @@ PATIENCE = 10.0
 """Seconds after which a prompt that lacks memory is no longer overtaken by later ones."""
 
 SHARE = 0.32
-"""Part of the time that answers get while prompts are computed, too."""
+"""Fraction of the time for answers while prompts are also being computed."""
 
 BY_AGE = 0.25
-"""Share of the time for prompts that goes to a tenant's oldest prompt."""
+"""Fraction of a tenant's prompt time that goes to its oldest prompt."""
 
 GRAIN = 32
-"""Chunks are multiples of so many ids, except a prompt's last one."""
+"""Planned lengths of chunks beside an answer are multiples of this, except a prompt's last one."""
 
 FIRST_CHUNK = 256
-"""Ids of a prompt's first chunk beside an answer, at most."""
+"""Ids of a chunk beside an answer while no speed is known; growth never limits one to less."""
 
 GROWTH = 1.5
-"""Largest ratio of a chunk beside an answer to the chunk of the same prompt before it."""
+"""Maximum ratio of a chunk beside an answer to the same prompt's previous one."""
 
 AIM = 0.8
-"""Part of the pause that a chunk is planned to take; the rest is a margin."""
+"""Fraction of the pause that a chunk is planned to take; the rest is a margin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """How much may run at once.
 
-    ``sequences``: prompts that have begun and answers, together. ``prompts``: prompts that have
-    begun. ``answers``: rows of a step. ``chunk``: ids of a prompt, while no answer runs.
+    The smaller of ``sequences`` and ``answers`` limits prompts that have begun plus answers.
+    ``prompts``: prompts that have begun. ``chunk``: ids of a prompt, while no answer runs.
     ``chunk_beside``: the same while one does; 0 leaves it to ``pause``, in seconds.
     """
 
@@ -98,6 +100,8 @@ Decision: TypeAlias = "Chunk | Step | None"
 
 @dataclass(slots=True)
 class _Prompt:
+    """``rest``: ids left to compute. ``pace``: seconds per id. ``chunk``: ids of its last chunk."""
+
     request: int
     tenant: str
     rest: int
@@ -124,8 +128,8 @@ class Scheduler:
         self._answers: set[int] = set()
         self._tenants: dict[str, _Tenant] = {}
         self._turn = 0
-        self._owed = 0.0
-        self._pace = 0.0
+        self._owed = 0.0  # seconds owed to answers; if negative, credit for prompts
+        self._pace = 0.0  # seconds per id: the last chunk's, averaged with all before
 
     # --- What happens
 
@@ -218,8 +222,8 @@ class Scheduler:
         return prompt.rest * pace / (1 - share) if pace else None
 
     def _forget_tenants(self) -> None:
-        """Forgets tenants that wait for nothing and were served before all that do: a new entry
-        ranks the same."""
+        """Drops tenants with no waiting prompt whose last turn precedes that of every waiting
+        tenant; a fresh entry would rank the same."""
         waiting = {each.tenant for each in self._prompts.values()}
         turns = [self._tenants[each].turn if each in self._tenants else 0 for each in waiting]
         first = min(turns, default=self._turn + 1)
@@ -230,7 +234,7 @@ class Scheduler:
         }
 
     def _oldest(self) -> dict[str, _Prompt]:
-        """The prompt of each tenant that came first."""
+        """Each tenant's oldest prompt."""
         prompts = sorted(
             self._prompts.values(), key=lambda each: (each.since, each.request), reverse=True
         )

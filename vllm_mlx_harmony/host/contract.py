@@ -153,7 +153,8 @@ NAMES: tuple[Name, ...] = (
         for name in names.split()
     ),
 )
-"""Names that are used as they are, and the functions that are replaced."""
+"""Names that are used as they are, and functions that are replaced. `table` adds what needs these
+to be checked first: tool parsers, the front end, routes."""
 
 
 _changes: list[tuple[str, Undo]] = []

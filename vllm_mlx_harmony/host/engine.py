@@ -45,7 +45,7 @@ NAME = "harmony_prefix_reuse"
 """The name of our counters among vllm-mlx's."""
 
 CLEARED = {NAME: True}
-"""What vllm-mlx shows of caches that were emptied."""
+"""What vllm-mlx returns after caches were cleared."""
 
 _GB = 1e9
 
@@ -89,14 +89,15 @@ def shown(engine: MlxEngine) -> list[dict[str, object]]:
 
 
 def engine_of(engine: object) -> MlxEngine | None:
-    """The engine of ids within vllm-mlx's ``engine``; ``None`` if that has another model."""
+    """The `MlxEngine` in vllm-mlx's ``engine``; ``None`` if that is not Harmony, or not loaded."""
     return engine.engine if isinstance(engine, HarmonyEngine) else None
 
 
 class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
-    """A Harmony model in vllm-mlx. ``model_name`` is what it is called, ``model_path`` where it is.
+    """A Harmony model in vllm-mlx.
 
-    ``options`` are those of the process, unless its entry in a models config sets others.
+    ``model_name`` is its served name, ``model_path`` its directory or repository (by default the
+    same). ``options`` are those of the process, unless its entry in a models config sets others.
     ``others``, the options of vllm-mlx's engines, have no effect.
     """
 
@@ -169,7 +170,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         return PrefixCache(module, resources.tree(), resources.disk, self._weights)
 
     async def start(self) -> None:
-        """Loads the model in a thread. If cancelled, it still waits until that has ended."""
+        """Loads the model in a thread. If cancelled, waits for loading to finish before raising."""
         loading = asyncio.ensure_future(asyncio.to_thread(self.prepare_for_start))
         await end_of(loading)
         loading.result()
@@ -203,7 +204,10 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         repetition_penalty: float | None = None,
         **others: object,
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """What follows ``prompt``, a text or ids, up to a stop string. Control tokens are text."""
+        """What follows ``prompt``, a text or ids, up to a stop string or the end of the turn.
+
+        Control tokens are text, except those that end a turn (``TURN_ENDS``), which are left out.
+        """
         if self.engine is None:
             await self.start()
         assert self.engine is not None
@@ -310,7 +314,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         return CLEARED
 
     clear_prefix_cache = clear_runtime_caches
-    """The same, as another route of vllm-mlx calls it."""
+    """The same, under the name that ``DELETE /v1/cache/prefix`` of vllm-mlx calls."""
 
 
 async def _last(outputs: AsyncGenerator[GenerationOutput, None]) -> GenerationOutput:

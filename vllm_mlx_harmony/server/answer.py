@@ -1,7 +1,7 @@
 """``Answer``: an answer that is being generated, and everything that has to be released after it.
 
 An ``Answer`` owns the lease of the engine, the metrics, the deadline and the cancellation of a
-request. It has one task, which takes groups of deltas from the engine, writes them as events, and
+request. It has one task, which takes groups of deltas from `generation`, writes them as events, and
 puts the events into one buffer. What takes events out of the buffer is a reader: a stream of
 server-sent events, a WebSocket, a client that waits for the whole answer, the log of a background
 response. Readers never drive the engine. An answer ends in one of three ways:
