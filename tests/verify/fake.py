@@ -27,7 +27,7 @@ from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script, cursor
 from vllm_mlx_harmony.standin.scripts import dump_book
-from vllm_mlx_harmony.verify import checks, trial
+from vllm_mlx_harmony.verify import checks, trial, wire
 from vllm_mlx_harmony.verify.samples import SCRIPTS
 
 Request = dict[str, Any]
@@ -175,32 +175,37 @@ class Broken:
 
 
 class Deaf:
-    """An application that goes on with an answer whose client has gone: until then, others wait."""
+    """An application that goes on with a long answer whose client has gone; others wait for it."""
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self.busy_until = 0.0
+        self.busy = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(max(0.0, self.busy_until - time.monotonic()))
+        while self.busy:
+            await asyncio.sleep(0.01)
         times: list[float] = []
-        ended = False
+        is_long = False
 
         async def receiving() -> Any:
+            nonlocal is_long
             message = await receive()
-            if message["type"] == "http.disconnect" and len(times) > 1 and not ended:
-                rest = (times[-1] - times[0]) / len(times) * 1000
-                # Long enough to be told from an answer on a machine that does other things, too.
-                self.busy_until = time.monotonic() + max(rest, 3.0)
+            if str(wire.LONG.messages[0]).encode() in message.get("body", b""):
+                is_long = self.busy = True
             return message
 
         async def sending(message: Any) -> None:
-            nonlocal ended
             times.append(time.monotonic())
-            ended = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
-        await self.app(scope, receiving, sending)
+        try:
+            await self.app(scope, receiving, sending)
+        finally:
+            if is_long:
+                rest = (times[-1] - times[0]) / len(times) * wire.LONG.limit
+                # Long enough to be noticed on a machine that does other things, too.
+                await asyncio.sleep(max(rest, 5.0))
+                self.busy = False
 
 
 @contextmanager
