@@ -10,6 +10,7 @@ from aiohttp import ClientSession
 from fake_engines import FakeEngine
 from starlette.requests import Request
 
+from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.gateway.app import Gateway
 from vllm_mlx_harmony.gateway.engines import http
@@ -60,9 +61,9 @@ class Recorded:
     def reasoning_ended(self, reason: str) -> None:
         self._tracker.reasoning_ended(reason)
 
-    def finish(self, *, result: str, **tokens: int) -> None:
+    def finish(self, result: str, usage: Usage) -> None:
         self.results.append(result)
-        self._tracker.finish(result=result, **tokens)
+        self._tracker.finish(result, usage)
 
 
 class Watched(Gateway):

@@ -24,6 +24,7 @@ LABELS = {
     "result": "vllm_mlx_inference_requests",
     "kind": "vllm_mlx_metal_memory_bytes",
     "reason": metrics.REASONING_ENDED._name,
+    "channel": metrics.GENERATED._name,
     "status_code": "vllm_mlx_http_requests",
 }
 
@@ -36,7 +37,8 @@ def _names() -> dict[str, tuple[str, ...]]:
     assert collector._prom is not None
     made = [each for each in collector._prom.values() if hasattr(each, "_labelnames")]
     disk = {f"{metrics.DISK}_{name}": () for _, name, *_ in metrics.OF_DISK}
-    return {each._name: each._labelnames for each in (*made, metrics.REASONING_ENDED)} | disk
+    made += [metrics.REASONING_ENDED, metrics.GENERATED]
+    return {each._name: each._labelnames for each in made} | disk
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)

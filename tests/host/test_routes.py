@@ -399,11 +399,9 @@ class Tracked:
     def reasoning_ended(self, reason: str) -> None:
         raise AssertionError("nothing is held to anything")
 
-    def finish(
-        self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0, **_: int
-    ) -> None:
+    def finish(self, result: str, usage: Usage) -> None:
         if not self.results:
-            self.tokens = (prompt_tokens, completion_tokens)
+            self.tokens = (usage.prompt_tokens, usage.completion_tokens)
         self.results.append(result)
 
 

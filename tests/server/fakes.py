@@ -15,6 +15,7 @@ from starlette.responses import Response
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
+from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.server.engine import Engine, Finish, Step, Steps
@@ -111,7 +112,7 @@ class Tracker:
     def reasoning_ended(self, reason: str) -> None:
         """Nothing to see."""
 
-    def finish(self, *, result: str, **tokens: int) -> None:
+    def finish(self, result: str, usage: Usage) -> None:
         """The first one counts."""
         self.results.append(result)
 

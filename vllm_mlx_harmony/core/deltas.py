@@ -46,6 +46,12 @@ class Usage:
     tool_tokens: int = 0
     call_tokens: int = 0
 
+    @property
+    def by_channel(self) -> dict[str, int]:
+        """``completion_tokens`` as ``reasoning``, ``calls``, and ``content``, with all headers."""
+        content = self.completion_tokens - self.reasoning_tokens - self.call_tokens
+        return {"reasoning": self.reasoning_tokens, "calls": self.call_tokens, "content": content}
+
 
 @dataclass(frozen=True, slots=True)
 class Started:

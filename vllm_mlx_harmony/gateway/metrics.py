@@ -21,6 +21,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.gateway.access_log import Access
 from vllm_mlx_harmony.gateway.router import NAMESPACE, Fleet
 from vllm_mlx_harmony.gateway.workers import METRICS_VARIABLE
@@ -154,16 +155,7 @@ class RequestTracker:
     def reasoning_ended(self, reason: str) -> None:
         self._metrics.reasoning_ended.labels(reason).inc()
 
-    def finish(
-        self,
-        *,
-        result: str,
-        prompt_tokens: int = 0,
-        completion_tokens: int = 0,
-        cached_tokens: int = 0,
-        reasoning_tokens: int = 0,
-        call_tokens: int = 0,
-    ) -> None:
+    def finish(self, result: str, usage: Usage) -> None:
         if self._finished:
             return
         self._finished = True
@@ -172,21 +164,19 @@ class RequestTracker:
         metrics.requests.labels(self._api, self._stream, result, *self._key).inc()
         now = time.monotonic()
         metrics.seconds.labels(self._api).observe(now - self._begun)
-        if self._first is not None and completion_tokens > 1:
-            between = (now - self._first) / (completion_tokens - 1)
+        if self._first is not None and usage.completion_tokens > 1:
+            between = (now - self._first) / (usage.completion_tokens - 1)
             metrics.per_token.labels(self._api).observe(between)
-        (metrics.prompt.labels(*self._key) if self._key else metrics.prompt).inc(prompt_tokens)
-        metrics.queries.inc(prompt_tokens)
-        metrics.hits.inc(cached_tokens)
-        for channel, tokens in (
-            ("reasoning", reasoning_tokens),
-            ("calls", call_tokens),
-            ("content", completion_tokens - reasoning_tokens - call_tokens),
-        ):
+        (metrics.prompt.labels(*self._key) if self._key else metrics.prompt).inc(
+            usage.prompt_tokens
+        )
+        metrics.queries.inc(usage.prompt_tokens)
+        metrics.hits.inc(usage.cached_tokens)
+        for channel, tokens in usage.by_channel.items():
             metrics.generated.labels(channel, *self._key).inc(tokens)
-        self._spend(prompt_tokens + completion_tokens)
+        self._spend(usage.prompt_tokens + usage.completion_tokens)
         if (access := self._access) is not None:
             access.result, access.generating = result, False
-            access.input, access.cached = prompt_tokens, cached_tokens
-            access.output, access.reasoning = completion_tokens, reasoning_tokens
+            access.input, access.cached = usage.prompt_tokens, usage.cached_tokens
+            access.output, access.reasoning = usage.completion_tokens, usage.reasoning_tokens
             access.ended()

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
+from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
@@ -126,7 +127,7 @@ class VllmMlx:
         await server().check_rate_limit(connection)
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
-        """vllm-mlx's metrics of a request, and a counter of ours."""
+        """vllm-mlx's metrics of a request, and counters of ours."""
         return _Tracker(server()._metrics.track_inference(api, stream=stream))
 
     async def unless_gone(
@@ -179,12 +180,11 @@ class _Tracker:
         self.observe_ttft = tracker.observe_ttft
         self._finish = tracker.finish
 
-    def finish(
-        self, *, result: str, prompt_tokens: int = 0, completion_tokens: int = 0, **others: int
-    ) -> None:
-        self._finish(
-            result=result, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
-        )
+    def finish(self, result: str, usage: Usage) -> None:
+        prompt, output = usage.prompt_tokens, usage.completion_tokens
+        self._finish(result=result, prompt_tokens=prompt, completion_tokens=output)
+        for channel, tokens in usage.by_channel.items():
+            metrics.GENERATED.labels(channel).inc(tokens)
 
     def reasoning_ended(self, reason: str) -> None:
         metrics.REASONING_ENDED.labels(reason=reason).inc()

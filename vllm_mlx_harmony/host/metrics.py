@@ -18,6 +18,13 @@ REASONING_ENDED = Counter(
     registry=None,
 )
 
+GENERATED = Counter(
+    "vllm_mlx_harmony_generation_tokens",
+    "Generated tokens: in reasoning, in calls, and content, which includes all headers.",
+    ["channel"],
+    registry=None,
+)
+
 DISK = "vllm_mlx_harmony_prefix_disk"
 
 OF_DISK = (
@@ -39,10 +46,11 @@ OF_DISK = (
 
 
 class _Ours(Collector):
-    """Reasoning that was cut short, tool calls and the disk, whenever Prometheus asks."""
+    """Reasoning that was cut short, tokens, tool calls and the disk, whenever Prometheus asks."""
 
     def collect(self) -> Iterator[Metric]:
         yield from REASONING_ENDED.collect()
+        yield from GENERATED.collect()
         if tools.running is not None:
             yield from tools.running.collect()
         if resources.disk is not None:

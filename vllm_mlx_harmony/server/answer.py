@@ -408,14 +408,7 @@ class Answer:
             return
         self._accounted = True
         usage = Usage() if last is None else last.usage
-        self._tracker.finish(
-            result=result,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-            reasoning_tokens=usage.reasoning_tokens,
-            call_tokens=usage.call_tokens,
-        )
+        self._tracker.finish(result, usage)
         if self._observer is not None:
             self._observer.ended(result, usage, failure)
 

@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
-from vllm_mlx_harmony.core.deltas import Delta
+from vllm_mlx_harmony.core.deltas import Delta, Usage
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import Archive
@@ -141,16 +141,7 @@ class Tracker(Protocol):
     def reasoning_ended(self, reason: str) -> None:
         """Counts reasoning that the server cut short; ``reason``: ``budget`` or ``repetition``."""
 
-    def finish(
-        self,
-        *,
-        result: str,
-        prompt_tokens: int = 0,
-        completion_tokens: int = 0,
-        cached_tokens: int = 0,
-        reasoning_tokens: int = 0,
-        call_tokens: int = 0,
-    ) -> None:
+    def finish(self, result: str, usage: Usage) -> None:
         """Records the end of the request. Only the first call counts."""
 
 
