@@ -1,9 +1,10 @@
-"""Cases that the inspector has saved, as checks: does a server answer this request rightly?"""
+"""Checks that send requests which the inspector has saved (`verify --case`)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import aclosing
 from functools import partial
 
 from vllm_mlx_harmony.verify.apis import APIS
@@ -16,7 +17,7 @@ LINK = "https://cookbook.openai.com/articles/openai-harmony"
 
 
 def check(name: str, text: str) -> Check:
-    """The check of a case. Raises ``ValueError`` if ``text`` is none."""
+    """The check of a case. Raises ``ValueError`` if ``text`` is not one."""
     case = json.loads(text)
     try:
         version, path, body = case["case"], case["path"], case["body"]
@@ -25,15 +26,16 @@ def check(name: str, text: str) -> Check:
         raise ValueError("not a case") from error
     if version != 1 or api is None or not isinstance(body, dict):
         raise ValueError("not a case of Chat Completions, Responses or Messages")
-    holds = "the request has a valid answer: of the SDK's types, calls of its tools, no tokens"
+    holds = "the answer has the SDK's types, calls only tools of the request, has no control tokens"
     return Check(f"case.{api.name}.{name}", api, holds, LINK, partial(answered, body), repeats=True)
 
 
 async def answered(body: Document, trial: Trial) -> None:
-    """The request as it was, to the model of this server."""
+    """Sends the request as it was saved, but to the model of this server."""
     body = {**body, "model": trial.server.model}
     if body.get("stream"):
-        document = trial.api.assemble([event async for event in trial.stream(body)])
+        async with aclosing(trial.stream(body)) as events:
+            document = trial.api.assemble([event async for event in events])
     else:
         document = await trial.post(body)
     answer = trial.api.read(document)
