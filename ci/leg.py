@@ -2,7 +2,9 @@
 """Runs legs of the CI matrix in virtual environments of its own: `leg.py NAME…` or `leg.py all`.
 
 Three legs run at a time unless `--jobs` is given, which suits two processors: tests of servers wait
-part of the time. Legs that install the same packages share an environment. Only this Python has to
+part of the time. If `RETRIED` tests of a leg or fewer fail beside other legs, they run again when all
+other legs have ended: a busy machine makes tests miss their deadlines, and a fault fails alone, too.
+The summary names them. Legs that install the same packages share an environment. Only this Python has to
 be installed: uv, other versions of Python and all packages, Node.js and Redis among them, are
 installed below `build`. The legs are defined in `legs.py`.
 
@@ -25,7 +27,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import distributions
 from pathlib import Path
@@ -39,16 +41,23 @@ BUILD = REPOSITORY / "build" / "legs"
 OLDEST = (3, 10)
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
+RETRIED = 3
+"""The most failed tests of a leg that run again."""
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a leg. ``why`` is empty if it passed."""
+    """The result of a leg. ``why`` says why it failed, or which tests passed only when run again.
+
+    ``retry``: the numbers of the commands whose failed tests should run again.
+    """
 
     leg: str
     result: str
     seconds: float = 0.0
     tests: int = 0
     why: str = ""
+    retry: tuple[int, ...] = ()
 
 
 class LegFailed(Exception):
@@ -75,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
         one = partial(run, environments=environments, prefixed=jobs > 1)
         outcomes = list(pool.map(one, legs))
+    again = partial(run_again, environments=environments)
+    outcomes = [again(*each) if each[1].retry else each[1] for each in zip(legs, outcomes)]
     if not parsed.keep:
         shutil.rmtree(BUILD / "bytecode", ignore_errors=True)
     return summarise(outcomes)
@@ -154,7 +165,8 @@ class Environments:
 def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outcome:
     """Runs the commands of a leg in its environment.
 
-    With ``prefixed``, every line of their output begins with the leg's name.
+    With ``prefixed``, other legs run beside it: every line of their output begins with the leg's
+    name, and the outcome may ask for a ``retry``, for which the environment is kept.
     """
     began = time.monotonic()
     prefix = f"{leg.name:14} | " if prefixed else ""
@@ -162,22 +174,44 @@ def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outc
     for report in BUILD.glob(f"{leg.name}-*.xml"):
         report.unlink()
     reports = [BUILD / f"{leg.name}-{number}.xml" for number in range(len(leg.commands))]
+    retry: tuple[int, ...] = ()
     try:
         environment = environments.prepare(leg)
         steps = zip(leg.commands, reports, strict=True)
         failures = [execute(environment, *step, dict(leg.variables), prefix) for step in steps]
         why = "; ".join(filter(None, failures))
         result = FAILED if why else PASSED
+        failed = {number: failing(reports[number]) for number, each in enumerate(failures) if each}
+        if prefixed and all(0 < len(each) <= RETRIED for each in failed.values()):
+            retry = tuple(failed)
     except LegFailed as error:
         result, why = FAILED, str(error)
     except CannotRun as error:
         result = FAILED if os.environ.get("CI") == "true" else NOT_RUN
         why = str(error)
-    environments.ended(leg)
+    if not retry:
+        environments.ended(leg)
     tests = sum(len(cases(report)) for report in reports if report.exists())
-    outcome = Outcome(leg.name, result, time.monotonic() - began, tests, why)
+    outcome = Outcome(leg.name, result, time.monotonic() - began, tests, why, retry)
     print(f"\n=== {line_of(outcome)}", flush=True)
     return outcome
+
+
+def run_again(leg: Leg, outcome: Outcome, environments: Environments) -> Outcome:
+    """Runs the failed tests of a leg again, alone."""
+    began = time.monotonic()
+    print(f"\n=== {leg.name}: its failed tests again, alone", flush=True)
+    environment, names, failures = BUILD / environment_of(leg), [], []
+    for number in outcome.retry:
+        names += failing(BUILD / f"{leg.name}-{number}.xml")
+        command = (*leg.commands[number], "--last-failed", "--last-failed-no-failures=none")
+        report = BUILD / f"{leg.name}-{number}-again.xml"
+        failures.append(execute(environment, command, report, dict(leg.variables)))
+    environments.ended(leg)
+    why = "; ".join(filter(None, failures)) or f"when run again: {', '.join(names)}"
+    seconds = outcome.seconds + time.monotonic() - began
+    result = FAILED if any(failures) else PASSED
+    return replace(outcome, result=result, seconds=seconds, why=why, retry=())
 
 
 def install(leg: Leg, environment: Path) -> None:
@@ -230,7 +264,10 @@ def execute(
 ) -> str:
     """Runs a command; returns why it failed, or an empty string. A skipped test is a failure."""
     is_pytest = "pytest" in command
-    arguments = [*command, f"--junit-xml={report}"] if is_pytest else list(command)
+    arguments = list(command)
+    if is_pytest:
+        cache = BUILD / "cache" / report.name.removesuffix(".xml").removesuffix("-again")
+        arguments += [f"--junit-xml={report}", "-o", f"cache_dir={cache}"]
     executable = environment / "bin" / command[0]
     own = {
         "VIRTUAL_ENV": str(environment),
@@ -264,6 +301,16 @@ def execute(
 def cases(report: Path) -> list[ElementTree.Element]:
     """The tests in a JUnit report."""
     return list(ElementTree.parse(report).getroot().iter("testcase"))
+
+
+def failing(report: Path) -> list[str]:
+    """The failed tests of a JUnit report; none if there is no report."""
+    found = cases(report) if report.exists() else []
+    return [
+        f"{case.get('classname')}.{case.get('name')}"
+        for case in found
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
 
 
 def skipped(report: Path) -> list[str]:

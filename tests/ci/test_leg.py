@@ -90,6 +90,54 @@ def test_a_leg_fails_for_what_it_did_not_test(
     assert why in outcome.why
 
 
+BESIDE = """
+import pathlib, pytest
+@pytest.mark.parametrize("number", range({failing}))
+def test_it(number, request):
+    seen = pathlib.Path(__file__).parent / f"seen-{{number}}"
+    times = int(seen.read_text()) if seen.exists() else 0
+    seen.write_text(str(times + 1))
+    assert times >= {times}
+def test_other(): pass
+"""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("failing", "times", "beside", "result", "ran"),
+    [
+        (1, 1, True, "passed", 2),
+        (leg.RETRIED, 1, True, "passed", 2),
+        (leg.RETRIED + 1, 1, True, "failed", 1),
+        (1, 2, True, "failed", 2),
+        (1, 1, False, "failed", 1),
+    ],
+    ids=["once", "some", "many", "always", "alone"],
+)
+def test_what_fails_beside_other_legs_runs_again_alone(
+    build: Path,
+    made: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    failing: int,
+    times: int,
+    beside: bool,
+    result: str,
+    ran: int,
+) -> None:
+    (build / "test_beside.py").write_text(BESIDE.format(failing=failing, times=times))
+    command = ("python", "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(build))
+    bare = (("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1"),)
+    one = legs.Leg("x", "a leg", (), ((*command, str(build)),), variables=bare)
+    other = legs.Leg("y", "a leg", (), (("python", "-c", ""),))
+    monkeypatch.setattr(leg, "LEGS", [one, other])
+    assert leg.main(["x", "y"] if beside else ["x"]) == (result == "failed")
+    assert (build / "seen-0").read_text() == str(ran)
+    summary = capfd.readouterr().out.partition("=== summary")[2]
+    assert summary.count("test_it[0]") == (result == "passed")
+    assert not (leg.BUILD / "x").exists()
+
+
 def test_legs_side_by_side_say_whose_line_it_is(
     build: Path,
     made: list[str],

@@ -99,14 +99,15 @@ def test_every_conversation_is_answered_beside_a_silent_engine(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_deadline_without_an_id_counts_and_frees_the_conversation(stream: bool) -> None:
+def test_a_deadline_without_an_id_counts_and_frees_the_conversation(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rule alone would give the engine more time than the gateway gives the request."""
+    monkeypatch.setattr(router, "SHARE", 0.5)  # twice the time limit
     rule = Rule(patience=60.0, pause=0.2, longest_pause=1.0, failures=2)
     with ExitStack() as stack:
         engines = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)
         setting = Setting(stack, *engines, rule=rule, timeout=5.0)
-        router.SHARE, share = 1, router.SHARE
-        stack.callback(setattr, router, "SHARE", share)
         (number,) = setting.home(1)
         engines[0].silent = "stream"
         assert setting.ask([number], stream=stream) == [504]

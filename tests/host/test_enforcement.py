@@ -221,8 +221,8 @@ class Job:
 @pytest.fixture(autouse=True)
 def _time_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy with other tests is no reason to weaken a grammar."""
-    monkeypatch.setattr(grammar_checks, "PATIENCE", 60.0)
-    monkeypatch.setattr(grammar_checks, "CLOCK", 20.0)
+    monkeypatch.setattr(grammar_checks, "PATIENCE", 300.0)
+    monkeypatch.setattr(grammar_checks, "CLOCK", 120.0)
 
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]

@@ -30,8 +30,8 @@ HELLO = [{"role": "user", "content": "Hello!"}]
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of a test may have much else to do."""
-    monkeypatch.setattr(grammar_checks, "PATIENCE", 60.0)
-    monkeypatch.setattr(grammar_checks, "CLOCK", 20.0)
+    monkeypatch.setattr(grammar_checks, "PATIENCE", 300.0)
+    monkeypatch.setattr(grammar_checks, "CLOCK", 120.0)
 
 
 @pytest.fixture

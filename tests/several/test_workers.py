@@ -194,8 +194,10 @@ def test_sigterm_lets_streams_end(to: str, tmp_path: Path) -> None:
         pids = crowd.pids if to == "all" else []
         for pid in (crowd.process.pid, *pids):
             os.kill(pid, signal.SIGTERM)
-        until(lambda: not crowd.is_ready(), "the drain to begin")
-        assert crowd.ask().status_code == 503
+        for pid in crowd.pids:
+            with crowd.only(pid):
+                until(lambda: not crowd.is_ready(), "the drain to begin")
+                assert crowd.ask().status_code == 503
         crowd.engine.pause = 0.0
         for lines in streams:
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
