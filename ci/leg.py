@@ -2,11 +2,13 @@
 """Runs legs of the CI matrix in virtual environments of its own: `leg.py NAME…` or `leg.py all`.
 
 Three legs run at a time unless `--jobs` is given, which suits two processors: tests of servers wait
-part of the time. If `RETRIED` tests of a leg or fewer fail beside other legs, they run again when all
-other legs have ended: a busy machine makes tests miss their deadlines, and a fault fails alone, too.
-The summary names them. Legs that install the same packages share an environment. Only this Python has to
-be installed: uv, other versions of Python and all packages, Node.js and Redis among them, are
-installed below `build`. The legs are defined in `legs.py`.
+part of the time. If at most `RETRIED` tests of a leg fail beside other legs, they run again after
+all legs: a busy machine makes tests miss their deadlines, but a fault fails alone, too. The summary
+names them.
+
+Legs that install the same packages share an environment. Only this Python has to be installed: uv,
+other versions of Python and all packages, Node.js and Redis among them, are installed below
+`build`. The legs are defined in `legs.py`.
 
 Why not nox: its sessions cannot share an environment, it buffers the output of parallel sessions
 until they end, and on a fresh machine it would itself have to be installed first.
@@ -85,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         one = partial(run, environments=environments, prefixed=jobs > 1)
         outcomes = list(pool.map(one, legs))
     again = partial(run_again, environments=environments)
-    outcomes = [again(*each) if each[1].retry else each[1] for each in zip(legs, outcomes)]
+    both = zip(legs, outcomes, strict=True)
+    outcomes = [again(leg, outcome) if outcome.retry else outcome for leg, outcome in both]
     if not parsed.keep:
         shutil.rmtree(BUILD / "bytecode", ignore_errors=True)
     return summarise(outcomes)
