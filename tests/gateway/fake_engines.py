@@ -421,7 +421,7 @@ def served(app: Any, **options: Any) -> Iterator[str]:
         listening.close()
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
     """Waits for ``condition``, and not for ever."""
     deadline = time.monotonic() + seconds
     while not condition():

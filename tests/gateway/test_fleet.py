@@ -120,7 +120,7 @@ def test_a_probe_says_nothing_of_the_engine_that_came_after(
         await app.probe(http, new, "m")
         assert new.up
 
-    asyncio.run(asyncio.wait_for(reloaded(), 10))
+    asyncio.run(asyncio.wait_for(reloaded(), 60))
     assert "could not be probed" not in caplog.text
 
 

@@ -595,7 +595,7 @@ def test_whatever_way_a_turn_ends(
         engine.generate = two
         assert len(await everything(job(engine))) == 2  # and the next one has its turn
 
-    asyncio.run(asyncio.wait_for(test(), 10))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 @pytest.mark.parametrize(("generated", "read", "error", "result", "tokens"), ENDINGS)
@@ -617,7 +617,7 @@ def test_an_answer_that_has_ended_waits_for_no_collector(
     gc.collect()
     gc.disable()
     try:
-        asyncio.run(asyncio.wait_for(test(), 10))
+        asyncio.run(asyncio.wait_for(test(), 60))
     finally:
         gc.enable()
 
@@ -638,14 +638,14 @@ def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(how: str
         elif how == "the server ends":
             answer.end_all(HostError("the server is shutting down", code="shutting_down"))
         with pytest.raises((HostError, OutputError)):
-            await asyncio.wait_for(reading, 2)
+            await asyncio.wait_for(reading, 60)
         assert not answer.running()
         assert not turn.lease.released  # type: ignore[attr-defined]
         computed.set()
         await asyncio.sleep(0.02)
         assert turn.lease.released == 1  # type: ignore[attr-defined]
 
-    asyncio.run(asyncio.wait_for(test(), 10))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 @pytest.mark.parametrize("read", [True, False])
@@ -671,7 +671,7 @@ def test_a_reader_that_leaves_waits_for_the_engine_unless_it_has_read_the_failur
         await asyncio.sleep(0.02)
         assert turn.lease.released == 1  # type: ignore[attr-defined]
 
-    asyncio.run(asyncio.wait_for(test(), 10))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_a_request_that_waits_for_its_first_step_can_be_cancelled() -> None:
@@ -685,10 +685,10 @@ def test_a_request_that_waits_for_its_first_step_can_be_cancelled() -> None:
         await asyncio.sleep(0.02)
         assert answer.cancel("a", turn.lease.tenant)
         with pytest.raises(OutputError):
-            await asyncio.wait_for(waiting, 2)
+            await asyncio.wait_for(waiting, 60)
         assert turn.lease.released == 1  # type: ignore[attr-defined]
 
-    asyncio.run(asyncio.wait_for(test(), 10))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_a_turn_ends_with_what_was_cached() -> None:
@@ -705,7 +705,7 @@ def test_answers_of_one_engine_do_not_wait_for_each_other() -> None:
         for turn in turns:
             await turn.aclose()
 
-    asyncio.run(asyncio.wait_for(test(), 10))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 # --- A stream that nobody reads to its end.
@@ -753,7 +753,7 @@ def test_a_stream_whose_reader_fails_frees_the_engine(sent: int) -> None:
 
     gc.disable()
     try:
-        asyncio.run(asyncio.wait_for(test(), 10))
+        asyncio.run(asyncio.wait_for(test(), 60))
     finally:
         gc.enable()
 

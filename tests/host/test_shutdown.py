@@ -58,7 +58,7 @@ def end(uvicorns: Any, during: Any = None) -> list[Any]:
         if beside is not None:
             await beside
 
-    asyncio.run(asyncio.wait_for(test(), 10))
+    asyncio.run(asyncio.wait_for(test(), 60))
     seen: list[Any] = uvicorns.seen
     return seen
 

@@ -58,7 +58,7 @@ def server(keyed_server: Server, standin_dir: Path) -> Server:
     return keyed_server
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it does not happen"

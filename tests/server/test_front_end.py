@@ -572,7 +572,7 @@ def test_an_engine_in_the_middle_of_a_step_is_not_given_back(how: str) -> None:
         while host.lent:
             await asyncio.sleep(0)
 
-    asyncio.run(asyncio.wait_for(test(), 10))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_what_nobody_has_and_nobody_may() -> None:

@@ -50,7 +50,7 @@ def test_an_answer_that_begins_at_the_last_beat_can_be_cancelled(
     async def test() -> None:
         beat.begin()
         assert beat._task is not None
-        await asyncio.wait_for(beat._task, 5)
+        await asyncio.wait_for(beat._task, 60)
 
     monkeypatch.setattr(answers, "BEAT", 0.001)
     monkeypatch.setattr(answers, "directory", Directory)

@@ -133,7 +133,7 @@ def test_a_server_that_dies_is_started_again() -> None:
     assert alive == "alive"
 
 
-async def until(ready: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(ready: Callable[[], bool], seconds: float = 120.0) -> None:
     for _ in range(int(seconds / 0.02)):
         if ready():
             return

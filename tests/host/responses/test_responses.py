@@ -326,7 +326,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 
 def asynchronous(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 10))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 async def slowly(given: Any) -> AsyncIterator[list[Delta]]:
@@ -891,7 +891,7 @@ def test_who_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def test() -> None:
         socket: Any = Full("{}")
-        await asyncio.wait_for(Conversation(socket).serve(), 5)
+        await asyncio.wait_for(Conversation(socket).serve(), 60)
         assert aborted == [True]
         assert not answers.unread()
 
