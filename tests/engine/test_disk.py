@@ -29,7 +29,6 @@ from vllm_mlx_harmony.core.turn import Answer, Call, Reasoning
 from vllm_mlx_harmony.engine.disk import cache as disks
 from vllm_mlx_harmony.engine.disk import identity, index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Loaded
-from vllm_mlx_harmony.engine.disk.safetensors import Damaged, decoded
 from vllm_mlx_harmony.engine.pieces import (
     WHOLE,
     Piece,
@@ -101,7 +100,7 @@ def test_what_was_written_is_read_by_another_process(open_disk: Open, pieces: li
     read = load(again)
     assert [(piece.start, piece.end) for piece in read] == ALL
     for loaded, piece in zip(read, pieces, strict=True):
-        assert same(imported(loaded.end - loaded.start, loaded.tensors), piece)
+        assert same(imported(loaded.end - loaded.start, loaded.content), piece)
     counters = again.counters()
     assert (counters.hits, counters.misses, counters.tokens_read) == (1, 0, 600)
     assert counters.bytes_read == counters.nbytes == sum(map(os.path.getsize, files(again)))
@@ -121,7 +120,7 @@ def test_files_are_safetensors_of_every_type(
     expected = {"whole": dtype, "window.128": dtype}
     assert {name: part.dtype for name, part in loaded.items()} == expected
     assert mx.array_equal(loaded["whole"], piece.parts[WHOLE])
-    assert same(imported(one.tokens, decoded(memoryview(path.read_bytes()))), piece)
+    assert same(imported(one.tokens, path.read_bytes()), piece)
 
 
 def test_nobody_else_may_read_it(disk: DiskCache, pieces: list[Piece]) -> None:
@@ -423,18 +422,6 @@ def test_a_file_that_cannot_be_read_now_stays(
     if damaged:
         write(disk, pieces)
     assert fetch(disk) == ALL
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"1234567", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}"],
-)
-def test_what_is_no_safetensors_file(content: bytes) -> None:
-    if content.endswith(b"{}"):
-        assert decoded(memoryview(content)) == {}
-    else:
-        with pytest.raises(Damaged):
-            decoded(memoryview(content))
 
 
 class Broken:

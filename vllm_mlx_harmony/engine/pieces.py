@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from io import BytesIO
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +27,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from vllm_mlx_harmony.engine.disk.safetensors import WIDTHS, Tensor, Tensors
+from vllm_mlx_harmony.engine.disk.safetensors import Tensor
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layer, Layers, evaluate
 
 Windows: TypeAlias = tuple[int, ...]
@@ -138,10 +139,7 @@ def _row(layer: Layer, row: int, end: int) -> tuple[mx.array, mx.array, int]:
     return found[0], found[1], window
 
 
-_DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_BITS = {2: np.uint16, 4: np.uint32}
-"""numpy has no bfloat16: elements pass through it as bits, without a copy."""
+_NAMES = {mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32"}
 
 
 def exported(piece: Piece) -> dict[str, Tensor]:
@@ -157,15 +155,12 @@ def exported(piece: Piece) -> dict[str, Tensor]:
     }
 
 
-def imported(tokens: int, tensors: Tensors) -> Piece:
-    """The piece with these bytes, copied."""
+def imported(tokens: int, content: bytes) -> Piece:
+    """The piece in the ``content`` of a safetensors file, copied."""
+    tensors: Any = mx.load(BytesIO(content), format="safetensors")
     parts = {
-        WHOLE if name == "whole" else int(name.rpartition(".")[2]): mx.array(
-            np.frombuffer(tensor.data, _BITS[WIDTHS[tensor.dtype]])
-        )
-        .view(_DTYPES[tensor.dtype])
-        .reshape(tensor.shape)
-        for name, tensor in tensors.items()
+        WHOLE if name == "whole" else int(name.rpartition(".")[2]): part
+        for name, part in tensors.items()
     }
     return Piece(tokens, parts)
 

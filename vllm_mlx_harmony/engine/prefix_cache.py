@@ -226,4 +226,4 @@ def _cut_from(piece: Loaded, start: int, end: int) -> Piece:
     """The ids from ``start`` to ``end`` of a piece that was read and ends there."""
     if start < piece.start:
         raise Misaligned("what the piece continues was evicted")
-    return pieces.imported(piece.end - piece.start, piece.tensors).last(end - start)
+    return pieces.imported(piece.end - piece.start, piece.content).last(end - start)

@@ -81,12 +81,11 @@ T = TypeVar("T", bound=Sized)
 
 @dataclass(frozen=True, eq=False)  # without slots: weakly referenced
 class Loaded:
-    """A piece that was read: the ids from ``start`` to ``end``, in ``nbytes`` bytes."""
+    """A piece that was read: the ids from ``start`` to ``end``, as the content of its file."""
 
     start: int
     end: int
-    nbytes: int
-    tensors: Tensors
+    content: bytes
 
 
 @dataclass(slots=True)
@@ -436,7 +435,7 @@ class DiskCache:
     def read_ahead(self) -> int:
         """Bytes that were read and wait for the turn of their prompts."""
         pieces = (reference() for reference in self._recent.valuerefs())
-        return sum(piece.nbytes for piece in pieces if piece is not None)
+        return sum(len(piece.content) for piece in pieces if piece is not None)
 
     def _load(self, rows: Sequence[Row], known: Callable[[], int]) -> tuple[Loaded, ...]:
         found: list[Loaded] = []
@@ -457,8 +456,8 @@ class DiskCache:
         began, piece = time.perf_counter(), None
         with self._trying("reading"):
             try:
-                tensors = verified(self._home / PIECES / row.file, row.size, row.crc)
-                piece = Loaded(row.start, row.end, row.size, tensors)
+                content = verified(self._home / PIECES / row.file, row.size, row.crc)
+                piece = Loaded(row.start, row.end, content)
                 self._recent[row.key] = piece  # prompts that come together share it
                 self._counters.read_seconds += time.perf_counter() - began
                 self._counters.bytes_read += row.size

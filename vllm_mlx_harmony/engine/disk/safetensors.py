@@ -1,10 +1,9 @@
-"""Writes a piece as a safetensors file out of plain memory, and reads it back into it.
+"""Writes a piece as a safetensors file out of plain memory, and reads the file back, verified.
 
 The format (https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes,
-the header in JSON, the tensors one after the other. Neither mlx nor the library is used, because of
-which thread may wait: ``mx.save_safetensors`` takes arrays, which belong to the engine's thread,
-and keeps it until the last byte is written; the library copies each tensor; and numpy, between the
-two, has no bfloat16. Both read what is written here.
+the header in JSON, the tensors one after the other. It is written here because of which thread may
+wait: ``mx.save_safetensors`` takes arrays, which belong to the engine's thread, and keeps it until
+the last byte is written; the library copies each tensor. ``mx.load`` reads it (`pieces.imported`).
 """
 
 from __future__ import annotations
@@ -19,12 +18,8 @@ from pathlib import Path
 from typing import TypeAlias
 from zlib import crc32
 
-WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}
-"""Bytes of an element, by the format's name of its type."""
-
 SLICE = 1 << 20
-"""Bytes that are written, or checked, in one go."""
-
+"""Bytes that are written in one go."""
 
 _DAMAGED = (errno.EIO, errno.EISDIR, errno.ELOOP)
 """Errors that prove that a file is not what was written, or will never be read again."""
@@ -36,7 +31,7 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Elements of type ``dtype`` (a key of ``WIDTHS``) in row-major order, as bytes."""
+    """Elements of type ``dtype`` (a name of the format: ``BF16``) in row-major order, as bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,41 +57,19 @@ def encoded(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[memoryvie
             yield tensor.data[start : start + SLICE]
 
 
-def verified(path: Path, size: int, crc: int) -> dict[str, Tensor]:
-    """The tensors in a file of ``size`` bytes with the checksum ``crc``.
+def verified(path: Path, size: int, crc: int) -> bytes:
+    """The content of a file of ``size`` bytes with the checksum ``crc``.
 
     Raises ``Damaged`` if it is another file, and ``OSError`` if it cannot be read now.
     """
-    at = found = 0
     try:
         opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with os.fdopen(opened, "rb", buffering=0) as file:
-            view = memoryview(bytearray(size if os.fstat(opened).st_size == size else 0))
-            while count := file.readinto(view[at : at + SLICE]):
-                found = crc32(view[at : at + count], found)
-                at += count
+        with os.fdopen(opened, "rb") as file:
+            content = file.read(size + 1)
     except OSError as error:
         if error.errno in _DAMAGED:
             raise Damaged(str(error)) from error
         raise
-    if at < size or found != crc:
+    if len(content) != size or crc32(content) != crc:
         raise Damaged("its size or its checksum differs")
-    return decoded(view)
-
-
-def decoded(content: memoryview) -> dict[str, Tensor]:
-    """The tensors of a file, as parts of its ``content``, whose checksum is right.
-
-    Raises ``Damaged`` for anything but a safetensors file.
-    """
-    try:
-        (length,) = struct.unpack_from("<Q", content)
-        header = json.loads(bytes(content[8 : 8 + length]))
-        header.pop("__metadata__", None)
-        body, found = content[8 + length :], {}
-        for name, entry in header.items():
-            data = body[slice(*entry["data_offsets"])]
-            found[name] = Tensor(entry["dtype"], tuple(entry["shape"]), data)
-    except (struct.error, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise Damaged(f"not a safetensors file: {error}") from error
-    return found
+    return content
