@@ -40,15 +40,9 @@ NAMES: tuple[Name, ...] = (
     Name("vllm_mlx.cli:serve_command", "runs the server; receives the flags first", ("args",)),
     Patch(
         "vllm_mlx.server:load_model",
-        "the only model has to be a Harmony model; prints what is served",
+        "makes our engine for the only model, a Harmony model; prints what is served",
         ("model_name", "use_batching", OTHERS),
         replacement=f"{_OURS}.loading:load_model",
-    ),
-    Patch(
-        "vllm_mlx.server:BatchedEngine",
-        "makes our engine for the only model",
-        ("model_name", "trust_remote_code", "model_path", OTHERS),
-        replacement=f"{_OURS}.loading:batched_engine",
     ),
     Patch(
         "vllm_mlx.server:_build_engine",
@@ -114,9 +108,6 @@ NAMES: tuple[Name, ...] = (
         "vllm_mlx.tool_parsers.abstract_tool_parser:ExtractedToolCallInformation",
         "the tool calls and the content of an answer",
         ("tools_called", "tool_calls", "content"),
-    ),
-    Name(
-        "vllm_mlx.model_registry:LoadedModel", "one of several models", ("config", "engine", OTHERS)
     ),
     Name("mlx_lm.utils:load", "loads a model", ("path_or_hf_repo", "tokenizer_config", OTHERS)),
     *(

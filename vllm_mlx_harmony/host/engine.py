@@ -98,7 +98,6 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
 
     ``model_name`` is its served name, ``model_path`` its directory or repository (by default the
     same). ``options`` are those of the process, unless its entry in a models config sets others.
-    ``others``, the options of vllm-mlx's engines, have no effect.
     """
 
     model_name = ""
@@ -111,7 +110,6 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         model_path: str | None = None,
         trust_remote_code: bool = False,
         options: Options | None = None,
-        **others: object,
     ) -> None:
         self.model_name = model_name
         self.path = str(model_path or model_name)

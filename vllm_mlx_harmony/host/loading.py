@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Awaitable, Callable
+from copy import copy
 from functools import wraps
-
-from vllm_mlx.model_registry import LoadedModel
 
 from vllm_mlx_harmony.host import flags, resources, summary
 from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony, engine_of
@@ -23,9 +22,9 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
     """Replaces ``load_model``, which loads a server's only model: it has to be a Harmony model.
 
     ``use_batching`` is always set: without it the host would load an engine of its own. With it,
-    the host leaves the loading to the engine's start. The model is loaded here, so that one that
-    cannot be loaded ends the start; it is left out of garbage collection from then on
-    (`server.garbage`). Raises ``NotHarmony``.
+    the host makes one that is loaded at its start, and ours takes its place. The model is loaded
+    here, so that one that cannot be loaded ends the start; it is left out of garbage collection
+    from then on (`server.garbage`). Raises ``NotHarmony``.
     """
 
     @wraps(original)
@@ -33,20 +32,17 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
         path = str(keywords.get("model_path") or model_name)
         if is_harmony_model(path) is False:
             raise NotHarmony(model_name)
-        result = original(model_name, True, **keywords)
-        engine = server()._engine
-        if isinstance(engine, HarmonyEngine):  # not one that is loaded when it is asked for
+        result, vllm = original(model_name, True, **keywords), server()
+        if vllm._engine is not None:  # not one that is loaded when it is asked for
+            trusted = bool(keywords.get("trust_remote_code"))
+            engine = HarmonyEngine(model_name, model_path=path, trust_remote_code=trusted)
             engine.prepare_for_start()
-        summary.of_model(path, engine_of(engine))
+            vllm._engine = engine
+        summary.of_model(path, engine_of(vllm._engine))
         gc.freeze()
         return result
 
     return load
-
-
-def batched_engine(_: object) -> type[HarmonyEngine]:
-    """The class of the engine that ``load_model`` makes."""
-    return HarmonyEngine
 
 
 def build_engine(_: object) -> Callable[[ModelSpec], HarmonyEngine]:
@@ -57,16 +53,18 @@ def build_engine(_: object) -> Callable[[ModelSpec], HarmonyEngine]:
 def instantiate_model(
     original: Callable[[ModelManager, object, str], Awaitable[object]],
 ) -> Callable[[ModelManager, object, str], Awaitable[object]]:
-    """Replaces ``ModelManager._instantiate_model``, which loads one of several models."""
+    """Replaces ``ModelManager._instantiate_model``, which loads one of several models.
+
+    A copy of the manager loads a Harmony model: its factory makes engines of ours.
+    """
 
     @wraps(original)
     async def instantiate(manager: ModelManager, entry: object, resolved_source: str) -> object:
-        if not is_harmony_model(resolved_source):
-            return await original(manager, entry, resolved_source)
-        config = manager._resolve_model_config(entry, resolved_source)
-        options = flags.of_engine(config, resources.options)
-        engine = HarmonyEngine(resolved_source, options=options)
-        await engine.start()
-        return LoadedModel(config=config, engine=engine)
+        if is_harmony_model(resolved_source):
+            manager = copy(manager)
+            manager._engine_factory = lambda config: HarmonyEngine(
+                resolved_source, options=flags.of_engine(config, resources.options)
+            )
+        return await original(manager, entry, resolved_source)
 
     return instantiate

@@ -40,8 +40,9 @@ class ResolvedModelConfig(Protocol):
 class ModelManager(Protocol):
     """The models of ``--models-config``."""
 
-    def _resolve_model_config(self, entry: object, resolved_source: str) -> ResolvedModelConfig:
-        """the settings of one of several models"""
+    _engine_factory: Annotated[
+        Callable[[ResolvedModelConfig], object] | None, "makes the engine of one of several models"
+    ]
 
 
 class Connection(Protocol):
@@ -153,7 +154,7 @@ def names() -> Iterator[Name]:
         (InferenceTracker, "vllm_mlx.metrics:InferenceTracker.", Name),
         (ModelSpec, "vllm_mlx.lifecycle:ModelSpec.", Attribute),
         (ResolvedModelConfig, "vllm_mlx.model_registry:ResolvedModelConfig.", Attribute),
-        (ModelManager, "vllm_mlx.model_registry:ModelManager.", Name),
+        (ModelManager, "vllm_mlx.model_registry:ModelManager.", Attribute),
     ):
         for name, hint in get_type_hints(specification, include_extras=True).items():
             yield row(f"{owner}{name}", hint.__metadata__[0])
