@@ -258,7 +258,8 @@ def test_rules_say_what_to_do() -> None:
 
 @pytest.mark.parametrize("name", ["dashboard", "server"])
 def test_a_dashboard_fits_together(name: str) -> None:
-    panels = json.loads((EXAMPLES / f"monitoring/{name}.json").read_text())["panels"]
+    dashboard = json.loads((EXAMPLES / f"monitoring/{name}.json").read_text())
+    panels = dashboard["panels"]
     taken: set[tuple[int, int]] = set()
     assert len({panel["id"] for panel in panels}) == len(panels)
     for panel in panels:
@@ -271,6 +272,9 @@ def test_a_dashboard_fits_together(name: str) -> None:
         assert not cells & taken and at["x"] + at["w"] <= 24, panel["title"]
         taken |= cells
     sources = yaml.safe_load((EXAMPLES / "monitoring/grafana.yaml").read_text())["datasources"]
-    uids = {panel["datasource"]["uid"] for panel in panels}
-    assert uids == {each["uid"] for each in sources}
+    (variable,) = dashboard["templating"]["list"]  # its Prometheus has any name in other Grafanas
+    assert (variable["type"], variable["query"]) == ("datasource", sources[0]["type"])
+    for panel in panels:
+        for each in (panel, *panel["targets"]):
+            assert each["datasource"]["uid"] == f"${{{variable['name']}}}"
     assert sources[0]["url"].removeprefix("http://").partition(":")[0] in COMPOSE["services"]

@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
-from fake_engines import FakeEngine, served, until
+from fake_engines import FakeEngine, free_port, served, until
 from in_process import MODEL, engine_at
 
 from vllm_mlx_harmony.gateway import app
@@ -221,12 +221,6 @@ def test_sighup_before_an_engine_has_answered(tmp_path: Path) -> None:
         engine(url)
         process.send_signal(signal.SIGHUP)
         until(lambda: known(process, port) == {url: "up"}, "the other engine", 60)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def started(stack: ExitStack, file: Path) -> subprocess.Popen[bytes]:

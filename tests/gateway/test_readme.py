@@ -39,7 +39,7 @@ def blocks(kind: str) -> list[str]:
 
 
 def test_files_of_the_runbook(tmp_path: Path) -> None:
-    whole, keys = blocks("toml")
+    _, whole, keys = blocks("toml")
     digests = iter(f"sha256:{number:064x}" for number in range(9))
     text = re.sub("sha256:…", lambda _: next(digests), whole.replace('"…"', '"key"') + keys)
     (tmp_path / "gateway.toml").write_text(text, "utf-8")
@@ -53,7 +53,7 @@ def test_commands_of_the_runbook() -> None:
     """Each is parsed by its own parser."""
     text = "".join(blocks("sh")).replace("\\\n", " ")
     commands = re.findall(r"^vllm-mlx-harmony gateway (.*)$", text, re.MULTILINE)
-    assert len(commands) == 6
+    assert len(commands) == 7
     for command in commands:
         words = shlex.split(command.partition(" >")[0], comments=True)
         if words[0] == "keys":

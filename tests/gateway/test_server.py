@@ -22,7 +22,7 @@ pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 import httpx
-from fake_engines import KINDS, LISTED, FakeEngine, Fault, ids, served, until
+from fake_engines import KINDS, LISTED, FakeEngine, Fault, free_port, ids, served, until
 from in_process import MODEL, Watched
 from starlette.applications import Starlette
 
@@ -769,14 +769,6 @@ def status(port: int, path: str) -> int:
         return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=10).status_code
     except httpx.HTTPError:
         return 0
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 LONG = {"Hello": "<|channel|>final<|message|>" + "word " * 60 + "<|return|>"}

@@ -20,7 +20,7 @@ OPTIONS = (
     *("--structured-outputs-config", '{"backend":"guidance","enable_in_reasoning":true}'),
     *("--enable-prompt-tokens-details", "--enable-scale-out"),
 )
-SECONDS = 600
+SECONDS = 1800
 
 
 @pytest.fixture(scope="session")

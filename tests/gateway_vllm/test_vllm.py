@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -25,6 +26,7 @@ from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
 
 MODEL = "gpt-oss-20b"
+SECONDS = 600.0
 KEYS = tuple(Key(name, digest(f"key-{name}")) for name in ("one", "other"))
 ORDER = {
     "type": "object",
@@ -42,21 +44,29 @@ QUESTION: Any = [{"role": "user", "content": "Two small ones, please."}]
 def url(request: pytest.FixtureRequest, vllm: str) -> Iterator[str]:
     """A gateway over one of its endpoints."""
     engines = (Spec(vllm, request.param),)
-    settings = GatewaySettings(engines=engines, model=MODEL, keys=KEYS, timeout=120)
+    with over(GatewaySettings(engines=engines, model=MODEL, keys=KEYS)) as url:
+        yield url
+
+
+@contextmanager
+def over(settings: GatewaySettings) -> Iterator[str]:
+    """A gateway that has tried its engine, which takes longer than its start may."""
     with served(gateway(settings)) as url:
+        ready = partial(httpx.get, f"{url}/ready", timeout=SECONDS)
+        until(lambda: ready().status_code == httpx.codes.OK, "the engine's trial", SECONDS)
         yield url
 
 
 @pytest.fixture
 def chat(url: str) -> openai.OpenAI:
     """OpenAI's client."""
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="key-one", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="key-one", max_retries=0, timeout=SECONDS)
 
 
 @pytest.fixture
 def messages(url: str) -> anthropic.Anthropic:
     """Anthropic's."""
-    return anthropic.Anthropic(base_url=url, auth_token="key-one", max_retries=0, timeout=120)
+    return anthropic.Anthropic(base_url=url, auth_token="key-one", max_retries=0, timeout=SECONDS)
 
 
 def assert_is_order(text: str) -> None:
@@ -75,7 +85,7 @@ def test_it_is_found_with_what_it_can_do(url: str) -> None:
 
 def test_vllm_itself_is_found(vllm: str) -> None:
     """Without a kind: the endpoint of ids where it is there."""
-    with served(gateway(GatewaySettings(engines=(Spec(vllm),), model=MODEL))) as url:
+    with over(GatewaySettings(engines=(Spec(vllm),), model=MODEL)) as url:
         ready = httpx.get(f"{url}/ready").json()
     assert [engine["up"] for engine in ready["engines"]] == [True]
 
@@ -164,7 +174,7 @@ def test_the_same_prompt_is_cached_for_its_tenant_alone(chat: openai.OpenAI, url
         details: Any = answer.usage and answer.usage.prompt_tokens_details
         return int(details.cached_tokens)
 
-    other = openai.OpenAI(base_url=f"{url}/v1", api_key="key-other", max_retries=0, timeout=120)
+    other = openai.OpenAI(base_url=f"{url}/v1", api_key="key-other", max_retries=0, timeout=SECONDS)
     assert cached(chat) == 0
     assert cached(chat) > 500
     assert cached(other) == 0
@@ -178,11 +188,11 @@ def test_a_client_that_goes_frees_vllm(chat: openai.OpenAI, vllm: str) -> None:
             if number == 5:
                 assert _running(vllm) == 1
                 break
-    until(lambda: _running(vllm) == 0, "vLLM to be free")
+    until(lambda: _running(vllm) == 0, "vLLM to be free", SECONDS)
 
 
 def _running(vllm: str) -> int:
-    text = httpx.get(f"{vllm}/metrics", timeout=30).text
+    text = httpx.get(f"{vllm}/metrics", timeout=SECONDS).text
     found = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", text, re.MULTILINE)
     assert found is not None
     return int(float(found[1]))

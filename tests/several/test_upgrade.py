@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway.fake_engines import FakeEngine, served, until
+from gateway.fake_engines import FakeEngine, free_port, served, until
 from several.real_redis import RedisServer
 
 MODEL = "gpt-oss-20b"
@@ -30,12 +29,6 @@ KEYS = {f"person-{number}": f"key-of-person-{number}" for number in range(6)}
 LIMITS = {"requests": "requests_per_day = 3", "tokens": "tokens_per_day = 50"}
 LIMITS["answers"] = "concurrent_requests = 1"
 APIS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Company:

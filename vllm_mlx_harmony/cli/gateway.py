@@ -23,6 +23,7 @@ examples:
       --model openai/gpt-oss-120b --host 0.0.0.0 --key alice=$ALICE_KEY --key ci=$CI_KEY
   vllm-mlx-harmony gateway --config gateway.toml
   vllm-mlx-harmony gateway keys add alice --config gateway.toml
+  vllm-mlx-harmony gateway stand-in --port 8001     # an engine without a model, to try it all out
 
 Every setting is also an environment variable (--tokens-per-day:
 VLLM_MLX_HARMONY_GATEWAY_TOKENS_PER_DAY) and a line of the TOML file (tokens_per_day = 1000000).
@@ -70,6 +71,10 @@ def main(arguments: Sequence[str]) -> int:
         from vllm_mlx_harmony.cli import gateway_keys
 
         return gateway_keys.main(arguments[1:])
+    if arguments[:1] == ["stand-in"]:
+        from vllm_mlx_harmony.cli import gateway_stand_in
+
+        return gateway_stand_in.main(arguments[1:])
     parsed = parser().parse_args(arguments)
     from vllm_mlx_harmony.gateway import app, workers
     from vllm_mlx_harmony.gateway.settings import load

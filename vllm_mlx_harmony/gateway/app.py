@@ -104,6 +104,7 @@ class Gateway:
         read = defaults.read(settings.template_options)
         self._defaults = replace(read, sampling=defaults.sampling(flags, {}))
         self._keys = {key.digest: key for key in settings.keys}
+        self.metrics.start([key.name for key in settings.keys])
         self._limits_of = {"": settings.limits()}
         self._limits_of |= {key.name: settings.limits(key) for key in settings.keys}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -97,6 +97,15 @@ class Metrics:
             self.shown = CollectorRegistry()
             MultiProcessCollector(self.shown)  # type: ignore[no-untyped-call]
         self.shown.register(_Engines(fleet))
+
+    def start(self, keys: Collection[str]) -> None:
+        """Creates the series of tokens of these keys: Prometheus' ``increase`` cannot know that a
+        series began at 0 unless it has seen that."""
+        for key in [(name,) for name in keys or ("",)] if self.by_key else [()]:
+            for channel in Usage(0, 0).by_channel:
+                self.generated.labels(channel, *key)
+            if key:
+                self.prompt.labels(*key)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -1,0 +1,49 @@
+"""gateway stand-in: an engine without a model, with which a gateway can be tried."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+EXAMPLES = """\
+examples:
+  vllm-mlx-harmony gateway stand-in --port 8001
+  vllm-mlx-harmony gateway --engine http://127.0.0.1:8001 --model gpt-oss-20b
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``gateway stand-in``."""
+    made = argparse.ArgumentParser(
+        prog="vllm-mlx-harmony gateway stand-in",
+        description="Serves an engine without a model, with which a gateway can be tried: every\n"
+        "answer is the same text, or the shortest call or JSON if one is required.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = made.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=8001, help="port to listen on")
+    add("--model", default="gpt-oss-20b", metavar="NAME", help="the model's name")
+    add("--key", metavar="KEY", help="API key that clients must have")
+    add(
+        "--tokens-per-second", type=float, default=50.0, metavar="NUMBER", help="speed of an answer"
+    )
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves until SIGTERM or SIGINT."""
+    parsed = parser().parse_args(arguments)
+    from vllm_mlx_harmony.gateway import stand_in
+    from vllm_mlx_harmony.gateway.limits import digest
+    from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
+
+    settings = GatewaySettings(
+        engines=(),
+        model=parsed.model,
+        host=parsed.host,
+        port=parsed.port,
+        keys=(Key("gateway", digest(parsed.key)),) if parsed.key else (),
+    )
+    return stand_in.serve(settings, 1 / parsed.tokens_per_second)

@@ -1,0 +1,118 @@
+"""An engine without a model, with which a gateway can be tried (`gateway stand-in`).
+
+It answers every request with the same text, at the speed that it is given, and is a ``vllm-mlx`` to
+a gateway: it serves the id endpoint (`server.ids`). Where a grammar rules out the text, it ends
+whatever has been begun, so that calls and typed answers are valid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import uvicorn
+from starlette.requests import Request
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.constraint import Constraint
+from vllm_mlx_harmony.gateway.app import Gateway
+from vllm_mlx_harmony.gateway.settings import GatewaySettings
+from vllm_mlx_harmony.server import ids
+from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.engine import Finish, Step, Steps
+from vllm_mlx_harmony.server.host import Deadline, Lease
+from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.shutdown import draining
+
+TEXT = (
+    "<|channel|>analysis<|message|>A stand-in has nothing to think about.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>"
+    "This is a stand-in engine, not gpt-oss: it answers every request with this text.<|return|>"
+)
+
+ENDINGS = (
+    *("<|return|>", "<|call|>", "<|end|>", '"', "}", "]", "{}", "[]", "null", " to", "final", ","),
+    *(":", "{", "[", "false", "commentary", "<|message|>", "1", "<|channel|>"),
+)
+"""Tokens that end a message, a string or an object, or lead there: the first one that is allowed
+replaces a token of the text that is not."""
+
+
+class StandIn:
+    """The engine. ``pace``: seconds between two tokens."""
+
+    context_length: int | None = 131_072
+    remote = False
+
+    def __init__(self, model: str, pace: float) -> None:
+        self.model = model
+        self._pace = pace
+        encode = vocab.encoding().encode
+        self._text = tuple(encode(TEXT, allowed_special="all"))
+        self._endings = tuple(encode(each, allowed_special="all")[0] for each in ENDINGS)
+
+    async def generate(
+        self,
+        prompt: tuple[int, ...],
+        settings: Settings,
+        tenant: str,
+        constraint: Constraint | None,
+    ) -> Steps:
+        """The ids of the text, one by one."""
+        matcher = None if constraint is None else constraint.start()
+        text = iter(self._text)
+        token, left = 0, settings.max_tokens
+        while left and token not in vocab.TURN_ENDS:
+            await asyncio.sleep(self._pace)
+            token, left = next(text, vocab.RETURN), left - 1
+            allowed = None if matcher is None else matcher.mask()
+            if allowed is not None and token not in allowed:
+                endings = (each for each in self._endings if each in allowed)
+                token = next(endings, None) or allowed.first()
+            if matcher is not None:
+                matcher.consume(token)
+            ended: Finish = "stop" if token in vocab.TURN_ENDS else "length"
+            yield Step((token,), None if left and ended == "length" else ended)
+
+    async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
+        """Always 0: nothing is computed, and nothing cached."""
+        return 0
+
+
+class Host(Gateway):
+    """A gateway whose engine is in its own process."""
+
+    def __init__(self, settings: GatewaySettings, engine: StandIn) -> None:
+        super().__init__(settings)
+        self._engine = engine
+
+    async def models(self) -> dict[str, Any]:
+        listed = await super().models()
+        listed["data"][0]["max_model_len"] = self._engine.context_length
+        return listed
+
+    async def acquire(
+        self, request: Request, model: str | None, deadline: Deadline
+    ) -> Lease | None:
+        lease = await super().acquire(request, model, deadline)
+        if lease is not None:
+            lease.engine = self._engine
+        return lease
+
+
+def serve(settings: GatewaySettings, pace: float) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code."""
+    os.environ[ids.VARIABLE] = "1"
+    config = uvicorn.Config(
+        application(Host(settings, StandIn(settings.model, pace))),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+    )
+    server = draining(uvicorn.Server, lambda: settings.shutdown_grace)(config)
+    logging.getLogger("uvicorn.error").setLevel("INFO")
+    server.run()
+    return 0 if server.started else 1
