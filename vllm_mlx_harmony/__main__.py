@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog=DISTRIBUTION,
         description="Serves gpt-oss (the Harmony format) correctly on vllm-mlx.",
-        epilog=f"Begin with `{DISTRIBUTION} doctor`, and then `{DISTRIBUTION} launch codex`.",
+        epilog=f"To begin, run `{DISTRIBUTION} doctor` and then `{DISTRIBUTION} launch codex`.",
     )
     top.add_argument("--version", action="version", version=f"{DISTRIBUTION} {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
@@ -101,11 +101,13 @@ def parser() -> argparse.ArgumentParser:
         "gateway", help="serve the APIs in front of vLLM, SGLang, llama.cpp or vllm-mlx"
     )
 
-    commands.add_parser("launch", help="start a coding agent, and a server for it if none runs")
+    commands.add_parser("launch", help="start a coding agent, and a server if none is running")
     commands.add_parser("service", help="run a server whenever you are logged in")
-    commands.add_parser("stop", help="end the server that launch has started").set_defaults(
-        command="stop"
-    )
+    commands.add_parser(
+        "stop",
+        help="stop the server that launch has started",
+        description="Stops the server that `launch` has started.",
+    ).set_defaults(command="stop")
 
     _add_connect(commands)
 
@@ -127,12 +129,10 @@ def parser() -> argparse.ArgumentParser:
         dest="command",
         action="store_const",
         const="demo_tools",
-        help="show a turn with server-side tools over MCP",
+        help="show a turn with tools that the server runs over MCP",
     )
 
-    commands.add_parser(
-        "doctor", help="check what is installed, active and supported, and name fixes"
-    )
+    commands.add_parser("doctor", help="check this installation and suggest fixes")
 
     _add_checks(commands)
 
@@ -183,46 +183,47 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "everything that it supports passed.",
     )
     verify.set_defaults(command="verify")
-    verify.add_argument("url", nargs="?", metavar="URL", help="of the server, with or without /v1")
-    verify.add_argument("--model", help="default: the only model that the server lists")
+    verify.add_argument(
+        "url", nargs="?", metavar="URL", help="URL of the server, with or without /v1"
+    )
+    verify.add_argument("--model", help="name of the model (default: the only one of the server)")
     verify.add_argument("--key", help="the server's API key")
     verify.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="NAME",
-        help="checks by name, its beginning or a pattern: wire, format.chat, *.messages.stop; "
-        "may be repeated",
+        help="run these checks only: a name, its beginning or a pattern, such as wire, "
+        "format.chat or *.messages.stop; repeatable",
     )
     verify.add_argument(
         "--case",
         action="append",
         default=[],
         metavar="FILE",
-        help="check the request that the inspector saved in FILE, in place of the others; "
-        "may be repeated",
+        help="check only the request that the inspector saved in FILE; repeatable",
     )
     verify.add_argument(
         "--repeat",
         type=_positive,
         default=1,
         metavar="N",
-        help="run each check that depends on what the model writes N times",
+        help="repetitions of the checks that depend on what the model writes (default: 1)",
     )
     verify.add_argument(
         "--timeout",
         type=_positive,
         default=300,
         metavar="SECONDS",
-        help="longest silence of the server (default: 300)",
+        help="longest time without data from the server (default: 300)",
     )
     verify.add_argument("--json", metavar="FILE", help="write the results to FILE")
-    verify.add_argument("--html", metavar="FILE", help="write the results as a page")
+    verify.add_argument("--html", metavar="FILE", help="write the results to FILE as a page")
     verify.add_argument(
         "--compare",
         nargs=2,
         metavar=("BEFORE", "AFTER"),
-        help="show what differs between two files of --json; 1 if something that passed fails now",
+        help="compare two files of --json; the exit code is 1 if a check that passed fails now",
     )
     verify.add_argument(
         "--stand-in",
@@ -233,18 +234,22 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     bench = commands.add_parser(
         "bench",
         help="measure how fast a server is",
-        description="Measures any server with Chat Completions: first token and speed, alone and "
-        "with several at once, a tool loop, what an answer feels of a long prompt.",
+        description="Measures any server with Chat Completions: the time to the first token and "
+        "the speed of one request and of several at once, a tool loop, and how much a long prompt "
+        "slows down another answer.",
     )
     bench.set_defaults(command="bench")
-    bench.add_argument("url", nargs="?", metavar="URL", help="of the server, with or without /v1")
+    bench.add_argument(
+        "url", nargs="?", metavar="URL", help="URL of the server, with or without /v1"
+    )
     bench.add_argument(
         "--model",
-        help="its name at URL; without URL, a directory: this package's server is started",
+        help="name of the model at URL; without URL, its directory: a server of this package is "
+        "started for it",
     )
     bench.add_argument("--key", help="the server's API key")
     bench.add_argument(
-        "--repeat", type=_positive, default=3, metavar="N", help="runs of each (default: 3)"
+        "--repeat", type=_positive, default=3, metavar="N", help="runs per measurement (default: 3)"
     )
     bench.add_argument(
         "--longest",
@@ -258,10 +263,12 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=_positive,
         default=600,
         metavar="SECONDS",
-        help="longest silence of the server (default: 600)",
+        help="longest time without data from the server (default: 600)",
     )
     bench.add_argument("--json", metavar="FILE", help="write the results to FILE")
-    bench.add_argument("--html", metavar="FILE", help="write the results as a page with plots")
+    bench.add_argument(
+        "--html", metavar="FILE", help="write the results to FILE as a page with plots"
+    )
     bench.add_argument(
         "--compare",
         nargs=2,
@@ -286,9 +293,9 @@ def _add_connect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Prints the configuration of a coding agent for a server, or writes it.",
     )
     connect.set_defaults(command="connect")
-    connect.add_argument("agent", choices=AGENTS)
+    connect.add_argument("agent", metavar="AGENT", choices=AGENTS, help=", ".join(AGENTS))
     connect.add_argument("--url", default=URL, help=f"URL of the server (default: {URL})")
-    connect.add_argument("--model", help="default: the only model that the server lists")
+    connect.add_argument("--model", help="name of the model (default: the only one of the server)")
     connect.add_argument(
         "--key", help="the server's API key (default: $VLLM_API_KEY); never written to a file"
     )
@@ -305,7 +312,7 @@ def _add_connect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--no-check",
         dest="check",
         action="store_false",
-        help="write without asking the server a question first",
+        help="write without sending the server a test request first",
     )
     connect.add_argument(
         "--undo", action="store_true", help="restore the files as they were before"

@@ -184,7 +184,7 @@ def test_a_question_comes_first(
     assert main([*connected, "--write"]) == 0
     ((path, body),) = server.asked
     assert (path, body["model"]) == (QUESTIONS[agent], "gpt-oss-20b")
-    assert "✓ gpt-oss-20b has answered a question" in capsys.readouterr().out
+    assert "✓ gpt-oss-20b has answered a test request" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

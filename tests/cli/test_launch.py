@@ -151,7 +151,7 @@ def test_one_server_for_all(home: Path, became: list[Any], capsys: Any) -> None:
     assert f"my-gpt-oss at {server.url} is stopped" in capsys.readouterr().out
     assert background.running() is None
     assert main(["stop"]) == 0
-    assert "no server runs" in capsys.readouterr().out
+    assert "no server is running" in capsys.readouterr().out
 
 
 def launch_in_background(model: Path, became: list[Any]) -> None:

@@ -70,3 +70,15 @@ def test_from_installing_to_uninstalling(
         assert main(["service", action]) == 0
         assert called == service.commands(action)
     assert not service.path().exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["--help", "install --help", "install 20b -h", "status --help"], ids=str
+)
+def test_help_runs_nothing(line: str, called: list[list[str]], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["service", *line.split()])
+    assert ended.value.code == 0
+    assert "usage: vllm-mlx-harmony service" in capsys.readouterr().out
+    assert called == []
+    assert not service.path().exists()

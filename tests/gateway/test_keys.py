@@ -69,10 +69,10 @@ def test_a_list_shows_limits_and_no_key(file: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("add", "old"), "there is a key of old"),
-        (("add", "new", "new"), "there is a key of new"),
-        (("revoke", "new"), "there is no key of new"),
-        (("revoke", "old"), "the last key stays"),
+        (("add", "old"), "there is already a key for old"),
+        (("add", "new", "new"), "there is already a key for new"),
+        (("revoke", "new"), "there is no key for new"),
+        (("revoke", "old"), "the last key cannot be revoked"),
         (("add", "a b"), "is not a name"),
     ],
 )

@@ -106,7 +106,7 @@ def test_the_vocabulary_does_not_load(
 @pytest.mark.parametrize(
     ("files", "said", "ok"),
     [
-        ({}, "not here", False),
+        ({}, "not on this machine", False),
         ({"tokenizer.json": "{"}, "cannot be read", False),
         (
             {"tokenizer.json": json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}})},
@@ -134,8 +134,10 @@ def test_a_model_directory(
 
 def test_a_model_that_is_nowhere(nothing_heavy: None, startup_file: Path) -> None:
     pytest.importorskip("huggingface_hub")
-    assert "not here" in found(doctor.doctor("no-such-org/no-such-model"), "model").detail
-    assert "not here" in found(doctor.doctor("/no/such/directory"), "model").detail
+    assert (
+        "not on this machine" in found(doctor.doctor("no-such-org/no-such-model"), "model").detail
+    )
+    assert "not on this machine" in found(doctor.doctor("/no/such/directory"), "model").detail
 
 
 GIB = 1 << 30
@@ -253,7 +255,7 @@ def test_a_clash(nothing_heavy: None, startup_file: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(doctor, "versions", lambda: {"vllm-mlx": "0.6.0", "openai-harmony": "1"})
     report = doctor.doctor()
     (finding,) = [each for each in report.findings if each.what == "clash"]
-    assert finding.detail == "rapid-mlx 9.9 brings a vllm_mlx of its own"
+    assert finding.detail == "rapid-mlx 9.9 contains another package vllm_mlx"
     assert "pip uninstall rapid-mlx" in finding.fix
     assert not report.ok
 

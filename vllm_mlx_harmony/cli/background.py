@@ -1,8 +1,8 @@
-"""The server that `launch` starts in the background and `stop` ends: at most one for each user.
+"""The server that `launch` starts in the background and `stop` stops: at most one for each user.
 
-The server's process inherits a lock on `server.lock` and holds it for as long as it lives, so that
-nobody takes another process for it, however it ended. `server.json` says what it is, `server.log`
-has its output (see `log_file`).
+The server's process inherits a lock on `server.lock` and holds it until it ends. So no other
+process is mistaken for the server, however it ended. `server.json` describes the server, and
+`server.log` has its output (see `log_file`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def running() -> Background | None:
 def start(
     source: str, name: str, flags: Sequence[str] = (), *, standin: bool = False
 ) -> Background:
-    """Starts a server of the model ``source`` as ``name``, or returns the one that runs already.
+    """Starts a server of the model ``source`` as ``name``, or returns the running one.
 
     It may not be ready yet.
     """
@@ -127,7 +127,7 @@ def wait(server: Background) -> None:
 
 
 def stop() -> Background | None:
-    """Ends the server, and returns it if there was one."""
+    """Stops the server, and returns it if there was one."""
     server = running()
     if server is None:
         return None

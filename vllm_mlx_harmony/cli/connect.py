@@ -179,13 +179,13 @@ def ask(served: Served, key: str | None, path: str, body: Mapping[str, object]) 
     try:
         document = _json(f"{served.url}{path}", key, {"model": served.model, **body}, ANSWERING)
         if not isinstance(document, dict) or "usage" not in document:
-            raise Refused(f"{served.url}{path} answered something else than a model's answer")
+            raise Refused(f"{served.url}{path} did not return a model's answer")
     except HTTPError as error:
         raise _refused(f"{served.url}{path}", error, key) from error
     except (OSError, ValueError, HTTPException) as error:
         reason = error.reason if isinstance(error, URLError) else error
         return f"Not tried: no server answers at {served.url} ({reason})"
-    return f"✓ {served.model} has answered a question in {time.monotonic() - began:.1f} s"
+    return f"✓ {served.model} has answered a test request in {time.monotonic() - began:.1f} s"
 
 
 def _json(url: str, key: str | None, body: object = None, patience: float = PATIENCE) -> object:
@@ -305,7 +305,7 @@ def _write(path: Path, content: str) -> None:
         raise UsageError(
             f"{path} cannot be changed safely ({error}): run without --write and edit it by hand"
         ) from error
-    print(f"{_shown(path)} written")
+    print(f"{_shown(path)} is written")
 
 
 def _backup(path: Path) -> Path:
@@ -332,7 +332,7 @@ def _restore(path: Path) -> None:
             else:
                 place.unlink(missing_ok=True)
             backup.unlink()
-            print(f"{_shown(path)} is as it was before; what it was just now is in {undone.name}")
+            print(f"{_shown(path)} is restored; the replaced version is {undone.name}")
         elif path.exists() and NAME in path.name:
             path.unlink()
             print(f"{_shown(path)} is removed")

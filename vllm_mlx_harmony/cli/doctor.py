@@ -1,8 +1,7 @@
-"""doctor: checks what is installed, loaded and supported, and names fixes.
+"""doctor: checks an installation and suggests fixes.
 
-It downloads nothing, and writes nothing but the highest rate of prompts that it has measured. A
-check that passes is one line, or part of one; a check that fails is a line of its own and what to
-do about it.
+It downloads nothing. It writes only the highest prompt rate that it has measured. Checks that pass
+share lines of the report; one that fails has a line of its own, followed by the fix.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class Report:
         return tuple(finding for group in self.groups for finding in group.findings)
 
     def text(self, *, verbose: bool = False) -> str:
-        """The report as it is printed: first what is wrong, and the command that mends it."""
+        """The report as it is printed: problems and their fixes come first."""
         groups = sorted(self.groups, key=lambda group: group.ok)
         rows = [row for group in groups for row in group.lines(verbose=verbose)]
         width = max(len(name) for _, name, _ in rows)
@@ -121,7 +120,7 @@ class Report:
 
     @property
     def conclusion(self) -> str:
-        """What to type next."""
+        """The last line: the number of problems, or the next command."""
         wrong = sum(finding.ok is False for finding in self.findings)
         if wrong:
             return f"{wrong} problem{'s' * (wrong > 1)}: the lines with → say what to do."
@@ -150,7 +149,7 @@ def doctor(
     mlx = _mlx()
     groups = [python, *_machine(), _packages(), mlx, _loading(), _vocabulary()]
     groups += [*(_host() if mlx.ok else ()), listening]
-    if mlx.ok and listening.findings[0].ok:  # a server would be disturbed, and the measurement, too
+    if mlx.ok and listening.findings[0].ok:  # a running server would distort the measurement
         groups += _prefill()
     if cache is not None:
         groups.append(_cache(Path(cache).expanduser()))
@@ -159,7 +158,7 @@ def doctor(
     if model is not None:
         groups.append(_model(model))
     if listening.findings[0].ok is None:
-        return Report(tuple(groups), "Everything is in place, and a server runs.")
+        return Report(tuple(groups), "Everything is in place, and a server is running.")
     return Report(tuple(groups))
 
 
@@ -167,17 +166,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report; returns 1 if a check has failed."""
     parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony doctor",
-        description="Checks what is installed, active and supported, and names fixes.",
+        description="Checks this installation and suggests fixes.",
     )
-    parser.add_argument("model", nargs="?", help="a model directory or a cached repository id")
+    parser.add_argument("model", nargs="?", help="directory of a model, or a cached repository id")
     parser.add_argument(
-        "--port", type=_port_number, default=PORT, help="the port to check (default: %(default)s)"
+        "--port", type=_port_number, default=PORT, help="port to check (default: %(default)s)"
     )
     parser.add_argument(
-        "--ssd-cache-dir", metavar="DIR", help="the disk cache to check, as given to vllm-mlx"
+        "--ssd-cache-dir", metavar="DIR", help="disk cache to check, as given to `serve`"
     )
-    parser.add_argument("--mcp-config", metavar="FILE", help="connect to each of these MCP servers")
-    parser.add_argument("--verbose", action="store_true", help="show passed checks, too")
+    parser.add_argument(
+        "--mcp-config", metavar="FILE", help="MCP servers to start and to connect to"
+    )
+    parser.add_argument("--verbose", action="store_true", help="also show the checks that passed")
     arguments = parser.parse_args(argv)
     report = doctor(arguments.model, arguments.port, arguments.ssd_cache_dir, arguments.mcp_config)
     console = Console(highlight=False)
@@ -232,11 +233,11 @@ def _machine() -> Iterator[Group]:
 
         from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS
         from vllm_mlx_harmony.engine import device
-    except ImportError:  # the packages that are missing have lines of their own
+    except ImportError:  # missing packages have lines of their own
         return
     memory = device.memory()
     fitting = [model for model in MODELS.values() if model.needed <= memory]
-    metal = "with Metal" if device.has_metal() else "without Metal: on the processor, slowly"
+    metal = "with Metal" if device.has_metal() else "without Metal: on the CPU, slowly"
     facts = f"{memory / GIGABYTE:.0f} GB for models, {metal}"
     if platform.mac_ver()[0]:
         facts = f"macOS {platform.mac_ver()[0]}, {facts}"
@@ -256,7 +257,7 @@ def _machine() -> Iterator[Group]:
     ]
     size = min(model.size for model in fitting)
     message = f"{free / GIGABYTE:.0f} GB free; {', '.join(here) or 'no gpt-oss'} in {home}"
-    fix = f"make room for {size / GIGABYTE:.0f} GB, or set HF_HOME to another disk"
+    fix = f"free {size / GIGABYTE:.0f} GB, or set HF_HOME to a directory on another disk"
     yield _one("disk", bool(here) or free > size, message, fix)
 
 
@@ -273,7 +274,7 @@ def _packages() -> Group:
 
 
 def _mlx() -> Group:
-    """Whether mlx has a backend. Without one, nothing of the host can be looked at."""
+    """Whether mlx has a backend. Without one, the host cannot be checked."""
     try:
         import mlx.core  # noqa: F401
     except ImportError as error:
@@ -304,8 +305,8 @@ def _rate(now: float, usual: float) -> Group:
 
     measured = f"{now:,.0f} tokens/s through two small layers"
     fix = (
-        "end what else uses the GPU, switch off Low Power Mode, and let the machine cool; if that "
-        "does not help: pip install --force-reinstall mlx mlx-metal"
+        "close other programs that use the GPU, turn off Low Power Mode, and let the machine cool; "
+        "if that does not help: pip install --force-reinstall mlx mlx-metal"
     )
     if now < SLOW * usual:
         return _one("prefill", False, f"{measured}, and {usual:,.0f} before on this chip", fix)
@@ -320,7 +321,7 @@ def _clashes() -> Iterator[Finding]:
         yield Finding(
             False,
             "clash",
-            f"{name} {metadata.version(name)} brings a {PACKAGE} of its own",
+            f"{name} {metadata.version(name)} contains another package {PACKAGE}",
             f"pip uninstall {name}, and then pip install --force-reinstall --no-deps vllm-mlx",
         )
 
@@ -331,7 +332,7 @@ def _loading() -> Group:
     if _startup.switched_off():
         setting = f"{_startup.SWITCH}={os.environ[_startup.SWITCH]}"
         findings.append(
-            Finding(False, "switch", f"{setting} keeps the plugin out", f"unset {_startup.SWITCH}")
+            Finding(False, "switch", f"{setting} disables the plugin", f"unset {_startup.SWITCH}")
         )
     directories = dict.fromkeys([*site.getsitepackages(), site.getusersitepackages(), *sys.path])
     paths = [path for name in directories if (path := Path(name) / STARTUP_FILE).is_file()]
@@ -348,7 +349,7 @@ def _loading() -> Group:
         findings.append(
             Finding(False, "import hook", f"does not wait for {_startup.HOST}", explicit)
         )
-    return Group("loading", tuple(findings), "`vllm-mlx serve` has the plugin in it")
+    return Group("loading", tuple(findings), "`vllm-mlx serve` loads the plugin")
 
 
 def _vocabulary() -> Group:
@@ -369,7 +370,7 @@ def _vocabulary() -> Group:
 
 
 def _host() -> Iterator[Group]:
-    """Also checks the table on a host that is not supported, to show what has changed in it."""
+    """Checks the table on an unsupported host as well, to show what has changed there."""
     reinstall = "pip install --force-reinstall vllm-mlx-harmony"
     try:
         from vllm_mlx_harmony.host import contract, entry_points, patching
@@ -412,7 +413,7 @@ def _port(port: int) -> Group:
     if server := _server(port):
         return _one("port", None, f"{port}: {server} is running there")
     other = port + 1 if port < LAST_PORT else port - 1
-    fix = f"end it, or serve with --port {other}"
+    fix = f"stop it, or serve with --port {other}"
     return _one("port", False, f"{port} is in use by another program", fix)
 
 
@@ -471,7 +472,7 @@ def _model(name: str) -> Group:
     except Exception as error:
         return _one("model", False, _message(error), "download it again: vllm-mlx download")
     if harmony is None:
-        message = "is not here: no such directory, or no tokenizer.json in the cache"
+        message = "is not on this machine: no such directory, or no tokenizer.json in the cache"
         return _one("model", False, f"{name} {message}", f"vllm-mlx download {name}")
     if not harmony:
         message = f"{name} is not a Harmony model: its tokenizer is not o200k_harmony"

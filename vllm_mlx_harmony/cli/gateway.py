@@ -25,8 +25,8 @@ examples:
   vllm-mlx-harmony gateway keys add alice --config gateway.toml
   vllm-mlx-harmony gateway stand-in --port 8001     # an engine without a model, to try it all out
 
-Every setting is also an environment variable (--tokens-per-day:
-VLLM_MLX_HARMONY_GATEWAY_TOKENS_PER_DAY) and a line of the TOML file (tokens_per_day = 1000000).
+Every setting can also be an environment variable (--tokens-per-day:
+VLLM_MLX_HARMONY_GATEWAY_TOKENS_PER_DAY) or a line of the TOML file (tokens_per_day = 1000000).
 Flags override variables, and variables override the file. SIGHUP reloads the file.
 """
 

@@ -1,7 +1,7 @@
 """gateway keys: adds, lists and revokes API keys in the gateway's TOML file.
 
-The file gets digests only, so a key is shown once, when it is made. Comments and everything else in
-the file are kept.
+Only digests are written to the file, so a key is shown once, when it is generated. Comments and
+everything else in the file stay as they are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ examples:
   vllm-mlx-harmony gateway keys add alice bob --config gateway.toml
   vllm-mlx-harmony gateway keys revoke bob --config gateway.toml && kill -HUP GATEWAY_PID
 
-A gateway uses the keys of its file once it gets SIGHUP. Limits are set in the file:
+A running gateway reads the file again when it gets SIGHUP. Limits are set in the file:
   alice = { key = "sha256:…", tokens_per_day = 2_000_000 }
 """
 
@@ -46,11 +46,11 @@ def parser() -> argparse.ArgumentParser:
     actions = made.add_subparsers(dest="action", metavar="ACTION", required=True)
     config = os.environ.get(f"{PREFIX}CONFIG")
     for action, command, about in (
-        ("add", _add, "make a key for each name, and print it"),
-        ("list", _list, "print names, beginnings of digests, and limits"),
-        ("revoke", _revoke, "remove the keys of these names"),
+        ("add", _add, "generate a key for each name, and print it"),
+        ("list", _list, "print the names, the beginnings of the digests, and the limits"),
+        ("revoke", _revoke, "remove the keys with these names"),
     ):
-        each = actions.add_parser(action, help=about, description=about)
+        each = actions.add_parser(action, help=about, description=f"{about.capitalize()}.")
         each.set_defaults(command=command, names=[])
         if action != "list":
             each.add_argument("names", nargs="+", metavar="NAME")
@@ -84,7 +84,7 @@ def _add(document: tomlkit.TOMLDocument, names: Sequence[str]) -> list[str]:
     lines = []
     for name in names:
         if name in keys:
-            raise UsageError(f"there is a key of {name}")
+            raise UsageError(f"there is already a key for {name}")
         if not NAME.fullmatch(name):
             raise UsageError(f"{name!r} is not a name: letters, digits, `.`, `_` and `-`")
         key = f"sk-{secrets.token_urlsafe(32)}"
@@ -97,10 +97,12 @@ def _revoke(document: tomlkit.TOMLDocument, names: Sequence[str]) -> list[str]:
     keys = document.get("keys", {})
     for name in names:
         if name not in keys:
-            raise UsageError(f"there is no key of {name}")
+            raise UsageError(f"there is no key for {name}")
         del keys[name]
     if not keys:
-        raise UsageError("the last key stays: without keys, a gateway is open to everyone")
+        raise UsageError(
+            "the last key cannot be revoked: without keys, a gateway is open to everyone"
+        )
     return []
 
 

@@ -1,4 +1,4 @@
-"""launch: starts a coding agent with a server of gpt-oss, and the server if none runs.
+"""launch: starts a coding agent that uses gpt-oss, and a server for it if none is running.
 
 The agent is set up for this run alone (see `agents`), and replaces this process: Ctrl-C and exit
 codes are its own. The server stays for the next run until `vllm-mlx-harmony stop`.
@@ -49,8 +49,8 @@ FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """Those of a repository that a server loads."""
 
 DESCRIPTION = f"""\
-Starts a coding agent with gpt-oss on this machine: it uses the server that runs, or starts one in
-the background, which stays until `vllm-mlx-harmony stop`. The agent's own configuration is not
+Starts a coding agent that uses gpt-oss on this machine. If no server is running, it is started in
+the background, where it stays until `vllm-mlx-harmony stop`. The agent's own configuration is not
 changed.
 
 agents: {", ".join(AGENTS)}
@@ -74,13 +74,13 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("agent", metavar="AGENT", choices=AGENTS, help="the agent")
+    made.add_argument("agent", metavar="AGENT", choices=AGENTS, help="name of the agent")
     made.add_argument(
         "model",
         metavar="MODEL",
         nargs="?",
-        help="20b, 120b, a directory or a repository on Hugging Face (default: the one that runs, "
-        "or the largest that fits)",
+        help="20b, 120b, a directory or a repository on Hugging Face (default: that of the running "
+        "server, or the largest that fits into memory)",
     )
     where = made.add_mutually_exclusive_group()
     where.add_argument("--url", help=f"use this server; its key is read from ${KEY_VARIABLE}")
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         "--stand-in",
         dest="standin",
         action="store_true",
-        help="a scripted model without weights, which has the agent run one command",
+        help="use a scripted model without weights, which makes the agent run one command",
     )
     return made
 
@@ -141,7 +141,9 @@ def _standin(console: Console) -> Served:
     require_host("the stand-in")
     server = background.running()
     if server is not None and not server.standin:
-        raise UsageError(f"a server of {server.model} runs: end it with `vllm-mlx-harmony stop`")
+        raise UsageError(
+            f"a server of {server.model} is running: stop it with `vllm-mlx-harmony stop`"
+        )
     if server is None:
         model = standin.write(vocab.cache_dir() / STANDIN, _scripts())
         server = background.start(str(model), STANDIN, standin=True)
@@ -175,7 +177,7 @@ def _scripts() -> list[Script]:
 
 
 def _server(console: Console, wanted: str | None, key: str | None) -> Served:
-    """The server that runs, or one that is started."""
+    """The running server, or one that is started."""
     name = MODELS[wanted].name if wanted in MODELS else Path(wanted).name if wanted else None
     server = background.running()
     if server is not None and server.standin:
@@ -192,8 +194,8 @@ def _server(console: Console, wanted: str | None, key: str | None) -> Served:
             return _started(console, wanted)
     if name is not None and name not in served.model:
         raise UsageError(
-            f"{served.url} serves {served.model}, not {name}: leave MODEL out to use it, or end it "
-            "with `vllm-mlx-harmony stop`"
+            f"{served.url} serves {served.model}, not {name}: leave MODEL out to use it, or "
+            "stop it with `vllm-mlx-harmony stop`"
         )
     return served
 
@@ -224,8 +226,8 @@ def _weights(wanted: str | None, memory: int) -> Weights:
     least = choice[-1]
     raise UsageError(
         f"{least.name} needs {least.gigabytes} GB of memory, and models may use "
-        f"{memory / GIGABYTE:.0f} GB on this machine. Use a server elsewhere (--url), or see how "
-        "it works with --stand-in"
+        f"{memory / GIGABYTE:.0f} GB on this machine. Use a server on another machine (--url), "
+        "or try it with --stand-in"
     )
 
 
@@ -235,7 +237,7 @@ def _download(console: Console, source: str, size: int) -> None:
 
     if not isinstance(try_to_load_from_cache(source, "config.json"), str):
         about = f" (about {size / GIGABYTE:.0f} GB)" if size else ""
-        console.print(f"Downloading {source}{about}. A download that was cut off continues.")
+        console.print(f"Downloading {source}{about}. An interrupted download is resumed.")
     try:
         snapshot_download(source, allow_patterns=list(FILES))
     except (OSError, ValueError) as error:

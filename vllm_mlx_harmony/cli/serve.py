@@ -33,12 +33,12 @@ LOG_FLAG = "--log-file"
 
 OWN_FLAGS = f"""
 vllm-mlx-harmony:
-  {ID_FLAG}         serve POST /harmony/v1/generate (token ids), for a gateway in
+  {ID_FLAG}         enable POST /harmony/v1/generate (token ids), for a gateway in
                         front of this server; or VLLM_MLX_HARMONY_ID_ENDPOINT=1
   --inspect             show prompts and answers, token by token, at /harmony;
                         or VLLM_MLX_HARMONY_INSPECT=1
-  {LOG_FLAG} FILE       append all output to FILE; at 10 MB it becomes FILE.1, and
-                        so on up to FILE.3
+  {LOG_FLAG} FILE       append all output to FILE; at 10 MB, FILE is renamed to
+                        FILE.1, and so on up to FILE.3
   {URLS_FLAG} PATTERNS  MCP servers that requests may name by URL, comma-separated;
                         or VLLM_MLX_HARMONY_TOOL_URLS"""
 """Added to the host's ``--help``."""

@@ -1,8 +1,8 @@
-"""service: a server that runs whenever its user is logged in, by launchd or by systemd.
+"""service: a server that runs whenever its user is logged in, as a service of launchd or systemd.
 
-The file of the service starts `vllm-mlx-harmony serve` with the arguments that `install` is given.
-It is started again after a failure, by systemd not after an exit with code 2, which would only fail
-again. systemd has a journal; on a Mac the server itself rotates the file of its output.
+The service runs `vllm-mlx-harmony serve` with the arguments of `install`. It is restarted after a
+failure, except by systemd after exit code 2, a usage error, which would only occur again. systemd
+has a journal; on a Mac, the server itself rotates its log.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core.files import write_atomically
 
 LABEL = "vllm-mlx-harmony"
+HELP = ("-h", "--help")
 ACTIONS = ("install", "start", "stop", "status", "logs", "uninstall")
 
 
@@ -28,16 +29,21 @@ def main(arguments: Sequence[str]) -> int:
     """Runs one action. Raises ``UsageError`` if the service manager is missing or fails."""
     parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony service",
-        usage="%(prog)s [-h] {install,start,stop,status,logs,uninstall} [ARGUMENTS OF serve]",
-        description="Runs `vllm-mlx-harmony serve` as a service of this user: launchd on a Mac, "
-        "systemd on Linux. `install` takes the arguments of serve: the model and flags.",
+        usage="%(prog)s [-h] ACTION [ARGUMENTS OF serve]",
+        description="Runs `vllm-mlx-harmony serve` whenever you are logged in: as a service of "
+        "launchd on a Mac, and of systemd on Linux.",
         epilog="example: vllm-mlx-harmony service install 20b --api-key KEY",
     )
-    parser.add_argument("action", choices=ACTIONS)
-    given = parser.parse_args(arguments[:1])
+    parser.add_argument(
+        "action",
+        metavar="ACTION",
+        choices=ACTIONS,
+        help=f"{', '.join(ACTIONS)}; install takes the arguments of serve: the model and flags",
+    )
     rest = arguments[1:]
+    given = parser.parse_args([*arguments[:1], *(each for each in rest if each in HELP)])
     if (given.action == "install") != bool(rest):
-        raise UsageError("service install needs the arguments of serve, and only install has any")
+        raise UsageError("only `service install` takes arguments, and it needs those of serve")
     file = path()
     if given.action == "install":
         command = [sys.executable, "-m", "vllm_mlx_harmony", "serve", *rest]
@@ -47,13 +53,13 @@ def main(arguments: Sequence[str]) -> int:
             _run("stop")
         background.directory().mkdir(parents=True, exist_ok=True)
         write_atomically(file, content(command, log()))
-        print(f"{file} written")
+        print(f"{file} is written")
     elif not file.exists():
         raise UsageError("the service is not installed: vllm-mlx-harmony service install 20b")
     codes = _run(given.action)
     if given.action == "uninstall":
         file.unlink()
-        print(f"{file} removed")
+        print(f"{file} is removed")
         return 0
     return max(codes, default=0)
 
@@ -77,12 +83,12 @@ def path() -> Path:
 
 
 def content(command: Sequence[str], log: Path) -> bytes:
-    """What is in that file."""
+    """The content of that file."""
     return plist(command, log) if sys.platform == "darwin" else unit(command)
 
 
 def plist(command: Sequence[str], log: Path) -> bytes:
-    """A launchd agent: started at login, and again if it fails."""
+    """A launchd agent, which is started at login and restarted if it fails."""
     return plistlib.dumps(
         {
             "Label": LABEL,

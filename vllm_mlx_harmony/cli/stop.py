@@ -1,4 +1,4 @@
-"""stop: ends the server that `launch` has started."""
+"""stop: stops the server that `launch` has started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from vllm_mlx_harmony.cli import background
 
 
 def run() -> int:
-    """Ends the server and says so."""
+    """Stops the server, and prints which one it was."""
     server = background.stop()
-    print("no server runs" if server is None else f"{server.model} at {server.url} is stopped")
+    print(
+        "no server is running" if server is None else f"{server.model} at {server.url} is stopped"
+    )
     return 0

@@ -4,7 +4,7 @@ Flags override variables, and variables override the file. A setting has one nam
 ``tokens_per_day`` is ``--tokens-per-day``, ``tokens_per_day = …`` in the file, and
 ``VLLM_MLX_HARMONY_GATEWAY_TOKENS_PER_DAY``. Lists are comma-separated in variables. What the front
 end shares with vllm-mlx (grammars, reasoning budgets, replay, storage) is configured by the
-variables in docs/api.md.
+variables in docs/configuration.md.
 
 ```toml
 model = "openai/gpt-oss-120b"
@@ -279,17 +279,27 @@ class GatewaySettings:
         ),
     ] = ()
     requests_per_minute: Annotated[
-        Count, Help(ACCESS, "REQUESTS", "limit of each key; for this and the next four, 0: none")
+        Count, Help(ACCESS, "REQUESTS", "requests of each key per minute; 0 is no limit")
     ] = 0
     tokens_per_minute: Annotated[
-        Count, Help(ACCESS, "TOKENS", "limit of each key, for prompts and outputs together")
+        Count,
+        Help(
+            ACCESS, "TOKENS", "tokens of each key per minute, of prompts and outputs; 0 is no limit"
+        ),
     ] = 0
     requests_per_day: Annotated[
-        Count, Help(ACCESS, "REQUESTS", "limit of each key from midnight to midnight UTC")
+        Count,
+        Help(
+            ACCESS,
+            "REQUESTS",
+            "requests of each key per day, which begins at 0:00 UTC; 0 is no limit",
+        ),
     ] = 0
-    tokens_per_day: Annotated[Count, Help(ACCESS, "TOKENS", "the same for tokens")] = 0
+    tokens_per_day: Annotated[
+        Count, Help(ACCESS, "TOKENS", "tokens of each key per day; 0 is no limit")
+    ] = 0
     concurrent_requests: Annotated[
-        Count, Help(ACCESS, "REQUESTS", "limit of each key for requests that run at once")
+        Count, Help(ACCESS, "REQUESTS", "requests of each key that run at once; 0 is no limit")
     ] = 0
     default_max_output_tokens: Annotated[
         Count, Help(GENERATION, "TOKENS", "limit of the output if the request sets none")
