@@ -7,6 +7,8 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import permutations
 from pathlib import Path
@@ -705,8 +707,8 @@ KEYS = st.sampled_from(
      "minItems", "not", "$defs", "a", "prefixItems", "multipleOf", "$id"]
 )  # fmt: skip
 LEAVES = st.sampled_from(
-    [None, True, False, 0, -1, 3, 0.5, 1e400, 10**30, "object", "string", "array", "#", "#/$defs/a",
-     "#/a", "(", "[", "\ud800", "é", "date", [], {}]
+    [None, True, False, 0, -1, 3, 0.5, 1e400, 10**30, 3e-300, "object", "string", "array", "#",
+     "#/$defs/a", "#/a", "(", "[", "\ud800", "é", "date", [], {}]
 )  # fmt: skip
 JSON = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4)
@@ -720,6 +722,31 @@ def test_whatever_a_schema_is_it_has_a_grammar(schema: dict[str, Any]) -> None:
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
     compiled(grammar)
+
+
+NUMBERS = (7, 0.1, 3e-300, 1e-30, 2**64, 10**22 + 1, 10**30, 7e299)
+BESIDE: dict[str, Callable[[float], dict[str, Any]]] = {
+    "alone": lambda number: {},
+    "minimum": lambda number: {"minimum": number},
+    "maximum": lambda number: {"exclusiveMaximum": number},
+    "enumeration": lambda number: {"enum": [number, -number, 0]},
+    "two": lambda number: {"allOf": [{"multipleOf": number}]},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("step", NUMBERS)
+def test_multiples_of_any_size_are_taken(step: float, beside: str) -> None:
+    """Their remainders may need quotients of 600 digits."""
+    for number in NUMBERS:
+        schema = {"multipleOf": step, **BESIDE[beside](number)}
+        rest = {key: schema[key] for key in schema if key not in ("multipleOf", "allOf")}
+        steps = (step, number) if beside == "two" else (step,)
+        for value in (0, step, -step, number):
+            exactly = Fraction(repr(value))
+            is_multiple = all(exactly % Fraction(repr(each)) == 0 for each in steps)
+            if is_multiple and jsonschema.Draft202012Validator(rest).is_valid(value):
+                assert taken(schema, f"{Decimal(repr(value)):f}"), (schema, value)
 
 
 @pytest.mark.once

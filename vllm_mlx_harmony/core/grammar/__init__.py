@@ -43,7 +43,8 @@ JSON has no bounds here, but the rules do:
 - 256 characters of white space in one place
 - 64 undeclared names in a row in an object with required names
 - 64 names of an object that are checked for duplicates
-- exponents that move the decimal point by about twenty digits, next to a ``minimum`` or ``maximum``
+- exponents that move the decimal point by about twenty digits, next to a ``minimum``, ``maximum``
+  or ``multipleOf``
 - the size of all rules of a turn
 
 The duplicate check and the size limit make the grammar accept invalid text; the others reject valid

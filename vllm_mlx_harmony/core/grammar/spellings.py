@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from decimal import Decimal
+from decimal import Context, Decimal
 from functools import lru_cache
 from sys import getsizeof
 
@@ -464,3 +464,7 @@ def decimal(value: object) -> Decimal | None:
 
 _LARGE = 300
 """The greatest power of ten of a double, approximately."""
+
+EXACT = Context(prec=4 * _LARGE)
+"""A context in which numbers of schemas have exact products and remainders: 1e300 % 3e-299 needs a
+quotient of 599 digits, and a smaller precision raises ``InvalidOperation``."""

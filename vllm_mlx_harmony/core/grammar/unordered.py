@@ -35,7 +35,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from decimal import Decimal
+from decimal import Decimal, localcontext
 from itertools import chain, combinations, product
 from math import lcm
 from operator import add, and_, or_
@@ -129,7 +129,8 @@ def rules_of(schema: Mapping[str, object], *, of_object: bool = False, tenant: s
     known = _cache.get(key)
     if known is None:
         name = hashlib.blake2b(key.partition(",")[2].encode(), digest_size=6).hexdigest()
-        known = _Translator(SchemaReader(schema), of_object, name, tenant).rules()
+        with localcontext(spellings.EXACT):
+            known = _Translator(SchemaReader(schema), of_object, name, tenant).rules()
         _cache.put(key, known, 2 * (len(key) + sum(map(len, known.lines))) + 512)
     return known
 
