@@ -125,11 +125,11 @@ def answered(
 
     lease = SimpleNamespace(
         harmony_engine=SimpleNamespace(remote=remote),
-        deadline=Deadline(20, time.monotonic() + 20),
+        deadline=Deadline(300, time.monotonic() + 300),
         tenant="somebody",
         release=release,
     )
-    tracker: Any = SimpleNamespace(finish=lambda **_: None)
+    tracker: Any = SimpleNamespace(finish=lambda result, usage: None)
     given: Any = (lease, None, None)
     job = Job(*given, emitter, lambda: tracker, stream=True, id_seed="s", ping=ping)
     settings = {CAPACITY_VARIABLE: capacity, PING_VARIABLE: pings_after}

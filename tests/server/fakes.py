@@ -128,7 +128,7 @@ class Alone:
     renderer: Callable[..., Any] = staticmethod(render)
     context: Callable[..., Any] = StreamingHarmonyContext
 
-    def __init__(self, engine: Engine, seconds: float = 30.0) -> None:
+    def __init__(self, engine: Engine, seconds: float = 300.0) -> None:
         self.engine = engine
         self.seconds = seconds
         self.lent = 0

@@ -36,7 +36,8 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def client() -> Iterator[TestClient]:
-    host = Alone(ScriptedEngine({"Hello!": FINAL}, 1_000, context_length=None))
+    engine = ScriptedEngine({"Hello!": FINAL}, 1_000, context_length=None)
+    host = Alone(engine, seconds=900.0)
     one = TestClient(application(host), base_url="http://localhost")
     one.headers["Authorization"] = f"Bearer {KEY}"
     yield one

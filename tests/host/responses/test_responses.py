@@ -310,7 +310,7 @@ class Lent:
 
 def job(emitter: StoringEmitter, seconds: float = 0) -> Job:
     """``seconds`` is how long it takes to give the engine back."""
-    tracker: Any = SimpleNamespace(finish=lambda **_: None)
+    tracker: Any = SimpleNamespace(finish=lambda result, usage: None)
     given: Any = (Lent(seconds), None, None)
     return Job(*given, emitter, lambda: tracker, stream=emitter.request.stream, id_seed=KEY)
 
