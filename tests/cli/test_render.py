@@ -90,7 +90,7 @@ def test_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         ("{}", "model is required"),
         ('{"model":"m","messages":[]}', "messages"),
         ('{"model":"m","messages":[{"role":"tool","content":"x"}]}', "messages[0]"),
-        ('{"model":"m","messages":[{"role":"user","content":"x"}],"n":2}', "n:"),
+        ('{"model":"m","messages":[{"role":"user","content":"x"}],"n":9}', "n must be"),
     ],
 )
 def test_bad_input_is_one_line(render: Any, content: str | bytes, says: str) -> None:

@@ -113,7 +113,7 @@ BODIES = [
     pytest.param(asked(stream=True, stream_options={"include_usage": True}), id="with usage"),
     pytest.param(asked(messages="x"), id="not valid"),
     pytest.param(asked(temperature="hot"), id="a field that is not valid"),
-    pytest.param(asked(n=3, logprobs=True), id="what ours would refuse"),
+    pytest.param(asked(n=9, echo=True), id="what ours would refuse"),
     pytest.param(asked(max_tokens=10**9), id="over the limit"),
     pytest.param(b'  {"model" : "foreign", "messages":[] }\n', id="white space"),
 ]

@@ -142,11 +142,11 @@ APIS = {
             "chat_template_kwargs.enable_thinking": False,
             "continue_final_message": True,
             "add_generation_prompt": False,
+            "n": 2,
         },
         {
             "structured_outputs.structural_tag": "x",
             "structured_outputs.disable_additional_properties": True,
-            "n": 2,
             "logprobs": True,
             "top_logprobs": 1,
             "prompt_logprobs": 0,
@@ -174,7 +174,6 @@ APIS = {
         },
         accepted={
             "structured_outputs.disable_additional_properties": (False,),
-            "n": (1,),
             "logprobs": (False,),
             "top_logprobs": (0,),
             "modalities": (["text"],),
@@ -475,6 +474,9 @@ PARTLY: tuple[tuple[str, str, object, str | None], ...] = (
     ("Chat Completions", "guided_grammar", "root ::= a", UNSUPPORTED),
     ("Chat Completions", "guided_json", SCHEMA, INVALID),  # two formats
     ("Chat Completions", "thinking_token_budget", -1, None),
+    ("Chat Completions", "n", 1, None),
+    ("Chat Completions", "n", 0, INVALID),
+    ("Chat Completions", "n", 9, INVALID),
     ("Chat Completions", "thinking_token_budget", -2, INVALID),
     ("Chat Completions", "max_completion_tokens", 0, INVALID),
     ("Chat Completions", "logit_bias", {"201088": 1}, INVALID),

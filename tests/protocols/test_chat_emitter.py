@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_mlx_harmony.core.deltas import (
+    ChoiceDelta,
     Closed,
     Delta,
     Failed,
@@ -23,6 +24,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols.chat import Emitter, error_body, read
+from vllm_mlx_harmony.protocols.chat.emitter import ChoicesEmitter
 from vllm_mlx_harmony.protocols.events import DONE, Event, frame
 
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
@@ -417,3 +419,45 @@ def test_errors_have_openais_shape(
     assert error_body(error) == {
         "error": {"message": "no", "type": kind, "param": param, "code": code}
     }
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_choices_end_one_by_one_and_the_stream_after_all(include_usage: bool) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "n": 2, "stream": True}
+    options = {"stream_options": {"include_usage": include_usage}}
+    emitter = read({**body, **options}, Defaults()).emitter(INFO)
+    assert isinstance(emitter, ChoicesEmitter)
+    deltas: list[Delta | ChoiceDelta] = [
+        *(ChoiceDelta(0, each) for each in told(call("f", "{}"), end=CALLS)),
+        *(ChoiceDelta(1, each) for each in told(call("f", "{}"), end=CALLS)),
+        Finished("stop", usage=USAGE),
+    ]
+    events = [event for delta in deltas for event in emitter.feed(delta)]
+    assert events[-1] == DONE
+    sent = chunks(events)
+    if include_usage:
+        last = sent.pop()
+        assert (last["choices"], last["usage"]) == ([], USAGE_BODY)
+    found = [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"]) for chunk in sent]
+    second = "call_0123456789abcdef012310000"
+    assert found == [
+        (at, delta)
+        for at, key in enumerate((FIRST, second))
+        for delta in (ROLE, opened(0, key, "f"), argued(0, "{}"), {})
+    ]
+
+
+def test_choices_as_one_document_and_as_one_error() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "n": 2}
+    emitter, broken = (read(body, Defaults()).emitter(INFO) for _ in range(2))
+    for at, text in enumerate("ab"):
+        for delta in told(answer(text), end=CUT if at else STOP):
+            assert emitter.feed(ChoiceDelta(at, delta)) == []  # type: ignore[arg-type]
+    assert emitter.feed(Finished("stop", usage=USAGE)) == []
+    document = emitter.result()
+    assert document["usage"] == USAGE_BODY
+    found = [(c["index"], c["message"]["content"], c["finish_reason"]) for c in document["choices"]]
+    assert found == [(0, "a", "stop"), (1, "b", "length")]
+    broken.feed(Failed(OutputError("no")))
+    with pytest.raises(OutputError, match="no"):
+        broken.result()

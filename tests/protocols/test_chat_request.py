@@ -250,6 +250,7 @@ TURNS = {
         },
         Turn((User("Hello"),)),
     ),
+    "several answers": ({"n": 8}, Turn((User("Hello"),), choices=8)),
     "sampling": (
         {
             "temperature": 1,
@@ -987,8 +988,10 @@ BAD_FIELDS = [
     ),
     ("chat_template_kwargs", {"builtin_tools": ["x"]}, "chat_template_kwargs.builtin_tools[0]"),
     ("chat_template_kwargs", {"model_identity": 1}, "chat_template_kwargs.model_identity"),
-    ("n", 2, "n"),
+    ("n", 9, "n"),
     ("n", 0, "n"),
+    ("n", "2", "n"),
+    ("n", 2.0, "n"),
     ("logprobs", True, "logprobs"),
     ("top_logprobs", 5, "top_logprobs"),
     ("frequency_penalty", 2.5, "frequency_penalty"),

@@ -160,3 +160,15 @@ class Failed:
 Delta: TypeAlias = (
     Started | Progress | Opened | Text | Closed | ToolStarted | ToolFinished | Finished | Failed
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """A delta of one of several answers to the same prompt, the one at ``index``.
+
+    The ``Progress`` of the prompt, ``Failed`` and the ``Finished`` with the usage of all answers
+    together are not part of any one of them.
+    """
+
+    index: int
+    delta: Delta

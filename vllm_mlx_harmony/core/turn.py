@@ -346,7 +346,7 @@ class Turn:
     ``namespaces`` are the tools that the server runs, and ``max_tool_calls`` limits the number of
     their calls (``None``: the server's default). At that limit, a turn that ``pauses`` ends, and
     continues when the caller sends it back; in any other turn, the model is told that no calls are
-    left, and continues.
+    left, and continues. ``choices`` is the number of answers, generated independently.
     """
 
     messages: tuple[Message, ...]
@@ -365,6 +365,7 @@ class Turn:
     namespaces: tuple[Namespace, ...] = ()
     max_tool_calls: int | None = None
     pauses: bool = False
+    choices: int = 1
 
     @property
     def builtin_namespaces(self) -> tuple[str, ...]:
@@ -461,13 +462,15 @@ class Defaults:
 class ResponseInfo:
     """Metadata of an answer: a hexadecimal ``id_seed``, the Unix time ``created``, the ``model``.
 
-    It is passed in, so that core and protocols need neither a clock nor random numbers.
+    ``choice`` is its place among several answers to the same prompt, from 0. All of this is passed
+    in, so that core and protocols need neither a clock nor random numbers.
     """
 
     id_seed: str
     created: int
     model: str
+    choice: int = 0
 
     def call_id(self, index: int) -> str:
         """The id of the call in message ``index`` of the answer, the same in every API."""
-        return f"call_{self.id_seed[:20]}{index:04x}"
+        return f"call_{self.id_seed[:20]}{self.choice or ''}{index:04x}"

@@ -35,6 +35,7 @@ from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Usag
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
+from vllm_mlx_harmony.server.choices import run_choices
 from vllm_mlx_harmony.server.errors import failure_of
 from vllm_mlx_harmony.server.generation import Deltas, Job, end_of, run
 from vllm_mlx_harmony.server.host import TIMED_OUT
@@ -95,7 +96,9 @@ class Answer:
         self._lease, self._tracker, self._emitter = job.lease, job.track(), job.emitter
         self._observer = job.observer
         self._lease.taken_over = True
-        self._deltas = run(job, self._tracker) if deltas is None else deltas
+        if deltas is None:
+            deltas = (run_choices if job.others else run)(job, self._tracker)
+        self._deltas = deltas
         self._write_last, self._keep = end, keep
         self._is_remote = job.lease.harmony_engine.remote
         self._pings_after: float = number(PING_VARIABLE, DEFAULT_PING_SECONDS)

@@ -49,7 +49,8 @@ class Job:
     ``track`` starts the metrics. ``id_seed`` is contained in the ids of the answer and identifies
     it for a cancellation. ``echoed`` maps a message of the answer to what will be parsed when the
     client sends it back. ``tools`` are those that the server runs in this turn. ``ping``,
-    ``comments_progress`` and ``reports_cached``: see `serving.Api`.
+    ``comments_progress`` and ``reports_cached``: see `serving.Api`. ``others`` are further answers
+    to the same prompt (`choices`); lease, emitter and metrics are those of the first.
     """
 
     lease: Lease
@@ -67,6 +68,7 @@ class Job:
     comments_progress: bool = False
     reports_cached: bool = False
     observer: Observer | None = None
+    others: tuple[Job, ...] = ()
 
 
 async def _cached(job: Job) -> int | None:

@@ -71,6 +71,13 @@ def resolve(
     )
 
 
+def reseeded(settings: Settings, choice: int) -> Settings:
+    """``settings`` for another answer to the same prompt: ``choice`` is added to its seed."""
+    if settings.seed is None:
+        return settings
+    return replace(settings, seed=(settings.seed + choice + 2**63) % 2**64 - 2**63)
+
+
 def capped(settings: Settings, prompt_tokens: int, context_length: int | None) -> Settings:
     """``settings`` with ``max_tokens`` reduced to what the context can hold after the prompt.
 

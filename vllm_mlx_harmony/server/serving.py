@@ -24,8 +24,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError
 from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
@@ -209,7 +211,7 @@ async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]
         parsed = await parse(received)
         turns = replay.view(received.host, received.lease)
         await received.lease.release()  # rendering may take long, and needs no engine
-        context = await _context(parsed, ResponseInfo("", 0, ""), turns)
+        (context,) = await _contexts(parsed, ResponseInfo("", 0, ""), turns)
         return JSONResponse(body(len(context.render_for_completion())))
 
     return await serve(api, request, counted)
@@ -294,7 +296,7 @@ async def prepare(received: Received) -> Job:
     name = response_name(request.model, host.model_name)
     info = ResponseInfo(received.id_seed, int(time.time()), name)
     turns = replay.view(host, lease)
-    context = await _context(parsed, info, turns)
+    context, *others = await _contexts(parsed, info, turns)
     names = getattr(context, "names", None) or Names.of(turn)
     constraint = await constraint_for(turn, names, host.reasoning_tokens, received.unless_gone)
     tools = None
@@ -302,7 +304,7 @@ async def prepare(received: Received) -> Job:
         seconds, budget = lease.deadline.total, host.reasoning_tokens
         tools = TurnTools(host.toolbox, turn, names, seconds, parsed.servers, budget)
     prompt_tokens = len(context.render_for_completion())
-    return Job(
+    job = Job(
         lease,
         context,
         sampling.capped(settings, prompt_tokens, lease.harmony_engine.context_length),
@@ -319,20 +321,46 @@ async def prepare(received: Received) -> Job:
         reports_cached=api.reports_cached,
         observer=received.observer(name, stream=request.stream),
     )
+    if not others:
+        return job
+    choices = (
+        replace(
+            job,
+            context=other,
+            settings=sampling.reseeded(job.settings, choice),
+            constraint=None if constraint is None else Constraint(constraint.spec),
+            tools=None if tools is None else replace(tools),
+            observer=None,  # it sees one sequence of ids
+        )
+        for choice, other in enumerate(others, start=1)
+    )
+    return replace(job, others=tuple(choices))
 
 
-async def _context(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | None) -> Context:
-    """Renders the turn, in a thread if that may take long.
+async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | None) -> list[Context]:
+    """The context of each choice. Renders the turn, in a thread if that may take long.
 
     Tools may be large even if the body is small, since a schema can use a ``$ref`` many times.
     """
     host, turn = parsed.received.host, parsed.turn
     renderer = replay.replaying(host.renderer, turns)
     blocks = turns is not None and turns.blocks
+
+    def render() -> list[Context]:
+        if turn.choices == 1:
+            return [host.context(turn, info, renderer)]
+        rendered = renderer(turn)
+
+        def once(requested: Turn) -> Rendered:
+            return rendered if requested is turn else renderer(requested)
+
+        infos = (replace(info, choice=choice) for choice in range(turn.choices))
+        return [host.context(turn, each, once) for each in infos]
+
     try:
         if not (parsed.received.document.large or turn.tools or turn.characters >= LARGE or blocks):
-            return host.context(turn, info, renderer)
-        return await in_thread(host.context, turn, info, renderer)
+            return render()
+        return await in_thread(render)
     except PromptTooLong as error:  # the renderer does not know the window of the engine
         window = parsed.received.lease.harmony_engine.context_length
         if window is None:

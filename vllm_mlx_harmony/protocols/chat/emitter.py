@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from typing_extensions import assert_never
 
 from vllm_mlx_harmony.core.deltas import (
+    ChoiceDelta,
     Closed,
     Delta,
     Failed,
@@ -106,7 +108,7 @@ class Emitter:
         self._usage = Usage()
         self._error: HarmonyFailure | None = None
 
-    def feed(self, delta: Delta) -> list[Event]:  # noqa: C901, PLR0912 - a case for each delta
+    def feed(self, delta: Delta) -> list[Event]:  # noqa: C901 - a case for each delta
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
             case Text() if self._served:
@@ -136,21 +138,28 @@ class Emitter:
                 index = len(self._ran_calls) - 1  # without which openai's client cannot join them
                 return self._send(encode({SERVER_CALLS: [{"index": index, **call}]}))
             case Finished():
-                self._reason, self._usage = delta.reason, delta.usage
-                if delta.reasoning_ended_by:  # openai's client adds fields of deltas to the message
-                    self._ended_by = {REASONING_ENDED_BY: delta.reasoning_ended_by}
-                if not self._stream:
-                    return []
-                empty = {} if _CONTENT in self._texts or self._calls else {"content": ""}
-                ended = self._send(encode({**self._ended_by, **empty}), quote(delta.reason))
-                if self._include_usage:
-                    ended.append(Event(f'{self._head}],"usage":{encode(_usage(self._usage))}}}'))
-                return [*ended, DONE]
+                return [*self.finish(delta), *self.end(delta.usage)]
             case Failed():
                 self._error = delta.error
                 return [Event(encode(error_body(delta.error))), DONE] if self._stream else []
             case _:
                 assert_never(delta)
+
+    def finish(self, delta: Finished) -> list[Event]:
+        """The event that ends the choice."""
+        self._reason = delta.reason
+        if delta.reasoning_ended_by:  # openai's client adds fields of deltas to the message
+            self._ended_by = {REASONING_ENDED_BY: delta.reasoning_ended_by}
+        empty = {} if _CONTENT in self._texts or self._calls else {"content": ""}
+        return self._send(encode({**self._ended_by, **empty}), quote(delta.reason))
+
+    def end(self, usage: Usage) -> list[Event]:
+        """The events that end the stream."""
+        self._usage = usage
+        if not self._stream:
+            return []
+        last = Event(f'{self._head}],"usage":{encode(_usage(usage))}}}')
+        return [last, DONE] if self._include_usage else [DONE]
 
     def result(self) -> Document:
         """The whole answer, not streamed: a ``chat.completion``.
@@ -162,7 +171,7 @@ class Emitter:
         if self._reason is None or self._stream:
             raise OutputError("the answer is incomplete or was streamed")
         choice = {
-            "index": 0,
+            "index": self._info.choice,
             "message": self._message(),
             "logprobs": None,
             "finish_reason": self._reason,
@@ -214,7 +223,7 @@ class Emitter:
 
     def _framed(self, first: str, *rest: str, reason: str = "null") -> tuple[str, ...]:
         """The pieces of a delta's JSON with the rest of the chunk at both ends."""
-        head = f'{self._head}{{"index":0,"delta":'
+        head = f'{self._head}{{"index":{self._info.choice},"delta":'
         tail = f',"logprobs":null,"finish_reason":{reason}}}]{self._tail}'
         *middle, last = (head + first, *rest)
         return (*middle, last + tail)
@@ -244,6 +253,33 @@ class Emitter:
         if self._calls:
             message["tool_calls"] = [call.document() for call in self._calls]
         return message
+
+
+class ChoicesEmitter:
+    """Writes several answers to one prompt as the choices of one: each has an emitter."""
+
+    def __init__(self, choices: Sequence[Emitter]) -> None:
+        self._choices = choices
+
+    def feed(self, delta: Delta | ChoiceDelta) -> list[Event]:
+        """The events for ``delta``; always empty if the answer is not streamed."""
+        match delta:
+            case ChoiceDelta(index, Finished() as finished):
+                return self._choices[index].finish(finished)
+            case ChoiceDelta(index, inner):
+                return self._choices[index].feed(inner)
+            case Finished(usage=usage):
+                return self._choices[0].end(usage)
+            case _:
+                return self._choices[0].feed(delta)
+
+    def result(self) -> Document:
+        """The whole answer, not streamed. Raises as ``Emitter.result``."""
+        document, *others = (each.result() for each in self._choices)
+        return {
+            **document,
+            "choices": [*document["choices"], *(each["choices"][0] for each in others)],
+        }
 
 
 def _usage(usage: Usage) -> Document:

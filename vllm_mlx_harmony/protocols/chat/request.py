@@ -28,7 +28,7 @@ from vllm_mlx_harmony.core.turn import (
     User,
 )
 from vllm_mlx_harmony.protocols.chat import schema
-from vllm_mlx_harmony.protocols.chat.emitter import Emitter
+from vllm_mlx_harmony.protocols.chat.emitter import ChoicesEmitter, Emitter
 from vllm_mlx_harmony.protocols.chat.formats import response_format
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatMessage, read_body
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
@@ -53,16 +53,20 @@ class ChatRequest:
     freeform: frozenset[str] = frozenset()
     shows_progress: bool = False
 
-    def emitter(self, info: ResponseInfo) -> Emitter:
-        """Makes the emitter of the answer that ``info`` describes."""
-        return Emitter(
-            info,
-            stream=self.stream,
-            include_usage=self.include_usage,
-            shows_reasoning=self.shows_reasoning,
-            freeform=self.freeform,
-            shows_progress=self.shows_progress,
-        )
+    def emitter(self, info: ResponseInfo) -> Emitter | ChoicesEmitter:
+        """Makes the emitter of the answer that ``info`` describes, or of all its choices."""
+        emitters = [
+            Emitter(
+                replace(info, choice=choice),
+                stream=self.stream,
+                include_usage=self.include_usage,
+                shows_reasoning=self.shows_reasoning,
+                freeform=self.freeform,
+                shows_progress=self.shows_progress,
+            )
+            for choice in range(self.turn.choices)
+        ]
+        return ChoicesEmitter(emitters) if emitters[1:] else emitters[0]
 
     def echoed(self, message: Message) -> Message:
         """A message of the model as it is read when the client sends it back."""
@@ -134,6 +138,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
         tool_choice=tool_choice,
         thinking=thinking,
         namespaces=namespaces,
+        choices=body.n or 1,
     )
 
 

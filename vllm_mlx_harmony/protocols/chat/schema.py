@@ -20,6 +20,9 @@ from vllm_mlx_harmony.protocols.openai_request import (
 )
 from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, checked
 
+MOST_CHOICES = 8
+"""Answers to one request: each takes as much memory as a request of its own."""
+
 # --- Fields are optional, and null is the same as absent, unless a model says otherwise.
 
 
@@ -209,6 +212,7 @@ class ChatBody(OpenAISampling):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stop: Annotated[StopStrings | None, BeforeValidator(_as_strings)] = None
     timeout: float | None = Field(default=None, gt=0, lt=1e9)
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
 
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
 
@@ -247,7 +251,6 @@ _TOKENS = "not available: answers are text"
 
 
 UNSUPPORTED_FIELDS: UnsupportedFields = (
-    ("n", lambda n: n != 1, "one answer per request: send the request again instead of n > 1"),
     ("logprobs", bool, _LOGPROBS),
     ("top_logprobs", bool, _LOGPROBS),
     ("prompt_logprobs", given, _LOGPROBS),

@@ -1,0 +1,105 @@
+"""Several answers to one prompt, by the real server: random weights, real grammars and caches."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from server import FLAG, HARMONY
+
+if TYPE_CHECKING:
+    from server import Server
+
+    Start = Callable[..., Server]
+
+pytestmark = pytest.mark.served
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo", "Lima"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+LONG = "A word, and another one. " * 120
+
+
+@pytest.fixture(scope="module")
+def server(start: Start, tiny_dir: Path) -> Server:
+    env = {"VLLM_MLX_HARMONY_CACHE": "256M", "VLLM_MLX_HARMONY_GRAMMAR": "auto"}
+    return start(*FLAG, model=tiny_dir, command=HARMONY, env=env, greedy=False)
+
+
+def ask(client: openai.OpenAI, model: str, text: str, **fields: Any) -> Any:
+    create: Any = client.chat.completions.create
+    messages = [{"role": "user", "content": text}]
+    return create(model=model, messages=messages, max_tokens=24, seed=7, **fields)
+
+
+def written(choice: Any) -> tuple[Any, ...]:
+    message = choice.message
+    reasoning = getattr(message, "reasoning", None)
+    return reasoning, message.content, choice.finish_reason
+
+
+def computed(server: Server) -> int:
+    """Ids of prompts that were not cached."""
+    with server.client() as client:
+        counters = re.search(
+            r'"harmony_prefix_reuse":(\{.*?\})', client.get("/v1/cache/stats").text
+        )
+    assert counters is not None
+    return int(json.loads(counters[1])["tokens_new"])
+
+
+def test_each_choice_is_that_of_its_seed(server: Server, client: openai.OpenAI, model: str) -> None:
+    before = computed(server)
+    together = ask(client, model, LONG, n=4)
+    prompt, cached = (
+        together.usage.prompt_tokens,
+        together.usage.prompt_tokens_details.cached_tokens,
+    )
+    assert prompt > 600
+    assert computed(server) - before <= prompt + 3 - cached  # the others: the last id of it
+    create: Any = client.chat.completions.create
+    messages = [{"role": "user", "content": LONG}]
+    apart = [create(model=model, messages=messages, max_tokens=24, seed=7 + at) for at in range(4)]
+    assert [written(each) for each in together.choices] == [
+        written(each.choices[0]) for each in apart
+    ]
+    assert together.usage.completion_tokens == sum(each.usage.completion_tokens for each in apart)
+
+
+def test_streamed_it_is_the_same(client: openai.OpenAI, model: str) -> None:
+    whole = ask(client, model, "Hello!", n=3)
+    state = ChatCompletionStreamState()
+    for chunk in ask(client, model, "Hello!", n=3, stream=True):
+        state.handle_chunk(chunk)
+    streamed = state.current_completion_snapshot
+    found = sorted(streamed.choices, key=lambda each: each.index)
+    assert [written(each) for each in found] == [written(each) for each in whole.choices]
+
+
+def test_every_choice_conforms_to_the_grammar(client: openai.OpenAI, model: str) -> None:
+    function = {"name": "pick", "parameters": CITY, "strict": True}
+    tools = [{"type": "function", "function": function}]
+    answer = ask(
+        client,
+        model,
+        "Pick a city.",
+        n=8,
+        tools=tools,
+        tool_choice="required",
+        reasoning_effort="none",
+        extra_body={"max_tokens": 400},
+    )
+    calls = [call for choice in answer.choices for call in choice.message.tool_calls]
+    assert len(calls) == len({call.id for call in calls}) >= 8
+    arguments = [json.loads(call.function.arguments)["city"] for call in calls]
+    assert {*arguments} <= {"Rome", "Oslo", "Lima"}
+    assert len({*arguments}) > 1
