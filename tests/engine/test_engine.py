@@ -644,7 +644,7 @@ def test_a_model_that_leaves_no_room_is_not_loaded(
 ) -> None:
     monkeypatch.setattr(device, "memory", lambda: 20_000_000)
     engine = MlxEngine(str(tiny))
-    with pytest.raises(HostError, match=r"bytes of weights leave no room .* in the 18,000,000"):
+    with pytest.raises(HostError, match=r"bytes, which leaves no room .* in the 18,000,000"):
         engine.load(partial(load, tiny))
     engine.close()
     assert not engine.loaded

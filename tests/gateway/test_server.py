@@ -474,7 +474,7 @@ def test_what_cannot_be_enforced_is_refused() -> None:
                 asked = {**USER, **fields, "stream": stream}
                 refused = httpx.post(base + CHAT, json=asked, timeout=30)
                 assert refused.status_code == 400, fields
-                assert "cannot be held to a grammar" in refused.json()["error"]["message"]
+                assert "cannot enforce grammars" in refused.json()["error"]["message"]
         assert engine.bodies == []
         for fields in ({}, {"response_format": {"type": "json_object"}}):  # not strict: shown only
             asked = {**USER, **fields}

@@ -1173,7 +1173,7 @@ def test_what_is_no_request_at_all(body: object) -> None:
         ),
         (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},
-            "guided_regex: response_format is given, too; give only one format",
+            "guided_regex cannot be combined with response_format: give only one format",
             "invalid_value",
         ),
     ],

@@ -89,8 +89,8 @@ def test_text_becomes_ids_without_openai_harmony_too(directory: Path, encode: En
     [
         (standin.Script("a", [201_088]), "not an id of the model"),
         (standin.Script("a", [-1]), "not an id of the model"),
-        (standin.Script("a", [1, 2], fail_at=3), "never says token 3"),
-        (standin.Script("a", [1, 2], fail_at=-1), "never says token -1"),
+        (standin.Script("a", [1, 2], fail_at=3), "does not have token 3"),
+        (standin.Script("a", [1, 2], fail_at=-1), "does not have token -1"),
         (standin.Script(re.compile("a.b"), [1], delay_ms=-1), "cannot take -1 ms"),
     ],
 )

@@ -303,9 +303,9 @@ class MlxEngine:
         self.budget = Budget(limit, Layout.of(layers), work)
         if self.budget.longest(device.weights()) < 1:
             raise HostError(
-                f"{device.weights():,} bytes of weights leave no room for a prompt in the "
-                f"{limit:,} bytes that may be used; take a smaller model, or more of the memory "
-                "(--gpu-memory-utilization)",
+                f"the weights take {device.weights():,} bytes, which leaves no room for a prompt "
+                f"in the {limit:,} bytes that may be used: use a smaller model, or raise "
+                "--gpu-memory-utilization",
                 code="out_of_memory",
             )
         if self.options.speculate == "auto":
@@ -395,7 +395,7 @@ class MlxEngine:
             failure = HostError(problem, code="out_of_memory", retry_after=5)
         else:
             logger.error("the engine failed", exc_info=error)
-            problem = "the engine failed while it was generating: the server's log says why"
+            problem = "the engine failed while it was generating; see the server's log"
             failure = OutputError(problem)
         rows = {request for batch in self._batches for request in batch.rows}
         lost = {each for each in self._requests.values() if each.ids} - rows

@@ -89,7 +89,7 @@ class Pages:
         async for part in request.stream():
             body += part
             if len(body) > LONGEST_LOGIN:
-                raise HTTPException(413, "this is no key")
+                raise HTTPException(413, "this is not a key")
         try:
             key = loads(body)["key"]
             assert isinstance(key, str)
@@ -140,7 +140,7 @@ class Pages:
         owner = await self._sessions.owner(request)
         record = self._log.find(request.path_params["id"], owner)
         if record is None:
-            raise HTTPException(404, "this request is not in the log, or not any more")
+            raise HTTPException(404, "the log does not contain this request (any more)")
         return record
 
     async def _request(self, request: Request) -> Response:

@@ -166,7 +166,7 @@ def _read(body: object, defaults: Defaults, tenant: str) -> IdRequest:
     for field, tokens in (("prompt", parsed.prompt), ("settings.logit_bias", biased)):
         wrong = next((token for token in tokens if not 0 <= token < VOCAB_SIZE), None)
         if wrong is not None:
-            raise RequestError(f"no token has the id {wrong}", param=field)
+            raise RequestError(f"there is no token with the id {wrong}", param=field)
     return parsed
 
 

@@ -56,7 +56,7 @@ def resolve(
         raise RequestError(message, param=limits.where, code="invalid_value") from error
     for token, _ in sampling.logit_bias:
         if not 0 <= token < VOCAB_SIZE:
-            raise RequestError(f"no token has the id {token}", param="logit_bias")
+            raise RequestError(f"there is no token with the id {token}", param="logit_bias")
     return Settings(
         max_tokens=most,
         temperature=0.0 if min(temperature, top_p) < SMALLEST else temperature,

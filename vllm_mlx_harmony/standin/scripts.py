@@ -59,7 +59,7 @@ def dump_book(scripts: Iterable[Script], encode: Encode) -> str:
         if not all(0 <= token < VOCAB_SIZE for token in ids):
             raise ValueError(f"not an id of the model in the completion for {pattern!r}")
         if script.fail_at is not None and not 0 <= script.fail_at <= len(ids):
-            raise ValueError(f"script {pattern!r} never says token {script.fail_at}")
+            raise ValueError(f"script {pattern!r} does not have token {script.fail_at}")
         if script.delay_ms < 0:
             raise ValueError(f"a token of script {pattern!r} cannot take {script.delay_ms} ms")
         compiled = re.compile(re.escape(pattern)) if isinstance(pattern, str) else pattern

@@ -131,7 +131,7 @@ async def _once(server: Server, check: Check) -> Outcome:
     except (httpx.HTTPError, asyncio.TimeoutError) as error:
         problem = f"{type(error).__name__}: {error}"
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        problem = f"the response is not what it must be: {error!r}"
+        problem = f"the response is not as expected: {error!r}"
     else:
         return outcome
     last = trial.exchanges[-1] if trial.exchanges else Exchange("")

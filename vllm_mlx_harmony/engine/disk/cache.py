@@ -181,7 +181,7 @@ class DiskCache:
         return index
 
     def _set_index_aside(self, error: Exception) -> None:
-        logger.warning("prefix cache: the index in %s is set aside: %s", self._home, error)
+        logger.warning("prefix cache: the index in %s is moved aside: %s", self._home, error)
         self._counters.damaged += 1
         path = self._home / NAME
         path.rename(path.with_suffix(".damaged"))

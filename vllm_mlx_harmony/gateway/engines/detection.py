@@ -165,7 +165,7 @@ async def first_id(engine: HttpEngine, seconds: float) -> None:
     try:
         await asyncio.wait_for(_first_id(engine, None, refused=False), seconds)
     except asyncio.TimeoutError as error:
-        problem = f"it generates nothing: no id of a trial came in {seconds:.0f} seconds"
+        problem = f"it generates nothing: no id came within {seconds:.0f} seconds of a trial"
         raise EngineSilent(problem) from error
 
 

@@ -203,7 +203,7 @@ class HttpEngine:
                 yield Step((), "stop" if turn.ended else finish, cached)
                 return
             if not turn.forced:
-                raise OutputError("the engine ended before the answer did")
+                raise OutputError("the engine's response ended before the answer was complete")
             yield Step(ids + turn.force(), None, cached)
             count = len(turn.ids)
             if settings.max_tokens <= count:
@@ -218,7 +218,7 @@ class HttpEngine:
                 grammar=grammar,
                 min_tokens=max(0, min_tokens - count),
             )
-        raise OutputError("the model would not stop to reason")
+        raise OutputError("the model did not stop reasoning")
 
     def _grammar(self, spec: ConstraintSpec) -> str | None:
         """The text of the grammar; ``None`` if there is none, or if the engine need not follow it.
@@ -232,8 +232,8 @@ class HttpEngine:
             return self._written(grammar.grammar.text)
         if spec.binding:
             raise RequestError(
-                f"this server's engine ({self.dialect.name}) cannot be held to a grammar: required "
-                "calls, strict tools and response formats are not possible",
+                f"this server's engine ({self.dialect.name}) cannot enforce grammars: required "
+                "calls, strict tools and response formats are not available",
                 code="unsupported_value",
             )
         return None

@@ -26,7 +26,7 @@ def response_format(body: ChatBody) -> ResponseFormat | None:
     found = list(_formats(body))
     if len(found) > 1:
         (one, _), (other, _), *_ = found
-        problem = f"{other}: {one} is given, too; give only one format"
+        problem = f"{other} cannot be combined with {one}: give only one format"
         raise RequestError(problem, param=other, code="invalid_value")
     return replace(found[0][1], where=found[0][0]) if found else None
 

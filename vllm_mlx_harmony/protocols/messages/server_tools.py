@@ -93,7 +93,9 @@ def _unreachable(name: str, why: str) -> RequestError:
 
 
 def _unknown(name: str, where: str, known: Iterable[str]) -> RequestError:
-    problem = f"{where}: there is no tool server {quoted(name)}; the tools are: {', '.join(known)}"
+    problem = (
+        f"{where}: there is no tool server {quoted(name)}; the servers are: {', '.join(known)}"
+    )
     return RequestError(problem, param=where, code=UNSUPPORTED)
 
 

@@ -208,7 +208,7 @@ def _mcp(tool: McpTool, where: str, available: Iterable[Namespace]) -> Namespace
             problem = f"{where}.server_url: only servers that the operator allows are used"
             raise RequestError(problem, param=f"{where}.server_url", code=UNSUPPORTED)
         known = ", ".join(each.label for each in available if not each.given) or "none"
-        problem = f"there is no tool server {quoted(tool.server_label)}; the tools are: {known}"
+        problem = f"there is no tool server {quoted(tool.server_label)}; the servers are: {known}"
         raise RequestError(problem, param=f"{where}.server_label", code="invalid_value")
     allowed = _allowed(tool, where, namespace)
     approval = frozenset(each.name for each in allowed if _asks(tool, where, each))

@@ -300,7 +300,7 @@ def _choice(
     else:
         raise RequestError(
             "tool_choice must be 'auto', 'none', 'required', a function or custom tool, or "
-            "allowed_tools, or of a tool that the server runs for this request",
+            "allowed_tools, or a tool that the server runs for this request",
             param="tool_choice",
             code=UNSUPPORTED,
         )
