@@ -26,7 +26,7 @@ PROBE = Ask(("Hello.",), limit=16)
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check: ``KIND.API.NAME``, what must hold, and a link to where that is written.
+    """A check: ``KIND.API.NAME``, what must hold, and a link to its source.
 
     With ``repeats`` it depends on what the model writes, and is run several times on demand.
     """

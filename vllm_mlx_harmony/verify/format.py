@@ -201,7 +201,7 @@ ROWS: tuple[tuple[str, str, str, Run], ...] = (
     *(
         (
             case.name,
-            f"{case.calls[0][0]} is called, with valid arguments",
+            f"{case.calls[0][0]} is called with valid arguments",
             COMPATIBILITY,
             partial(called, case),
         )
@@ -211,7 +211,7 @@ ROWS: tuple[tuple[str, str, str, Run], ...] = (
     *(
         (
             case.name,
-            "no tool is called where none is needed",
+            "no tool is called if none is needed",
             COMPATIBILITY,
             partial(not_called, case),
         )
@@ -221,7 +221,7 @@ ROWS: tuple[tuple[str, str, str, Run], ...] = (
     *(
         (
             f"calls-{case.name}",
-            "all calls are made, at once or in turn",
+            "all calls are made, at once or one after another",
             COMPATIBILITY,
             partial(several, case),
         )
@@ -233,19 +233,24 @@ ROWS: tuple[tuple[str, str, str, Run], ...] = (
     *(
         (
             f"schema-{name}",
-            "an answer is valid for a strict schema",
+            "the answer is valid for a strict schema",
             STRICT,
             partial(strict, text, schema),
         )
         for name, text, schema, _ in SCHEMAS
     ),
-    ("reasoning-returned", "reasoning is returned, in its own field", REASONING, reasoning),
-    ("reasoning-kept", "reasoning of a tool loop is in the next prompt", REASONING, survives),
-    ("reasoning-effort", "more effort, more reasoning", HARMONY, effort),
-    ("system-hierarchy", "the system prompt counts more than the user", HARMONY, hierarchy),
-    ("system-beside-tools", "the system prompt is kept beside tools", HARMONY, beside),
+    ("reasoning-returned", "reasoning is returned in a field of its own", REASONING, reasoning),
+    ("reasoning-kept", "reasoning within a tool loop is in the next prompt", REASONING, survives),
+    ("reasoning-effort", "higher effort gives more reasoning", HARMONY, effort),
+    ("system-hierarchy", "the system prompt overrides the user", HARMONY, hierarchy),
+    (
+        "system-beside-tools",
+        "the system prompt still applies when there are tools",
+        HARMONY,
+        beside,
+    ),
 )
-"""Name, what must hold, where that is written, check."""
+"""Name, what must hold, link to its source, check."""
 
 CHECKS = tuple(
     Check(f"format.{api.name}.{name}", api, holds, link, run, repeats=True)

@@ -70,11 +70,11 @@ async def cached(trial: Trial) -> None:
 
 ROWS = (
     (
-        *("remembers", "after a tool loop of 20 turns, nothing is forgotten"),
+        *("remembers", "after a tool loop of 20 turns, the model knows all results"),
         *("https://cookbook.openai.com/articles/gpt-oss/handle-raw-cot", remembers),
     ),
     (
-        *("cached", "in a tool loop, the prompts before are not computed again"),
+        *("cached", "in a tool loop, earlier prompts are not computed again"),
         *("https://platform.openai.com/docs/guides/prompt-caching", cached),
     ),
 )

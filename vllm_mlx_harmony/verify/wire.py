@@ -1,4 +1,4 @@
-"""Wire checks: what holds with any model that answers at all."""
+"""Wire checks, which do not depend on the quality of the model."""
 
 from __future__ import annotations
 
@@ -295,39 +295,45 @@ HARMONY = "https://cookbook.openai.com/articles/openai-harmony"
 ALL = tuple(api.name for api in APIS)
 
 ROWS: tuple[tuple[str, tuple[str, ...], str, dict[str, str] | str, Run], ...] = (
-    ("whole", ALL, "an answer is of the SDK's type, has text and ends", "", whole),
-    ("stream", ALL, "events are of the SDK's types, in order, and add up", STREAMS, stream),
-    ("same", ALL, "streamed and whole, the same request has the same answer", STREAMS, same),
-    ("usage", ALL, "tokens are counted, add up, and are the same streamed", "", usage),
-    ("limit", ALL, "an answer ends at the maximum of output tokens and says so", "", limit),
+    ("whole", ALL, "an answer has the SDK's type, contains text and ends", "", whole),
+    ("stream", ALL, "events have the SDK's types and the right order, and add up", STREAMS, stream),
+    ("same", ALL, "a request has the same answer, streamed and not", STREAMS, same),
+    ("usage", ALL, "usage counts tokens and adds up, the same when streamed", "", usage),
+    ("limit", ALL, "an answer ends at the limit of output tokens and says so", "", limit),
     ("stop", ("chat", "messages"), "an answer ends before a stop string", "", stop),
-    ("cancel", ALL, "a closed connection ends the answer and frees the server", STREAMS, cancel),
-    ("at-once", ALL, "two requests at once have two right answers", "", at_once),
-    ("control-tokens", ALL, "no text has control tokens or headers", HARMONY, control_tokens),
-    ("characters", ALL, "characters of several tokens arrive whole", STREAMS, characters),
-    ("missing-model", ALL, "another model is 404, in the API's shape", ERRORS, missing_model),
-    ("bad-json", ALL, "a body that is not JSON is 400, in the API's shape", ERRORS, bad_json),
-    ("wrong-type", ALL, "a field of a wrong type is 400, in the API's shape", ERRORS, wrong_type),
-    ("unknown-parameter", ALL, "an unknown field is ignored or 400", ERRORS, unknown_parameter),
-    ("too-long", ALL, "a prompt beyond the context is 400, in the API's shape", ERRORS, too_long),
-    ("method", ALL, "another method is 405 or 404, in the API's shape", ERRORS, method),
-    ("key", ALL, "a wrong key is 401, in the API's shape", ERRORS, key),
-    ("models", ("chat",), "models are of the SDK's type", f"{OPENAI}/api-reference/models", models),
-    ("model", ("chat",), "a missing model is 404", f"{OPENAI}/api-reference/models", model),
+    ("cancel", ALL, "closing the connection ends the answer and frees the server", STREAMS, cancel),
+    ("at-once", ALL, "two requests at once each get their own answer", "", at_once),
+    ("control-tokens", ALL, "no text contains control tokens or headers", HARMONY, control_tokens),
+    ("characters", ALL, "characters that span several tokens arrive whole", STREAMS, characters),
+    ("missing-model", ALL, "an unknown model gets 404 in the API's format", ERRORS, missing_model),
+    ("bad-json", ALL, "a body that is not JSON gets 400 in the API's format", ERRORS, bad_json),
+    ("wrong-type", ALL, "a field of a wrong type gets 400 in the API's format", ERRORS, wrong_type),
+    (
+        "unknown-parameter",
+        ALL,
+        "an unknown field is ignored or gets 400",
+        ERRORS,
+        unknown_parameter,
+    ),
+    ("too-long", ALL, "a prompt beyond the context gets 400 in the API's format", ERRORS, too_long),
+    ("method", ALL, "a wrong method gets 405 or 404 in the API's format", ERRORS, method),
+    ("key", ALL, "a wrong key gets 401 in the API's format", ERRORS, key),
+    ("models", ("chat",), "models have the SDK's type", f"{OPENAI}/api-reference/models", models),
+    ("model", ("chat",), "an unknown model gets 404", f"{OPENAI}/api-reference/models", model),
     (
         *("previous", ("responses",), "a response continues a stored one"),
         *(f"{OPENAI}/guides/conversation-state", previous),
     ),
     (
-        *("missing-response", ("responses",), "a missing previous response is 400 or 404"),
+        *("missing-response", ("responses",), "an unknown previous response gets 400 or 404"),
         *(f"{OPENAI}/guides/conversation-state", missing_response),
     ),
     (
-        *("count-tokens", ("messages",), "count_tokens counts what usage counts"),
+        *("count-tokens", ("messages",), "count_tokens returns the same number as usage"),
         *(f"{ANTHROPIC}/build-with-claude/token-counting", count_tokens),
     ),
 )
-"""Name, APIs, what must hold, where that is written (by API; else the API's reference), check."""
+"""Name, APIs, what must hold, link to its source (by API; otherwise the API's reference), check."""
 
 CHECKS = tuple(
     Check(
