@@ -405,11 +405,11 @@ def segments(model: Any) -> Way:
     tree: PrefixTree[Any] = PrefixTree(1 << 40)
 
     def take(prompt: list[int]) -> tuple[int, list[Any]]:
-        known, pieces = tree.find("", pack(prompt))
+        known, pieces = tree.find([""], pack(prompt))
         return known, join(model, pieces, 800) if known else model.make_cache()
 
     def put(tokens: list[int], cache: list[Any]) -> None:
-        tree.add("", pack(tokens), lambda start, end: cut(cache, start, end))
+        tree.add([""], pack(tokens), lambda start, end: cut(cache, start, end))
 
     return Way("segments (ours)", take, put, lambda: tree.counters().nbytes)
 

@@ -243,7 +243,7 @@ def test_memory_that_is_too_small_costs_only_the_rest(model: Any, disk: DiskCach
     first = new(model, disk)
     compute(model, first, IDS)
     assert disk.flush(10)
-    _, held = first._tree.find((first._id, ""), pack([*IDS, 1]))
+    _, held = first._tree.find(first._owners(""), pack([*IDS, 1]))
     cache = new(model, disk, sum(piece.nbytes for piece in held[:2]))
     layers, cached = cache.restore(asyncio.run(cache.load(cache.lookup([*IDS, 1], ""))))
     assert cached == 500 and layers[0].offset == 500

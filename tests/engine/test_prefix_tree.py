@@ -33,19 +33,19 @@ class Piece:
 
 def add(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> bool:
     sequence = tuple(ids)
-    return bool(tree.add(owner, pack(sequence), lambda start, end: Piece(sequence, start, end)))
+    return bool(tree.add([owner], pack(sequence), lambda start, end: Piece(sequence, start, end)))
 
 
 def find(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> int:
     """Length of the known beginning, checked to be what was put in, piece after piece."""
     sequence = tuple(ids)
-    known, pieces = tree.find(owner, pack(sequence))
+    known, pieces = tree.find([owner], pack(sequence))
     at = 0
     for piece in pieces:
         assert piece.start == at and piece.sequence[: piece.end] == sequence[: piece.end]
         at = piece.end
     assert at == known
-    assert tree.reach(owner, pack(sequence)) == known
+    assert tree.reach([owner], pack(sequence)) == known
     return known
 
 
@@ -94,34 +94,39 @@ def test_owners_never_meet() -> None:
     assert find(tree, [1, 2, 3, 4], owner=("model", "alice")) == 3
 
 
-def test_what_is_shared_becomes_the_owners_too() -> None:
+def test_what_is_shared_is_found_by_all_and_continued_by_each_for_itself() -> None:
     tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     add(tree, [1, 2], owner="all")
     add(tree, [1, 2, 3, 4], owner="all")
     add(tree, [1, 2, 3], owner="alice")
     asked = pack([1, 2, 3, 4, 5])
-    assert tree.reach("alice", asked, "all") == 4
-    assert (tree.reach("alice", asked), tree.reach("bob", asked, "alice")) == (3, 3)
-    assert tree.find("bob", asked, "all") == tree.find("all", asked)
-    assert tree.find("alice", pack([1, 2, 3, 9]), "all")[0] == 3  # its own is longer
-    tree.forget(lambda owner: owner == "all")
-    assert (find(tree, [1, 2, 3, 4, 5], "bob"), find(tree, [1, 2, 3, 4, 5], "all")) == (4, 0)
+    assert tree.reach(["alice", "all"], asked) == 4
+    assert (tree.reach(["alice"], asked), tree.reach(["bob", "alice"], asked)) == (3, 3)
+    assert tree.find(["bob", "all"], asked) == tree.find(["all"], asked)
+    assert tree.find(["alice", "all"], pack([1, 2, 3, 9]))[0] == 3  # its own is longer
     held = tree.counters().nbytes
-    add(tree, [1, 2, 3, 4, 5, 6], owner="bob")
+    longer = [1, 2, 3, 4, 5, 6]
+    cut = tree.add(["bob", "all"], pack(longer), lambda *part: Piece(tuple(longer), *part))
+    assert [(end, piece.start) for end, piece in cut] == [(2, 0), (4, 2), (6, 4)]
     assert tree.counters().nbytes == held + 20  # what it continues is not held again
+    asked = pack([*longer, 7])
+    assert tree.reach(["bob", "all"], asked) == 6
+    assert [tree.reach([name, "all"], asked) for name in ("alice", "carol")] == [4, 4]
+    assert tree.reach(["bob"], asked) == 0
+    assert tree.add(["carol", "all"], pack([1, 2, 3, 4]), lambda *_: pytest.fail("is known"))
 
 
-def test_what_is_shared_is_held_once() -> None:
-    tree: PrefixTree[Piece] = PrefixTree(70)
-    add(tree, [1, 2, 3, 4], owner="all")
-    for name in ("alice", "bob"):
-        assert tree.find(name, pack([1, 2, 3, 4, 5]), "all")[0] == 4
-        assert tree.reach(name, pack([1, 2, 3, 4, 5])) == 4
-    assert (tree.counters().nbytes, tree.counters().segments) == (40, 3)
-    tree.forget(lambda owner: owner in {"all", "bob"})
-    assert tree.counters().nbytes == 40 and find(tree, [1, 2, 3, 4, 5], "alice") == 4
-    tree.forget(lambda owner: owner == "alice")
-    assert tree.counters().nbytes == tree.counters().segments == 0
+def test_what_continues_what_was_forgotten_is_evicted_in_its_turn() -> None:
+    tree: PrefixTree[Piece] = PrefixTree(40)
+    add(tree, [1, 2], owner="all")
+    tree.add(["bob", "all"], pack([1, 2, 3]), lambda *part: Piece((1, 2, 3), *part))
+    tree.forget(lambda owner: owner == "all")
+    assert tree.reach(["bob", "all"], pack([1, 2, 3, 4])) == 0
+    assert (tree.counters().nbytes, tree.counters().segments) == (10, 1)
+    add(tree, [5, 6, 7, 8])
+    assert (tree.counters().nbytes, tree.counters().segments) == (40, 1)
+    tree.forget(lambda _: True)
+    assert (tree.counters().nbytes, tree.counters().segments) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +160,11 @@ def test_a_look_counts_for_nothing() -> None:
     add(tree, [1])
     add(tree, [2])
     before = tree.counters()
-    assert tree.reach("me", pack([1, 9])) == 1
-    assert tree.reach("other", pack([1, 9])) == tree.reach("me", pack([])) == 0
+    assert tree.reach(["me"], pack([1, 9])) == 1
+    assert tree.reach(["other"], pack([1, 9])) == tree.reach(["me"], pack([])) == 0
     assert tree.counters() == before
     add(tree, [3])
-    assert [tree.reach("me", pack([first, 9])) for first in (1, 2, 3)] == [0, 1, 1]
+    assert [tree.reach(["me"], pack([first, 9])) for first in (1, 2, 3)] == [0, 1, 1]
 
 
 def test_budget_of_one_entry_keeps_the_last_one() -> None:
@@ -190,7 +195,7 @@ def test_no_budget_holds_nothing() -> None:
 def test_thrown_out_while_in_use_stays_whole() -> None:
     tree: PrefixTree[Piece] = PrefixTree(30)
     add(tree, [1, 2])
-    known, pieces = tree.find("me", pack([1, 2, 3]))
+    known, pieces = tree.find(["me"], pack([1, 2, 3]))
     add(tree, [7, 8, 9])
     assert find(tree, [1, 2, 3]) == 0
     assert known == 2 and pieces[0].sequence == (1, 2)
@@ -209,7 +214,7 @@ def test_beginning_that_goes_while_its_continuation_is_cut() -> None:
             add(tree, [5, 6, 7, 8])  # somebody else's; [1, 2] is out
         return Piece((1, 2, 3, 4), start, end)
 
-    assert tree.add("me", pack([1, 2, 3, 4]), cut)
+    assert tree.add(["me"], pack([1, 2, 3, 4]), cut)
     assert cuts == [(2, 4), (0, 4)]
     assert find(tree, [1, 2, 3, 4, 5]) == 4
 
@@ -221,7 +226,7 @@ def test_a_cut_that_fails_leaves_nothing_behind() -> None:
         raise ValueError
 
     with pytest.raises(ValueError):  # noqa: PT011 - the one above
-        tree.add("me", pack([1, 2]), cut)
+        tree.add(["me"], pack([1, 2]), cut)
     assert find(tree, [1, 2, 3]) == 0 and tree.counters().segments == 0
     assert add(tree, [1, 2])
 
@@ -231,7 +236,7 @@ def test_forgotten_owners_leave_nothing() -> None:
     add(tree, [1, 2], owner=("a", 1))
     add(tree, [1, 2, 3], owner=("a", 2))
     add(tree, [1, 2], owner=("b", 1))
-    pieces = [weakref.ref(piece) for piece in tree.find(("a", 1), pack([1, 2, 3]))[1]]
+    pieces = [weakref.ref(piece) for piece in tree.find([("a", 1)], pack([1, 2, 3]))[1]]
     gc.disable()  # buffers of gigabytes do not wait for a collector
     tree.forget(lambda owner: isinstance(owner, tuple) and owner[0] == "a")
     gc.enable()
@@ -258,7 +263,7 @@ def test_200_conversations_stay_flat() -> None:
             assert tree.counters().nbytes <= 2_000
     assert len(tree._order) == tree.counters().segments
     assert unique(tree) == tree.counters().nbytes
-    assert len(tree._roots) <= 7
+    assert len(tree._root.children) <= 7
 
 
 def test_many_threads_at_once() -> None:
@@ -310,8 +315,9 @@ def test_never_above_the_budget(budget: int, steps: list[tuple[int, list[int], b
     for owner, ids, sharing in steps:
         if sharing:
             sequence = pack([*ids, 9])
-            reached = tree.reach(owner, sequence, 1 - owner)
-            assert tree.find(owner, sequence, 1 - owner)[0] == reached
+            owners = [owner, 1 - owner]
+            assert tree.find(owners, sequence)[0] == tree.reach(owners, sequence)
+            tree.add(owners, sequence, lambda *part, ids=ids: Piece((*ids, 9), *part))
         fits = add(tree, ids, owner)
         counters = tree.counters()
         assert counters.nbytes <= budget

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -157,7 +157,7 @@ class PrefixCache:
                         for piece in match.loaded:
                             sequence = match.sequence[: piece.end * WIDTH]
                             cut = partial(_cut_from, piece)
-                            if not self._tree.add((self._id, match.tenant), sequence, cut):
+                            if not self._tree.add(self._owners(match.tenant), sequence, cut):
                                 break
                     known, found = self._tree.find(*self._place(match))
                 if known:
@@ -178,7 +178,8 @@ class PrefixCache:
             return
         with _logged("a prefix could not be stored"):
             known = pack(ids[:-1] if ids[-1] in vocab.LAST else ids)
-            found = self._tree.add((self._id, tenant), known, partial(pieces.cut, layers, row=row))
+            cut = partial(pieces.cut, layers, row=row)
+            found = self._tree.add(self._owners(tenant), known, cut)
             if found and self._disk is not None:
                 self._disk.offer(self._root(tenant), known, found, pieces.exported)
 
@@ -208,9 +209,12 @@ class PrefixCache:
         disk = None if self._disk is None else self._disk.counters()
         return Status(**asdict(self._tree.counters()), **self._reused, disk=disk)
 
-    def _place(self, match: Match) -> tuple[tuple[object, str], bytes, tuple[object, str]]:
-        """Owner, sequence and shared owner, as methods of the tree take them."""
-        return (self._id, match.tenant), match.sequence, (self._id, EVERYBODY)
+    def _place(self, match: Match) -> tuple[Sequence[Hashable], bytes]:
+        """Owners and sequence, as methods of the tree take them."""
+        return self._owners(match.tenant), match.sequence
+
+    def _owners(self, tenant: str) -> Sequence[Hashable]:
+        return (self._id, tenant), (self._id, EVERYBODY)
 
 
 @contextmanager

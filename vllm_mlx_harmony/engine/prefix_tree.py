@@ -9,16 +9,17 @@ in RadixAttention (https://arxiv.org/abs/2312.07104, section 3) or by hashes of 
   system message, before the last message of the user, before what a later turn drops. It holds up
   to a whole sliding window at its end: short pieces would keep every token of the layers with
   windows, too. A node is never split; prompts that diverge within a piece share what is before it.
-- *Owners.* Each tenant has a tree of its own: the time that a prompt takes shows whether its
-  beginning is cached, which no other tenant may learn (SECURITY.md). What the operator had computed
-  for all tenants is ``shared``: a tenant that uses it gets nodes of its own with the same values.
+- *Owners.* Each piece belongs to a tenant, and no other tenant finds it: the time that a prompt
+  takes shows whether its beginning is cached, which others may not learn (SECURITY.md). A look-up
+  names the owners whose pieces it may find, the tenant and the operator, who had some computed for
+  all; below those, pieces of a tenant may continue.
 
 **Order.** Using a node uses all nodes before it, and counts them as used after it. So
 the least recently used node is always a leaf, and no eviction orphans another node.
 
-**Invariants.** The bytes of all values, each counted once, are within the budget. A child begins
-where its parent ends, and no two children of one node have the same ids. Evicting a value that was
-returned leaves it whole. Sequences are packed, 4 bytes an id, so that comparing two is one
+**Invariants.** The bytes of all values are within the budget. A child begins where its parent ends,
+and no two children of one node and one owner have the same ids. Evicting a value that was returned
+leaves it whole. Sequences are packed, 4 bytes an id, so that comparing two is one
 comparison of memory and a look-up is linear in the prompt. The lock is held for no longer than
 that, never while something is copied or computed.
 """
@@ -27,8 +28,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -64,14 +64,14 @@ class Counters:
 
 @dataclass(eq=False, slots=True)
 class _Node(Generic[T]):
-    """The ``ids`` of a sequence that end after ``end`` ids. Roots have no parent and no value."""
+    """The ``ids`` of a sequence that end after ``end`` ids. The root has no parent and no value."""
 
-    owner: Hashable
+    owner: Hashable = None
     ids: bytes = b""
     end: int = 0
     value: T | None = None
     parent: _Node[T] | None = None
-    children: dict[bytes, _Node[T]] = field(default_factory=dict)
+    children: dict[Hashable, dict[bytes, _Node[T]]] = field(default_factory=dict)
 
     def path(self) -> Iterator[_Node[T]]:
         """This node and those before it, last first, without the root."""
@@ -89,17 +89,14 @@ class _Node(Generic[T]):
 class PrefixTree(Generic[T]):
     """Pieces of sequences with their values. Every method may be called by any thread.
 
-    A sequence belongs to an ``owner``, and is found by that owner alone, or by naming it as
-    ``shared``.
+    ``owners`` are those whose pieces may be found; the first of them owns what is added.
     """
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
-        self._roots: dict[Hashable, _Node[T]] = {}
+        self._root: _Node[T] = _Node()
         self._order: dict[_Node[T], None] = {}
-        """All nodes but the roots, least recently used first."""
-        self._holders: Counter[int] = Counter()
-        """How many nodes hold a value, by its ``id``."""
+        """All nodes but the root, least recently used first."""
         self._lock = threading.Lock()
         self._nbytes = self._evictions = self._refused = 0
 
@@ -108,35 +105,23 @@ class PrefixTree(Generic[T]):
         segments = len(self._order)
         return Counters(self._evictions, self._refused, segments, self._nbytes, self._budget)
 
-    def find(
-        self, owner: Hashable, sequence: bytes, shared: Hashable = None
-    ) -> tuple[int, tuple[T, ...]]:
+    def find(self, owners: Sequence[Hashable], sequence: bytes) -> tuple[int, tuple[T, ...]]:
         """The longest known beginning of ``sequence`` that is shorter than it is.
 
-        Returns its length in ids and the values of its pieces, first to last. Where ``shared``
-        knows more than ``owner``, the owner gets these pieces, too, so that what is added later
-        continues them.
+        Returns its length in ids and the values of its pieces, first to last.
         """
-        limit = len(sequence) // WIDTH - 1
         with self._lock:
-            node = self._deepest(owner, sequence, limit)
-            common = self._deepest(shared, sequence, limit)
-            if common.end > node.end:
-                self._use(common)
-                node = self._roots.setdefault(owner, _Node(owner))
-                for step in [*common.path()][::-1]:
-                    node = node.children.get(step.ids) or self._attach(node, step.ids, step.value)
+            node = self._deepest(owners, sequence, len(sequence) // WIDTH - 1)
             self._use(node)
             return node.end, tuple(value for _, value in node.pieces())
 
-    def reach(self, owner: Hashable, sequence: bytes, shared: Hashable = None) -> int:
+    def reach(self, owners: Sequence[Hashable], sequence: bytes) -> int:
         """How many ids `find` would find. Does not count as a use."""
-        limit = len(sequence) // WIDTH - 1
         with self._lock:
-            return max(self._deepest(each, sequence, limit).end for each in (owner, shared))
+            return self._deepest(owners, sequence, len(sequence) // WIDTH - 1).end
 
     def add(
-        self, owner: Hashable, sequence: bytes, cut: Callable[[int, int], T]
+        self, owners: Sequence[Hashable], sequence: bytes, cut: Callable[[int, int], T]
     ) -> tuple[tuple[int, T], ...]:
         """Adds ``sequence``; ``cut(start, end)`` gives the value for its last piece.
 
@@ -147,14 +132,14 @@ class PrefixTree(Generic[T]):
         end = len(sequence) // WIDTH
         while True:
             with self._lock:
-                node = self._deepest(owner, sequence, end)
+                node = self._deepest(owners, sequence, end)
                 start = node.end
                 if start == end:
                     self._use(node)
                     return node.pieces()
             value = cut(start, end)
             with self._lock:
-                parent = self._deepest(owner, sequence, end)
+                parent = self._deepest(owners, sequence, end)
                 if parent.end != start:  # another thread changed it meanwhile
                     continue
                 if sum(each.nbytes for _, each in parent.pieces()) + value.nbytes > self._budget:
@@ -162,9 +147,12 @@ class PrefixTree(Generic[T]):
                     return ()
                 self._use(parent)
                 self._evict_to(self._budget - value.nbytes)
-                if parent.parent is None:
-                    self._roots[owner] = parent
-                return self._attach(parent, sequence[start * WIDTH :], value).pieces()
+                ids = sequence[start * WIDTH :]
+                node = _Node(owners[0], ids, end, value, parent)
+                parent.children.setdefault(node.owner, {})[ids] = node
+                self._nbytes += value.nbytes
+                self._use(node)
+                return node.pieces()
 
     def evict(self, nbytes: int) -> int:
         """Evicts the least recently used pieces, ``nbytes`` bytes of them if there are so many.
@@ -177,27 +165,25 @@ class PrefixTree(Generic[T]):
             return before - self._nbytes
 
     def forget(self, gone: Callable[[Hashable], bool]) -> None:
-        """Removes everything of the owners for which ``gone`` is true. Counts no evictions."""
-        with self._lock:
-            for owner in [owner for owner in self._roots if gone(owner)]:
-                below = [self._roots.pop(owner)]
-                while below:
-                    node = below.pop()
-                    below.extend(node.children.values())
-                    self._release(node)
-                    node.children, node.parent = {}, None  # no cycle keeps buffers alive
+        """Removes what the owners have for which ``gone`` is true. Counts no evictions.
 
-    def _deepest(self, owner: Hashable, sequence: bytes, limit: int) -> _Node[T]:
-        """The node of the longest known beginning of at most ``limit`` ids; else a root."""
-        best = self._roots.get(owner) or _Node(owner)
-        left = [best]
+        What others continue from that is found no longer, and evicted in its turn.
+        """
+        with self._lock:
+            for node in [each for each in self._order if gone(each.owner)]:
+                self._remove(node)
+
+    def _deepest(self, owners: Sequence[Hashable], sequence: bytes, limit: int) -> _Node[T]:
+        """The node of the longest known beginning of at most ``limit`` ids."""
+        best, left = self._root, [self._root]
         while left:
             node = left.pop()
             best = max(best, node, key=lambda one: one.end)
             at = node.end * WIDTH
             left.extend(
                 child
-                for child in node.children.values()
+                for owner in owners
+                for child in node.children.get(owner, {}).values()
                 if child.end <= limit and sequence.startswith(child.ids, at)
             )
         return best
@@ -207,31 +193,18 @@ class PrefixTree(Generic[T]):
             self._order.pop(step, None)
             self._order[step] = None
 
-    def _attach(self, parent: _Node[T], ids: bytes, value: T | None) -> _Node[T]:
-        """A new node below ``parent``, for whose value there is room."""
-        assert value is not None  # only roots have none
-        node = _Node(parent.owner, ids, parent.end + len(ids) // WIDTH, value, parent)
-        parent.children[ids] = node
-        self._nbytes += 0 if self._holders[id(value)] else value.nbytes
-        self._holders[id(value)] += 1
-        self._use(node)
-        return node
-
-    def _release(self, node: _Node[T]) -> None:
-        if node.value is not None:
-            del self._order[node]
-            self._holders[id(node.value)] -= 1
-            if not self._holders[id(node.value)]:
-                del self._holders[id(node.value)]
-                self._nbytes -= node.value.nbytes
-
     def _evict_to(self, nbytes: int) -> None:
         while self._nbytes > nbytes:
-            oldest = next(iter(self._order))
-            self._release(oldest)
+            self._remove(next(iter(self._order)))
             self._evictions += 1
-            parent = oldest.parent
-            assert parent is not None  # roots are not in the order
-            del parent.children[oldest.ids]
-            if parent.parent is None and not parent.children:
-                self._roots.pop(oldest.owner, None)
+
+    def _remove(self, node: _Node[T]) -> None:
+        assert node.parent is not None  # as the root, which is not in the order, has none
+        assert node.value is not None
+        del self._order[node]
+        self._nbytes -= node.value.nbytes
+        children = node.parent.children
+        del children[node.owner][node.ids]
+        if not children[node.owner]:
+            del children[node.owner]
+        node.parent = None  # no cycle keeps buffers alive
