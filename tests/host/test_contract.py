@@ -28,6 +28,7 @@ from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import NotHarmony
 from vllm_mlx_harmony.host.mount import FrontEnd, Route
 from vllm_mlx_harmony.host.patching import Attribute, Name, Patch
+from vllm_mlx_harmony.host.tool_parser import HarmonyToolParser
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.responses import store
 
@@ -160,7 +161,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> tuple[patching.Requirement, ...]:
         route("/v1/chat/completions", "POST", lambda: {"ours": True}),
         route("/v1/models/{model_id}", "GET", lambda model_id: model_id, ("/v1/models", "GET")),
     )
-    monkeypatch.setattr(contract, "table", lambda _: rows)
+    monkeypatch.setattr(contract, "table", lambda _, **__: rows)
     monkeypatch.setattr(contract, "find", lambda _: entry_points.Extensions(object, print, object))
     return rows
 
@@ -338,7 +339,7 @@ def test_a_changed_host_is_refused_and_nothing_is_patched(
         patch("vllm_mlx.server:get_usage", lambda f: None),
         patch("vllm_mlx.server:_sanitize_log_text", shout, "value", "limit"),
     )
-    monkeypatch.setattr(contract, "table", lambda _: rows)
+    monkeypatch.setattr(contract, "table", lambda _, **__: rows)
     monkeypatch.setattr(contract, "find", lambda _: entry_points.Extensions(object, print, object))
     with monkeypatch.context() as changed:
         change(changed)
@@ -409,7 +410,7 @@ def test_a_bug_of_ours_leaves_the_host_running_unpatched(
         raise RuntimeError("a bug")
 
     rows = (*table, patch("vllm_mlx.server:get_usage", bug))
-    monkeypatch.setattr(contract, "table", lambda _: rows)
+    monkeypatch.setattr(contract, "table", lambda _, **__: rows)
     host.install()
     args = flags("MODEL", "--tool-call-parser", "harmony")
     assert vllm_mlx.cli.serve_command(args) == "served"
@@ -607,6 +608,16 @@ def test_the_real_table_fits_the_real_host(name: str) -> None:
     assert differences(before) != []
     host.uninstall()
     assert differences(before) == []
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_tool_parsers_are_ours_only_where_a_single_model_is_served(several: bool) -> None:
+    parsers = vllm_mlx.tool_parsers.ToolParserManager
+    theirs = {name: parsers.get_tool_parser(name) for name in parsers.list_registered()}
+    contract.activate(several=several)
+    ours = {name for name, parser in theirs.items() if parsers.get_tool_parser(name) is not parser}
+    assert ours == (set() if several else set(contract.FLAGS))
+    assert several or issubclass(parsers.get_tool_parser("harmony"), HarmonyToolParser)
 
 
 def test_every_row_of_the_table_says_why() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("vllm_mlx", reason="needs the host")
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import loading, tool_parser
+from vllm_mlx_harmony.host import loading
 from vllm_mlx_harmony.host.engine import NotHarmony
 from vllm_mlx_harmony.server.model_files import is_harmony, is_harmony_model
 
@@ -58,26 +58,6 @@ CONTROL = ["start", "end", "message", "channel", "constrain", "return", "call"]
 )
 def test_is_harmony(tokenizer: Any, expected: bool) -> None:
     assert is_harmony(tokenizer) is expected
-
-
-def test_the_tool_parser_is_ours_on_a_harmony_tokenizer_and_else_the_hosts() -> None:
-    from vllm_mlx.tool_parsers import HarmonyToolParser as Theirs
-    from vllm_mlx.tool_parsers import ToolParser
-
-    class Ours(Theirs):  # type: ignore[misc]
-        SUPPORTS_NATIVE_TOOL_FORMAT = True
-
-    named = tool_parser.with_parser(Ours, ["harmony", "new"], {"harmony": Theirs, "other": Theirs})
-    assert named["other"] is Theirs
-    chosen: Any = named["harmony"]
-    assert issubclass(chosen, ToolParser)
-    assert isinstance(chosen(Harmony()), Ours)
-    assert isinstance(chosen(None), Ours)
-    assert isinstance(chosen(), Ours)
-    assert type(chosen(Harmony(shift=1))) is Theirs
-    # Asked of the class for every engine: it must not change what other models get.
-    assert chosen.supports_native_format() is Theirs.supports_native_format()
-    assert named["new"] is Ours
 
 
 @pytest.fixture

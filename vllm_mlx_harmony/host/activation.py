@@ -116,12 +116,13 @@ def _activate(args: argparse.Namespace) -> None:
         from vllm_mlx_harmony.server import enforcement
 
         _check(args)
-        contract.activate(args.tool_call_parser)
+        several = bool(getattr(args, "models_config", None))
+        contract.activate(args.tool_call_parser, several=several)
         _apply(args)
         enforcement.get_ready()
         # Flags that belong to the given one, for vllm-mlx's own code. Not with several models:
         # there they would change the answers of those that are not Harmony models.
-        if not getattr(args, "models_config", None):
+        if not several:
             args.enable_auto_tool_choice = True
             args.reasoning_parser = args.reasoning_parser or "harmony"
         logger.debug("requirements: %s", ", ".join(contract.changes()))

@@ -19,7 +19,6 @@ than those of `server_globals`. How to support a new version of vllm-mlx: docs/a
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
@@ -163,23 +162,25 @@ def unsupported() -> str | None:
     return f"{HOST} {version} is not supported: this package needs {HOST}{SUPPORTED}"
 
 
-def table(found: Extensions) -> tuple[Requirement, ...]:
+def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...]:
     """All rows in the order in which they are applied, with the parts that were `found`.
 
-    Imports modules that need `NAMES`: check those first.
+    With `several` models, the tool parsers stay those of vllm-mlx: they are looked up by name, for
+    any of the models. Imports modules that need `NAMES`: check those first.
     """
-    from vllm_mlx_harmony.host import engine_routes, inspection, tool_parser
+    from vllm_mlx_harmony.host import engine_routes, inspection
     from vllm_mlx_harmony.host.adapter import VllmMlx
     from vllm_mlx_harmony.host.mount import FrontEnd, Route
     from vllm_mlx_harmony.server.app import ENDPOINTS
 
+    parsers = Patch(
+        "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers",
+        "parses tool calls for callers in vllm-mlx that have only text",
+        replacement=lambda theirs: {**theirs, **dict.fromkeys(FLAGS, found.tool_parser)},
+    )
     return (
         *NAMES,
-        Patch(
-            "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers",
-            "parses tool calls for callers in vllm-mlx that have only text",
-            replacement=partial(tool_parser.with_parser, found.tool_parser, FLAGS),
-        ),
+        *(() if several else (parsers,)),
         FrontEnd(VllmMlx()),
         *map(Route, ENDPOINTS),
         *engine_routes.ROUTES,
@@ -187,7 +188,7 @@ def table(found: Extensions) -> tuple[Requirement, ...]:
     )
 
 
-def activate(name: str = FLAGS[0]) -> None:
+def activate(name: str = FLAGS[0], *, several: bool = False) -> None:
     """Makes all changes; nothing happens if they are in force already.
 
     Raises HostError, with nothing changed, if vllm-mlx is not supported, a required row does not
@@ -199,7 +200,7 @@ def activate(name: str = FLAGS[0]) -> None:
         raise HostError(reason, code="host_unsupported")
     patching.check(NAMES)
     found = find(name)
-    _changes.extend(patching.apply_all(table(found)))
+    _changes.extend(patching.apply_all(table(found, several=several)))
     entry_points.use(found)
 
 

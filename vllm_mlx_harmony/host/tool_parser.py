@@ -1,4 +1,4 @@
-"""The tool parser for callers in vllm-mlx that have only text.
+"""The tool parser for callers in vllm-mlx that have only text, where a single model is served.
 
 Encodes the text, including control tokens that are written out, and parses it as our routes parse
 ids. Text usually lacks the end tokens.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -21,7 +21,6 @@ from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import ResponseInfo, Tool, Turn
 from vllm_mlx_harmony.protocols.chat.emitter import Emitter
-from vllm_mlx_harmony.server.model_files import is_harmony
 
 _BEGUN = re.compile(r"<(?:\|\w*\|?)?\Z")
 """A part of a control token at the end of a piece of text."""
@@ -125,25 +124,3 @@ def _names(request: object) -> Names:
         return Names.of(Turn((), tuple(Tool(name) for name in names if isinstance(name, str))))
     except RequestError:
         return Names()
-
-
-def with_parser(ours: type, names: Iterable[str], theirs: Mapping[str, type]) -> dict[str, type]:
-    """vllm-mlx's tool parsers, by name, with `ours` under `names`.
-
-    It parses for Harmony models; vllm-mlx's own parser of that name still does for others.
-    """
-    named = {name: theirs.get(name) for name in names}
-    return {**theirs, **{name: _by_tokenizer(ours, own) for name, own in named.items()}}
-
-
-def _by_tokenizer(ours: type, theirs: type[ToolParser] | None) -> type:
-    if theirs is None:
-        return ours
-
-    def make(cls: type, tokenizer: object = None) -> object:
-        other = tokenizer is not None and not is_harmony(tokenizer)
-        return theirs(tokenizer) if other else object.__new__(cls)
-
-    # vllm-mlx reads the attribute from the class, for every model that it serves.
-    native = theirs.SUPPORTS_NATIVE_TOOL_FORMAT
-    return type(ours.__name__, (ours,), {"__new__": make, "SUPPORTS_NATIVE_TOOL_FORMAT": native})
